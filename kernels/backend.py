@@ -1,0 +1,119 @@
+"""Which implementation runs: the switch, and the one place that knows whether Triton is there.
+
+Every kernel family has up to three implementations with the same bits:
+
+* ``reference``: plain torch, any device. It is the specification.
+* ``native``: C++, CPU tensors only, compiled at first use (``native.py``). ``auto`` takes it on the CPU.
+* ``triton``: Triton, GPU tensors; with ``TRITON_INTERPRET=1`` also CPU tensors, which is how tests run kernels without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from halfstep.kernels import native
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # macOS, Windows, or simply not installed: the CPU path needs none of it
+    triton = None
+    tl = None
+
+NAMES = ("auto", "reference", "triton")
+
+
+def _checked(name: object, source: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"{source} is {name!r}; allowed are {', '.join(map(repr, NAMES))}")
+    return str(name)
+
+
+_chosen = _checked(os.environ.get("HALFSTEP_BACKEND", "auto"), "environment variable HALFSTEP_BACKEND")
+
+
+class backend:
+    """Choose the implementation for every halfstep function, at once or for a block.
+
+    ``halfstep.backend("reference")`` switches from here on; ``with halfstep.backend("reference"):`` switches back at
+    the end of the block. The environment variable ``HALFSTEP_BACKEND`` sets the choice a process starts with.
+
+    Args:
+        name: ``"auto"`` (Triton on GPUs, compiled C++ on CPUs, the reference elsewhere), ``"reference"`` or ``"triton"``.
+
+    Raises:
+        ValueError: for any other name.
+    """
+
+    def __init__(self, name: str) -> None:
+        global _chosen
+        self._before = _chosen
+        self._name = _chosen = _checked(name, "backend")
+
+    def __enter__(self) -> backend:
+        global _chosen
+        _chosen = self._name
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _chosen
+        _chosen = self._before
+
+
+def chosen() -> str:
+    """The name last switched to: ``"auto"``, ``"reference"`` or ``"triton"``."""
+    return _chosen
+
+
+def interpreting() -> bool:
+    """Whether the kernels were imported under ``TRITON_INTERPRET=1`` and so run on CPU tensors."""
+    return INTERPRET
+
+
+def resolve(device: torch.device, family: str) -> str:
+    """The implementation that runs for tensors on `device`: ``"reference"``, ``"native"`` or ``"triton"``.
+
+    Args:
+        device: where the tensors are.
+        family: the kernel family (``"adam"``, ``"cast"``, ``"softmax"``, ``"unscale"``), which names its C++ file.
+
+    Raises:
+        RuntimeError: ``"triton"`` was chosen and cannot run on this device.
+    """
+    if _chosen == "reference":
+        return "reference"
+    on_gpu = device.type == "cuda"  # ROCm builds of torch say "cuda" too
+    if _chosen == "triton":
+        if triton is None:
+            raise RuntimeError("backend is 'triton', but triton is not installed; install it or use backend('auto')")
+        if not on_gpu and not (INTERPRET and device.type == "cpu"):
+            raise RuntimeError(
+                f"backend is 'triton', but the tensors are on {str(device)!r}; allowed are GPU tensors, or CPU tensors "
+                "when TRITON_INTERPRET=1 is set before halfstep is imported; else use backend('auto')"
+            )
+        return "triton"
+    if on_gpu:
+        return "triton" if triton is not None and not INTERPRET else "reference"
+    if device.type == "cpu" and native.library(family) is not None:
+        return "native"
+    return "reference"
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """``triton.jit`` where Triton is installed, else the function itself, which is then never called."""
+    return function if triton is None else triton.jit(function)
+
+
+def _interpret_requested() -> bool:
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+# Triton decides when a kernel is decorated, that is once, at import. Later changes of the variable have no effect.
+INTERPRET = _interpret_requested()

@@ -1,0 +1,95 @@
+// What the C++ kernels share: 16-bit formats as bit patterns, and blocks of them to and from fp32.
+//
+// All arithmetic is IEEE fp32 (or fp64), one operation at a time, compiled without contraction, so that the results
+// have the bits of the torch reference. A block is converted to a local fp32 array, worked on, and converted back:
+// the arrays stay in the first-level cache and every loop vectorises.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace halfstep {
+
+enum Dtype : int32_t { F32 = 0, F16 = 1, BF16 = 2 };  // the codes of kernels/multi_tensor.py
+
+struct f16 { uint16_t bits; };
+struct bf16 { uint16_t bits; };
+
+inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
+inline float from_bits(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
+inline float widen(f16 x) {
+    uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+    // Normal: shift the mantissa up and move the bias from 15 to 127. Inf and NaN: exponent to all ones.
+    uint32_t normal = (rest << 13) + (112u << 23) + (rest >= 0x7c00u ? (112u << 23) : 0u);
+    // Subnormal: rest * 2^-24, which fp32 holds exactly.
+    uint32_t tiny = bits_of(float(int32_t(rest)) * 0x1p-24f);
+    return from_bits(sign | (rest < 0x0400u ? tiny : normal));
+}
+
+template <typename T> T narrow(float x);
+template <> inline float narrow<float>(float x) { return x; }
+// Round to nearest, ties to even; NaN becomes the quiet NaN of its sign.
+template <> inline bf16 narrow<bf16>(float x) {
+    uint32_t b = bits_of(x), rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+    bool nan = (b & 0x7fffffffu) > 0x7f800000u;
+    return {uint16_t(nan ? ((b >> 16) & 0x8000u) | 0x7fc0u : rounded)};
+}
+template <> inline f16 narrow<f16>(float x) {
+    uint32_t b = bits_of(x), sign = (b >> 16) & 0x8000u, magnitude = b & 0x7fffffffu;
+    // Normal result: round at bit 13 (a carry into the exponent is right, up to and including infinity).
+    uint32_t normal = (magnitude - (112u << 23) + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Subnormal result: adding 0.5 puts the ulp of the sum at 2^-24, so the hardware rounds to nearest even for us.
+    uint32_t tiny = bits_of(from_bits(magnitude < 0x38800000u ? magnitude : 0u) + 0.5f) - 0x3f000000u;
+    uint32_t result = magnitude < 0x38800000u ? tiny : normal;
+    result = magnitude >= 0x477ff000u ? 0x7c00u : result;  // 65520 and above
+    result = magnitude > 0x7f800000u ? 0x7e00u : result;
+    return {uint16_t(sign | result)};
+}
+
+template <typename T> inline void load(const T* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);
+}
+template <typename T> inline void store(const float* from, T* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = narrow<T>(from[i]);
+}
+#if defined(__AVX512F__)
+template <> inline void load<f16>(const f16* from, float* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
+    for (; i < n; ++i) to[i] = widen(from[i]);
+}
+template <> inline void store<f16>(const float* from, f16* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm256_storeu_si256((__m256i*)(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    for (; i < n; ++i) to[i] = narrow<f16>(from[i]);
+}
+#elif defined(__F16C__)
+template <> inline void load<f16>(const f16* from, float* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+    for (; i < n; ++i) to[i] = widen(from[i]);
+}
+template <> inline void store<f16>(const float* from, f16* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    for (; i < n; ++i) to[i] = narrow<f16>(from[i]);
+}
+#endif
+
+// Call f with a null pointer of the C++ type that a dtype code stands for.
+template <typename F> inline void with_dtype(int32_t dtype, F&& f) {
+    if (dtype == F32) f((float*)nullptr);
+    else if (dtype == F16) f((f16*)nullptr);
+    else f((bf16*)nullptr);
+}
+
+}  // namespace halfstep

@@ -1,0 +1,58 @@
+"""Half-precision training for PyTorch in the fewest bytes.
+
+Public names are loaded on first use, so `import halfstep` costs nothing until a tensor is touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from halfstep._version import __version__
+
+if TYPE_CHECKING:
+    from halfstep.integrations.optim import Adam, AdamW
+    from halfstep.kernels.backend import backend
+    from halfstep.kernels.cast import cast, foreach_cast
+    from halfstep.kernels.softmax import log_softmax, softmax
+    from halfstep.kernels.unscale import foreach_check, foreach_unscale_
+    from halfstep.numerics.scaler import GradScaler
+
+_HOME = {
+    "Adam": "halfstep.integrations.optim",
+    "AdamW": "halfstep.integrations.optim",
+    "GradScaler": "halfstep.numerics.scaler",
+    "backend": "halfstep.kernels.backend",
+    "cast": "halfstep.kernels.cast",
+    "foreach_cast": "halfstep.kernels.cast",
+    "foreach_check": "halfstep.kernels.unscale",
+    "foreach_unscale_": "halfstep.kernels.unscale",
+    "log_softmax": "halfstep.kernels.softmax",
+    "softmax": "halfstep.kernels.softmax",
+}
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "GradScaler",
+    "__version__",
+    "backend",
+    "cast",
+    "foreach_cast",
+    "foreach_check",
+    "foreach_unscale_",
+    "log_softmax",
+    "softmax",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}; public names are {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,27 @@
+"""Runs before any test imports halfstep: without a GPU the kernels run under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(min(torch.get_num_threads(), 2))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def kernel_device() -> torch.device:
+    """Where the Triton kernels run here: the GPU, or the CPU under the interpreter."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
