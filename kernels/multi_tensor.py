@@ -1,0 +1,123 @@
+"""The device table: where many tensors lie, so that one launch can walk them all.
+
+A table has one column per tensor and these int64 rows: the number of elements, the index of its first chunk, then one row
+of addresses per operand (a gradient, a moment, ...). Beside it stands, per chunk, the number of the tensor it belongs
+to. A program (or a CPU thread) takes a chunk, looks up its tensor, and works on at most `chunk` elements of it.
+
+The table is built once per set of tensors and refreshed in place: only rows whose addresses moved are written again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+# Codes by which C++ knows a dtype (native.h).
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+FLOATS = tuple(DTYPE_CODES)
+
+NUMEL, FIRST_CHUNK, ADDRESSES = 0, 1, 2  # rows
+
+
+class TensorTable:
+    """Addresses of `operands` lists of tensors that agree in sizes, on one device.
+
+    Attributes:
+        rows: int64, shape ``(2 + operands, tensors)``; see the module's docstring.
+        chunk_tensor: int32, shape ``(chunks,)``: the tensor of each chunk.
+        tensors, chunks, chunk: how many of each, and elements per chunk.
+    """
+
+    def __init__(self, numels: Sequence[int], operands: int, chunk: int, device: torch.device) -> None:
+        sizes = torch.tensor(numels, dtype=torch.int64)
+        counts = (sizes + (chunk - 1)) // chunk
+        ends = counts.cumsum(0)
+        self.device = device
+        self.chunk = chunk
+        self.tensors = len(numels)
+        self.chunks = int(ends[-1]) if self.tensors else 0
+        if self.chunks >= 2**31:
+            raise ValueError(f"{self.chunks} chunks of {chunk} elements; at most 2^31 - 1 fit one launch: split the list")
+        host = torch.zeros(ADDRESSES + operands, self.tensors, dtype=torch.int64)
+        host[NUMEL] = sizes
+        host[FIRST_CHUNK] = ends - counts
+        owner = torch.repeat_interleave(torch.arange(self.tensors, dtype=torch.int32), counts)
+        self._known: list[list[int] | None] = [None] * operands
+        self.rows = host.to(device)
+        self.chunk_tensor = owner.to(device)
+
+    def refresh(self, operand: int, addresses: list[int]) -> None:
+        """Write the addresses of one operand, unless they are what the table holds.
+
+        On a GPU the copy goes through pinned memory and does not wait for the device.
+        """
+        if self._known[operand] == addresses:
+            return
+        self._known[operand] = addresses
+        fresh = torch.tensor(addresses, dtype=torch.int64)
+        if self.device.type == "cpu":
+            self.rows[ADDRESSES + operand] = fresh
+        else:
+            self.rows[ADDRESSES + operand].copy_(fresh.pin_memory(), non_blocking=True)
+
+
+class TableCache:
+    """The last few tables of one kernel family, so that the same tensors step after step build and send nothing."""
+
+    def __init__(self, operands: int, chunk: int, capacity: int = 8) -> None:
+        self._operands, self._chunk, self._capacity = operands, chunk, capacity
+        self._tables: OrderedDict[tuple[object, ...], TensorTable] = OrderedDict()
+
+    def table(self, *operands: Sequence[torch.Tensor]) -> TensorTable:
+        """The table of these tensors: `operands` lists of equal length, sizes equal across lists, one device."""
+        device = operands[0][0].device
+        numels = [tensor.numel() for tensor in operands[0]]
+        key = (device, tuple(numels))
+        table = self._tables.pop(key, None)
+        if table is None:
+            table = TensorTable(numels, self._operands, self._chunk, device)
+        self._tables[key] = table
+        while len(self._tables) > self._capacity:
+            self._tables.popitem(last=False)
+        for row, tensors in enumerate(operands):
+            table.refresh(row, [tensor.data_ptr() for tensor in tensors])
+        return table
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory without gaps or overlaps, in whatever order of dimensions."""
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def check_tensor_list(tensors: Sequence[torch.Tensor], argument: str) -> list[torch.Tensor]:
+    """Validate a list of tensors for a one-launch function.
+
+    Returns:
+        The tensors as a list.
+
+    Raises:
+        TypeError: something is not a tensor, not dense, or not fp32, fp16 or bf16.
+        ValueError: the tensors are on different devices.
+    """
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(f"{argument} is one tensor; allowed is a list of tensors: pass [{argument}]")
+    listed = list(tensors)
+    for index, tensor in enumerate(listed):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{argument}[{index}] is a {type(tensor).__name__}; allowed are torch tensors")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{argument}[{index}] has layout {tensor.layout}; allowed are dense tensors: use .to_dense()")
+        if tensor.dtype not in DTYPE_CODES:
+            raise TypeError(
+                f"{argument}[{index}] has dtype {tensor.dtype}; allowed are float32, float16 and bfloat16: "
+                "convert it with .to() or leave it out"
+            )
+        if tensor.device != listed[0].device:
+            raise ValueError(
+                f"{argument}[{index}] is on {tensor.device}, {argument}[0] on {listed[0].device}; "
+                "allowed is one device per call: call once per device"
+            )
+    return listed
