@@ -1,0 +1,365 @@
+"""Softmax and log-softmax with scale, mask and causal mask, forward and backward.
+
+Over one dimension, with ``z = scale * x + mask``; a boolean mask (True = keep) and ``causal`` put -inf where they drop:
+
+    m = max(z)    e = exp(z - m)    s = sum(e)
+    softmax:      y = e / s                     dx = scale * y * (dy - sum(dy * y))
+    log-softmax:  y = (z - m) - log(s)          dx = scale * (dy - exp(y) * sum(dy))
+
+All of it in fp32 (fp64 when input or output is fp64); `scale` is never rounded to 16 bits.
+
+Rules for the values that are not numbers, the same in every implementation:
+
+* A row with nothing to keep (all -inf, masked or not) is 0, its logarithm -inf, its gradient 0.
+* -inf elsewhere gives 0 (log: -inf), never NaN. An output of -inf is a constant: gradients that reach it are ignored.
+* NaN or +inf that is kept makes the whole row NaN, as in torch. What a boolean mask or `causal` drops is not looked at.
+
+Bytes per element: forward reads `x` once and writes `y` once (read twice beyond one block of the GPU kernel); backward
+reads `dy` and `y` and writes `dx`. Neither `x` nor a mask is kept for the backward. `causal` reads the lower triangle
+only, about half. Masks are read through their strides, so a broadcast mask costs its own size, not that of `x`.
+
+Online rescaling for long rows: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. Starting `m`
+from the lowest finite number instead of -inf is what keeps blocks of -inf from making NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+# --------------------------------------------------------------------------------------------------------- reference
+
+
+def _math_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _dropped_by_causal(x: torch.Tensor) -> torch.Tensor:
+    """True above the diagonal of the last two dimensions."""
+    return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+
+
+def reference_forward(
+    x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """The specification of the forward pass in plain torch, on any device."""
+    compute = _math_dtype(x.dtype, dtype)
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+    z = x.to(compute) * scale
+    if mask is not None:
+        z = torch.where(mask, z, -math.inf) if mask.dtype == torch.bool else z + mask.to(compute)
+    if causal:
+        z = z.masked_fill(_dropped_by_causal(x), -math.inf)
+    # Not below the lowest finite number: -inf - -inf would be NaN. A NaN passes through clamp.
+    z = z - z.amax(dim, keepdim=True).clamp(min=torch.finfo(compute).min)
+    s = z.exp().sum(dim, keepdim=True)
+    if log:
+        y = z - torch.where(s == 0, 0.0, s.log())
+    else:
+        y = z.exp() * torch.where(s == 0, 0.0, 1.0 / s)  # asking s > 0 instead would hide a NaN
+    return y.to(dtype, memory_format=torch.contiguous_format)
+
+
+def reference_backward(
+    grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """The specification of the backward pass in plain torch, on any device."""
+    compute = _math_dtype(grad.dtype, y.dtype, dtype)
+    if y.numel() == 0:
+        return torch.empty(y.shape, dtype=dtype, device=y.device)
+    dy, p = grad.to(compute), y.to(compute)
+    if causal:  # before anything is multiplied: NaN above the diagonal is not looked at
+        dropped = _dropped_by_causal(y)
+        dy, p = dy.masked_fill(dropped, 0.0), p.masked_fill(dropped, -math.inf if log else 0.0)
+    if log:
+        dy = dy.masked_fill(p == -math.inf, 0.0)
+        dx = scale * (dy - p.exp() * dy.sum(dim, keepdim=True))
+    else:
+        dx = scale * (p * (dy - (dy * p).sum(dim, keepdim=True)))
+    return dx.to(dtype, memory_format=torch.contiguous_format)
+
+
+# ------------------------------------------------------------------------------------------------------- dispatching
+
+
+def _forward(
+    x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    return reference_forward(x, mask, dim, scale, causal, log, dtype)
+
+
+def _backward(
+    grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    return reference_backward(grad, y, dim, scale, causal, log, dtype)
+
+
+# ------------------------------------------------------------------------------------------- registration with torch
+# Library.define and impl cost about 3 us per call; torch.library.custom_op about 13.
+
+_library = torch.library.Library("halfstep", "FRAGMENT")
+_library.define(
+    "softmax(Tensor x, Tensor? mask, int dim, float scale, bool causal, bool log, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "softmax_backward(Tensor grad, Tensor y, int dim, float scale, bool causal, bool log, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("softmax", _forward, "CompositeExplicitAutograd")
+_library.impl("softmax_backward", _backward, "CompositeExplicitAutograd")
+_softmax = torch.ops.halfstep.softmax.default
+_softmax_backward = torch.ops.halfstep.softmax_backward.default
+
+
+@torch.library.register_fake("halfstep::softmax", lib=_library)
+def _fake_forward(x: Any, mask: Any, dim: int, scale: float, causal: bool, log: bool, dtype: Any) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+@torch.library.register_fake("halfstep::softmax_backward", lib=_library)
+def _fake_backward(grad: Any, y: Any, dim: int, scale: float, causal: bool, log: bool, dtype: Any) -> torch.Tensor:
+    return torch.empty(y.shape, dtype=dtype, device=y.device)
+
+
+def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, mask, ctx.dim, ctx.scale, ctx.causal, ctx.log, _ = inputs
+    ctx.x_dtype = x.dtype
+    ctx.mask_dtype, ctx.mask_shape = (None, None) if mask is None else (mask.dtype, mask.shape)
+    ctx.save_for_backward(output)
+
+
+def _differentiate_forward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (y,) = ctx.saved_tensors
+    dx = dmask = None
+    if ctx.needs_input_grad[0]:
+        dx = _backward_any(grad, y, ctx.dim, ctx.scale, ctx.causal, ctx.log, ctx.x_dtype)
+    if ctx.needs_input_grad[1]:
+        compute = _math_dtype(grad.dtype, y.dtype)
+        dz = _backward_any(grad, y, ctx.dim, 1.0, ctx.causal, ctx.log, compute)
+        dmask = dz.sum_to_size(ctx.mask_shape).to(ctx.mask_dtype)
+    return dx, dmask, None, None, None, None, None
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    grad, y, ctx.dim, ctx.scale, ctx.causal, ctx.log, _ = inputs
+    ctx.save_for_backward(grad, y)
+
+
+def _differentiate_backward(ctx: Any, gg: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Second derivatives, in plain torch so that they can be differentiated again. `gg` is the gradient of dx."""
+    grad, y = ctx.saved_tensors
+    compute = _math_dtype(gg.dtype, grad.dtype, y.dtype)
+    u, dy, p = ctx.scale * gg.to(compute), grad.to(compute), y.to(compute)
+    if ctx.causal:
+        dropped = _dropped_by_causal(y)
+        dy, p = dy.masked_fill(dropped, 0.0), p.masked_fill(dropped, -math.inf if ctx.log else 0.0)
+    if ctx.log:
+        constant = p == -math.inf
+        p, dy = p.exp(), dy.masked_fill(constant, 0.0)
+        through_dy = (u - (u * p).sum(ctx.dim, keepdim=True)).masked_fill(constant, 0.0)
+        through_y = -u * p * dy.sum(ctx.dim, keepdim=True)
+    else:
+        inner = (u * p).sum(ctx.dim, keepdim=True)
+        through_dy = p * (u - inner)
+        through_y = u * (dy - (dy * p).sum(ctx.dim, keepdim=True)) - dy * inner
+    return through_dy.to(grad.dtype), through_y.to(y.dtype), None, None, None, None, None
+
+
+torch.library.register_autograd("halfstep::softmax", _differentiate_forward, setup_context=_save_forward, lib=_library)
+torch.library.register_autograd(
+    "halfstep::softmax_backward", _differentiate_backward, setup_context=_save_backward, lib=_library
+)
+
+
+def _batch_first(tensor: torch.Tensor, batch_dim: int | None, size: int) -> torch.Tensor:
+    """With the dimension that vmap runs over in front; `dim` counts from the end, so nothing else changes."""
+    return tensor.expand(size, *tensor.shape) if batch_dim is None else tensor.movedim(batch_dim, 0)
+
+
+def _vmap_forward(info: Any, in_dims: Any, x: Any, mask: Any, *rest: Any) -> tuple[torch.Tensor, int]:
+    x = _batch_first(x, in_dims[0], info.batch_size)
+    if mask is not None and in_dims[1] is not None:
+        mask = mask.movedim(in_dims[1], 0)
+        mask = mask.reshape(mask.shape[0], *[1] * (x.ndim - mask.ndim), *mask.shape[1:])
+    return _forward_any(x, mask, *rest), 0
+
+
+def _vmap_backward(info: Any, in_dims: Any, grad: Any, y: Any, *rest: Any) -> tuple[torch.Tensor, int]:
+    grad, y = (_batch_first(t, d, info.batch_size) for t, d in zip((grad, y), in_dims[:2], strict=True))
+    return _backward_any(grad, y, *rest), 0
+
+
+torch.library.register_vmap("halfstep::softmax", _vmap_forward, lib=_library)
+torch.library.register_vmap("halfstep::softmax_backward", _vmap_backward, lib=_library)
+
+
+# torch.func transforms refuse operators whose autograd was registered from Python, but take an autograd.Function.
+
+
+def _no_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    raise NotImplementedError(
+        "halfstep.softmax and log_softmax have no forward-mode derivative (jvp, jacfwd, hessian); allowed is reverse "
+        "mode: use torch.func.vjp, jacrev or jacrev(jacrev(...)), or torch.softmax"
+    )
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        return _softmax(*args)
+
+    setup_context = staticmethod(_save_forward)
+    backward = staticmethod(_differentiate_forward)
+    vmap = staticmethod(_vmap_forward)
+    jvp = staticmethod(_no_forward_mode)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        return _softmax_backward(*args)
+
+    setup_context = staticmethod(_save_backward)
+    backward = staticmethod(_differentiate_backward)
+    vmap = staticmethod(_vmap_backward)
+    jvp = staticmethod(_no_forward_mode)
+
+
+def _transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _forward_any(*args: Any) -> torch.Tensor:
+    return _Forward.apply(*args) if _transformed() else _softmax(*args)
+
+
+def _backward_any(*args: Any) -> torch.Tensor:
+    return _Backward.apply(*args) if _transformed() else _softmax_backward(*args)
+
+
+# -------------------------------------------------------------------------------------------------- public functions
+
+
+def _check_mask(x: torch.Tensor, mask: Any) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask is a {type(mask).__name__}; allowed are None and a tensor: use torch.as_tensor(mask)")
+    if mask.dtype != torch.bool and mask.dtype not in FLOATS:
+        raise TypeError(
+            f"mask has dtype {mask.dtype}; allowed are bool (True = keep) and float32, float16, bfloat16, float64 "
+            "(added to scale * x): convert it with .bool() or .to()"
+        )
+    if mask.device != x.device:
+        raise ValueError(f"mask is on {mask.device}, x on {x.device}; allowed is one device: use mask.to(x.device)")
+    fits = mask.ndim <= x.ndim and all(
+        size in (1, wide) for size, wide in zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, x has shape {tuple(x.shape)}; allowed are shapes that broadcast to "
+            "that of x: insert dimensions of size 1 with .unsqueeze()"
+        )
+
+
+def _checked(
+    x: torch.Tensor,
+    dim: int,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+    dtype: torch.dtype | None,
+    log: bool,
+) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; allowed is a tensor: use torch.as_tensor(x)")
+    if x.dtype not in FLOATS:
+        raise TypeError(
+            f"x has dtype {x.dtype}; allowed are float32, float16, bfloat16 and float64: convert it with .to()"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"x has layout {x.layout}; allowed are dense tensors: use .to_dense()")
+    if dtype is None:
+        dtype = x.dtype
+    elif dtype not in FLOATS:
+        raise TypeError(f"dtype is {dtype}; allowed are None, float32, float16, bfloat16 and float64")
+    if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(
+            f"scale is a {type(scale).__name__}; allowed is a finite number: multiply x by a tensor yourself"
+        )
+    if not abs(scale) < math.inf:  # math.isfinite cannot be traced for a scale that varies
+        raise ValueError(f"scale is {scale}; allowed are finite numbers: mask elements with mask=, not with the scale")
+    ndim = x.ndim
+    if not -max(ndim, 1) <= dim < max(ndim, 1):
+        raise IndexError(f"dim is {dim}, x has {ndim} dimensions; allowed are {-max(ndim, 1)} to {max(ndim, 1) - 1}")
+    if dim >= 0:
+        dim -= max(ndim, 1)
+    if causal:
+        if ndim < 2:
+            raise ValueError(
+                f"causal=True with x of shape {tuple(x.shape)}; allowed are 2 or more dimensions (..., queries, keys): "
+                "use x.unsqueeze(0) or causal=False"
+            )
+        if dim != -1:
+            raise ValueError(f"causal=True with dim {dim + ndim} of {ndim}; allowed is the last one: transpose x first")
+    if mask is not None:
+        _check_mask(x, mask)
+    if ndim == 0:
+        return _forward_any(x.reshape(1), mask, -1, scale, False, log, dtype).reshape(())
+    return _forward_any(x, mask, dim, scale, bool(causal), log, dtype)
+
+
+def softmax(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``softmax(scale * x + mask)`` over one dimension, computed in fp32, in one pass over memory.
+
+    A row with nothing to keep is 0 with gradient 0, where torch gives NaN. NaN in stays NaN out. The result is
+    contiguous. Differentiable any number of times; works in ``torch.compile``, ``torch.func.grad`` and ``vmap``.
+    Unlike torch's, it keeps the input's dtype under autocast: pass ``dtype=torch.float32`` for fp32 results.
+
+    Args:
+        x: fp32, fp16 or bf16, any shape and strides. fp64 is computed in fp64 by the plain torch reference.
+        dim: the dimension that sums to one.
+        scale: a finite number, multiplied in fp32.
+        mask: broadcastable to ``x.shape``. Boolean: True keeps. Floating: added to ``scale * x``, may require grad.
+        causal: keep element ``[..., i, j]`` only for ``j <= i``, counted from the upper left corner as in
+            ``scaled_dot_product_attention(is_causal=True)``; what is dropped is not read. Needs ``dim`` to be the last.
+        dtype: of the result; that of `x` by default.
+
+    Returns:
+        A tensor of the shape of `x`.
+
+    Raises:
+        TypeError: a dtype or type that is not allowed.
+        IndexError: `dim` out of range.
+        ValueError: `scale` not finite; `mask` of another device or shape; `causal` with another `dim` than the last.
+    """
+    return _checked(x, dim, scale, mask, causal, dtype, False)
+
+
+def log_softmax(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The logarithm of `softmax`, same arguments, accurate where softmax itself underflows.
+
+    What is masked is -inf, and so is a whole row with nothing to keep. A result of -inf is a constant: a gradient that
+    reaches it is ignored, so masked elements and rows get gradient 0.
+    """
+    return _checked(x, dim, scale, mask, causal, dtype, True)
