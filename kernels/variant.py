@@ -23,6 +23,9 @@ class Variant:
         exact: whether the kernel promises the reference's bits and so must contain no fused multiply-add.
         bytes_read: per element, at least (the floor in the family's docstring).
         bytes_written: per element, at least.
+        options: further compiler options, as at launch, e.g. ``{"num_stages": 1}``.
+        elements: how many the bulk path handles per program, or per trip of its loop. 0, the default, stands for the
+            largest tile that the kernel loads or stores, which is wrong only where a tile is moved in parts.
     """
 
     kernel: Any
@@ -35,3 +38,4 @@ class Variant:
     bytes_read: float = 0.0
     bytes_written: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    elements: int = 0

@@ -1,0 +1,607 @@
+"""Adam and AdamW over lists of tensors, with unscaling, clipping and skipping inside: one launch per dtype combination.
+
+Kingma and Ba, "Adam" (2015), algorithm 1; Loshchilov and Hutter, "Decoupled weight decay regularization" (2019);
+Reddi et al., "On the convergence of Adam and beyond" (2018) for ``amsgrad``. Per element, every operation a separate
+IEEE fp32 operation in this order (w is the fp32 weight: the parameter or its master):
+
+    g  = g * gscale                                   sign, 1/scale and clip factor in one number
+    g  = g + decay * w                                only with L2 decay
+    m  = m + (1 - beta1) * (g - m)                    for beta1 <= 0.5: g + beta1 * (m - g)
+    q  = min(g * g, MAX)                              MAX = largest fp32: the square of a huge g must not stick at inf
+    v  = v + (1 - beta2) * (q - v)                    likewise for beta2 <= 0.5
+    a  = max(a, v)                                    only with amsgrad; then a stands for v below
+    d  = step_size * (m / (sqrt(v) * root + eps))
+    d  = d + decay * w                                only with decoupled decay; 0 where w is infinite
+    w  = w - d
+
+Moving averages take the incremental form because 1 - beta is small and exact where beta rounded to fp32 is not: with
+beta2 = 0.999 the two-product form converges to a second moment 1.3e-5 too small. Decay and update are subtracted
+together, so a weight is rounded once per step.
+
+Per tensor and step, in fp64, t the step count after this step, rounded to fp32 once:
+
+    step_size = lr / (1 - beta1^t)        root = 1 / sqrt(1 - beta2^t)        decay = weight_decay, or lr * weight_decay
+    gscale = +-clip / scale               clip = min(1, max_norm / (norm + 1e-6)), norm = sqrt(sum of squares) / scale
+
+and beta^t by repeated squaring, which needs no pow and so has the same bits everywhere. If found_inf != 0 nothing
+is written, the step count included.
+
+Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master 14 + 14 = 28, no
+master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. amsgrad adds 8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from halfstep.kernels import native
+from halfstep.kernels.backend import jit, resolve, tl
+from halfstep.kernels.multi_tensor import ADDRESSES, DTYPE_CODES, FLOATS, TensorTable
+from halfstep.kernels.rounding import (
+    exact_sqrt,
+    from_float32,
+    join_float32,
+    join_master,
+    split_float32,
+    split_master,
+    to_float32,
+)
+from halfstep.kernels.variant import Variant
+
+CHUNK = 2048
+LANES = 256  # tensors per program of the prepare kernel
+MAX = torch.finfo(torch.float32).max
+
+# How the fp32 weight is kept.
+NO_MASTER, FULL_MASTER, SPLIT_MASTER = 0, 1, 2
+
+# Operands of a tensor table, in the order of its address rows. `extra` is the master or the remainder, `top` amsgrad's.
+GRAD, PARAM, EXTRA, M, V, TOP, STEP = range(7)
+OPERANDS = 7
+
+# Columns of the fp64 hyper-parameters that the host writes per parameter group ...
+LR, BETA1, BETA2, EPS, DECAY, MAXIMIZE, DECOUPLED = range(7)
+GROUP_COLUMNS = 8
+# ... and of the fp32 numbers that every tensor's elements need.
+GSCALE, DECAY_FACTOR, W1, W2, ROOT, EPS_, STEP_SIZE, SKIP, BETA1_, BETA2_ = range(10)
+HYPER_COLUMNS = 10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a kernel is compiled for: the dtype combination and the options that change the arithmetic.
+
+    Attributes:
+        param: fp32, fp16 or bf16.
+        grad: fp32, fp16 or bf16.
+        state: of the moments, fp32 or bf16.
+        master: `NO_MASTER`, `FULL_MASTER` (fp32 copy) or `SPLIT_MASTER` (bf16 parameter with a 16-bit remainder).
+        amsgrad: keep the maximum of the second moment.
+        l2: add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW).
+    """
+
+    param: torch.dtype
+    grad: torch.dtype
+    state: torch.dtype
+    master: int
+    amsgrad: bool
+    l2: bool
+
+
+@dataclass
+class Batch:
+    """The tensors of one layout on one device. `lists[k]` are the tensors of operand k; unused operands are empty lists.
+
+    Attributes:
+        layout: what they have in common.
+        table: their addresses; the launcher's caller keeps it fresh.
+        lists: the tensors themselves, for the reference.
+        groups: int64, one per tensor: its row in the group table.
+        hyper: fp32, shape ``(tensors, HYPER_COLUMNS)``, scratch that the step fills.
+    """
+
+    layout: Layout
+    table: TensorTable
+    lists: list[list[torch.Tensor]]
+    groups: torch.Tensor
+    hyper: torch.Tensor
+
+
+@dataclass
+class Control:
+    """Device scalars that steer a step, each fp32 (`sum_of_squares`: fp64) with one element, or None if not used.
+
+    Attributes:
+        grad_scale: what the gradients were multiplied by.
+        found_inf: the step is skipped if it is not 0.
+        sum_of_squares: of the scaled gradients; with `max_norm` it makes the clip factor.
+        max_norm: clip the unscaled gradients to this 2-norm.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    sum_of_squares: torch.Tensor | None = None
+    max_norm: float | None = None
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+
+
+def _exact_sqrt_fp64(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded fp64 square root: one correction of torch's, whose CPU version may be an ulp off."""
+    if x.device.type != "cpu":
+        return x.sqrt()
+    import numpy
+
+    return torch.from_numpy(numpy.sqrt(x.numpy()))
+
+
+def _power(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """base ** exponent in fp64 by repeated squaring, lowest bit first; exponent an int64 below 2^31."""
+    result = torch.ones_like(base)
+    for bit in range(31):
+        result = torch.where((exponent >> bit) & 1 == 1, result * base, result)
+        base = base * base
+    return result
+
+
+def _reference_prepare(batch: Batch, groups: torch.Tensor, control: Control) -> None:
+    """Advance the step counts and fill `batch.hyper`."""
+    hyper = batch.hyper
+    device = hyper.device
+    skip = torch.zeros((), device=device)
+    if control.found_inf is not None:
+        skip = (control.found_inf.reshape(()) != 0).float()
+    steps = torch.stack([step.reshape(()) for step in batch.lists[STEP]]) + (1 - skip)
+    for step, value in zip(batch.lists[STEP], steps, strict=True):
+        step.copy_(value.reshape(step.shape))
+    # A step count of 0 (its first step skipped) would divide by zero; nothing is done with the result.
+    count = steps.clamp(1.0, 2.0**30).long()
+    lr, beta1, beta2, eps, decay, maximize, decoupled = groups[batch.groups].T[:7]
+    scale = torch.ones((), dtype=torch.float64, device=device)
+    if control.grad_scale is not None:
+        scale = 1.0 / control.grad_scale.reshape(()).double()
+    if control.max_norm is not None and control.sum_of_squares is not None:
+        norm = _exact_sqrt_fp64(control.sum_of_squares.reshape(())) * scale
+        scale = scale * torch.clamp(control.max_norm / (norm + 1e-6), max=1.0)
+    hyper[:, GSCALE] = torch.where(maximize != 0, -scale, scale).float()
+    hyper[:, DECAY_FACTOR] = torch.where(decoupled != 0, lr * decay, decay).float()
+    hyper[:, W1] = (1.0 - beta1).float()
+    hyper[:, W2] = (1.0 - beta2).float()
+    hyper[:, ROOT] = (1.0 / _exact_sqrt_fp64(1.0 - _power(beta2, count))).float()
+    hyper[:, EPS_] = eps.float()
+    hyper[:, STEP_SIZE] = (lr / (1.0 - _power(beta1, count))).float()
+    hyper[:, SKIP] = skip
+    hyper[:, BETA1_] = beta1.float()
+    hyper[:, BETA2_] = beta2.float()
+
+
+def _average(old: torch.Tensor, new: torch.Tensor, weight: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """The moving average, from whichever end is nearer."""
+    return torch.where(weight < 0.5, old + weight * (new - old), new + beta * (old - new))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def _reference_update(layout: Layout, tensors: Sequence[torch.Tensor | None], hyper: torch.Tensor) -> None:
+    """One tensor's step; `tensors` by operand, `hyper` its row."""
+    gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2 = hyper.unbind()
+    grad, param, extra, first, second, top = (None if t is None else _flat(t) for t in tensors)
+    assert grad is not None and param is not None and first is not None and second is not None
+    if layout.master == SPLIT_MASTER:
+        assert extra is not None
+        w = join_master(param, extra)
+    else:
+        w = extra if layout.master == FULL_MASTER and extra is not None else param.float()
+    g = grad.float() * gscale
+    if layout.l2:
+        g = g + decay * w
+    m = _average(first.float(), g, w1, beta1)
+    square = g * g
+    square = torch.where(square > MAX, MAX, square)
+    v = second.float()
+    v = _average(torch.where(v > MAX, MAX, v), square, w2, beta2)
+    used = v
+    if layout.amsgrad:
+        assert top is not None
+        used = top.float()
+        used = torch.where((v > used) | v.isnan(), v, used)
+    d = step_size * (m / (exact_sqrt(used) * root + eps))
+    if not layout.l2:
+        d = d + torch.where(w.isinf(), 0.0, decay * w)
+    new = w - d
+    skipped = skip != 0
+
+    def write(target: torch.Tensor, value: torch.Tensor) -> None:
+        target.copy_(torch.where(skipped, target, value.to(target.dtype)))
+
+    write(first, m)
+    write(second, v)
+    if layout.amsgrad and top is not None:
+        write(top, used)
+    if layout.master == SPLIT_MASTER:
+        assert extra is not None
+        weight, remainder = split_master(new)
+        write(param, weight)
+        write(extra, remainder)
+    else:
+        if layout.master == FULL_MASTER and extra is not None:
+            write(extra, new)
+        write(param, new)
+
+
+def _reference_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
+    _reference_prepare(batch, groups, control)
+    for index, row in enumerate(batch.hyper):
+        _reference_update(batch.layout, [tensors[index] if tensors else None for tensors in batch.lists[:STEP]], row)
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+
+
+@jit
+def _power_block(base, exponent):
+    result = tl.full(base.shape, 1.0, tl.float64)
+    for bit in tl.static_range(31):
+        result = tl.where((exponent >> bit) & 1 == 1, result * base, result)
+        base = base * base
+    return result
+
+
+@jit
+def prepare_kernel(
+    rows,  # int64 (2 + operands, tensors): see multi_tensor.py
+    tensors,  # number of tensors
+    tensor_group,  # int64 (tensors,): row of `groups`
+    groups,  # fp64 (groups, 8): what the host sets
+    hyper,  # fp32 (tensors, 10): what the elements need
+    grad_scale,  # fp32 scalar, read if HAS_SCALE
+    found_inf,  # fp32 scalar, read if HAS_FOUND
+    sum_of_squares,  # fp64 scalar, read if CLIP
+    max_norm,  # fp64 scalar, read if CLIP
+    HAS_SCALE: tl.constexpr,
+    HAS_FOUND: tl.constexpr,
+    CLIP: tl.constexpr,
+    STEP_ROW: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Advance the step counts and fill `hyper`; one lane per tensor."""
+    tensor = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    here = tensor < tensors
+    skip = 0.0
+    if HAS_FOUND:
+        skip = (tl.load(found_inf) != 0).to(tl.float32)
+    step_at = tl.load(rows + STEP_ROW * tensors + tensor, mask=here, other=0).to(tl.pointer_type(tl.float32))
+    step = tl.load(step_at, mask=here, other=1.0) + (1.0 - skip)
+    tl.store(step_at, step, mask=here)
+    count = tl.minimum(tl.maximum(step, 1.0), 1073741824.0).to(tl.int64)
+    group = groups + tl.load(tensor_group + tensor, mask=here, other=0) * 8
+    lr = tl.load(group, mask=here, other=0.0)
+    beta1 = tl.load(group + 1, mask=here, other=0.0)
+    beta2 = tl.load(group + 2, mask=here, other=0.0)
+    eps = tl.load(group + 3, mask=here, other=0.0)
+    decay = tl.load(group + 4, mask=here, other=0.0)
+    maximize = tl.load(group + 5, mask=here, other=0.0)
+    decoupled = tl.load(group + 6, mask=here, other=0.0)
+    one = tl.full((LANES,), 1.0, tl.float64)
+    scale = one
+    if HAS_SCALE:
+        scale = one / tl.load(grad_scale).to(tl.float64)
+    if CLIP:
+        norm = tl.sqrt(one * tl.load(sum_of_squares)) * scale
+        clip = tl.load(max_norm) / (norm + 1e-6)
+        # Written as a choice so that a NaN norm stays NaN.
+        scale = scale * tl.where(clip > 1.0, 1.0, clip)
+    out = hyper + tensor * 10
+    tl.store(out, tl.where(maximize != 0, -scale, scale).to(tl.float32), mask=here)
+    tl.store(out + 1, tl.where(decoupled != 0, lr * decay, decay).to(tl.float32), mask=here)
+    tl.store(out + 2, (1.0 - beta1).to(tl.float32), mask=here)
+    tl.store(out + 3, (1.0 - beta2).to(tl.float32), mask=here)
+    tl.store(out + 4, (one / tl.sqrt(1.0 - _power_block(beta2, count))).to(tl.float32), mask=here)
+    tl.store(out + 5, eps.to(tl.float32), mask=here)
+    tl.store(out + 6, (lr / (1.0 - _power_block(beta1, count))).to(tl.float32), mask=here)
+    tl.store(out + 7, tl.zeros((LANES,), tl.float32) + skip, mask=here)
+    tl.store(out + 8, beta1.to(tl.float32), mask=here)
+    tl.store(out + 9, beta2.to(tl.float32), mask=here)
+
+
+@jit
+def _adam_block(
+    at_grad,
+    at_param,
+    at_extra,
+    at_first,
+    at_second,
+    at_top,
+    mask,
+    hyper,
+    PARAM_T: tl.constexpr,
+    STATE_T: tl.constexpr,
+    MASTER: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    L2: tl.constexpr,
+):
+    """One block: load, update, store."""
+    gscale = tl.load(hyper)
+    decay = tl.load(hyper + 1)
+    w1 = tl.load(hyper + 2)
+    w2 = tl.load(hyper + 3)
+    root = tl.load(hyper + 4)
+    eps = tl.load(hyper + 5)
+    step_size = tl.load(hyper + 6)
+    beta1 = tl.load(hyper + 8)
+    beta2 = tl.load(hyper + 9)
+    if MASTER == 2:
+        w = join_float32(tl.load(at_param, mask=mask), tl.load(at_extra, mask=mask))
+    elif MASTER == 1:
+        w = tl.load(at_extra, mask=mask)
+    else:
+        w = to_float32(tl.load(at_param, mask=mask))
+    g = to_float32(tl.load(at_grad, mask=mask)) * gscale
+    if L2:
+        g = g + decay * w
+    m = to_float32(tl.load(at_first, mask=mask))
+    m = tl.where(w1 < 0.5, m + w1 * (g - m), g + beta1 * (m - g))
+    square = g * g
+    square = tl.where(square > 3.4028234663852886e38, 3.4028234663852886e38, square)
+    v = to_float32(tl.load(at_second, mask=mask))
+    v = tl.where(v > 3.4028234663852886e38, 3.4028234663852886e38, v)
+    v = tl.where(w2 < 0.5, v + w2 * (square - v), square + beta2 * (v - square))
+    tl.store(at_first, from_float32(m, STATE_T), mask=mask)
+    tl.store(at_second, from_float32(v, STATE_T), mask=mask)
+    if AMSGRAD:
+        top = to_float32(tl.load(at_top, mask=mask))
+        v = tl.where((v > top) | (v != v), v, top)
+        tl.store(at_top, from_float32(v, STATE_T), mask=mask)
+    d = step_size * tl.div_rn(m, tl.sqrt_rn(v) * root + eps)
+    if not L2:
+        d = d + tl.where(tl.abs(w) == float("inf"), 0.0, decay * w)
+    w = w - d
+    if MASTER == 2:
+        weight, remainder = split_float32(w)
+        tl.store(at_param, weight, mask=mask)
+        tl.store(at_extra, remainder, mask=mask)
+    else:
+        if MASTER == 1:
+            tl.store(at_extra, w, mask=mask)
+        tl.store(at_param, from_float32(w, PARAM_T), mask=mask)
+
+
+@jit
+def adam_kernel(
+    rows,  # int64 (2 + operands, tensors): see multi_tensor.py
+    chunk_tensor,  # int32 (chunks,)
+    tensors,  # number of tensors
+    hyper,  # fp32 (tensors, 10), from prepare_kernel
+    PARAM_T: tl.constexpr,
+    GRAD_T: tl.constexpr,
+    STATE_T: tl.constexpr,
+    EXTRA_T: tl.constexpr,  # fp32 master, int16 remainder, or anything if there is neither
+    MASTER: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    L2: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunk_tensor + chunk)
+    numel = tl.load(rows + tensor)
+    start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
+    table = rows + 2 * tensors + tensor
+    grad = tl.load(table)
+    param = tl.load(table + tensors)
+    extra = tl.load(table + 2 * tensors)
+    first = tl.load(table + 3 * tensors)
+    second = tl.load(table + 4 * tensors)
+    top = tl.load(table + 5 * tensors)
+    hyper += tensor * 10
+    if tl.load(hyper + 7) == 0:
+        left = tl.minimum(numel - start, CHUNK).to(tl.int32)
+        every = grad | param | extra | first | second | top
+        if every % 16 == 0:
+            # 16-bit operands are told 8 bytes of alignment: each thread then holds the same elements of every operand
+            # and no value moves between threads. The mask's bound is a multiple of 16, or it would undo the hint.
+            bulk = (left // 16) * 16
+            offsets = tl.arange(0, CHUNK)
+            _adam_block(
+                tl.multiple_of(grad.to(tl.pointer_type(GRAD_T)), 16 if GRAD_T == tl.float32 else 8) + start + offsets,
+                tl.multiple_of(param.to(tl.pointer_type(PARAM_T)), 16 if PARAM_T == tl.float32 else 8) + start + offsets,
+                tl.multiple_of(extra.to(tl.pointer_type(EXTRA_T)), 16 if EXTRA_T == tl.float32 else 8) + start + offsets,
+                tl.multiple_of(first.to(tl.pointer_type(STATE_T)), 16 if STATE_T == tl.float32 else 8) + start + offsets,
+                tl.multiple_of(second.to(tl.pointer_type(STATE_T)), 16 if STATE_T == tl.float32 else 8) + start + offsets,
+                tl.multiple_of(top.to(tl.pointer_type(STATE_T)), 16 if STATE_T == tl.float32 else 8) + start + offsets,
+                offsets < bulk,
+                hyper,
+                PARAM_T,
+                STATE_T,
+                MASTER,
+                AMSGRAD,
+                L2,
+            )
+            if bulk < left:
+                tail = bulk + tl.arange(0, 16)
+                _adam_block(
+                    grad.to(tl.pointer_type(GRAD_T)) + start + tail,
+                    param.to(tl.pointer_type(PARAM_T)) + start + tail,
+                    extra.to(tl.pointer_type(EXTRA_T)) + start + tail,
+                    first.to(tl.pointer_type(STATE_T)) + start + tail,
+                    second.to(tl.pointer_type(STATE_T)) + start + tail,
+                    top.to(tl.pointer_type(STATE_T)) + start + tail,
+                    tail < left,
+                    hyper,
+                    PARAM_T,
+                    STATE_T,
+                    MASTER,
+                    AMSGRAD,
+                    L2,
+                )
+        else:
+            for begin in range(0, left, 512):
+                offsets = begin + tl.arange(0, 512)
+                _adam_block(
+                    grad.to(tl.pointer_type(GRAD_T)) + start + offsets,
+                    param.to(tl.pointer_type(PARAM_T)) + start + offsets,
+                    extra.to(tl.pointer_type(EXTRA_T)) + start + offsets,
+                    first.to(tl.pointer_type(STATE_T)) + start + offsets,
+                    second.to(tl.pointer_type(STATE_T)) + start + offsets,
+                    top.to(tl.pointer_type(STATE_T)) + start + offsets,
+                    offsets < left,
+                    hyper,
+                    PARAM_T,
+                    STATE_T,
+                    MASTER,
+                    AMSGRAD,
+                    L2,
+                )
+
+
+# ---------------------------------------------------------------------------------------------------------- launchers
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """The Triton type of a torch dtype."""
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+def _constexprs(layout: Layout) -> dict[str, Any]:
+    return {
+        "PARAM_T": triton_dtype(layout.param),
+        "GRAD_T": triton_dtype(layout.grad),
+        "STATE_T": triton_dtype(layout.state),
+        "EXTRA_T": tl.int16 if layout.master == SPLIT_MASTER else tl.float32,
+        "MASTER": layout.master,
+        "AMSGRAD": layout.amsgrad,
+        "L2": layout.l2,
+        "CHUNK": CHUNK,
+    }
+
+
+def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
+    table, hyper = batch.table, batch.hyper
+    clip = control.max_norm is not None and control.sum_of_squares is not None
+    max_norm = torch.full((), control.max_norm, dtype=torch.float64, device=hyper.device) if clip else hyper
+    prepare_kernel[((table.tensors + LANES - 1) // LANES,)](
+        table.rows,
+        table.tensors,
+        batch.groups,
+        groups,
+        hyper,
+        hyper if control.grad_scale is None else control.grad_scale,
+        hyper if control.found_inf is None else control.found_inf,
+        hyper if control.sum_of_squares is None else control.sum_of_squares,
+        max_norm,
+        HAS_SCALE=control.grad_scale is not None,
+        HAS_FOUND=control.found_inf is not None,
+        CLIP=clip,
+        STEP_ROW=ADDRESSES + STEP,
+        LANES=LANES,
+        enable_fp_fusion=False,
+    )
+    if table.chunks:
+        adam_kernel[(table.chunks,)](
+            table.rows,
+            table.chunk_tensor,
+            table.tensors,
+            hyper,
+            **_constexprs(batch.layout),
+            num_warps=4,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
+
+
+def _native_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
+    library = native.library("adam")
+    assert library is not None
+    table, layout = batch.table, batch.layout
+
+    def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+    library.halfstep_adam(
+        address(table.rows),
+        address(table.chunk_tensor),
+        ctypes.c_int64(table.tensors),
+        ctypes.c_int64(table.chunks),
+        address(batch.groups),
+        address(groups),
+        address(batch.hyper),
+        address(control.grad_scale),
+        address(control.found_inf),
+        address(control.sum_of_squares if control.max_norm is not None else None),
+        ctypes.c_double(0.0 if control.max_norm is None else control.max_norm),
+        ctypes.c_int32(DTYPE_CODES[layout.param]),
+        ctypes.c_int32(DTYPE_CODES[layout.grad]),
+        ctypes.c_int32(DTYPE_CODES[layout.state]),
+        ctypes.c_int32(layout.master),
+        ctypes.c_int32(layout.amsgrad),
+        ctypes.c_int32(layout.l2),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+
+
+def step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
+    """One optimizer step over the tensors of a batch, in place.
+
+    Args:
+        batch: tensors of one layout on one device; parameters, moments, masters, remainders and step counts change.
+        groups: fp64, shape ``(groups, GROUP_COLUMNS)``, on the same device.
+        control: device scalars on the same device.
+    """
+    implementation = resolve(batch.hyper.device, "adam")
+    {"reference": _reference_step, "native": _native_step, "triton": _triton_step}[implementation](
+        batch, groups, control
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """Every compiled form of the kernels, for the compile audit."""
+    f32, f16, bf16 = FLOATS
+    layouts = [Layout(f32, f32, f32, NO_MASTER, amsgrad, l2) for amsgrad, l2 in product((False, True), repeat=2)]
+    layouts += [Layout(f16, grad, f32, FULL_MASTER, False, False) for grad in (f16, f32)]
+    layouts += [Layout(bf16, grad, f32, master, False, False) for grad in (bf16, f32) for master in (0, 1, 2)]
+    layouts += [Layout(bf16, bf16, bf16, master, False, False) for master in (0, 2)]
+    layouts += [Layout(bf16, bf16, f32, SPLIT_MASTER, True, False)]
+    names = {f32: "fp32", f16: "fp16", bf16: "bf16"}
+    for layout in layouts:
+        p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
+        state = s * (3 if layout.amsgrad else 2)
+        weight = {NO_MASTER: (p, p), FULL_MASTER: (4, 4 + p), SPLIT_MASTER: (4, 4)}[layout.master]
+        yield Variant(
+            kernel=adam_kernel,
+            name=f"{names[layout.param]} param, {names[layout.grad]} grad, {names[layout.state]} state, "
+            f"{('no', 'full', 'split')[layout.master]} master"
+            + (", amsgrad" if layout.amsgrad else "")
+            + (", L2" if layout.l2 else ""),
+            signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32", "hyper": "*fp32"},
+            constexprs=_constexprs(layout),
+            divisible_by_16=("rows", "chunk_tensor", "hyper"),
+            options={"num_stages": 1},
+            bytes_read=g + weight[0] + state,
+            bytes_written=weight[1] + state,
+        )
+    for clip in (False, True):
+        yield Variant(
+            kernel=prepare_kernel,
+            name="prepare" + (", clip" if clip else ""),
+            signature={
+                "rows": "*i64",
+                "tensors": "i32",
+                "tensor_group": "*i64",
+                "groups": "*fp64",
+                "hyper": "*fp32",
+                "grad_scale": "*fp32",
+                "found_inf": "*fp32",
+                "sum_of_squares": "*fp64",
+                "max_norm": "*fp64",
+            },
+            constexprs={"HAS_SCALE": True, "HAS_FOUND": True, "CLIP": clip, "STEP_ROW": ADDRESSES + STEP, "LANES": LANES},
+            divisible_by_16=("rows", "tensor_group", "groups", "hyper"),
+        )

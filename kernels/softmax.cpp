@@ -1,0 +1,544 @@
+// Softmax and log-softmax, forward and backward: the CPU twin of kernels/softmax.py, same rules, not the same bits (exp).
+//
+// Written on W-lane vectors (GCC and Clang vector extensions), because a reduction in plain C++ may not be reordered and
+// so does not vectorise without flags that also give up NaN and Inf. Intrinsics are used where they save much.
+//
+// A row is walked two or three times, from the caches: maximum; exponentials and their sum, kept as fp32 in the output
+// row or a scratch row; product with the reciprocal of the sum.
+#include "native.h"
+#include <cfloat>
+#include <limits>
+#include <memory>
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+using namespace halfstep;
+
+namespace {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int W = 16;
+#define HALFSTEP_AVX512 1
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float V __attribute__((vector_size(4 * W)));
+typedef int32_t I __attribute__((vector_size(4 * W)));
+typedef uint32_t U __attribute__((vector_size(4 * W)));
+typedef uint16_t H __attribute__((vector_size(2 * W)));
+typedef uint8_t B __attribute__((vector_size(W)));
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr int64_t BLOCK = 64 * W;  // fp32 sums run over so many elements, then go on in fp64: the error stays a few ulps
+
+inline V splat(float x) { return x - V{}; }
+inline V select(I take, V a, V b) { return (V)(((I)a & take) | ((I)b & ~take)); }
+inline V larger(V a, V b) { return select(a > b, a, b); }  // drops a NaN in `a`; exp brings it back
+
+inline V fma(V a, V b, V c) {
+#if defined(HALFSTEP_AVX512)
+    return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+inline float sum_lanes(V v) {
+    float lane[W];
+    std::memcpy(lane, &v, sizeof v);
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+    return lane[0];
+}
+inline float max_lanes(V v) {
+#if defined(HALFSTEP_AVX512)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float lane[W];
+    std::memcpy(lane, &v, sizeof v);
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lane[i] = lane[i] > lane[i + half] ? lane[i] : lane[i + half];
+    return lane[0];
+#endif
+}
+
+// exp(x) for x <= 0 within 1 ulp; 0 below 2^-126, -inf included; NaN stays NaN. Constants: Cephes expf (S. Moshier).
+inline V exp_negative(V x) {
+    const V lowest = splat(-87.33654f);
+    I tiny = x < lowest;
+    x = select(tiny, lowest, x);
+    V shifted = fma(x, splat(1.44269504f), splat(0x1.8p23f));  // the low bits now hold n = round(x / ln 2)
+    V n = shifted - splat(0x1.8p23f);
+    V r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    V p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + splat(1.0f);
+    V power = (V)(((U)shifted << 23) + 0x3f800000u);  // 2^n
+    return (V)((I)(p * power) & ~tiny);
+}
+
+// ------------------------------------------------------------------------- W elements, or the first k, to and from fp32
+
+inline V widen_vector(V x) { return x; }
+inline U zero_extend(H x) { return __builtin_convertvector(x, U); }
+
+template <typename T> struct Lanes;
+template <> struct Lanes<float> { using type = V; };
+template <> struct Lanes<f16> { using type = H; };
+template <> struct Lanes<bf16> { using type = H; };
+
+template <typename T> inline V unpack(typename Lanes<T>::type raw);
+template <> inline V unpack<float>(V raw) { return raw; }
+template <> inline V unpack<bf16>(H raw) { return (V)(zero_extend(raw) << 16); }
+template <> inline V unpack<f16>(H raw) {
+#if defined(HALFSTEP_AVX512)
+    return (V)_mm512_cvtph_ps((__m256i)raw);
+#elif defined(__F16C__)
+    return (V)_mm256_cvtph_ps((__m128i)raw);
+#else
+    V out;
+    for (int i = 0; i < W; ++i) out[i] = widen(f16{raw[i]});
+    return out;
+#endif
+}
+
+template <typename T> inline typename Lanes<T>::type pack(V x);
+template <> inline V pack<float>(V x) { return x; }
+template <> inline H pack<bf16>(V x) {
+    U b = (U)x, rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16, quiet = ((b >> 16) & 0x8000u) | 0x7fc0u;
+    U nan = (U)(x != x);
+    return __builtin_convertvector((rounded & ~nan) | (quiet & nan), H);
+}
+template <> inline H pack<f16>(V x) {
+#if defined(HALFSTEP_AVX512)
+    return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+    return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+    H out;
+    for (int i = 0; i < W; ++i) out[i] = narrow<f16>(x[i]).bits;
+    return out;
+#endif
+}
+
+template <typename T> inline V get(const T* from) {
+    typename Lanes<T>::type raw;
+    std::memcpy(&raw, from, sizeof raw);
+    return unpack<T>(raw);
+}
+template <typename T> inline void put(T* to, V x) {
+    auto raw = pack<T>(x);
+    std::memcpy(to, &raw, sizeof raw);
+}
+// The first k lanes, k < W; the others are 0.
+template <typename T> inline V get_some(const T* from, int64_t k) {
+#if defined(HALFSTEP_AVX512)
+    __mmask16 some = __mmask16((1u << k) - 1u);
+    if constexpr (sizeof(T) == 4) return (V)_mm512_maskz_loadu_ps(some, from);
+    else return unpack<T>((typename Lanes<T>::type)_mm256_maskz_loadu_epi16(some, from));
+#else
+    typename Lanes<T>::type raw{};
+    std::memcpy(&raw, from, size_t(k) * sizeof(T));
+    return unpack<T>(raw);
+#endif
+}
+template <typename T> inline void put_some(T* to, V x, int64_t k) {
+    auto raw = pack<T>(x);
+#if defined(HALFSTEP_AVX512)
+    __mmask16 some = __mmask16((1u << k) - 1u);
+    if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(to, some, (__m512)raw);
+    else _mm256_mask_storeu_epi16(to, some, (__m256i)raw);
+#else
+    std::memcpy(to, &raw, size_t(k) * sizeof(T));
+#endif
+}
+inline I first_lanes(int64_t k) {
+    I index;
+    for (int i = 0; i < W; ++i) index[i] = i;
+    return index < (int32_t(k) - I{});
+}
+
+// ------------------------------------------------------------------------------------------------------------ one row
+
+enum MaskKind : int32_t { NO_MASK = -1, MASK_F32 = F32, MASK_F16 = F16, MASK_BF16 = BF16, MASK_BOOL = 3 };
+
+struct Mask {
+    MaskKind kind;
+    int64_t stride;  // between columns, in elements
+    const char* row;
+
+    template <typename T> V additive(int64_t i, int64_t k) const {
+        const T* from = (const T*)row;
+        if (stride == 1) return k == W ? get(from + i) : get_some(from + i, k);
+        V out{};
+        for (int64_t j = 0; j < k; ++j) out[j] = widen(from[(i + j) * stride]);
+        return out;
+    }
+    I keep(int64_t i, int64_t k) const {
+        const uint8_t* from = (const uint8_t*)row;
+        B raw{};
+        if (stride == 1 && k == W) std::memcpy(&raw, from + i, W);
+        else for (int64_t j = 0; j < k; ++j) raw[j] = from[(i + j) * stride];
+        return __builtin_convertvector(raw, I) != 0;
+    }
+    // The masked value of k lanes that begin at column i.
+    V apply(V z, int64_t i, int64_t k) const {
+        switch (kind) {
+            case MASK_BOOL: return select(keep(i, k), z, splat(-INF));
+            case MASK_F32: return z + additive<float>(i, k);
+            case MASK_F16: return z + additive<f16>(i, k);
+            case MASK_BF16: return z + additive<bf16>(i, k);
+            default: return z;
+        }
+    }
+};
+
+// Call step(i) for each full vector of [0, n) and rest(i, k) for the k < W elements left.
+template <typename Step, typename Rest> inline void walk(int64_t n, Step&& step, Rest&& rest) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) step(i);
+    if (i < n) rest(i, n - i);
+}
+// The same by blocks: done() after each, to hand an fp32 sum on.
+template <typename Step, typename Rest, typename Done>
+inline void walk_blocks(int64_t n, Step&& step, Rest&& rest, Done&& done) {
+    for (int64_t begin = 0; begin < n; begin += BLOCK) {
+        const int64_t end = begin + BLOCK < n ? begin + BLOCK : n;
+        int64_t i = begin;
+        for (; i + W <= end; i += W) step(i);
+        if (i < end) rest(i, end - i);
+        done();
+    }
+}
+
+template <typename Out> inline void fill(Out* to, int64_t n, float value) {
+    const Out packed = narrow<Out>(value);
+    for (int64_t i = 0; i < n; ++i) to[i] = packed;
+}
+
+// Softmax of z(0..n) into y, `value` in the columns n..columns. scratch: n floats, unused when Out is float.
+template <bool LOG, typename Out, typename Full, typename Some>
+inline void finish_row(Out* y, int64_t n, int64_t columns, float* scratch, V highest, Full&& z_full, Some&& z_some) {
+    float* e = scratch;
+    if constexpr (sizeof(Out) == 4) e = (float*)y;
+    const float top = max_lanes(highest);
+    const V m = splat(top);
+    V sum{};
+    double total = 0.0;
+    walk_blocks(
+        n,
+        [&](int64_t i) {
+            V value = exp_negative(z_full(i) - m);
+            sum += value;
+            if constexpr (!LOG) put(e + i, value);
+        },
+        [&](int64_t i, int64_t k) {
+            V value = (V)((I)exp_negative(z_some(i, k) - m) & first_lanes(k));
+            sum += value;
+            if constexpr (!LOG) put_some(e + i, value, k);
+        },
+        [&] {
+            total += sum_lanes(sum);
+            sum = V{};
+        });
+    const float s = float(total);
+    if constexpr (LOG) {
+        const float log_sum = s == 0.0f ? 0.0f : float(std::log(total));
+        const V shift = splat(log_sum);
+        walk(
+            n, [&](int64_t i) { put(y + i, (z_full(i) - m) - shift); },
+            [&](int64_t i, int64_t k) { put_some(y + i, (z_some(i, k) - m) - shift, k); });
+        fill(y + n, columns - n, -INF - log_sum);  // NaN if the row is
+    } else {
+        const float inverse = s == 0.0f ? 0.0f : 1.0f / s;  // asking s > 0 instead would hide a NaN
+        const V factor = splat(inverse);
+        walk(
+            n, [&](int64_t i) { put(y + i, get(e + i) * factor); },
+            [&](int64_t i, int64_t k) { put_some(y + i, get_some(e + i, k) * factor, k); });
+        fill(y + n, columns - n, 0.0f * inverse);  // NaN if the row is
+    }
+}
+
+template <bool LOG, typename In, typename Out>
+void forward_row(const In* x, Out* y, int64_t n, int64_t columns, float scale, const Mask& mask, float* scratch) {
+    const V factor = splat(scale);
+    V highest = splat(-FLT_MAX);  // not -inf: -inf - -inf is NaN
+    auto plain = [&](int64_t i) { return get(x + i) * factor; };
+    auto plain_some = [&](int64_t i, int64_t k) { return get_some(x + i, k) * factor; };
+    auto some_higher = [&](V z, int64_t k) { highest = larger(select(first_lanes(k), z, splat(-INF)), highest); };
+    if (mask.kind == NO_MASK) {
+        walk(
+            n, [&](int64_t i) { highest = larger(plain(i), highest); },
+            [&](int64_t i, int64_t k) { some_higher(plain_some(i, k), k); });
+        finish_row<LOG>(y, n, columns, scratch, highest, plain, plain_some);
+    } else {
+        float* z = scratch;
+        if constexpr (sizeof(Out) == 4) z = (float*)y;
+        walk(
+            n,
+            [&](int64_t i) {
+                V value = mask.apply(plain(i), i, W);
+                highest = larger(value, highest);
+                put(z + i, value);
+            },
+            [&](int64_t i, int64_t k) {
+                V value = mask.apply(plain_some(i, k), i, k);
+                some_higher(value, k);
+                put_some(z + i, value, k);
+            });
+        finish_row<LOG>(
+            y, n, columns, scratch, highest, [&](int64_t i) { return get(z + i); },
+            [&](int64_t i, int64_t k) { return get_some(z + i, k); });
+    }
+}
+
+template <bool LOG, typename Y, typename X>
+void backward_row(const Y* dy, const Y* y, X* dx, int64_t n, int64_t columns, float scale) {
+    V sum{};
+    double total = 0.0;
+    auto add = [&](V g, V p) {
+        if constexpr (LOG) sum += (V)((I)g & (p != splat(-INF)));
+        else sum = fma(g, p, sum);
+    };
+    walk_blocks(
+        n, [&](int64_t i) { add(get(dy + i), get(y + i)); },
+        [&](int64_t i, int64_t k) { add(get_some(dy + i, k), get_some(y + i, k)); },
+        [&] {
+            total += sum_lanes(sum);
+            sum = V{};
+        });
+    const V whole = splat(float(total)), factor = splat(scale);
+    auto result = [&](V g, V p) {
+        if constexpr (LOG) return ((V)((I)g & (p != splat(-INF))) - exp_negative(p) * whole) * factor;
+        else return p * (g - whole) * factor;
+    };
+    walk(
+        n, [&](int64_t i) { put(dx + i, result(get(dy + i), get(y + i))); },
+        [&](int64_t i, int64_t k) { put_some(dx + i, result(get_some(dy + i, k), get_some(y + i, k)), k); });
+    fill(dx + n, columns - n, 0.0f);
+}
+
+// ---------------------------------------------------- one strip of columns, for a dimension that is not the last one
+// COUNT vectors side by side, `stride` elements from one element of the sum to the next; k < W lanes if COUNT is 1.
+
+template <int COUNT, typename T> struct Strip {
+    const T* base;
+    int64_t stride, k;
+    V at(int64_t i, int c) const {
+        const T* from = base + i * stride + c * W;
+        return COUNT == 1 && k < W ? get_some(from, k) : get(from);
+    }
+};
+template <int COUNT, typename T> inline void put_strip(T* base, int64_t stride, int64_t k, int64_t i, int c, V value) {
+    T* to = base + i * stride + c * W;
+    if (COUNT == 1 && k < W) put_some(to, value, k);
+    else put(to, value);
+}
+
+template <int COUNT, bool LOG, typename In, typename Out>
+void forward_strip(const In* x, Out* y, int64_t n, int64_t stride, int64_t k, float scale) {
+    const Strip<COUNT, In> in{x, stride, k};
+    const V factor = splat(scale), one = splat(1.0f);
+    V m[COUNT], s[COUNT], block[COUNT];
+    for (int c = 0; c < COUNT; ++c) m[c] = splat(-FLT_MAX), s[c] = V{}, block[c] = V{};
+    for (int64_t i = 0; i < n; ++i)
+        for (int c = 0; c < COUNT; ++c) m[c] = larger(in.at(i, c) * factor, m[c]);
+    for (int64_t begin = 0; begin < n; begin += 256) {
+        const int64_t end = begin + 256 < n ? begin + 256 : n;
+        for (int64_t i = begin; i < end; ++i)
+            for (int c = 0; c < COUNT; ++c) block[c] += exp_negative(in.at(i, c) * factor - m[c]);
+        for (int c = 0; c < COUNT; ++c) s[c] += block[c], block[c] = V{};
+    }
+    for (int c = 0; c < COUNT; ++c) {
+        if constexpr (LOG) {
+            for (int i = 0; i < W; ++i) s[c][i] = s[c][i] == 0.0f ? 0.0f : std::log(s[c][i]);
+        } else {
+            s[c] = select(s[c] == V{}, V{}, one / s[c]);
+        }
+    }
+    for (int64_t i = 0; i < n; ++i)
+        for (int c = 0; c < COUNT; ++c) {
+            V z = in.at(i, c) * factor - m[c];
+            put_strip<COUNT>(y, stride, k, i, c, LOG ? z - s[c] : exp_negative(z) * s[c]);
+        }
+}
+
+template <int COUNT, bool LOG, typename Y, typename X>
+void backward_strip(const Y* dy, const Y* y, X* dx, int64_t n, int64_t stride, int64_t k, float scale) {
+    const Strip<COUNT, Y> gradient{dy, stride, k}, output{y, stride, k};
+    const V factor = splat(scale);
+    V s[COUNT], block[COUNT];
+    for (int c = 0; c < COUNT; ++c) s[c] = V{}, block[c] = V{};
+    for (int64_t begin = 0; begin < n; begin += 256) {
+        const int64_t end = begin + 256 < n ? begin + 256 : n;
+        for (int64_t i = begin; i < end; ++i)
+            for (int c = 0; c < COUNT; ++c) {
+                V g = gradient.at(i, c), p = output.at(i, c);
+                if constexpr (LOG) block[c] += (V)((I)g & (p != splat(-INF)));
+                else block[c] = fma(g, p, block[c]);
+            }
+        for (int c = 0; c < COUNT; ++c) s[c] += block[c], block[c] = V{};
+    }
+    for (int64_t i = 0; i < n; ++i)
+        for (int c = 0; c < COUNT; ++c) {
+            V g = gradient.at(i, c), p = output.at(i, c), value;
+            if constexpr (LOG) value = (V)((I)g & (p != splat(-INF))) - exp_negative(p) * s[c];
+            else value = p * (g - s[c]);
+            put_strip<COUNT>(dx, stride, k, i, c, value * factor);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------- all of a tensor
+
+// What the launcher in softmax.py fills in: rows numbered over three dimensions, strides in elements.
+struct Geometry {
+    int64_t sizes[3], columns;
+    int64_t x_strides[3], mask_strides[3], mask_column;
+    int64_t queries;  // rows of one causal matrix; 0: not causal
+
+    int64_t rows() const { return sizes[0] * sizes[1] * sizes[2]; }
+    int64_t offset(const int64_t* strides, int64_t row) const {
+        const int64_t c = row % sizes[2], ab = row / sizes[2];
+        return c * strides[2] + (ab % sizes[1]) * strides[1] + (ab / sizes[1]) * strides[0];
+    }
+    int64_t kept(int64_t row) const {
+        if (!queries) return columns;
+        const int64_t last = row % queries + 1;
+        return last < columns ? last : columns;
+    }
+};
+
+// Call work(begin, end) on pieces of [0, n), each of about 32K elements, on several threads.
+template <typename Work> inline void spread(int64_t n, int64_t elements_each, int32_t threads, Work&& work) {
+    int64_t piece = 32768 / (elements_each > 0 ? elements_each : 1);
+    piece = piece < 1 ? 1 : piece;
+    const int64_t pieces = (n + piece - 1) / piece;
+    (void)threads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (pieces > 1)
+    for (int64_t p = 0; p < pieces; ++p) work(p * piece, p * piece + piece < n ? p * piece + piece : n);
+}
+
+inline int64_t element_size(int32_t kind) { return kind == MASK_BOOL ? 1 : kind == MASK_F32 ? 4 : 2; }
+
+template <bool LOG, typename In, typename Out>
+void forward(const In* x, Out* y, const char* mask, int32_t kind, const Geometry& g, float scale, int32_t threads) {
+    spread(g.rows(), g.columns, threads, [&](int64_t begin, int64_t end) {
+        std::unique_ptr<float[]> heap;
+        alignas(64) float stack[4096];
+        float* scratch = stack;
+        if (sizeof(Out) != 4 && g.columns > 4096) {
+            heap.reset(new float[size_t(g.columns)]);
+            scratch = heap.get();
+        }
+        for (int64_t row = begin; row < end; ++row) {
+            Mask row_mask{MaskKind(kind), g.mask_column, mask};
+            if (mask) row_mask.row += g.offset(g.mask_strides, row) * element_size(kind);
+            forward_row<LOG>(
+                x + g.offset(g.x_strides, row), y + row * g.columns, g.kept(row), g.columns, scale, row_mask, scratch);
+        }
+    });
+}
+
+// Call f(T{}) where T is std::true_type for a true flag.
+template <typename F> inline void with_flag(int32_t flag, F&& f) {
+    if (flag) f(std::true_type{});
+    else f(std::false_type{});
+}
+
+// Walk the strips of a contiguous (outer, n, inner) tensor: call wide(offset) for 4 vectors, one(offset, k) for the rest.
+template <typename Wide, typename One>
+inline void spread_strips(int64_t outer, int64_t n, int64_t inner, int32_t threads, Wide&& wide, One&& one) {
+    const int64_t strips = (inner + 4 * W - 1) / (4 * W);
+    spread(outer * strips, n * (inner < 4 * W ? inner : 4 * W), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t strip = begin; strip < end; ++strip) {
+            const int64_t column = (strip % strips) * 4 * W, base = (strip / strips) * n * inner;
+            if (column + 4 * W <= inner) wide(base + column);
+            else for (int64_t c = column; c < inner; c += W) one(base + c, inner - c < W ? inner - c : W);
+        }
+    });
+}
+
+}  // namespace
+
+extern "C" {
+
+// x_dtype, y_dtype: codes of native.h. mask_kind: -1 none, 0 to 2 a dtype code, 3 boolean.
+void halfstep_softmax(const void* x, const void* mask, void* y, const Geometry* geometry, float scale, int32_t log,
+                      int32_t x_dtype, int32_t y_dtype, int32_t mask_kind, int32_t threads) {
+    with_flag(log, [&](auto is_log) {
+        with_dtype(x_dtype, [&](auto* in) {
+            with_dtype(y_dtype, [&](auto* out) {
+                forward<decltype(is_log)::value>(
+                    (decltype(in))x, (decltype(out))y, (const char*)mask, mask_kind, *geometry, scale, threads);
+            });
+        });
+    });
+}
+
+// Contiguous dy, y and dx.
+void halfstep_softmax_backward(const void* dy, const void* y, void* dx, int64_t rows, int64_t columns, int64_t queries,
+                               float scale, int32_t log, int32_t y_dtype, int32_t x_dtype, int32_t threads) {
+    const Geometry g{{1, 1, rows}, columns, {}, {}, 0, queries};
+    with_flag(log, [&](auto is_log) {
+        with_dtype(y_dtype, [&](auto* in) {
+            with_dtype(x_dtype, [&](auto* out) {
+                spread(rows, columns, threads, [&](int64_t begin, int64_t end) {
+                    for (int64_t row = begin; row < end; ++row) {
+                        const int64_t at = row * columns;
+                        backward_row<decltype(is_log)::value>(
+                            (decltype(in))dy + at, (decltype(in))y + at, (decltype(out))dx + at, g.kept(row), columns, scale);
+                    }
+                });
+            });
+        });
+    });
+}
+
+// Over the middle dimension of contiguous (outer, n, inner) tensors, without masks.
+void halfstep_softmax_strided(const void* x, void* y, int64_t outer, int64_t n, int64_t inner, float scale, int32_t log,
+                              int32_t x_dtype, int32_t y_dtype, int32_t threads) {
+    with_flag(log, [&](auto is_log) {
+        constexpr bool LOG = decltype(is_log)::value;
+        with_dtype(x_dtype, [&](auto* in) {
+            with_dtype(y_dtype, [&](auto* out) {
+                auto from = (decltype(in))x;
+                auto to = (decltype(out))y;
+                spread_strips(
+                    outer, n, inner, threads,
+                    [&](int64_t at) { forward_strip<4, LOG>(from + at, to + at, n, inner, W, scale); },
+                    [&](int64_t at, int64_t k) { forward_strip<1, LOG>(from + at, to + at, n, inner, k, scale); });
+            });
+        });
+    });
+}
+
+void halfstep_softmax_strided_backward(const void* dy, const void* y, void* dx, int64_t outer, int64_t n, int64_t inner,
+                                       float scale, int32_t log, int32_t y_dtype, int32_t x_dtype, int32_t threads) {
+    with_flag(log, [&](auto is_log) {
+        constexpr bool LOG = decltype(is_log)::value;
+        with_dtype(y_dtype, [&](auto* in) {
+            with_dtype(x_dtype, [&](auto* out) {
+                auto g = (decltype(in))dy, p = (decltype(in))y;
+                auto to = (decltype(out))dx;
+                spread_strips(
+                    outer, n, inner, threads,
+                    [&](int64_t at) { backward_strip<4, LOG>(g + at, p + at, to + at, n, inner, W, scale); },
+                    [&](int64_t at, int64_t k) { backward_strip<1, LOG>(g + at, p + at, to + at, n, inner, k, scale); });
+            });
+        });
+    });
+}
+
+}  // extern "C"
