@@ -1,0 +1,262 @@
+"""Read what a compiler made of a kernel: global memory accesses, registers, spills, barriers, contractions.
+
+Input is the text that Triton keeps of a compiled kernel: PTX and SASS (disassembled from the cubin) on NVIDIA, assembly
+on AMD, and the TTGIR both came from. Nothing here runs a kernel, and nothing needs a GPU.
+
+What counts as the **bulk path**. A kernel over a device table has a few uniform loads (pointers, sizes, scalars), a
+wide path for aligned tensors, and narrow code for tails and misaligned tensors. Debug lines tie every machine access to
+its source line, and the TTGIR says whether that line loads one value or a tile. Uniform accesses are set aside; of the
+rest, reads and writes apart, the bulk is every access of 64 bits and more, or the widest there is where none is.
+Atomic operations are left out: a kernel uses them for a flag, not for its tensors.
+
+Limits. The count is static: each instruction once, predicated ones as if the predicate held, so a loop body counts one
+trip. On NVIDIA the number of instructions comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads
+that a software pipeline issues before its loop are counted beside those in the loop. Caches are not modelled.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+WIDE = 64  # bits; the narrowest access that counts as wide: 4 elements of 16 bits beside 4 elements of fp32
+
+Site = tuple[str, int]  # file name and line of the source
+
+
+@dataclass(frozen=True)
+class Access:
+    """One kind of global memory instruction: what it does, how wide per thread, and the source line it came from."""
+
+    writes: bool
+    bits: int
+    site: Site
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread or block of a compiled kernel takes."""
+
+    registers: int
+    spills: int
+    shared_bytes: int
+    barriers: int
+
+
+# Debug lines, in PTX and in AMD assembly. An inlined line is given as the innermost one.
+_LINE = re.compile(r"^\s*\.loc\s+(\d+) (\d+)")
+_FILE = re.compile(r'^\s*\.file\s+(\d+) (?:"[^"]*" )?"([^"]+)"', re.MULTILINE)
+
+# --- TTGIR ---------------------------------------------------------------------------------------------------------
+
+_LOC_NAMED = re.compile(r'^(#loc\d*) = loc\("[^"]*"\((#loc\d*)\)\)')
+_LOC_FILE = re.compile(r'^(#loc\d*) = loc\("([^"]+)":(\d+):\d+\)')
+_LOC_CALL = re.compile(r"^(#loc\d*) = loc\(callsite\((#loc\d*) at #loc\d*\)\)")
+_MEMORY_OP = re.compile(r"\b(tt\.|amdg\.buffer_)(load|store)\b.*: (.*?) loc\((#loc\d*)\)$")
+
+
+def _locations(ttgir: str) -> dict[str, Site]:
+    """Location name to the innermost source line it stands for."""
+    sites: dict[str, Site] = {}
+    alias: dict[str, str] = {}
+    for line in ttgir.splitlines():
+        if found := _LOC_FILE.match(line):
+            sites[found[1]] = (Path(found[2]).name, int(found[3]))
+        elif found := _LOC_NAMED.match(line) or _LOC_CALL.match(line):
+            alias[found[1]] = found[2]
+    for name in alias:
+        end = name
+        while end in alias:
+            end = alias[end]
+        if end in sites:
+            sites[name] = sites[end]
+    return sites
+
+
+def uniform_sites(ttgir: str) -> set[Site]:
+    """Source lines whose memory operations all touch one value per program: table entries, scalars, flags."""
+    sites = _locations(ttgir)
+    uniform: set[Site] = set()
+    tiled: set[Site] = set()
+    for line in ttgir.splitlines():
+        if found := _MEMORY_OP.search(line):
+            site = sites.get(found[4])
+            if site is not None:
+                (tiled if "tensor<" in found[3] else uniform).add(site)
+    return uniform - tiled
+
+
+def tile_elements(ttgir: str) -> int:
+    """Elements of the largest tile that the kernel loads or stores, 0 if it moves single values only."""
+    shapes = (
+        re.search(r"tensor<((?:\d+x)+)", found[3]) for found in map(_MEMORY_OP.search, ttgir.splitlines()) if found
+    )
+    return max((math.prod(map(int, shape[1].split("x")[:-1])) for shape in shapes if shape), default=0)
+
+
+def layout_conversions(ttgir: str) -> int:
+    """How many times the kernel moves a tile between threads to change its layout."""
+    return len(re.findall(r"\bttg\.convert_layout\b", ttgir))
+
+
+# --- NVIDIA --------------------------------------------------------------------------------------------------------
+
+_SASS_LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
+_SASS_GLOBAL = re.compile(r"\b(LDGSTS|LDG|STG)\.(\S+)")
+_PTX_GLOBAL = re.compile(r"\b(ld|st)(?:\.\w+)*?\.global\S*?(?:\.v(\d))?\.[busf](\d+)\s")
+_PTX_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
+_SASS_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
+
+
+def sass(cubin: bytes, nvdisasm: str, scratch: Path) -> str:
+    """Disassemble `cubin` with source lines."""
+    file = scratch / "kernel.cubin"
+    file.write_bytes(cubin)
+    done = subprocess.run([nvdisasm, "-g", "-c", str(file)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{nvdisasm} failed with status {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def resource_usage(cuobjdump: str, scratch: Path) -> str:
+    """What the cubin that `sass` left in `scratch` says of its registers and memory."""
+    done = subprocess.run(
+        [cuobjdump, "--dump-resource-usage", str(scratch / "kernel.cubin")], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{cuobjdump} failed with status {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def sass_accesses(text: str) -> Iterator[Access]:
+    """Every global memory instruction in SASS."""
+    site: Site = ("", 0)
+    for line in text.splitlines():
+        if found := _SASS_LINE.match(line):
+            site = (Path(found[1]).name, int(found[2]))
+        elif found := _SASS_GLOBAL.search(line):
+            fields = found[2].split(".")
+            bits = next((_SASS_WIDTHS[field] for field in fields if field in _SASS_WIDTHS), 32)
+            yield Access(found[1] == "STG", bits, site)
+
+
+def ptx_accesses(text: str) -> Iterator[Access]:
+    """Every global memory instruction in PTX, asynchronous copies to shared memory included."""
+    files = dict(_FILE.findall(text))
+    site: Site = ("", 0)
+    for line in text.splitlines():
+        if found := _LINE.match(line):
+            site = (Path(files.get(found[1], "")).name, int(found[2]))
+        elif found := _PTX_GLOBAL.search(line):
+            lanes = int(found[2] or 1)
+            yield Access(found[1] == "st", lanes * int(found[3]), site)
+        elif found := _PTX_ASYNC.search(line):
+            yield Access(False, 8 * int(found[1], 0), site)
+
+
+def sass_resources(text: str, usage: str) -> Resources:
+    """Registers and memory from ``cuobjdump --dump-resource-usage``, spills and barriers from the instructions."""
+    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|SHARED):(\d+)", usage)}
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
+    return Resources(numbers["REG"], spills, numbers["SHARED"], len(re.findall(r"\bBAR\.(?:SYNC|RED|ARV)", text)))
+
+
+_PTX_FUSED = re.compile(r"\b(?:fma|mad)(?:\.\w+)*\.(?:f16|f16x2|bf16|bf16x2|f32|f32x2|f64)\b")
+_PTX_INEXACT = re.compile(
+    r"\b(?:(?:div|sqrt|rcp|rsqrt|ex2|lg2|sin|cos|tanh)(?:\.\w+)*\.(?:approx|full)|\w+(?:\.\w+)*\.ftz)\S*"
+)
+
+
+def ptx_inexact(ptx: str) -> list[str]:
+    """Instructions that break the reference's bits: fused multiply-add, approximations, flushed subnormals.
+
+    PTX is the right level to ask at: ``div.rn`` and ``sqrt.rn`` are single instructions here, and their expansion in
+    SASS uses fused multiply-adds, rightly.
+    """
+    found = Counter(match.group(0) for pattern in (_PTX_FUSED, _PTX_INEXACT) for match in pattern.finditer(ptx))
+    return [f"{count}x {name}" for name, count in sorted(found.items())]
+
+
+# --- AMD -----------------------------------------------------------------------------------------------------------
+
+_AMD_GLOBAL = re.compile(r"^\s*(?:global|buffer|flat)_(load|store)_(\S+)")
+_AMD_WIDTHS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
+
+
+def amd_accesses(text: str) -> Iterator[Access]:
+    """Every vector memory instruction in AMD assembly. Scalar loads (``s_load``) are uniform by nature and left out."""
+    files = dict(_FILE.findall(text))
+    site: Site = ("", 0)
+    for line in text.splitlines():
+        if found := _LINE.match(line):
+            site = (Path(files.get(found[1], "")).name, int(found[2]))
+        elif found := _AMD_GLOBAL.match(line):
+            kind, rest = found[1], found[2]
+            word = next((part for part in rest.split("_") if part in _AMD_WIDTHS), None)
+            bits = _AMD_WIDTHS[word] if word else 8 if "byte" in rest else 16 if "short" in rest else 32
+            yield Access(kind == "store", bits, site)
+
+
+def amd_resources(text: str) -> Resources:
+    """Registers, spills and memory from the metadata that closes AMD assembly; barriers from the instructions."""
+    numbers = {key: int(value) for key, value in re.findall(r"\.(\w+): +(\d+)$", text, re.MULTILINE)}
+    barriers = len(re.findall(r"^\s*s_barrier\b", text, re.MULTILINE))
+    spills = numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"]
+    return Resources(numbers["vgpr_count"], spills, numbers["group_segment_fixed_size"], barriers)
+
+
+def amd_occupancy(text: str) -> float | None:
+    """Wavefronts per SIMD out of 8, as LLVM states it."""
+    found = re.search(r"^; Occupancy: (\d+)", text, re.MULTILINE)
+    return int(found[1]) / 8 if found else None
+
+
+_AMD_FUSED = re.compile(
+    r"^\s*v_(?:pk_)?(?:fma|fmac|fmamk|fmaak|mac|mad|madmk|madak)_(?:legacy_)?f(?:16|32|64)", re.MULTILINE
+)
+_LLVM_FUSED = re.compile(r"\bcall\b.*@llvm\.(fma|fmuladd)\b")
+_LLVM_FLAGS = re.compile(r"\b(?:fadd|fsub|fmul|fdiv|fneg|call)\b[^,(]*?\b(contract|afn|arcp|reassoc|fast)\b")
+_LLVM_INEXACT = re.compile(
+    r"\bcall\b.*@(llvm\.(?:amdgcn\.(?:rcp|rsq|sqrt|exp2|log)|exp2?|log2?)|__ocml_\w+)\b|(!fpmath)"
+)
+
+
+def amd_inexact(llir: str, text: str) -> list[str]:
+    """The same question as `ptx_inexact` for AMD, asked of LLVM IR and of the assembly.
+
+    LLVM IR shows explicit fused multiply-adds, flags that permit them and approximations (``!fpmath`` permits a
+    division that is not correctly rounded). Contraction itself happens later, on the way to assembly, where division
+    and square root expand into 5 and 2 fused multiply-adds each (counted in what Triton 3.7 emits). More than these is
+    a contraction. Divisions that share a denominator need fewer, and a contraction can hide in that difference;
+    NVIDIA's check has no such gap.
+    """
+    found: Counter[str] = Counter()
+    for line in llir.splitlines():
+        if line.startswith("declare"):
+            continue
+        for pattern in (_LLVM_FUSED, _LLVM_FLAGS, _LLVM_INEXACT):
+            if match := pattern.search(line):
+                found[next(filter(None, match.groups()))] += 1
+    fused = len(_AMD_FUSED.findall(text))
+    divisions, roots = (len(re.findall(rf"^\s*{name}_f32", text, re.MULTILINE)) for name in ("v_div_fixup", "v_sqrt"))
+    if fused > 5 * divisions + 2 * roots:
+        found["fused multiply-add beyond those of division and square root"] = fused - 5 * divisions - 2 * roots
+    return [f"{count}x {name}" for name, count in sorted(found.items())]
+
+
+# --- both ----------------------------------------------------------------------------------------------------------
+
+
+def bulk(accesses: list[Access], uniform: set[Site]) -> list[Access]:
+    """The accesses of the bulk path, as the module's docstring defines it."""
+    chosen: list[Access] = []
+    for writes in (False, True):
+        tiles = [access for access in accesses if access.writes is writes and access.site not in uniform]
+        threshold = min(WIDE, max((access.bits for access in tiles), default=0))
+        chosen += [access for access in tiles if access.bits >= threshold]
+    return chosen

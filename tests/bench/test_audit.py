@@ -1,0 +1,235 @@
+"""The audit's front: arguments, occupancy, and the readers of machine code on lines of known meaning."""
+
+from __future__ import annotations
+
+import pytest
+
+from halfstep.bench import audit, machine_code
+from halfstep.bench.machine_code import Access
+from halfstep.kernels.variant import Variant
+
+
+@pytest.mark.parametrize("target", ["sm_9", "H100", "gfx", "sm_90; rm"])
+def test_an_unknown_target_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        audit.main(["--target", target])
+    assert stop.value.code == 2
+    assert f"{target!r}; allowed are NVIDIA targets such as sm_90" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
+def test_a_bad_number_of_jobs_is_refused(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        audit.main([f"--jobs={jobs}"])
+    assert f"{jobs!r}; allowed are whole numbers from 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "complaint"),
+    [
+        (
+            "halfstep.kernels.nothing",
+            "No module named 'halfstep.kernels.nothing'; allowed are modules on Python's path",
+        ),
+        ("halfstep.kernels.variant", "has no attribute 'variants'; it needs a function variants()"),
+    ],
+)
+def test_a_module_without_variants_is_refused(module: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"--module {module}") as raised:
+        audit.audit([module], ["sm_90"], jobs=1)
+    assert complaint in str(raised.value)
+
+
+def test_a_variant_must_name_every_argument() -> None:
+    pytest.importorskip("triton")
+
+    class Kernel:
+        arg_names = ("x", "BLOCK")
+
+    variant = Variant(kernel=Kernel(), name="half named", signature={"x": "*fp32"}, constexprs={})
+    with pytest.raises(ValueError, match=r"variant 'half named' names the arguments \['x'\].*'BLOCK'"):
+        audit.compile_variant(variant, "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("target", "registers", "shared", "warps", "expected"),
+    [
+        ("sm_90", 32, 0, 4, 1.0),  # 64 warps x 32 lanes x 32 registers fill the file exactly
+        ("sm_90", 33, 0, 4, 0.75),  # rounded up to 40 registers: 12 warps in each of four partitions
+        ("sm_80", 255, 0, 8, 0.125),
+        ("sm_80", 16, 0, 1, 0.5),  # 32 blocks of one warp
+        ("sm_80", 32, 81 << 10, 4, 0.125),  # two blocks of 82 KiB fill 164
+        ("sm_80", 32, 82 << 10, 4, 0.0625),
+        ("sm_75", 32, 0, 4, None),
+    ],
+)
+def test_occupancy(target: str, registers: int, shared: int, warps: int, expected: float | None) -> None:
+    assert audit.occupancy(target, registers, shared, warps) == expected
+
+
+SASS = """
+	//## File "/somewhere/kernel.py", line 3
+        /*0010*/                   LDG.E.64 R10, desc[UR12][R2.64] ;
+	//## File "/somewhere/kernel.py", line 7
+        /*0020*/              @!P2 LDG.E.128.CONSTANT R20, desc[UR12][R50.64] ;
+        /*0030*/                   LDG.E R4, desc[UR12][R4.64+0x800] ;
+        /*0040*/                   LDG.E.U16 R4, [R4.64] ;
+        /*0050*/                   STG.E.64 desc[UR12][R2.64], R8 ;
+        /*0060*/                   STL [R1], R8 ;
+        /*0070*/                   LDL.LU R8, [R1] ;
+        /*0080*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0090*/                   LDS.128 R8, [UR4] ;
+        /*00a0*/                   ATOMG.E.OR.STRONG.GPU PT, R2, desc[UR12][R2.64], R5 ;
+"""
+
+
+def test_sass() -> None:
+    line = ("kernel.py", 7)
+    assert list(machine_code.sass_accesses(SASS)) == [
+        Access(False, 64, ("kernel.py", 3)),
+        Access(False, 128, line),
+        Access(False, 32, line),
+        Access(False, 16, line),
+        Access(True, 64, line),
+    ]
+    resources = machine_code.sass_resources(SASS, "REG:54 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:568")
+    assert resources == machine_code.Resources(registers=54, spills=2, shared_bytes=1024, barriers=1)
+
+
+PTX = """
+	.loc	1 12 30                         // kernel.py:12:30
+	@%p8 ld.global.v2.b32 { %r18, %r19 }, [ %rd20 + 0 ];
+	ld.global.L1::evict_last.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+	ld.global.nc.b16 { %rs1 }, [ %rd1 + 0 ];
+	.loc	1 13 4
+	@%p8 st.global.v8.b32 [ %rd20 + 0 ], { %r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8 };
+	cp.async.cg.shared.global [ %r1 + 0 ], [ %rd2 + 0 ], 0x10, %r3;
+	ld.shared.v4.b32 	{%r52, %r53, %r54, %r55}, [%r73];
+	ld.param.b64 	%rd8, [k_param_0];
+	.file	1 "/somewhere/kernel.py"
+"""
+
+
+def test_ptx() -> None:
+    twelve, thirteen = ("kernel.py", 12), ("kernel.py", 13)
+    assert list(machine_code.ptx_accesses(PTX)) == [
+        Access(False, 64, twelve),
+        Access(False, 128, twelve),
+        Access(False, 16, twelve),
+        Access(True, 256, thirteen),
+        Access(False, 128, thirteen),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("fma.rn.f32 	%r1, %r2, %r3, %r4;", ["1x fma.rn.f32"]),
+        ("fma.rn.bf16x2 	%r1, %r2, %r3, %r4;", ["1x fma.rn.bf16x2"]),
+        ("mad.lo.s32 	%r1, %r2, %r3, %r4;", []),
+        ("mad.wide.u32 	%rd2, %r4, 16, %rd8;", []),
+        ("div.rn.f32 	%r1, %r2, %r3;", []),
+        ("sqrt.rn.f32 	%r1, %r2;", []),
+        ("div.full.f32 	%r1, %r2, %r3;", ["1x div.full.f32"]),
+        ("sqrt.approx.ftz.f32 	%r1, %r2;", ["1x sqrt.approx.ftz.f32"]),
+        ("ex2.approx.f32 	%r1, %r2;", ["1x ex2.approx.f32"]),
+        ("mul.rn.ftz.f32 	%r1, %r2, %r3;", ["1x mul.rn.ftz.f32"]),
+    ],
+)
+def test_ptx_that_breaks_the_bits(line: str, found: list[str]) -> None:
+    assert machine_code.ptx_inexact(f"\t{line}\n") == found
+
+
+AMD = """
+	.file	1 "/somewhere" "kernel.py"
+	.loc	1 12 30 is_stmt 1               ; kernel.py:12:30
+	s_load_dwordx2 s[2:3], s[0:1], 0x0
+	buffer_load_dwordx4 v[2:5], v35, s[4:7], 0 offen
+	global_load_ushort v11, v[4:5], off
+	global_load_short_d16_hi v11, v[4:5], off
+	.loc	1 13 4
+	global_store_dwordx2 v16, v[0:1], s[40:41]
+	buffer_store_byte v1, v2, s[4:7], 0 offen
+	s_barrier
+	ds_read_b128 v[0:3], v4
+	global_atomic_or v18, v19, s[42:43]
+    .group_segment_fixed_size: 512
+    .sgpr_spill_count: 1
+    .vgpr_count:     42
+    .vgpr_spill_count: 2
+; Occupancy: 6
+"""
+
+
+def test_amd() -> None:
+    twelve, thirteen = ("kernel.py", 12), ("kernel.py", 13)
+    assert list(machine_code.amd_accesses(AMD)) == [
+        Access(False, 128, twelve),
+        Access(False, 16, twelve),
+        Access(False, 16, twelve),
+        Access(True, 64, thirteen),
+        Access(True, 8, thirteen),
+    ]
+    resources = machine_code.amd_resources(AMD)
+    assert resources == machine_code.Resources(registers=42, spills=3, shared_bytes=512, barriers=1)
+    assert machine_code.amd_occupancy(AMD) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("llir", "assembly", "found"),
+    [
+        ("%1 = fmul float %2, %3", "\tv_mul_f32_e32 v1, v2, v3", []),
+        ("%1 = fmul contract float %2, %3", "", ["1x contract"]),
+        ("%1 = tail call float @llvm.fma.f32(float %2, float %3, float %4)", "", ["1x fma"]),
+        ("declare float @llvm.fma.f32(float, float, float)", "", []),
+        ("%1 = fdiv float %2, %3, !fpmath !5", "", ["1x !fpmath"]),
+        ("%1 = fdiv float %2, %3", "\tv_div_fixup_f32 v1, v2, v3, v4\n" + "\tv_fma_f32 v1, v2, v3, v4\n" * 5, []),
+        (
+            "%1 = fdiv float %2, %3",
+            "\tv_div_fixup_f32 v1, v2, v3, v4\n" + "\tv_fmac_f32_e32 v1, v2, v3\n" * 6,
+            ["1x fused multiply-add beyond those of division and square root"],
+        ),
+        (
+            "",
+            "\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7]",
+            ["1x fused multiply-add beyond those of division and square root"],
+        ),
+    ],
+)
+def test_amd_code_that_breaks_the_bits(llir: str, assembly: str, found: list[str]) -> None:
+    assert machine_code.amd_inexact(llir, assembly) == found
+
+
+TTGIR = """
+      %a = tt.load %table : !tt.ptr<i64> loc(#loc4)
+      %x = tt.load %p, %m, %z : tensor<8x256x!tt.ptr<bf16>, #blocked> loc(#loc5)
+      tt.store %q, %x, %m : tensor<1024x!tt.ptr<f32>, #blocked> loc(#loc3)
+      %y = amdg.buffer_load %q[%o], %m {contiguity = 8 : i32} : tensor<512xbf16, #blocked> loc(#loc6)
+      %c = ttg.convert_layout %x : tensor<1024xf32, #blocked> -> tensor<1024xf32, #blocked1> loc(#loc3)
+#loc1 = loc("/somewhere/kernel.py":4:44)
+#loc2 = loc("/somewhere/kernel.py":20:18)
+#loc3 = loc("/somewhere/kernel.py":9:4)
+#loc4 = loc("a"(#loc1))
+#loc5 = loc(callsite(#loc3 at #loc2))
+#loc6 = loc("/somewhere/kernel.py":11:4)
+"""
+
+
+def test_ttgir() -> None:
+    assert machine_code.uniform_sites(TTGIR) == {("kernel.py", 4)}
+    assert machine_code.tile_elements(TTGIR) == 2048
+    assert machine_code.layout_conversions(TTGIR) == 1
+
+
+def test_the_bulk_leaves_out_uniform_loads_and_narrow_paths() -> None:
+    table, wide, tail = ("kernel.py", 4), ("kernel.py", 9), ("kernel.py", 30)
+    accesses = [
+        Access(False, 64, table),
+        Access(False, 128, wide),
+        Access(False, 64, wide),
+        Access(False, 16, tail),
+        Access(True, 32, wide),
+        Access(True, 16, tail),
+    ]
+    chosen = machine_code.bulk(accesses, {table})
+    assert chosen == [Access(False, 128, wide), Access(False, 64, wide), Access(True, 32, wide)]

@@ -1,0 +1,68 @@
+"""Kernels that the compile audit must reject, each for one reason that its variant's name gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from halfstep.kernels.backend import jit, tl
+from halfstep.kernels.variant import Variant
+
+
+@jit
+def multiply_add_kernel(x, y, BLOCK: tl.constexpr):
+    """``x * x + y``: two roundings, unless the compiler contracts them to one."""
+    offsets = tl.arange(0, BLOCK)
+    a = tl.load(x + offsets)
+    tl.store(y + offsets, a * a + tl.load(y + offsets))
+
+
+@jit
+def explicit_fma_kernel(x, y, BLOCK: tl.constexpr):
+    """The same, fused by hand."""
+    offsets = tl.arange(0, BLOCK)
+    a = tl.load(x + offsets)
+    tl.store(y + offsets, tl.fma(a, a, tl.load(y + offsets)))
+
+
+@jit
+def approximate_kernel(x, y, BLOCK: tl.constexpr):
+    """Triton's plain ``/`` of fp32 is not correctly rounded on NVIDIA."""
+    offsets = tl.arange(0, BLOCK)
+    tl.store(y + offsets, tl.load(x + offsets) / tl.load(y + offsets))
+
+
+@jit
+def mistyped_kernel(x, y, BLOCK: tl.constexpr):
+    """Does not compile: two tiles of unlike sizes."""
+    tl.store(y + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, 2 * BLOCK)))
+
+
+@jit
+def crowded_kernel(x, y, BLOCK: tl.constexpr):
+    """Keeps more alive per thread than the registers it is allowed."""
+    offsets = tl.arange(0, BLOCK)
+    a = tl.load(x + offsets)
+    b = tl.load(y + offsets)
+    tl.debug_barrier()
+    tl.store(x + offsets, tl.div_rn(b, a))
+    tl.store(y + offsets, tl.div_rn(a, b))
+
+
+def _variant(kernel: object, name: str, **fields: object) -> Variant:
+    return Variant(
+        kernel=kernel,
+        name=name,
+        signature={"x": "*fp32", "y": "*fp32"},
+        constexprs={"BLOCK": fields.pop("block", 1024)},
+        divisible_by_16=("x", "y"),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """What the audit must reject on sm_90, and all but "approximate" and "spills" on gfx942."""
+    yield _variant(multiply_add_kernel, "contracted", options={"enable_fp_fusion": True})
+    yield _variant(explicit_fma_kernel, "fused by hand")
+    yield _variant(approximate_kernel, "approximate")
+    yield _variant(mistyped_kernel, "mistyped")
+    yield _variant(crowded_kernel, "spills", block=16384, options={"maxnreg": 64})
