@@ -1,0 +1,66 @@
+# Every target sets up what it needs in $(VENV) first; `make demo` and `make test` work on a fresh clone, in either order.
+# Overridable, e.g. `make test PYTHON=python3.12`: PYTHON (the interpreter that makes the environment), VENV (where it
+# goes), OUT (where the demo's report goes).
+
+PYTHON ?= python3
+VENV := .venv
+OUT := out/demo
+
+# No `python -m pytest`: it would put this folder on Python's path, and with it a bare `kernels`, `numerics` and so on.
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test exhaustive lint audit clean
+
+help:
+	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
+	@echo "make test        the tests, without the ones that walk all 2^32 inputs"
+	@echo "make exhaustive  those: minutes to an hour"
+	@echo "make lint        ruff and mypy"
+	@echo "make audit       compile every kernel for four GPU generations, without a GPU"
+	@echo "make clean       delete build products and caches; leaves $(VENV) and out"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of extras, renewed when what is to be installed changes. All installs are editable, so that the code
+# that runs is the code that is here. Each set holds the ones before it: what `test` installs needs no second visit for
+# `plots`.
+$(VENV)/.plots: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing halfstep and what the demo needs into $(VENV) ..."
+	$(INSTALL) -e '.[plots]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing halfstep and what the tests need into $(VENV) ..."
+	$(INSTALL) -e '.[plots,test]'
+	@touch $(VENV)/.plots $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing halfstep and its development tools into $(VENV) ..."
+	$(INSTALL) -e '.[plots,test,dev]'
+	@touch $(VENV)/.plots $(VENV)/.test $@
+
+demo: $(VENV)/.plots
+	$(BIN)/halfstep train --precision compare --out $(OUT)
+	@echo "The report is $(OUT)/report.html (also report.json and report.png)."
+
+test: $(VENV)/.test
+	$(BIN)/pytest -m "not exhaustive"
+
+exhaustive: $(VENV)/.test
+	$(BIN)/pytest -m exhaustive
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+audit: $(VENV)/.test
+	$(BIN)/halfstep bench audit
+
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find bench integrations kernels numerics src tests -name __pycache__ -type d -prune -exec rm -rf {} +
