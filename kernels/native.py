@@ -10,6 +10,7 @@ rounded division and square root. ``-fno-math-errno -fno-trapping-math`` give up
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -87,6 +88,8 @@ def _build(source: Path, target: Path, command: str) -> str:
         )
         if done.returncode == 0:
             os.chmod(name, 0o755)
+            with open(name, "rb+") as written:
+                os.fsync(written.fileno())  # or a power cut could leave an empty file under the final name
             os.replace(name, target)
             return ""
         os.unlink(name)
@@ -112,17 +115,22 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
         writable = False
     if not writable:
         folder = Path(tempfile.mkdtemp(prefix="halfstep-"))  # a fresh, private folder: nobody else's library is loaded
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     target = folder / f"{family}-{key}.so"
     with _one_at_a_time(folder):
-        if not target.exists():
-            _logger.info("compiling %s with %s into %s", source.name, command, target)
-            complaint = _build(source, target, command)
-            if complaint:
-                return f"{command} could not compile {source.name}: {complaint}"
-    try:
-        return ctypes.CDLL(str(target))
-    except OSError as error:
-        return f"{target} does not load: {error}"
+        if target.exists():
+            try:
+                return ctypes.CDLL(str(target))
+            except OSError as error:  # damaged, or a library it was linked against is gone: make it anew
+                _logger.info("%s does not load: %s", target, error)
+        _logger.info("compiling %s with %s into %s", source.name, command, target)
+        complaint = _build(source, target, command)
+        if complaint:
+            return f"{command} could not compile {source.name}: {complaint}"
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError as error:
+            return f"{target} does not load: {error}"
 
 
 @functools.cache

@@ -1,0 +1,149 @@
+"""The switch between implementations: names, blocks, the environment variable, and what runs where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.kernels import backend as module
+from halfstep.kernels import native
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def start_from_auto(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "_chosen", "auto")
+    yield
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, *, triton: bool = True, interpreted: bool = False) -> None:
+    """Pretend to be a process with or without Triton and its interpreter."""
+    monkeypatch.setattr(module, "triton", object() if triton else None)
+    monkeypatch.setattr(module, "INTERPRET", interpreted)
+
+
+def run(**environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import halfstep; from halfstep.kernels.backend import chosen; print(chosen())"
+    kept = {key: value for key, value in os.environ.items() if key != "HALFSTEP_BACKEND"}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**kept, **environment}, cwd="/"
+    )
+
+
+def test_it_switches_for_good_or_for_a_block() -> None:
+    assert module.chosen() == "auto"
+    halfstep.backend("reference")
+    assert module.chosen() == "reference"
+    with halfstep.backend("triton"):
+        assert module.chosen() == "triton"
+        with halfstep.backend("auto"):
+            assert module.chosen() == "auto"
+        assert module.chosen() == "triton"
+    assert module.chosen() == "reference"
+
+
+def test_a_block_switches_back_after_an_error() -> None:
+    with pytest.raises(KeyError), halfstep.backend("reference"):
+        raise KeyError
+    assert module.chosen() == "auto"
+
+
+@pytest.mark.parametrize("name", ["Triton", "", None, "cuda", 1])
+def test_an_unknown_name_is_refused_and_changes_nothing(name: object) -> None:
+    with halfstep.backend("reference"):
+        with pytest.raises(ValueError) as raised:
+            halfstep.backend(name)  # type: ignore[arg-type]
+        assert str(raised.value) == f"backend is {name!r}; allowed are 'auto', 'reference', 'triton'"
+        assert module.chosen() == "reference"
+
+
+@pytest.mark.parametrize("name", module.NAMES)
+def test_the_environment_variable_sets_the_start(name: str) -> None:
+    assert run(HALFSTEP_BACKEND=name).stdout.strip() == name
+
+
+def test_without_the_variable_it_is_auto_and_a_bad_one_is_named() -> None:
+    assert run().stdout.strip() == "auto"
+    done = run(HALFSTEP_BACKEND="fast")
+    assert done.returncode == 1
+    assert (
+        "ValueError: environment variable HALFSTEP_BACKEND is 'fast'; allowed are 'auto', 'reference', 'triton'"
+        in done.stderr
+    )
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_reference_is_the_reference_everywhere(device: torch.device) -> None:
+    with halfstep.backend("reference"):
+        assert module.resolve(device, "unscale") == "reference"
+
+
+def test_auto_takes_triton_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(monkeypatch)
+    assert module.resolve(GPU, "unscale") == "triton"
+    compiled(monkeypatch, triton=False)
+    assert module.resolve(GPU, "unscale") == "reference"
+    compiled(monkeypatch, interpreted=True)  # interpreted kernels cannot reach GPU memory at any speed worth having
+    assert module.resolve(GPU, "unscale") == "reference"
+
+
+def test_auto_takes_native_on_cpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interpreted in (False, True):
+        compiled(monkeypatch, interpreted=interpreted)
+        monkeypatch.setattr(native, "library", lambda family: object())
+        assert module.resolve(CPU, "unscale") == "native"
+        monkeypatch.setattr(native, "library", lambda family: None)
+        assert module.resolve(CPU, "unscale") == "reference"
+    assert module.resolve(torch.device("meta"), "unscale") == "reference"
+
+
+def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with halfstep.backend("triton"):
+        compiled(monkeypatch, interpreted=True)
+        assert module.resolve(CPU, "unscale") == "triton"
+        compiled(monkeypatch)
+        assert module.resolve(GPU, "unscale") == "triton"
+        with pytest.raises(RuntimeError) as raised:
+            module.resolve(CPU, "unscale")
+        assert str(raised.value) == (
+            "backend is 'triton', but the tensors are on 'cpu'; allowed are GPU tensors, or CPU tensors when "
+            "TRITON_INTERPRET=1 is set before halfstep is imported; else use backend('auto')"
+        )
+        with pytest.raises(RuntimeError, match="the tensors are on 'meta'"):
+            module.resolve(torch.device("meta"), "unscale")
+
+
+def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(monkeypatch, triton=False)
+    with halfstep.backend("triton"), pytest.raises(RuntimeError) as raised:
+        module.resolve(CPU, "unscale")
+    assert str(raised.value) == "backend is 'triton', but triton is not installed; install it or use backend('auto')"
+
+
+def test_jit_leaves_functions_alone_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "triton", None)
+
+    def kernel() -> None:
+        """Never called."""
+
+    assert module.jit(kernel) is kernel
+
+
+def test_a_function_runs_through_the_chosen_implementation() -> None:
+    """The same bits from all three; under the interpreter the kernel really runs."""
+    values = torch.tensor([3.0, float("nan"), 4.0])
+    found = {}
+    for name in module.NAMES:
+        if name == "triton" and not module.interpreting():
+            continue
+        with halfstep.backend(name):
+            found[name] = [part.tolist() for part in halfstep.foreach_check([values])][0::2]
+    assert set(map(str, found.values())) == {str([1.0, [2]])}

@@ -1,0 +1,147 @@
+"""The house rules that no linter knows: imports point one way, links are relative, nothing names one machine."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfstep
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("kernels", "numerics", "integrations", "bench")  # each may import itself and what stands before it
+KERNELS_MAY_IMPORT = {"torch", "numpy", "triton", "halfstep"} | set(sys.stdlib_module_names)
+
+SOURCES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
+
+
+def imported_modules(tree: ast.Module, package: str) -> set[str]:
+    """Dotted names of all modules that `tree`, of a module in `package`, imports anywhere, relative ones resolved.
+
+    ``from halfstep import x`` gives ``halfstep.x``, or the home of `x` if it is a public name.
+    """
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            if module == "halfstep":
+                found |= {halfstep._HOME.get(alias.name, f"halfstep.{alias.name}") for alias in node.names}
+            else:
+                found.add(module)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "import_module":
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+    return found
+
+
+def violations(source: str, layer: str, package: str | None = None) -> list[str]:
+    """What a module of `layer` imports and must not."""
+    allowed = LAYERS[: LAYERS.index(layer) + 1]
+    wrong = []
+    for module in sorted(imported_modules(ast.parse(source), package or f"halfstep.{layer}")):
+        parts = module.split(".")
+        if parts[0] in LAYERS:
+            wrong.append(f"{module}: write halfstep.{module}")
+        elif parts == ["halfstep"] and layer != LAYERS[-1]:
+            wrong.append("halfstep: the front door reaches every layer; import the module itself")
+        elif parts[0] == "halfstep" and set(parts[1:2]) & set(LAYERS) - set(allowed):
+            wrong.append(f"{module}: {layer} may import {', '.join(allowed)}")
+        elif layer == "kernels" and parts[0] not in KERNELS_MAY_IMPORT:
+            wrong.append(f"{module}: kernels import torch, numpy and triton only")
+    return wrong
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    folder = path.relative_to(ROOT).parent
+    assert violations(path.read_text(), folder.parts[0], ".".join(("halfstep", *folder.parts))) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "source", "complaint"),
+    [
+        ("kernels", "import halfstep.numerics.scaler", "halfstep.numerics.scaler: kernels may import kernels"),
+        ("kernels", "from halfstep import GradScaler", "halfstep.numerics.scaler: kernels may import kernels"),
+        ("kernels", "from halfstep import bench", "halfstep.bench: kernels may import kernels"),
+        ("kernels", "from ..numerics import scaler", "halfstep.numerics: kernels may import kernels"),
+        ("kernels", "def f():\n    from halfstep.bench.audit import main", "halfstep.bench.audit: kernels may"),
+        ("kernels", "import rich", "rich: kernels import torch, numpy and triton only"),
+        (
+            "numerics",
+            "import importlib\nimportlib.import_module('halfstep.integrations.optim')",
+            "halfstep.integrations",
+        ),
+        ("integrations", "import halfstep", "halfstep: the front door"),
+        ("integrations", "from kernels.adam import x", "kernels.adam: write halfstep.kernels.adam"),
+        ("integrations", "import halfstep.bench", "integrations may import kernels, numerics, integrations"),
+    ],
+)
+def test_the_import_check_can_fail(layer: str, source: str, complaint: str) -> None:
+    (found,) = [text for text in violations(source, layer) if not text.startswith("importlib")]
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    ("layer", "source"),
+    [
+        ("kernels", "import torch, math\nfrom halfstep.kernels import native\nfrom . import backend"),
+        ("numerics", "from halfstep.kernels.unscale import foreach_check\nimport numpy"),
+        ("bench", "import halfstep\nfrom halfstep.integrations.optim import AdamW\nfrom halfstep import AdamW"),
+    ],
+)
+def test_the_import_check_allows_what_it_should(layer: str, source: str) -> None:
+    assert violations(source, layer) == []
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_folders_are_linked_and_not_packages_of_their_own(layer: str) -> None:
+    """An ``__init__.py`` here would make ``import kernels`` find this folder before Hugging Face's package."""
+    assert not (ROOT / layer / "__init__.py").exists()
+    link = ROOT / "src" / "halfstep" / layer
+    assert os.readlink(link) == os.path.join("..", "..", layer)
+    assert link.resolve() == ROOT / layer
+
+
+def test_every_public_name_has_its_home() -> None:
+    assert set(halfstep._HOME) | {"__version__"} == set(halfstep.__all__)
+    for name, home in halfstep._HOME.items():
+        assert getattr(halfstep, name) is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match="has no attribute 'AdamX'; public names are Adam, AdamW"):
+        _ = halfstep.AdamX
+
+
+def test_type_checkers_see_the_public_names_where_they_live() -> None:
+    """The names under TYPE_CHECKING are written out by hand; they must say the same as the table that is used."""
+    tree = ast.parse((ROOT / "src" / "halfstep" / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        alias.asname or alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == halfstep._HOME
+
+
+def test_no_tracked_file_names_a_folder_of_one_machine() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    personal = re.compile(r"(?<![\w.])/(?:work|root|home/\w+|Users/\w+)/")
+    assert personal.search("see " + "/".join(("", "work", "x")))
+    found = []
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_file() and not path.is_symlink():
+            text = path.read_bytes().decode("utf-8", errors="ignore")
+            found += [f"{name}: {match.group(0)}" for match in personal.finditer(text)]
+    assert found == []

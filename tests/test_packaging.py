@@ -1,0 +1,159 @@
+"""What users install: the wheel, a regular and an editable install, each in an environment of its own.
+
+Nothing is downloaded: the new environments see this one's packages, torch among them, through a path file.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("kernels", "numerics", "integrations", "bench")
+NOT_SOURCES = shutil.ignore_patterns(".git", ".venv", "out", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+
+
+def run(*command: object, cwd: Path | str = "/") -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that building leaves nothing behind in the checkout."""
+    copy = tmp_path_factory.mktemp("sources") / "halfstep"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=NOT_SOURCES)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the sdist as `python -m build` does, with the setuptools that is here."""
+    dist = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, tree, cwd=dist)
+    (found,) = dist.glob("*.whl")
+    return found
+
+
+def environment(folder: Path, *install: object) -> Path:
+    """A fresh environment with halfstep installed as `install` says. Returns its folder of executables."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    purelib = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    # A path file adds a folder but does not read the path files in it: halfstep's own editable install stays unseen.
+    (purelib / "packages-of-the-tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    offline = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *offline, *install, cwd=folder)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module", params=["wheel", "regular", "editable"])
+def installed(request: pytest.FixtureRequest, tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    what = {
+        "wheel": lambda: [request.getfixturevalue("wheel")],
+        "regular": lambda: [tree],
+        "editable": lambda: ["-e", tree],
+    }
+    return environment(tmp_path_factory.mktemp(request.param), *what[request.param]())
+
+
+def version() -> str:
+    return run(sys.executable, "-c", "import halfstep; print(halfstep.__version__)")
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "root"])
+def test_the_command_works_from_anywhere(installed: Path, tree: Path, tmp_path: Path, where: str) -> None:
+    cwd = tree if where == "root" else tmp_path
+    assert run(installed / "python", "-m", "halfstep", "--version", cwd=cwd) == f"halfstep {version()}"
+    assert run(installed / "halfstep", "--version", cwd=cwd) == f"halfstep {version()}"
+    file = run(installed / "python", "-c", "import halfstep; print(halfstep.__file__)", cwd=cwd)
+    assert Path(file).is_relative_to(tree if "editable" in str(installed) else installed.parent), file
+
+
+def test_the_version_is_the_metadatas(installed: Path) -> None:
+    code = "import halfstep, importlib.metadata as m; print(halfstep.__version__ == m.version('halfstep'))"
+    assert run(installed / "python", "-c", code) == "True"
+
+
+def test_no_folder_becomes_importable_on_its_own(installed: Path, tmp_path: Path) -> None:
+    """A bare `kernels` would shadow Hugging Face's package, which transformers looks for."""
+    code = f"import importlib.util as u; print([n for n in {FOLDERS} if u.find_spec(n) is not None])"
+    assert run(installed / "python", "-c", code, cwd=tmp_path) == "[]"
+
+
+def test_every_module_imports(installed: Path, tmp_path: Path) -> None:
+    code = """
+import halfstep, importlib, pkgutil
+names = [module.name for module in pkgutil.walk_packages(halfstep.__path__, "halfstep.")]
+for name in names:
+    importlib.import_module(name)
+for name in halfstep.__all__:
+    getattr(halfstep, name)
+print(len(names))
+"""
+    modules = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert int(run(installed / "python", "-c", code, cwd=tmp_path)) >= len(modules)
+
+
+def test_the_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
+    """Modules, and the C++ that is compiled on the user's machine."""
+    wanted = {
+        f"halfstep/{path.relative_to(ROOT)}"
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cpp", ".h")
+    }
+    wanted |= {f"halfstep/{name}" for name in ("__init__.py", "__main__.py", "_version.py", "py.typed")}
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licences = [name for name in archive.namelist() if name.endswith("LICENSE")]
+    assert held == wanted
+    assert licences
+
+
+def test_importing_halfstep_is_cheap() -> None:
+    code = "import halfstep, sys; dir(halfstep); print({'torch', 'triton', 'numpy', 'rich'} & set(sys.modules))"
+    assert run(sys.executable, "-c", code) == "set()"
+
+
+def test_everything_but_triton_works_without_triton() -> None:
+    """As on macOS and Windows, where there is no Triton."""
+    code = """
+import os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+sys.modules["triton"] = None
+import halfstep, torch
+for name in halfstep.__all__:
+    getattr(halfstep, name)
+weight = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+optimizer = halfstep.AdamW([weight], lr=0.5)
+weight.grad = torch.ones_like(weight)
+optimizer.step()
+assert weight.lt(1).all(), weight
+assert halfstep.softmax(torch.zeros(2, 4)).eq(0.25).all()
+assert halfstep.cast(torch.ones(3), torch.float16).dtype == torch.float16
+assert halfstep.foreach_check([torch.tensor([float("inf")])])[0] == 1
+try:
+    with halfstep.backend("triton"):
+        halfstep.cast(torch.ones(3), torch.float16)
+except RuntimeError as error:
+    print(error)
+"""
+    assert run(sys.executable, "-c", code).startswith("backend is 'triton', but triton is not installed; install it")
+
+
+def test_the_audit_says_that_it_needs_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; from halfstep.bench import audit; print(audit.main([]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, cwd="/"
+    )
+    assert done.stdout.strip() == "2"
+    assert "triton is not installed: pip install triton" in done.stderr
