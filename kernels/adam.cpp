@@ -35,7 +35,7 @@ void prepare(const int64_t* rows, int64_t tensors, const int64_t* tensor_group, 
     double scale = 1.0;
     if (grad_scale) scale = 1.0 / double(*grad_scale);
     if (sum_of_squares) {
-        const double clip = max_norm / (std::sqrt(*sum_of_squares) * scale + 1e-6);
+        const double clip = max_norm / (std::sqrt(*sum_of_squares) + 1e-6);
         scale = scale * (clip > 1.0 ? 1.0 : clip);
     }
     int64_t last_group = -1, last_count = -1;

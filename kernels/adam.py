@@ -21,7 +21,7 @@ together, so a weight is rounded once per step.
 Per tensor and step, in fp64, t the step count after this step, rounded to fp32 once:
 
     step_size = lr / (1 - beta1^t)        root = 1 / sqrt(1 - beta2^t)        decay = weight_decay, or lr * weight_decay
-    gscale = +-clip / scale               clip = min(1, max_norm / (norm + 1e-6)), norm = sqrt(sum of squares) / scale
+    gscale = +-clip / scale               clip = min(1, max_norm / (sqrt(sum of squares) + 1e-6))
 
 and beta^t by repeated squaring, which needs no pow and so has the same bits everywhere. If found_inf != 0 nothing
 is written, the step count included.
@@ -121,7 +121,7 @@ class Control:
     Attributes:
         grad_scale: what the gradients were multiplied by.
         found_inf: the step is skipped if it is not 0.
-        sum_of_squares: of the scaled gradients; with `max_norm` it makes the clip factor.
+        sum_of_squares: of the unscaled gradients; with `max_norm` it makes the clip factor.
         max_norm: clip the unscaled gradients to this 2-norm.
     """
 
@@ -167,7 +167,7 @@ def _reference_prepare(batch: Batch, groups: torch.Tensor, control: Control) -> 
     if control.grad_scale is not None:
         scale = 1.0 / control.grad_scale.reshape(()).double()
     if control.max_norm is not None and control.sum_of_squares is not None:
-        norm = _exact_sqrt_fp64(control.sum_of_squares.reshape(())) * scale
+        norm = _exact_sqrt_fp64(control.sum_of_squares.reshape(()))
         scale = scale * torch.clamp(control.max_norm / (norm + 1e-6), max=1.0)
     hyper[:, GSCALE] = torch.where(maximize != 0, -scale, scale).float()
     hyper[:, DECAY_FACTOR] = torch.where(decoupled != 0, lr * decay, decay).float()
@@ -295,7 +295,7 @@ def prepare_kernel(
     if HAS_SCALE:
         scale = one / tl.load(grad_scale).to(tl.float64)
     if CLIP:
-        norm = tl.sqrt(one * tl.load(sum_of_squares)) * scale
+        norm = tl.sqrt(one * tl.load(sum_of_squares))
         clip = tl.load(max_norm) / (norm + 1e-6)
         # Written as a choice so that a NaN norm stays NaN.
         scale = scale * tl.where(clip > 1.0, 1.0, clip)

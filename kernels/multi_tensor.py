@@ -49,6 +49,10 @@ class TensorTable:
         self.rows = host.to(device)
         self.chunk_tensor = owner.to(device)
 
+    def known(self, operand: int) -> list[int] | None:
+        """The addresses of one operand that the table holds; None before the first `refresh`."""
+        return self._known[operand]
+
     def refresh(self, operand: int, addresses: list[int]) -> None:
         """Write the addresses of one operand, unless they are what the table holds.
 

@@ -319,12 +319,7 @@ def _checked_inv_scale(inv_scale: torch.Tensor | float, device: torch.device) ->
     return inv_scale.detach().to(device=device, dtype=torch.float32, non_blocking=True)
 
 
-def _nothing(device: torch.device) -> Check:
-    return Check(
-        torch.zeros((), device=device),
-        torch.zeros((), dtype=torch.float64, device=device),
-        torch.zeros(0, dtype=torch.int32, device=device),
-    )
+CHECK_OF_NOTHING = Check(torch.zeros(()), torch.zeros((), dtype=torch.float64), torch.zeros(0, dtype=torch.int32))
 
 
 @torch.no_grad()
@@ -344,12 +339,27 @@ def foreach_check(grads: Sequence[torch.Tensor], *, inv_scale: torch.Tensor | fl
     """
     tensors = check_tensor_list(grads, "grads")
     if not tensors:
-        return _nothing(torch.device("cpu"))
+        return Check(*(part.clone() for part in CHECK_OF_NOTHING))
     factor = None if inv_scale is None else _checked_inv_scale(inv_scale, tensors[0].device)
     return _run([t if is_flat(t) else t.contiguous() for t in tensors], factor, write=False)
 
 
 @torch.no_grad()
+def foreach_unscale_and_check_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | None) -> Check:
+    """`foreach_unscale_` with the whole answer of `foreach_check`: found_inf, sum of squares and flags of the result."""
+    tensors = check_tensor_list(grads, "grads")
+    if not tensors:
+        return Check(*(part.clone() for part in CHECK_OF_NOTHING))
+    factor = _checked_inv_scale(1.0 if inv_scale is None else inv_scale, tensors[0].device)
+    flat = [t if is_flat(t) else t.contiguous() for t in tensors]
+    check = _run(flat, factor, write=True)
+    for tensor, copy in zip(tensors, flat, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)
+    torch.autograd.graph.increment_version(tensors)
+    return check
+
+
 def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float) -> Unscaled:
     """Multiply a list of tensors by `inv_scale` in place, and check the result, in the same pass.
 
@@ -366,18 +376,8 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
         ValueError: the tensors are on different devices, or `inv_scale` is not one number.
     """
-    tensors = check_tensor_list(grads, "grads")
-    if not tensors:
-        nothing = _nothing(torch.device("cpu"))
-        return Unscaled(nothing.found_inf, nothing.sum_of_squares.float())
-    factor = _checked_inv_scale(inv_scale, tensors[0].device)
-    flat = [t if is_flat(t) else t.contiguous() for t in tensors]
-    found_inf, sum_of_squares, _ = _run(flat, factor, write=True)
-    for tensor, copy in zip(tensors, flat, strict=True):
-        if copy is not tensor:
-            tensor.copy_(copy)
-    torch.autograd.graph.increment_version(tensors)
-    return Unscaled(found_inf, sum_of_squares.sqrt().float())
+    check = foreach_unscale_and_check_(grads, inv_scale)
+    return Unscaled(check.found_inf, check.sum_of_squares.sqrt().float())
 
 
 def variants() -> Iterator[Variant]:

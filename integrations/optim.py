@@ -1,0 +1,748 @@
+"""`torch.optim.Optimizer` classes over the Adam kernels.
+
+A step gathers, per device and dtype combination, the tensors of all parameter groups into one `Batch` and launches it
+once. The batch is kept: later steps compare addresses and write down only those that moved.
+
+**State.** In memory ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``, with amsgrad
+``max_exp_avg_sq``, and for a low-precision parameter ``master`` (fp32) or ``remainder`` (int16). ``state_dict()`` is
+canonical: whatever the layout, it has ``master`` in fp32 and the moments in fp32, so that it loads bit for bit into every other layout.
+`torch.optim.Optimizer.load_state_dict` would cast all of it to the parameter's dtype; ours does not call it.
+
+**The master is the weight.** Loading a checkpoint sets both it and the visible parameter, its rounding. A parameter
+written from outside between steps (``copy_``, a weight swap) replaces its master.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any, Literal, overload
+
+import torch
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from halfstep.kernels import adam
+from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, is_flat
+from halfstep.kernels.rounding import join_master, split_master
+from halfstep.numerics.gradients import check_gradients, is_sharded, local
+
+MASTERS = ("auto", "full", "split", None)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+ROUNDINGS = ("nearest",)
+CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+# Options that say how state lies in memory: a checkpoint does not change them.
+LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
+
+_MASTER_CODES = {None: adam.NO_MASTER, "full": adam.FULL_MASTER, "split": adam.SPLIT_MASTER}
+_address = torch.Tensor.data_ptr
+
+
+# --------------------------------------------------------------------------------------------------------- validation
+
+
+def _number(value: Any, message: str, allowed: str, fits: Callable[[float], bool]) -> None:
+    """Raise unless a hyper-parameter is a finite number in its range; device tensors are not read."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{message}: {value!r}; allowed are {allowed}")
+    if not math.isfinite(value) or not fits(value):
+        raise ValueError(f"{message}: {value}; allowed are {allowed}")
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    """Validate the options of a parameter group; messages begin with torch's words, which others match on."""
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, torch.Tensor):
+        if group["foreach"] and not group["capturable"]:
+            raise ValueError(
+                "lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach away, it has no use here"
+            )
+        if lr.numel() != 1:
+            raise ValueError(f"Tensor lr must be 1-element; its shape is {tuple(lr.shape)}")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas is {betas!r}; allowed is a pair of numbers from 0 to below 1")
+    tensors = [isinstance(beta, torch.Tensor) for beta in betas]
+    if any(tensors) and not all(tensors):
+        raise ValueError("betas must be either both floats or both Tensors")
+    for index, beta in enumerate(betas):
+        if isinstance(beta, torch.Tensor):
+            if group["foreach"] and not group["capturable"]:
+                raise ValueError(
+                    f"betas[{index}] as a Tensor is not supported for capturable=False and foreach=True; leave foreach away"
+                )
+            if beta.numel() != 1:
+                raise ValueError(f"Tensor betas[{index}] must be 1-element; its shape is {tuple(beta.shape)}")
+        message = f"Invalid beta parameter at index {index}"
+        _number(beta, message, "numbers from 0 to below 1", lambda x: 0.0 <= x < 1.0)
+    _number(lr, "Invalid learning rate", "finite numbers from 0", lambda x: x >= 0)
+    _number(group["eps"], "Invalid epsilon value", "finite numbers from 0", lambda x: x >= 0)
+    _number(group["weight_decay"], "Invalid weight_decay value", "finite numbers from 0", lambda x: x >= 0)
+    if group["foreach"] and group["fused"]:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together; neither changes what is computed here")
+    if group["differentiable"]:
+        if group["fused"]:
+            raise RuntimeError("`fused` does not support `differentiable`; use torch.optim for a differentiable step")
+        raise ValueError("differentiable is True; allowed is False: use torch.optim for a differentiable step")
+    if group["master_weights"] not in MASTERS:
+        raise ValueError(f"master_weights is {group['master_weights']!r}; allowed are {', '.join(map(repr, MASTERS))}")
+    if group["state_dtype"] not in STATE_DTYPES:
+        raise ValueError(f"state_dtype is {group['state_dtype']!r}; allowed are {', '.join(map(str, STATE_DTYPES))}")
+    if group["rounding"] not in ROUNDINGS:
+        raise ValueError(f"rounding is {group['rounding']!r}; allowed is {', '.join(map(repr, ROUNDINGS))}")
+
+
+def _check_parameter(parameter: torch.Tensor, where: str, master_weights: str | None) -> None:
+    if parameter.layout != torch.strided:
+        raise TypeError(f"{where} has layout {parameter.layout}; allowed are dense parameters")
+    if parameter.dtype not in DTYPE_CODES:
+        raise TypeError(
+            f"{where} has dtype {parameter.dtype}; allowed are float32, float16 and bfloat16: "
+            "use torch.optim for other dtypes"
+        )
+    if master_weights == "split" and parameter.dtype == torch.float16:
+        raise ValueError(f"{where} is float16 and master_weights is 'split'; allowed for float16 are 'full', 'auto' and None")
+
+
+def _master_of(parameter: torch.Tensor, master_weights: str | None) -> str | None:
+    """The master that "auto" means for this parameter; fp32 parameters need none."""
+    if parameter.dtype == torch.float32:
+        return None
+    if master_weights == "auto":
+        return "split" if parameter.dtype == torch.bfloat16 else "full"
+    return master_weights
+
+
+def _scalar(value: torch.Tensor | float | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """A steering number as the kernels read it; a tensor that already fits is not copied, none is waited for."""
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        return torch.full((), float(value), dtype=dtype, device=device)
+    return value.to(device=device, dtype=dtype, non_blocking=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ batches
+
+
+class _Batch:
+    """What one launch updates, and how to tell whether it still describes the tensors."""
+
+    def __init__(self, layout: adam.Layout, parameters: list[torch.Tensor], states: list[dict[str, Any]], rows: list[int]):
+        self.parameters, self.states = parameters, states
+        self.sharded = any(map(is_sharded, parameters))
+        extra = {adam.NO_MASTER: None, adam.FULL_MASTER: "master", adam.SPLIT_MASTER: "remainder"}[layout.master]
+        keys = {adam.M: "exp_avg", adam.V: "exp_avg_sq", adam.STEP: "step"}
+        if extra:
+            keys[adam.EXTRA] = extra
+        if layout.amsgrad:
+            keys[adam.TOP] = "max_exp_avg_sq"
+        self.keys = keys
+        held = [local(parameter.detach()) for parameter in parameters]
+        self.device = held[0].device
+        # Parameters with gaps between their elements are updated in a dense copy.
+        self.dense = [one if is_flat(one) else one.contiguous() for one in held]
+        self.copied = [(one, copy) for one, copy in zip(held, self.dense, strict=True) if one is not copy]
+        self.held = held
+        self.addresses = list(map(_address, held))
+        self.strides = [one.stride() for one in self.dense]
+        table = TensorTable([one.numel() for one in held], adam.OPERANDS, adam.CHUNK, self.device)
+        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
+        lists[adam.PARAM] = self.dense
+        table.refresh(adam.PARAM, list(map(_address, self.dense)))
+        for operand in keys:
+            lists[operand] = self._state(operand)
+            table.refresh(operand, list(map(_address, lists[operand])))
+        hyper = torch.zeros(len(held), adam.HYPER_COLUMNS, device=self.device)
+        self.batch = adam.Batch(layout, table, lists, torch.tensor(rows, device=self.device), hyper)
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return list(map(attrgetter("_version"), self.parameters))
+
+    def _state(self, operand: int) -> list[torch.Tensor]:
+        tensors = list(map(itemgetter(self.keys[operand]), self.states))
+        return list(map(local, tensors)) if self.sharded else tensors
+
+    def still_describes(self) -> bool:
+        """Whether parameters and state lie where they lay, taking up state tensors that were replaced."""
+        held = [local(parameter) for parameter in self.parameters] if self.sharded else self.parameters
+        if list(map(_address, held)) != self.addresses:
+            return False
+        for operand in self.keys:
+            now, known = self._state(operand), self.batch.lists[operand]
+            if list(map(id, now)) != list(map(id, known)) or list(map(_address, now)) != self.batch.table.known(operand):
+                return False
+        return True
+
+    def take_outside_writes(self) -> None:
+        """Let parameters that somebody wrote replace their masters.
+
+        Where the parameter still is its master's rounding, the master's further bits are kept. A split master follows by
+        itself: its upper half is the parameter.
+        """
+        if self.batch.layout.master != adam.FULL_MASTER:
+            return
+        now = self._versions()
+        if now == self.versions:
+            return
+        masters = self.batch.lists[adam.EXTRA]
+        for index, (before, after) in enumerate(zip(self.versions, now, strict=True)):
+            if before != after:
+                parameter, master = self.held[index], masters[index]
+                written = parameter != master.to(parameter.dtype)
+                master.copy_(torch.where(written, parameter.float(), master))
+
+    def step(self, grads: list[torch.Tensor], groups: torch.Tensor, control: adam.Control) -> None:
+        gradients = list(map(local, grads)) if self.sharded else grads
+        for index, (grad, stride) in enumerate(zip(gradients, self.strides, strict=True)):
+            if grad.stride() != stride and not (grad.is_contiguous() and self.dense[index].is_contiguous()):
+                gradients = list(gradients)
+                gradients[index] = torch.empty_strided(
+                    grad.shape, stride, dtype=grad.dtype, device=grad.device
+                ).copy_(grad)
+        self.take_outside_writes()
+        for parameter, copy in self.copied:
+            copy.copy_(parameter)
+        self.batch.lists[adam.GRAD] = gradients
+        self.batch.table.refresh(adam.GRAD, list(map(_address, gradients)))
+        adam.step(self.batch, groups, control)
+        for parameter, copy in self.copied:
+            parameter.copy_(copy)
+        # The kernels write through addresses, which autograd cannot see.
+        torch.autograd.graph.increment_version(self.parameters)
+        if self.batch.layout.master == adam.FULL_MASTER:
+            self.versions = self._versions()
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+class _AdamBase(Optimizer):
+    """What Adam and AdamW share: everything but their signatures."""
+
+    # torch.amp.GradScaler then leaves unscaling and skipping to us, and reads nothing from the device.
+    _step_supports_amp_scaling = True
+    # halfstep.GradScaler passes on the sum of squares that its check has found.
+    _accepts_sum_of_squares = True
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+        _check_options(defaults)
+        if max_grad_norm is not None:
+            _number(max_grad_norm, "Invalid max_grad_norm value", "None and finite numbers above 0", lambda x: x > 0)
+        self.max_grad_norm = max_grad_norm
+        self._grad_norm: torch.Tensor | None = None
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("max_grad_norm", None)
+        self.__dict__.setdefault("_grad_norm", None)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+
+    def _forget(self) -> None:
+        """Drop what is derived from parameters and state."""
+        self._batch_key: list[Any] | None = None
+        self._members: list[tuple[_Batch, list[int]]] = []
+        self._group_tables: dict[torch.device, tuple[list[list[float]], torch.Tensor]] = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            TypeError, ValueError: an option or a parameter is not allowed; the optimizer is unchanged.
+        """
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        added = self.param_groups[-1]
+        try:
+            for index, parameter in enumerate(added["params"]):
+                _check_parameter(parameter, f"parameter {index} of group {number}", added["master_weights"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._forget()
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The unscaled gradients' 2-norm before clipping, from the last step with `max_grad_norm`; 0-dim fp32, device."""
+        return self._grad_norm
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    def _new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        value = parameter.detach()
+        state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=value.device)}
+        for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+            state[key] = torch.zeros_like(value, dtype=group["state_dtype"], memory_format=torch.preserve_format)
+        master = _master_of(parameter, group["master_weights"])
+        if master == "full":
+            state["master"] = value.to(torch.float32, memory_format=torch.preserve_format)
+        elif master == "split":
+            state["remainder"] = torch.zeros_like(value, dtype=torch.int16, memory_format=torch.preserve_format)
+        return state
+
+    def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, with whatever it lacks."""
+        state: dict[str, Any] = self.state[parameter]
+        needed = ["step", "exp_avg", "exp_avg_sq"]
+        if group["amsgrad"]:
+            needed.append("max_exp_avg_sq")
+        master = _master_of(parameter, group["master_weights"])
+        if master:
+            needed.append("master" if master == "full" else "remainder")
+        if any(key not in state for key in needed):
+            for key, value in self._new_state(parameter, group).items():
+                state.setdefault(key, value)
+        return state
+
+    # --------------------------------------------------------------------------------------------------------- step
+
+    def _regroup(self, parameters: list[torch.Tensor], grads: list[torch.Tensor], rows: list[int]) -> None:
+        """Sort parameters into batches by device and layout, after checking that every one can be stepped."""
+        names: dict[tuple[Any, ...], list[int]] = {}
+        for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+            group = self.param_groups[rows[index]]
+            where = f"parameter {index} with a gradient (group {rows[index]})"
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{where} has a gradient of layout {grad.layout}; allowed are dense gradients: "
+                    "use torch.optim.SparseAdam, or sparse=False in the embedding"
+                )
+            _check_parameter(parameter, where, group["master_weights"])
+            if grad.dtype not in DTYPE_CODES:
+                raise TypeError(f"{where} has a gradient of dtype {grad.dtype}; allowed are float32, float16 and bfloat16")
+            state = self._complete_state(parameter, group)
+            for key, value in state.items():
+                if key in CANONICAL_KEYS or key == "remainder":
+                    self._check_state(where, key, value, parameter, group)
+            layout = adam.Layout(
+                parameter.dtype,
+                grad.dtype,
+                group["state_dtype"],
+                _MASTER_CODES[_master_of(parameter, group["master_weights"])],
+                bool(group["amsgrad"]),
+                not group["decoupled_weight_decay"] and self._decays(group),
+            )
+            names.setdefault((local(parameter).device, layout), []).append(index)
+        self._members = []
+        for (_, layout), indices in names.items():
+            members = [parameters[index] for index in indices]
+            states = [self.state[parameter] for parameter in members]
+            self._members.append((_Batch(layout, members, states, [rows[index] for index in indices]), indices))
+
+    @staticmethod
+    def _decays(group: dict[str, Any]) -> bool:
+        return bool(group["weight_decay"] != 0)
+
+    def _check_state(
+        self, where: str, key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        """Raise unless a state tensor can stand beside its parameter in one launch."""
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"state {key!r} of {where} is a {type(value).__name__}; allowed is a tensor")
+        held, own = local(value), local(parameter)
+        dtype = {"step": torch.float32, "master": torch.float32, "remainder": torch.int16}.get(key, group["state_dtype"])
+        shape = () if key == "step" else tuple(own.shape)
+        fits = held.numel() == 1 if key == "step" else held.shape == own.shape
+        if held.dtype != dtype or held.device != own.device or not fits:
+            raise ValueError(
+                f"state {key!r} of {where} is {tuple(held.shape)} {held.dtype} on {held.device}; allowed is {shape} "
+                f"{dtype} on {own.device}: move it back, or load it with load_state_dict"
+            )
+        dense = own if is_flat(own) else own.contiguous()
+        same_order = held.stride() == dense.stride() or (held.is_contiguous() and dense.is_contiguous())
+        if key != "step" and not same_order:
+            # Elements in another order than the parameter's: lay them out as the kernels walk them.
+            ordered = torch.empty_strided(dense.shape, dense.stride(), dtype=held.dtype, device=held.device).copy_(held)
+            self.state[parameter][key] = _like(parameter, ordered)
+
+    def _group_table(self, device: torch.device) -> torch.Tensor:
+        """The hyper-parameters of all groups on a device, written again only if one changed."""
+        values: list[list[float]] = []
+        late: list[tuple[int, int, torch.Tensor]] = []
+        for row, group in enumerate(self.param_groups):
+            columns = [0.0] * adam.GROUP_COLUMNS
+            options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            for column, value in zip((adam.LR, adam.BETA1, adam.BETA2, adam.EPS, adam.DECAY), options, strict=True):
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    late.append((row, column, value))
+                else:
+                    columns[column] = float(value)
+            columns[adam.MAXIMIZE] = float(bool(group["maximize"]))
+            columns[adam.DECOUPLED] = float(bool(group["decoupled_weight_decay"]))
+            values.append(columns)
+        known, table = self._group_tables.get(device, (None, None))
+        if known != values or table is None:
+            fresh = torch.tensor(values, dtype=torch.float64)
+            if table is None:
+                table = fresh.to(device)
+            elif device.type == "cpu":
+                table.copy_(fresh)
+            else:
+                table.copy_(fresh.pin_memory(), non_blocking=True)
+            self._group_tables[device] = (values, table)
+        for row, column, value in late:
+            table[row, column].copy_(value.reshape(()), non_blocking=True)
+        return table
+
+    def _control(self, grads: list[torch.Tensor]) -> adam.Control:
+        """Scale, flag and norm for this step: from a scaler, or measured here if clipping needs it."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        squares = getattr(self, "sum_of_squares", None)
+        if self.max_grad_norm is None:
+            return adam.Control(scale, found_inf)
+        if squares is None:
+            inverse = None
+            if scale is not None:
+                inverse = torch.as_tensor(scale, dtype=torch.float32).reshape(()).double().reciprocal().float()
+            check = check_gradients(grads, inverse)
+            assert check is not None
+            squares = check.sum_of_squares
+        self._grad_norm = squares.sqrt().float()
+        return adam.Control(scale, found_inf, squares, float(self.max_grad_norm))
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the loss and gradients first, and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ValueError: an option of a group is out of range; nothing was changed.
+            RuntimeError: a gradient is sparse; nothing was changed.
+            TypeError: a dtype is not supported; nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_on_device()
+        return loss
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _step_on_device(self) -> None:
+        parameters: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        rows: list[int] = []
+        options: list[tuple[Any, ...]] = []
+        for row, group in enumerate(self.param_groups):
+            _check_options(group)
+            options.append((group["amsgrad"], group["decoupled_weight_decay"], self._decays(group), group["master_weights"]))
+            before = len(parameters)
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is not None:
+                    parameters.append(parameter)
+                    grads.append(grad)
+            rows += [row] * (len(parameters) - before)
+        if not parameters:
+            return
+        key = [*map(id, parameters), *map(attrgetter("dtype"), grads), *map(attrgetter("layout"), grads), *options]
+        if key != self._batch_key or not all(batch.still_describes() for batch, _ in self._members):
+            self._batch_key = None
+            self._regroup(parameters, grads, rows)
+            self._batch_key = key
+        control = self._control(grads)
+        for batch, indices in self._members:
+            device = batch.device
+            own = grads if len(self._members) == 1 else [grads[index] for index in indices]
+            here = adam.Control(
+                _scalar(control.grad_scale, torch.float32, device),
+                _scalar(control.found_inf, torch.float32, device),
+                _scalar(control.sum_of_squares, torch.float64, device),
+                control.max_norm,
+            )
+            batch.step(own, self._group_table(device), here)
+
+    # --------------------------------------------------------------------------------------------------- checkpoints
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state in canonical form: per parameter ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... in fp32.
+
+        fp32 parameters are their own master, and with ``master_weights=None`` there is none, so they have no ``master``.
+        """
+        packed = super().state_dict()
+        for index, parameter in enumerate(self._parameters()):
+            state = packed["state"].get(index)
+            if state is None:
+                continue
+            canonical = dict(state)
+            remainder = canonical.pop("remainder", None)
+            if remainder is not None:
+                canonical["master"] = _like(parameter, join_master(local(parameter.detach()), local(remainder)))
+            for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                if key in canonical and canonical[key].dtype != torch.float32:
+                    canonical[key] = canonical[key].float()
+            packed["state"][index] = canonical
+        return packed
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of `halfstep.Adam`, `halfstep.AdamW`, `torch.optim.Adam` or `torch.optim.AdamW`, keeping every bit.
+
+        Options that say how state lies in memory (`master_weights`, `state_dtype`, `rounding`) stay as they are here; all
+        others are taken from the checkpoint. Where it has a master, the parameter is set to the master's rounding.
+
+        Raises:
+            ValueError: groups, parameters, shapes or keys do not fit; the optimizer and its parameters are unchanged.
+        """
+        state_dict = dict(state_dict)
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            replaced = hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        groups, owners = _matched_groups(self.param_groups, state_dict)
+        loaded = {
+            parameter: self._loaded_state(index, parameter, group, state_dict["state"][index])
+            for index, (parameter, group) in owners.items()
+            if state_dict["state"].get(index)
+        }
+        other = {key: value for key, value in state_dict["state"].items() if key not in owners}
+        # Everything fits: from here on nothing raises.
+        self.state.clear()
+        self.state.update(other)
+        for parameter, (state, weight) in loaded.items():
+            self.state[parameter] = state
+            if weight is not None:
+                parameter.detach().copy_(weight)
+        self.__setstate__({"state": self.state, "param_groups": groups})
+        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
+
+    def _loaded_state(
+        self, index: int, parameter: torch.Tensor, group: dict[str, Any], saved: dict[str, Any]
+    ) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """One parameter's state in this optimizer's layout, and what the parameter must become (None: stay)."""
+        where = f"state of parameter {index}"
+        for key in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+            if key not in saved:
+                raise ValueError(
+                    f"{where} lacks {key!r}; it has {', '.join(map(repr, saved))}: the checkpoint is not of an Adam with the same options"
+                )
+        state: dict[str, Any] = {}
+        for key, value in saved.items():
+            if key == "step":
+                step = torch.as_tensor(value, dtype=torch.float32)
+                if step.numel() != 1:
+                    raise ValueError(f"'step' in the {where} has shape {tuple(step.shape)}; allowed is one number")
+                state[key] = step.reshape(()).to(parameter.device, copy=True)
+            elif key in CANONICAL_KEYS:
+                if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+                    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                    raise ValueError(
+                        f"{key!r} in the {where} has shape {shape}; allowed is {tuple(parameter.shape)}: "
+                        "the checkpoint is of another model, or its parameters stand in another order"
+                    )
+                if not value.is_floating_point():
+                    raise ValueError(f"{key!r} in the {where} has dtype {value.dtype}; allowed are floating-point dtypes")
+                dtype = torch.float32 if key == "master" else group["state_dtype"]
+                state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
+            else:
+                state[key] = value
+        master = state.pop("master", None)
+        if not group["amsgrad"]:
+            state.pop("max_exp_avg_sq", None)
+        kept = _master_of(parameter, group["master_weights"])
+        if master is None:
+            if kept == "full":
+                state["master"] = parameter.detach().to(torch.float32, memory_format=torch.preserve_format)
+            elif kept == "split":
+                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+            return state, None
+        if kept == "split":
+            weight, remainder = split_master(local(master))
+            state["remainder"] = _like(parameter, remainder)
+            return state, _like(parameter, weight)
+        if kept == "full":
+            state["master"] = master
+        return state, master.to(parameter.dtype)
+
+
+def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Local values as a tensor of the parameter's kind: a DTensor with its mesh and placements, or themselves."""
+    if not is_sharded(parameter):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        values,
+        parameter.device_mesh,  # type: ignore[attr-defined]
+        parameter.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _matched_groups(
+    groups: list[dict[str, Any]], state_dict: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[Any, tuple[torch.Tensor, dict[str, Any]]]]:
+    """The groups as they will be after loading, and to which parameter each saved index belongs."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"state_dict has keys {list(state_dict)}; it lacks {key!r}: it is not an optimizer's state_dict")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups: "
+            f"{len(saved_groups)}; allowed is {len(groups)}, as in this optimizer"
+        )
+    result, owners = [], {}
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if len(group["params"]) != len(saved["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"group {number} has {len(saved['params'])} parameters there, {len(group['params'])} here"
+            )
+        merged = {**group, **saved, **{name: group[name] for name in LAYOUT_OPTIONS}, "params": group["params"]}
+        if isinstance(merged["lr"], torch.Tensor):
+            merged["lr"] = merged["lr"].clone()
+        _check_options(merged)
+        result.append(merged)
+        owners.update({index: (p, merged) for index, p in zip(saved["params"], group["params"], strict=True)})
+    return result, owners
+
+
+_ARGUMENTS = """
+
+    Args:
+        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may be mixed.
+        lr: learning rate; a float, or a one-element tensor that is read on the device.
+        betas: decay rates of the two moments, each from 0 to below 1.
+        eps: added to the root of the second moment.
+        weight_decay: {decay}.
+        amsgrad: divide by the largest second moment so far (Reddi et al., 2018).
+        maximize: ascend instead of descend.
+        foreach, capturable, fused: accepted as torch accepts them; every step is fused and capturable.
+        differentiable: must be False.
+{extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter), ``"full"`` (fp32
+            copy, 4 B), ``None`` (round the weight every step), or ``"auto"``: split for bf16, full for fp16. fp32
+            parameters need none.
+        state_dtype: of the moments: fp32, or bf16 rounded to nearest (a second moment with beta2 near 1 then stops moving
+            once its steps fall below half a bf16 ulp).
+        rounding: ``"nearest"``.
+        max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients themselves are not written.
+
+    Raises:
+        ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
+        TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor.
+"""
+
+
+class AdamW(_AdamBase):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: Literal["auto", "full", "split"] | None = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        rounding: str = "nearest",
+        max_grad_norm: float | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": True,
+            "master_weights": master_weights,
+            "state_dtype": state_dtype,
+            "rounding": rounding,
+        }
+        super().__init__(params, defaults, max_grad_norm)
+
+    __doc__ = (
+        "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
+        + _ARGUMENTS.format(decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step", extra="")
+    )
+
+
+class Adam(_AdamBase):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: Literal["auto", "full", "split"] | None = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        rounding: str = "nearest",
+        max_grad_norm: float | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "master_weights": master_weights,
+            "state_dtype": state_dtype,
+            "rounding": rounding,
+        }
+        super().__init__(params, defaults, max_grad_norm)
+
+    __doc__ = (
+        "Adam (Kingma and Ba, 2015) with exact fp32 master weights, a drop-in for `torch.optim.Adam`."
+        + _ARGUMENTS.format(
+            decay="L2 penalty: ``weight_decay`` times the weight is added to the gradient",
+            extra="        decoupled_weight_decay: decay the weight as AdamW does.\n",
+        )
+    )
