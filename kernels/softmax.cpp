@@ -9,6 +9,7 @@
 #include <cfloat>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #if defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -37,7 +38,23 @@ constexpr int64_t BLOCK = 64 * W;  // fp32 sums run over so many elements, then 
 
 inline V splat(float x) { return x - V{}; }
 inline V select(I take, V a, V b) { return (V)(((I)a & take) | ((I)b & ~take)); }
-inline V larger(V a, V b) { return select(a > b, a, b); }  // drops a NaN in `a`; exp brings it back
+#if defined(HALFSTEP_AVX512)
+// a > b ? a : b. Drops a NaN in `a`; the exponential brings it back.
+inline V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
+// `value` where x is not below `limit` (a NaN is not), else 0.
+inline V unless_below(V x, V limit, V value) {
+    return (V)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)limit, _CMP_NLT_UQ), (__m512)value);
+}
+// `value` where p is not -inf, else 0.
+inline V unless_constant(V p, V value) {
+    return (V)_mm512_maskz_mov_ps(
+        _mm512_cmp_ps_mask((__m512)p, (__m512)splat(-INF), _CMP_NEQ_UQ), (__m512)value);
+}
+#else
+inline V larger(V a, V b) { return select(a > b, a, b); }
+inline V unless_below(V x, V limit, V value) { return (V)((I)value & ~(x < limit)); }
+inline V unless_constant(V p, V value) { return (V)((I)value & (p != splat(-INF))); }
+#endif
 
 inline V fma(V a, V b, V c) {
 #if defined(HALFSTEP_AVX512)
@@ -52,11 +69,15 @@ inline V fma(V a, V b, V c) {
 }
 
 inline float sum_lanes(V v) {
+#if defined(HALFSTEP_AVX512)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float lane[W];
     std::memcpy(lane, &v, sizeof v);
     for (int half = W / 2; half > 0; half /= 2)
         for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
     return lane[0];
+#endif
 }
 inline float max_lanes(V v) {
 #if defined(HALFSTEP_AVX512)
@@ -70,29 +91,35 @@ inline float max_lanes(V v) {
 #endif
 }
 
-// exp(x) for x <= 0 within 1 ulp; 0 below 2^-126, -inf included; NaN stays NaN. Constants: Cephes expf (S. Moshier).
+// exp(x) for x <= 0 within 1 ulp; 0 below 2^-126, -inf included; NaN stays NaN. x = n ln 2 + r as in Cephes expf
+// (S. Moshier); the polynomial in r is a minimax fit of relative error 4e-9 on |r| <= ln(2)/2.
 inline V exp_negative(V x) {
     const V lowest = splat(-87.33654f);
-    I tiny = x < lowest;
-    x = select(tiny, lowest, x);
+    const V whole = x;
+    x = larger(lowest, x);
     V shifted = fma(x, splat(1.44269504f), splat(0x1.8p23f));  // the low bits now hold n = round(x / ln 2)
     V n = shifted - splat(0x1.8p23f);
     V r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
-    V p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
+    V p = fma(splat(0x1.6a23d0p-10f), r, splat(0x1.123a20p-7f));
+    p = fma(p, r, splat(0x1.5558f2p-5f));
+    p = fma(p, r, splat(0x1.555492p-3f));
+    p = fma(p, r, splat(0x1.fffffcp-2f));
     p = fma(p, r * r, r) + splat(1.0f);
     V power = (V)(((U)shifted << 23) + 0x3f800000u);  // 2^n
-    return (V)((I)(p * power) & ~tiny);
+    return unless_below(whole, lowest, p * power);
 }
 
 // ------------------------------------------------------------------------- W elements, or the first k, to and from fp32
 
-inline V widen_vector(V x) { return x; }
+// GCC 12 makes several instructions of what is one.
+#if defined(HALFSTEP_AVX512)
+inline U zero_extend(H x) { return (U)_mm512_cvtepu16_epi32((__m256i)x); }
+inline H lower_half(U x) { return (H)_mm512_cvtepi32_epi16((__m512i)x); }
+#else
 inline U zero_extend(H x) { return __builtin_convertvector(x, U); }
+inline H lower_half(U x) { return __builtin_convertvector(x, H); }
+#endif
 
 template <typename T> struct Lanes;
 template <> struct Lanes<float> { using type = V; };
@@ -117,9 +144,13 @@ template <> inline V unpack<f16>(H raw) {
 template <typename T> inline typename Lanes<T>::type pack(V x);
 template <> inline V pack<float>(V x) { return x; }
 template <> inline H pack<bf16>(V x) {
+#if defined(HALFSTEP_AVX512) && defined(__AVX512BF16__)
+    return (H)_mm512_cvtneps_pbh((__m512)x);  // takes fp32 subnormals for 0, which is within the bound of softmax.py
+#else
     U b = (U)x, rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16, quiet = ((b >> 16) & 0x8000u) | 0x7fc0u;
     U nan = (U)(x != x);
-    return __builtin_convertvector((rounded & ~nan) | (quiet & nan), H);
+    return lower_half((rounded & ~nan) | (quiet & nan));
+#endif
 }
 template <> inline H pack<f16>(V x) {
 #if defined(HALFSTEP_AVX512)
@@ -211,17 +242,26 @@ template <typename Step, typename Rest> inline void walk(int64_t n, Step&& step,
     for (; i + W <= n; i += W) step(i);
     if (i < n) rest(i, n - i);
 }
-// The same by blocks: done() after each, to hand an fp32 sum on.
-template <typename Step, typename Rest, typename Done>
-inline void walk_blocks(int64_t n, Step&& step, Rest&& rest, Done&& done) {
-    for (int64_t begin = 0; begin < n; begin += BLOCK) {
-        const int64_t end = begin + BLOCK < n ? begin + BLOCK : n;
-        int64_t i = begin;
-        for (; i + W <= end; i += W) step(i);
-        if (i < end) rest(i, end - i);
-        done();
-    }
+// The same with step(i, lane), where `lane` goes round 0 to 3: four accumulators, so that an addition or maximum need not
+// wait for the last. Worth its code where there is little else to do.
+template <typename Step, typename Rest> inline void walk_by_four(int64_t n, Step&& step, Rest&& rest) {
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+        for (int lane = 0; lane < 4; ++lane) step(i + lane * W, lane);
+    for (; i + W <= n; i += W) step(i, 0);
+    if (i < n) rest(i, n - i);
 }
+// Call each(begin, end) on the blocks of [0, n).
+template <typename Each> inline void blocks(int64_t n, Each&& each) {
+    for (int64_t begin = 0; begin < n; begin += BLOCK) each(begin, begin + BLOCK < n ? BLOCK : n - begin);
+}
+
+struct Four {
+    V lane[4];
+    explicit Four(float value) { lane[0] = lane[1] = lane[2] = lane[3] = splat(value); }
+    V larger_of_all() const { return larger(larger(lane[0], lane[1]), larger(lane[2], lane[3])); }
+    V sum_of_all() const { return (lane[0] + lane[1]) + (lane[2] + lane[3]); }
+};
 
 template <typename Out> inline void fill(Out* to, int64_t n, float value) {
     const Out packed = narrow<Out>(value);
@@ -233,26 +273,24 @@ template <bool LOG, typename Out, typename Full, typename Some>
 inline void finish_row(Out* y, int64_t n, int64_t columns, float* scratch, V highest, Full&& z_full, Some&& z_some) {
     float* e = scratch;
     if constexpr (sizeof(Out) == 4) e = (float*)y;
-    const float top = max_lanes(highest);
-    const V m = splat(top);
-    V sum{};
+    const V m = splat(max_lanes(highest));
     double total = 0.0;
-    walk_blocks(
-        n,
-        [&](int64_t i) {
-            V value = exp_negative(z_full(i) - m);
-            sum += value;
-            if constexpr (!LOG) put(e + i, value);
-        },
-        [&](int64_t i, int64_t k) {
-            V value = (V)((I)exp_negative(z_some(i, k) - m) & first_lanes(k));
-            sum += value;
-            if constexpr (!LOG) put_some(e + i, value, k);
-        },
-        [&] {
-            total += sum_lanes(sum);
-            sum = V{};
-        });
+    blocks(n, [&](int64_t begin, int64_t count) {
+        V sum{};
+        walk(
+            count,
+            [&](int64_t i) {
+                V value = exp_negative(z_full(begin + i) - m);
+                sum += value;
+                if constexpr (!LOG) put(e + begin + i, value);
+            },
+            [&](int64_t i, int64_t k) {
+                V value = (V)((I)exp_negative(z_some(begin + i, k) - m) & first_lanes(k));
+                sum += value;
+                if constexpr (!LOG) put_some(e + begin + i, value, k);
+            });
+        total += sum_lanes(sum);
+    });
     const float s = float(total);
     if constexpr (LOG) {
         const float log_sum = s == 0.0f ? 0.0f : float(std::log(total));
@@ -271,57 +309,68 @@ inline void finish_row(Out* y, int64_t n, int64_t columns, float* scratch, V hig
     }
 }
 
+// z = scale * x + mask as fp32, n of them; returns the maximum per lane.
+template <typename In> V prepare_row(const In* x, float* z, int64_t n, float scale, const Mask& mask) {
+    const V factor = splat(scale);
+    Four highest(-FLT_MAX);  // not -inf: -inf - -inf is NaN
+    walk_by_four(
+        n,
+        [&](int64_t i, int lane) {
+            V value = mask.apply(get(x + i) * factor, i, W);
+            highest.lane[lane] = larger(value, highest.lane[lane]);
+            put(z + i, value);
+        },
+        [&](int64_t i, int64_t k) {
+            V value = mask.apply(get_some(x + i, k) * factor, i, k);
+            highest.lane[0] = larger(select(first_lanes(k), value, splat(-INF)), highest.lane[0]);
+            put_some(z + i, value, k);
+        });
+    return highest.larger_of_all();
+}
+
+// Through an fp32 row when there is a mask or a change of dtype, which keeps the number of template instances low.
 template <bool LOG, typename In, typename Out>
 void forward_row(const In* x, Out* y, int64_t n, int64_t columns, float scale, const Mask& mask, float* scratch) {
+    float* z = scratch;
+    if constexpr (sizeof(Out) == 4) z = (float*)y;
+    V highest = prepare_row(x, z, n, scale, mask);
+    finish_row<LOG>(
+        y, n, columns, scratch, highest, [z](int64_t i) { return get(z + i); },
+        [z](int64_t i, int64_t k) { return get_some(z + i, k); });
+}
+
+template <bool LOG, typename T>
+void forward_plain_row(const T* x, T* y, int64_t n, int64_t columns, float scale, float* scratch) {
     const V factor = splat(scale);
-    V highest = splat(-FLT_MAX);  // not -inf: -inf - -inf is NaN
-    auto plain = [&](int64_t i) { return get(x + i) * factor; };
-    auto plain_some = [&](int64_t i, int64_t k) { return get_some(x + i, k) * factor; };
-    auto some_higher = [&](V z, int64_t k) { highest = larger(select(first_lanes(k), z, splat(-INF)), highest); };
-    if (mask.kind == NO_MASK) {
-        walk(
-            n, [&](int64_t i) { highest = larger(plain(i), highest); },
-            [&](int64_t i, int64_t k) { some_higher(plain_some(i, k), k); });
-        finish_row<LOG>(y, n, columns, scratch, highest, plain, plain_some);
-    } else {
-        float* z = scratch;
-        if constexpr (sizeof(Out) == 4) z = (float*)y;
-        walk(
-            n,
-            [&](int64_t i) {
-                V value = mask.apply(plain(i), i, W);
-                highest = larger(value, highest);
-                put(z + i, value);
-            },
-            [&](int64_t i, int64_t k) {
-                V value = mask.apply(plain_some(i, k), i, k);
-                some_higher(value, k);
-                put_some(z + i, value, k);
-            });
-        finish_row<LOG>(
-            y, n, columns, scratch, highest, [&](int64_t i) { return get(z + i); },
-            [&](int64_t i, int64_t k) { return get_some(z + i, k); });
-    }
+    Four highest(-FLT_MAX);
+    auto z = [&](int64_t i) { return get(x + i) * factor; };
+    auto z_some = [&](int64_t i, int64_t k) { return get_some(x + i, k) * factor; };
+    walk_by_four(
+        n, [&](int64_t i, int lane) { highest.lane[lane] = larger(z(i), highest.lane[lane]); },
+        [&](int64_t i, int64_t k) {
+            highest.lane[0] = larger(select(first_lanes(k), z_some(i, k), splat(-INF)), highest.lane[0]);
+        });
+    finish_row<LOG>(y, n, columns, scratch, highest.larger_of_all(), z, z_some);
 }
 
 template <bool LOG, typename Y, typename X>
 void backward_row(const Y* dy, const Y* y, X* dx, int64_t n, int64_t columns, float scale) {
-    V sum{};
     double total = 0.0;
-    auto add = [&](V g, V p) {
-        if constexpr (LOG) sum += (V)((I)g & (p != splat(-INF)));
-        else sum = fma(g, p, sum);
-    };
-    walk_blocks(
-        n, [&](int64_t i) { add(get(dy + i), get(y + i)); },
-        [&](int64_t i, int64_t k) { add(get_some(dy + i, k), get_some(y + i, k)); },
-        [&] {
-            total += sum_lanes(sum);
-            sum = V{};
-        });
+    blocks(n, [&](int64_t begin, int64_t count) {
+        Four sum(0.0f);
+        auto add = [&](V g, V p, int lane) {
+            if constexpr (LOG) sum.lane[lane] += unless_constant(p, g);
+            else sum.lane[lane] = fma(g, p, sum.lane[lane]);
+        };
+        const Y *g = dy + begin, *p = y + begin;
+        walk_by_four(
+            count, [&](int64_t i, int lane) { add(get(g + i), get(p + i), lane); },
+            [&](int64_t i, int64_t k) { add(get_some(g + i, k), get_some(p + i, k), 0); });
+        total += sum_lanes(sum.sum_of_all());
+    });
     const V whole = splat(float(total)), factor = splat(scale);
     auto result = [&](V g, V p) {
-        if constexpr (LOG) return ((V)((I)g & (p != splat(-INF))) - exp_negative(p) * whole) * factor;
+        if constexpr (LOG) return (unless_constant(p, g) - exp_negative(p) * whole) * factor;
         else return p * (g - whole) * factor;
     };
     walk(
@@ -347,9 +396,9 @@ template <int COUNT, typename T> inline void put_strip(T* base, int64_t stride, 
     else put(to, value);
 }
 
-template <int COUNT, bool LOG, typename In, typename Out>
-void forward_strip(const In* x, Out* y, int64_t n, int64_t stride, int64_t k, float scale) {
-    const Strip<COUNT, In> in{x, stride, k};
+template <int COUNT, bool LOG, typename T>
+void forward_strip(const T* x, T* y, int64_t n, int64_t stride, int64_t k, float scale) {
+    const Strip<COUNT, T> in{x, stride, k};
     const V factor = splat(scale), one = splat(1.0f);
     V m[COUNT], s[COUNT], block[COUNT];
     for (int c = 0; c < COUNT; ++c) m[c] = splat(-FLT_MAX), s[c] = V{}, block[c] = V{};
@@ -375,9 +424,9 @@ void forward_strip(const In* x, Out* y, int64_t n, int64_t stride, int64_t k, fl
         }
 }
 
-template <int COUNT, bool LOG, typename Y, typename X>
-void backward_strip(const Y* dy, const Y* y, X* dx, int64_t n, int64_t stride, int64_t k, float scale) {
-    const Strip<COUNT, Y> gradient{dy, stride, k}, output{y, stride, k};
+template <int COUNT, bool LOG, typename T>
+void backward_strip(const T* dy, const T* y, T* dx, int64_t n, int64_t stride, int64_t k, float scale) {
+    const Strip<COUNT, T> gradient{dy, stride, k}, output{y, stride, k};
     const V factor = splat(scale);
     V s[COUNT], block[COUNT];
     for (int c = 0; c < COUNT; ++c) s[c] = V{}, block[c] = V{};
@@ -386,7 +435,7 @@ void backward_strip(const Y* dy, const Y* y, X* dx, int64_t n, int64_t stride, i
         for (int64_t i = begin; i < end; ++i)
             for (int c = 0; c < COUNT; ++c) {
                 V g = gradient.at(i, c), p = output.at(i, c);
-                if constexpr (LOG) block[c] += (V)((I)g & (p != splat(-INF)));
+                if constexpr (LOG) block[c] += unless_constant(p, g);
                 else block[c] = fma(g, p, block[c]);
             }
         for (int c = 0; c < COUNT; ++c) s[c] += block[c], block[c] = V{};
@@ -394,7 +443,7 @@ void backward_strip(const Y* dy, const Y* y, X* dx, int64_t n, int64_t stride, i
     for (int64_t i = 0; i < n; ++i)
         for (int c = 0; c < COUNT; ++c) {
             V g = gradient.at(i, c), p = output.at(i, c), value;
-            if constexpr (LOG) value = (V)((I)g & (p != splat(-INF))) - exp_negative(p) * s[c];
+            if constexpr (LOG) value = unless_constant(p, g) - exp_negative(p) * s[c];
             else value = p * (g - s[c]);
             put_strip<COUNT>(dx, stride, k, i, c, value * factor);
         }
@@ -410,6 +459,7 @@ struct Geometry {
 
     int64_t rows() const { return sizes[0] * sizes[1] * sizes[2]; }
     int64_t offset(const int64_t* strides, int64_t row) const {
+        if (row < sizes[2]) return row * strides[2];
         const int64_t c = row % sizes[2], ab = row / sizes[2];
         return c * strides[2] + (ab % sizes[1]) * strides[1] + (ab / sizes[1]) * strides[0];
     }
@@ -432,21 +482,53 @@ template <typename Work> inline void spread(int64_t n, int64_t elements_each, in
 
 inline int64_t element_size(int32_t kind) { return kind == MASK_BOOL ? 1 : kind == MASK_F32 ? 4 : 2; }
 
+// Room for one row in fp32, on the stack where it fits.
+struct Scratch {
+    alignas(64) float stack[4096];
+    std::unique_ptr<float[]> heap;
+    float* row(int64_t columns) {
+        if (columns <= 4096) return stack;
+        if (!heap) heap.reset(new float[size_t(columns)]);
+        return heap.get();
+    }
+};
+
 template <bool LOG, typename In, typename Out>
 void forward(const In* x, Out* y, const char* mask, int32_t kind, const Geometry& g, float scale, int32_t threads) {
     spread(g.rows(), g.columns, threads, [&](int64_t begin, int64_t end) {
-        std::unique_ptr<float[]> heap;
-        alignas(64) float stack[4096];
-        float* scratch = stack;
-        if (sizeof(Out) != 4 && g.columns > 4096) {
-            heap.reset(new float[size_t(g.columns)]);
-            scratch = heap.get();
-        }
+        Scratch scratch;
+        float* z = sizeof(Out) == 4 ? nullptr : scratch.row(g.columns);
         for (int64_t row = begin; row < end; ++row) {
+            const In* from = x + g.offset(g.x_strides, row);
+            Out* to = y + row * g.columns;
+            if constexpr (std::is_same_v<In, Out>) {
+                if (!mask) {
+                    forward_plain_row<LOG>(from, to, g.kept(row), g.columns, scale, z);
+                    continue;
+                }
+            }
             Mask row_mask{MaskKind(kind), g.mask_column, mask};
             if (mask) row_mask.row += g.offset(g.mask_strides, row) * element_size(kind);
-            forward_row<LOG>(
-                x + g.offset(g.x_strides, row), y + row * g.columns, g.kept(row), g.columns, scale, row_mask, scratch);
+            forward_row<LOG>(from, to, g.kept(row), g.columns, scale, row_mask, z);
+        }
+    });
+}
+
+template <bool LOG, typename Y, typename X>
+void backward(const Y* dy, const Y* y, X* dx, const Geometry& g, float scale, int32_t threads) {
+    spread(g.rows(), g.columns, threads, [&](int64_t begin, int64_t end) {
+        Scratch scratch;
+        for (int64_t row = begin; row < end; ++row) {
+            const int64_t at = row * g.columns, n = g.kept(row);
+            if constexpr (sizeof(X) == 4 || std::is_same_v<X, Y>) {
+                backward_row<LOG>(dy + at, y + at, dx + at, n, g.columns, scale);
+            } else {
+                float* result = scratch.row(g.columns);
+                backward_row<LOG>(dy + at, y + at, result, n, g.columns, scale);
+                walk(
+                    g.columns, [&](int64_t i) { put(dx + at + i, get(result + i)); },
+                    [&](int64_t i, int64_t k) { put_some(dx + at + i, get_some(result + i, k), k); });
+            }
         }
     });
 }
@@ -494,49 +576,38 @@ void halfstep_softmax_backward(const void* dy, const void* y, void* dx, int64_t 
     with_flag(log, [&](auto is_log) {
         with_dtype(y_dtype, [&](auto* in) {
             with_dtype(x_dtype, [&](auto* out) {
-                spread(rows, columns, threads, [&](int64_t begin, int64_t end) {
-                    for (int64_t row = begin; row < end; ++row) {
-                        const int64_t at = row * columns;
-                        backward_row<decltype(is_log)::value>(
-                            (decltype(in))dy + at, (decltype(in))y + at, (decltype(out))dx + at, g.kept(row), columns, scale);
-                    }
-                });
+                backward<decltype(is_log)::value>(
+                    (decltype(in))dy, (decltype(in))y, (decltype(out))dx, g, scale, threads);
             });
         });
     });
 }
 
-// Over the middle dimension of contiguous (outer, n, inner) tensors, without masks.
+// Over the middle dimension of contiguous (outer, n, inner) tensors of one dtype, without masks.
 void halfstep_softmax_strided(const void* x, void* y, int64_t outer, int64_t n, int64_t inner, float scale, int32_t log,
-                              int32_t x_dtype, int32_t y_dtype, int32_t threads) {
+                              int32_t dtype, int32_t threads) {
     with_flag(log, [&](auto is_log) {
         constexpr bool LOG = decltype(is_log)::value;
-        with_dtype(x_dtype, [&](auto* in) {
-            with_dtype(y_dtype, [&](auto* out) {
-                auto from = (decltype(in))x;
-                auto to = (decltype(out))y;
-                spread_strips(
-                    outer, n, inner, threads,
-                    [&](int64_t at) { forward_strip<4, LOG>(from + at, to + at, n, inner, W, scale); },
-                    [&](int64_t at, int64_t k) { forward_strip<1, LOG>(from + at, to + at, n, inner, k, scale); });
-            });
+        with_dtype(dtype, [&](auto* type) {
+            auto from = (decltype(type))x, to = (decltype(type))y;
+            spread_strips(
+                outer, n, inner, threads,
+                [&](int64_t at) { forward_strip<4, LOG>(from + at, to + at, n, inner, W, scale); },
+                [&](int64_t at, int64_t k) { forward_strip<1, LOG>(from + at, to + at, n, inner, k, scale); });
         });
     });
 }
 
 void halfstep_softmax_strided_backward(const void* dy, const void* y, void* dx, int64_t outer, int64_t n, int64_t inner,
-                                       float scale, int32_t log, int32_t y_dtype, int32_t x_dtype, int32_t threads) {
+                                       float scale, int32_t log, int32_t dtype, int32_t threads) {
     with_flag(log, [&](auto is_log) {
         constexpr bool LOG = decltype(is_log)::value;
-        with_dtype(y_dtype, [&](auto* in) {
-            with_dtype(x_dtype, [&](auto* out) {
-                auto g = (decltype(in))dy, p = (decltype(in))y;
-                auto to = (decltype(out))dx;
-                spread_strips(
-                    outer, n, inner, threads,
-                    [&](int64_t at) { backward_strip<4, LOG>(g + at, p + at, to + at, n, inner, W, scale); },
-                    [&](int64_t at, int64_t k) { backward_strip<1, LOG>(g + at, p + at, to + at, n, inner, k, scale); });
-            });
+        with_dtype(dtype, [&](auto* type) {
+            auto g = (decltype(type))dy, p = (decltype(type))y, to = (decltype(type))dx;
+            spread_strips(
+                outer, n, inner, threads,
+                [&](int64_t at) { backward_strip<4, LOG>(g + at, p + at, to + at, n, inner, W, scale); },
+                [&](int64_t at, int64_t k) { backward_strip<1, LOG>(g + at, p + at, to + at, n, inner, k, scale); });
         });
     });
 }

@@ -24,10 +24,17 @@ from the lowest finite number instead of -inf is what keeps blocks of -inf from 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+
+from halfstep.kernels import native
+from halfstep.kernels.backend import resolve
+from halfstep.kernels.multi_tensor import DTYPE_CODES
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -84,19 +91,195 @@ def reference_backward(
     return dx.to(dtype, memory_format=torch.contiguous_format)
 
 
-# ------------------------------------------------------------------------------------------------------- dispatching
+# --------------------------------------------------------------------------------------------------------- launchers
+
+
+class Rows(NamedTuple):
+    """A tensor and its mask seen as rows numbered over three dimensions; strides in elements.
+
+    Attributes:
+        x, mask: the tensors, copied only where three dimensions cannot tell where their rows begin.
+        sizes, x_strides, mask_strides: of the three dimensions.
+        columns, mask_column: how many, and the mask's step from one to the next.
+    """
+
+    x: torch.Tensor
+    mask: torch.Tensor | None
+    sizes: tuple[int, int, int]
+    x_strides: tuple[int, int, int]
+    mask_strides: tuple[int, int, int]
+    columns: int
+    mask_column: int
+
+
+def _merge(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    """Fold neighbouring dimensions together where every operand steps through both with one stride."""
+    merged: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for dim, size in enumerate(sizes):
+        if size == 1:
+            continue
+        if merged and all(step[-1] == stride[dim] * size for step, stride in zip(steps, strides, strict=True)):
+            merged[-1] *= size
+            for step, stride in zip(steps, strides, strict=True):
+                step[-1] = stride[dim]
+        else:
+            merged.append(size)
+            for step, stride in zip(steps, strides, strict=True):
+                step.append(stride[dim])
+    return merged, steps
+
+
+def _as_rows(x: torch.Tensor, mask: torch.Tensor | None) -> Rows:
+    """See `x` (at least one dimension, not empty) and its mask as rows over the last dimension."""
+    columns = x.shape[-1]
+    if x.stride(-1) != 1 and columns != 1:
+        x = x.contiguous()
+    if mask is None and x.is_contiguous():
+        return Rows(x, None, (1, 1, x.numel() // columns), (0, 0, columns), (0, 0, 0), columns, 0)
+    full = x if mask is None else mask.expand(x.shape)
+    sizes, steps = _merge(x.shape[:-1], x.stride()[:-1], full.stride()[:-1])
+    if len(sizes) > 3:
+        x = x.contiguous()
+        sizes, steps = _merge(x.shape[:-1], x.stride()[:-1], full.stride()[:-1])
+    if len(sizes) > 3:
+        full = full.contiguous()
+        sizes, steps = _merge(x.shape[:-1], x.stride()[:-1], full.stride()[:-1])
+    missing = 3 - len(sizes)
+    a, b, c = [1] * missing + sizes
+    xa, xb, xc = [0] * missing + steps[0]
+    ma, mb, mc = [0] * missing + steps[1]
+    no_mask = mask is None
+    return Rows(
+        x, None if no_mask else full, (a, b, c), (xa, xb, xc), (ma, mb, mc), columns, 0 if no_mask else full.stride(-1)
+    )
+
+
+_NO_MASK, _BOOLEAN = -1, 3
+
+
+def _mask_kind(mask: torch.Tensor | None) -> int:
+    return _NO_MASK if mask is None else _BOOLEAN if mask.dtype == torch.bool else DTYPE_CODES[mask.dtype]
+
+
+@functools.cache
+def _native() -> ctypes.CDLL:
+    library = native.library("softmax")
+    assert library is not None
+    pointer, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+    library.halfstep_softmax.argtypes = [pointer] * 4 + [f32] + [i32] * 5
+    library.halfstep_softmax_backward.argtypes = [pointer] * 3 + [i64] * 3 + [f32] + [i32] * 4
+    library.halfstep_softmax_strided.argtypes = [pointer] * 2 + [i64] * 3 + [f32] + [i32] * 3
+    library.halfstep_softmax_strided_backward.argtypes = [pointer] * 3 + [i64] * 3 + [f32] + [i32] * 3
+    return library
+
+
+_Geometry = ctypes.c_int64 * 12
+
+
+def _native_forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
+    x, mask = rows.x, rows.mask
+    geometry = _Geometry(*rows.sizes, rows.columns, *rows.x_strides, *rows.mask_strides, rows.mask_column, queries)
+    _native().halfstep_softmax(
+        x.data_ptr(),
+        None if mask is None else mask.data_ptr(),
+        y.data_ptr(),
+        ctypes.addressof(geometry),
+        scale,
+        log,
+        DTYPE_CODES[x.dtype],
+        DTYPE_CODES[y.dtype],
+        _mask_kind(mask),
+        torch.get_num_threads(),
+    )
+
+
+def _native_backward(
+    grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool
+) -> None:
+    columns = y.shape[-1]
+    _native().halfstep_softmax_backward(
+        grad.data_ptr(),
+        y.data_ptr(),
+        dx.data_ptr(),
+        y.numel() // columns,
+        columns,
+        queries,
+        scale,
+        log,
+        DTYPE_CODES[y.dtype],
+        DTYPE_CODES[dx.dtype],
+        torch.get_num_threads(),
+    )
+
+
+def _outer_inner(shape: torch.Size, dim: int) -> tuple[int, int, int]:
+    """Sizes before, of and after dimension `dim`, which counts from the end."""
+    return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
 
 
 def _forward(
     x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    return reference_forward(x, mask, dim, scale, causal, log, dtype)
+    if x.dtype == torch.float64 or dtype == torch.float64:
+        return reference_forward(x, mask, dim, scale, causal, log, dtype)
+    implementation = resolve(x.device, "softmax")
+    if implementation == "reference":
+        return reference_forward(x, mask, dim, scale, causal, log, dtype)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.numel() == 0:
+        return y
+    if mask is not None and mask.dtype == torch.float64:
+        mask = mask.float()
+    if dim != -1:
+        if implementation == "native" and mask is None and dtype == x.dtype:
+            sizes = _outer_inner(x.shape, dim)
+            x = x.contiguous()
+            _native().halfstep_softmax_strided(
+                x.data_ptr(), y.data_ptr(), *sizes, scale, log, DTYPE_CODES[dtype], torch.get_num_threads()
+            )
+            return y
+        moved_mask = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
+        return y.copy_(_forward(x.movedim(dim, -1), moved_mask, -1, scale, False, log, dtype).movedim(-1, dim))
+    rows = _as_rows(x, mask)
+    launch = _native_forward
+    launch(rows, y, scale, x.shape[-2] if causal else 0, log)
+    return y
 
 
 def _backward(
     grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    return reference_backward(grad, y, dim, scale, causal, log, dtype)
+    if torch.float64 in (grad.dtype, y.dtype, dtype):
+        return reference_backward(grad, y, dim, scale, causal, log, dtype)
+    implementation = resolve(y.device, "softmax")
+    if implementation == "reference":
+        return reference_backward(grad, y, dim, scale, causal, log, dtype)
+    dx = torch.empty(y.shape, dtype=dtype, device=y.device)
+    if y.numel() == 0:
+        return dx
+    if grad.dtype != y.dtype:  # only in second derivatives, and only when the result was given another dtype
+        grad, y = grad.float(), y.float()
+    if dim != -1:
+        if implementation == "native" and dtype == y.dtype:
+            sizes = _outer_inner(y.shape, dim)
+            grad, y = grad.contiguous(), y.contiguous()
+            _native().halfstep_softmax_strided_backward(
+                grad.data_ptr(),
+                y.data_ptr(),
+                dx.data_ptr(),
+                *sizes,
+                scale,
+                log,
+                DTYPE_CODES[dtype],
+                torch.get_num_threads(),
+            )
+            return dx
+        moved = _backward(grad.movedim(dim, -1), y.movedim(dim, -1), -1, scale, False, log, dtype)
+        return dx.copy_(moved.movedim(-1, dim))
+    launch = _native_backward
+    launch(grad.contiguous(), y.contiguous(), dx, scale, y.shape[-2] if causal else 0, log)
+    return dx
 
 
 # ------------------------------------------------------------------------------------------- registration with torch
