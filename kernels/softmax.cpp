@@ -291,16 +291,16 @@ inline void finish_row(Out* y, int64_t n, int64_t columns, float* scratch, V hig
             });
         total += sum_lanes(sum);
     });
-    const float s = float(total);
+    if (total == 0.0) total = 1.0;  // asking total > 0 instead would hide a NaN
     if constexpr (LOG) {
-        const float log_sum = s == 0.0f ? 0.0f : float(std::log(total));
+        const float log_sum = float(std::log(total));
         const V shift = splat(log_sum);
         walk(
             n, [&](int64_t i) { put(y + i, (z_full(i) - m) - shift); },
             [&](int64_t i, int64_t k) { put_some(y + i, (z_some(i, k) - m) - shift, k); });
         fill(y + n, columns - n, -INF - log_sum);  // NaN if the row is
     } else {
-        const float inverse = s == 0.0f ? 0.0f : 1.0f / s;  // asking s > 0 instead would hide a NaN
+        const float inverse = float(1.0 / total);
         const V factor = splat(inverse);
         walk(
             n, [&](int64_t i) { put(y + i, get(e + i) * factor); },
@@ -370,7 +370,7 @@ void backward_row(const Y* dy, const Y* y, X* dx, int64_t n, int64_t columns, fl
     });
     const V whole = splat(float(total)), factor = splat(scale);
     auto result = [&](V g, V p) {
-        if constexpr (LOG) return (unless_constant(p, g) - exp_negative(p) * whole) * factor;
+        if constexpr (LOG) return unless_constant(p, (g - exp_negative(p) * whole) * factor);
         else return p * (g - whole) * factor;
     };
     walk(
@@ -411,10 +411,11 @@ void forward_strip(const T* x, T* y, int64_t n, int64_t stride, int64_t k, float
         for (int c = 0; c < COUNT; ++c) s[c] += block[c], block[c] = V{};
     }
     for (int c = 0; c < COUNT; ++c) {
+        s[c] = select(s[c] == V{}, one, s[c]);
         if constexpr (LOG) {
-            for (int i = 0; i < W; ++i) s[c][i] = s[c][i] == 0.0f ? 0.0f : std::log(s[c][i]);
+            for (int i = 0; i < W; ++i) s[c][i] = std::log(s[c][i]);
         } else {
-            s[c] = select(s[c] == V{}, V{}, one / s[c]);
+            s[c] = one / s[c];
         }
     }
     for (int64_t i = 0; i < n; ++i)
@@ -443,7 +444,7 @@ void backward_strip(const T* dy, const T* y, T* dx, int64_t n, int64_t stride, i
     for (int64_t i = 0; i < n; ++i)
         for (int c = 0; c < COUNT; ++c) {
             V g = gradient.at(i, c), p = output.at(i, c), value;
-            if constexpr (LOG) value = unless_constant(p, g) - exp_negative(p) * s[c];
+            if constexpr (LOG) value = unless_constant(p, g - exp_negative(p) * s[c]);
             else value = p * (g - s[c]);
             put_strip<COUNT>(dx, stride, k, i, c, value * factor);
         }

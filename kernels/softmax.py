@@ -28,13 +28,16 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import resolve
+from halfstep.kernels.backend import jit, resolve, tl
 from halfstep.kernels.multi_tensor import DTYPE_CODES
+from halfstep.kernels.rounding import from_float32, to_float32
+from halfstep.kernels.variant import Variant
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -64,11 +67,10 @@ def reference_forward(
         z = z.masked_fill(_dropped_by_causal(x), -math.inf)
     # Not below the lowest finite number: -inf - -inf would be NaN. A NaN passes through clamp.
     z = z - z.amax(dim, keepdim=True).clamp(min=torch.finfo(compute).min)
-    s = z.exp().sum(dim, keepdim=True)
-    if log:
-        y = z - torch.where(s == 0, 0.0, s.log())
-    else:
-        y = z.exp() * torch.where(s == 0, 0.0, 1.0 / s)  # asking s > 0 instead would hide a NaN
+    e = z.exp()
+    s = e.sum(dim, keepdim=True)
+    s = torch.where(s == 0, 1.0, s)  # asking s > 0 instead would hide a NaN
+    y = z - s.log() if log else e / s
     return y.to(dtype, memory_format=torch.contiguous_format)
 
 
@@ -85,10 +87,252 @@ def reference_backward(
         dy, p = dy.masked_fill(dropped, 0.0), p.masked_fill(dropped, -math.inf if log else 0.0)
     if log:
         dy = dy.masked_fill(p == -math.inf, 0.0)
-        dx = scale * (dy - p.exp() * dy.sum(dim, keepdim=True))
+        dx = (scale * (dy - p.exp() * dy.sum(dim, keepdim=True))).masked_fill(p == -math.inf, 0.0)
     else:
         dx = scale * (p * (dy - (dy * p).sum(dim, keepdim=True)))
+    if causal:
+        dx = dx.masked_fill(dropped, 0.0)
     return dx.to(dtype, memory_format=torch.contiguous_format)
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+# Rows up to one block are read once and stay in registers, several of them per program where short; longer rows
+# are read twice. Columns that `causal` drops are not loaded: the limit is rounded up to 16 columns so that the compiler
+# still sees that neighbouring lanes share the mask and loads 128 bits at a time.
+
+if tl is not None:
+    LOWEST = tl.constexpr(-3.4028234663852886e38)
+    PLAIN, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@jit
+def _row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.constexpr):
+    """Where a row begins, in elements. FLAT: one stride tells."""
+    if FLAT:
+        return row.to(tl.int64) * stride_c
+    else:
+        rest = row // size_c
+        within = (row % size_c).to(tl.int64) * stride_c + (rest % size_b).to(tl.int64) * stride_b
+        return within + (rest // size_b).to(tl.int64) * stride_a
+
+
+@jit
+def _logits(x, mask, inside, kept, mask_column, column, scale, MASK: tl.constexpr, POLICY: tl.constexpr):
+    """A block of z in fp32. `x` and `mask` point at the elements, `inside` says which to load, `kept` which count."""
+    z = to_float32(tl.load(x, mask=inside, other=0.0, eviction_policy=POLICY)) * scale
+    if MASK == BOOLEAN:
+        kept = kept & (tl.load(mask + column * mask_column, mask=inside, other=0) != 0)
+    elif MASK == ADDITIVE:
+        z += to_float32(tl.load(mask + column * mask_column, mask=inside, other=0.0))
+    return tl.where(kept, z, float("-inf"))
+
+
+@jit
+def forward_tile_kernel(
+    x,
+    mask,
+    y,
+    rows,
+    columns,
+    queries,  # rows of one causal matrix
+    size_b,
+    size_c,
+    x_a,
+    x_b,
+    x_c,
+    mask_a,
+    mask_b,
+    mask_c,
+    mask_column,
+    scale,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LOG: tl.constexpr,
+    FLAT: tl.constexpr,
+    WIDE: tl.constexpr,  # 2^31 rows or more
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS whole rows of at most BLOCK columns."""
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    row = program * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    real = (row < rows)[:, None] & (column < columns)
+    kept, inside = real, real
+    if CAUSAL:
+        limit = (row % queries + 1)[:, None]
+        kept = real & (column < limit)
+        inside = real & (column < (limit + 15) // 16 * 16)
+    x += _row_offset(row, size_b, size_c, x_a, x_b, x_c, FLAT)[:, None] + column
+    if MASK != PLAIN:
+        mask += _row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, FLAT)[:, None]
+    z = _logits(x, mask, inside, kept, mask_column, column, scale, MASK, "")
+    z -= tl.maximum(tl.max(z, axis=1), LOWEST)[:, None]  # LOWEST: -inf - -inf would be NaN
+    e = tl.exp(z)
+    s = tl.sum(e, axis=1)
+    s = tl.where(s == 0.0, 1.0, s)  # asking s > 0 instead would hide a NaN
+    result = z - tl.log(s)[:, None] if LOG else e * (1.0 / s)[:, None]
+    at = y + (row.to(tl.int64) * columns)[:, None] + column
+    tl.store(at, from_float32(result, y.dtype.element_ty), mask=real)
+
+
+@jit
+def forward_loop_kernel(
+    x,
+    mask,
+    y,
+    rows,
+    columns,
+    queries,
+    size_b,
+    size_c,
+    x_a,
+    x_b,
+    x_c,
+    mask_a,
+    mask_b,
+    mask_c,
+    mask_column,
+    scale,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    LOG: tl.constexpr,
+    FLAT: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of any length, in two passes."""
+    row = tl.program_id(0)
+    if WIDE:
+        row = row.to(tl.int64)
+    x += _row_offset(row, size_b, size_c, x_a, x_b, x_c, FLAT)
+    if MASK != PLAIN:
+        mask += _row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, FLAT)
+    y += row.to(tl.int64) * columns
+    limit = columns
+    if CAUSAL:
+        limit = tl.minimum(limit, (row % queries + 1).to(tl.int32))
+    loaded = (limit + 15) // 16 * 16
+    lane = tl.arange(0, BLOCK)
+    # Lane by lane, so that the loop holds no reduction across threads.
+    m = tl.full((BLOCK,), LOWEST, tl.float32)
+    s = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, limit, BLOCK):
+        column = start + lane
+        inside = (column < columns) & (column < loaded)
+        z = _logits(x + column, mask, inside, column < limit, mask_column, column, scale, MASK, "evict_last")
+        higher = tl.maximum(m, z)
+        s = s * tl.exp(m - higher) + tl.exp(z - higher)
+        m = higher
+    top = tl.max(m, axis=0)
+    total = tl.sum(s * tl.exp(m - top), axis=0)
+    total = tl.where(total == 0.0, 1.0, total)
+    shift, factor = tl.log(total), 1.0 / total
+    for start in range(0, columns, BLOCK):
+        column = start + lane
+        inside = (column < columns) & (column < loaded)
+        z = _logits(x + column, mask, inside, column < limit, mask_column, column, scale, MASK, "evict_first") - top
+        result = z - shift if LOG else tl.exp(z) * factor
+        tl.store(y + column, from_float32(result, y.dtype.element_ty), mask=column < columns)
+
+
+@jit
+def _gradient(dy, p, total, scale, kept, LOG: tl.constexpr):
+    """dx of a block; `total` is sum(dy) or sum(dy * y)."""
+    if LOG:
+        return tl.where(kept & (p != float("-inf")), (dy - tl.exp(p) * total) * scale, 0.0)
+    else:
+        return tl.where(kept, p * (dy - total) * scale, 0.0)
+
+
+@jit
+def _share(dy, p, kept, LOG: tl.constexpr):
+    """What a block adds to `total`."""
+    if LOG:
+        return tl.where(kept & (p != float("-inf")), dy, 0.0)
+    else:
+        return tl.where(kept, dy * p, 0.0)
+
+
+@jit
+def backward_tile_kernel(
+    grad,
+    y,
+    dx,
+    rows,
+    columns,
+    queries,
+    scale,
+    CAUSAL: tl.constexpr,
+    LOG: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS whole rows of at most BLOCK columns; everything contiguous."""
+    program = tl.program_id(0)
+    if WIDE:
+        program = program.to(tl.int64)
+    row = program * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    real = (row < rows)[:, None] & (column < columns)
+    kept, inside = real, real
+    if CAUSAL:
+        limit = (row % queries + 1)[:, None]
+        kept = real & (column < limit)
+        inside = real & (column < (limit + 15) // 16 * 16)
+    offset = (row.to(tl.int64) * columns)[:, None] + column
+    dy = to_float32(tl.load(grad + offset, mask=inside, other=0.0))
+    p = to_float32(tl.load(y + offset, mask=inside, other=0.0))
+    total = tl.sum(_share(dy, p, kept, LOG), axis=1)[:, None]
+    result = _gradient(dy, p, total, scale, kept, LOG)
+    tl.store(dx + offset, from_float32(result, dx.dtype.element_ty), mask=real)
+
+
+@jit
+def backward_loop_kernel(
+    grad,
+    y,
+    dx,
+    rows,
+    columns,
+    queries,
+    scale,
+    CAUSAL: tl.constexpr,
+    LOG: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of any length, in two passes."""
+    row = tl.program_id(0)
+    if WIDE:
+        row = row.to(tl.int64)
+    base = row.to(tl.int64) * columns
+    grad += base
+    y += base
+    dx += base
+    limit = columns
+    if CAUSAL:
+        limit = tl.minimum(limit, (row % queries + 1).to(tl.int32))
+    loaded = (limit + 15) // 16 * 16
+    lane = tl.arange(0, BLOCK)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, limit, BLOCK):
+        column = start + lane
+        inside = (column < columns) & (column < loaded)
+        dy = to_float32(tl.load(grad + column, mask=inside, other=0.0, eviction_policy="evict_last"))
+        p = to_float32(tl.load(y + column, mask=inside, other=0.0, eviction_policy="evict_last"))
+        sums += _share(dy, p, column < limit, LOG)
+    total = tl.sum(sums, axis=0)
+    for start in range(0, columns, BLOCK):
+        column = start + lane
+        inside = (column < columns) & (column < loaded)
+        dy = to_float32(tl.load(grad + column, mask=inside, other=0.0, eviction_policy="evict_first"))
+        p = to_float32(tl.load(y + column, mask=inside, other=0.0, eviction_policy="evict_first"))
+        result = _gradient(dy, p, total, scale, column < limit, LOG)
+        tl.store(dx + column, from_float32(result, dx.dtype.element_ty), mask=column < columns)
 
 
 # --------------------------------------------------------------------------------------------------------- launchers
@@ -213,6 +457,62 @@ def _native_backward(
     )
 
 
+# Longest row that one block holds in registers without spilling on any target, by warps of 32 lanes.
+FORWARD_ONE_PASS = 32768
+BACKWARD_ONE_PASS = 16384
+LOOP_BLOCK, LOOP_WARPS = 8192, 16
+
+
+def _tile(columns: int, per_warp: int) -> tuple[int, int, int]:
+    """ROWS, BLOCK and warps of a tile kernel. Up to 512 columns one warp has whole rows to itself, so that no reduction
+    crosses warps: no barrier and no shared memory."""
+    block = max(16, 1 << (columns - 1).bit_length())
+    if block <= 512:
+        return 1024 // block, block, 1
+    return 1, block, min(32, max(2, block // per_warp))
+
+
+def _on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current GPU: make it the tensors' own."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _triton_forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
+    a, b, c = rows.sizes
+    count = a * b * c
+    mask, kind = rows.x, 0
+    if rows.mask is not None:
+        boolean = rows.mask.dtype == torch.bool
+        mask, kind = (rows.mask.view(torch.uint8), 1) if boolean else (rows.mask, 2)
+    arguments = (rows.x, mask, y, count, rows.columns, max(queries, 1), b, c, *rows.x_strides, *rows.mask_strides)
+    fixed = {"MASK": kind, "CAUSAL": queries > 0, "LOG": log, "FLAT": a * b == 1, "WIDE": count >= 2**30}
+    with _on_device(y.device):
+        if rows.columns <= FORWARD_ONE_PASS:
+            tile, block, warps = _tile(rows.columns, 1024)
+            forward_tile_kernel[(-(-count // tile),)](
+                *arguments, rows.mask_column, scale, **fixed, ROWS=tile, BLOCK=block, num_warps=warps
+            )
+        else:
+            forward_loop_kernel[(count,)](
+                *arguments, rows.mask_column, scale, **fixed, BLOCK=LOOP_BLOCK, num_warps=LOOP_WARPS
+            )
+
+
+def _triton_backward(
+    grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool
+) -> None:
+    columns = y.shape[-1]
+    count = y.numel() // columns
+    arguments = (grad, y, dx, count, columns, max(queries, 1), scale)
+    fixed = {"CAUSAL": queries > 0, "LOG": log, "WIDE": count >= 2**30}
+    with _on_device(y.device):
+        if columns <= BACKWARD_ONE_PASS:
+            tile, block, warps = _tile(columns, 512)
+            backward_tile_kernel[(-(-count // tile),)](*arguments, **fixed, ROWS=tile, BLOCK=block, num_warps=warps)
+        else:
+            backward_loop_kernel[(count,)](*arguments, **fixed, BLOCK=LOOP_BLOCK, num_warps=LOOP_WARPS)
+
+
 def _outer_inner(shape: torch.Size, dim: int) -> tuple[int, int, int]:
     """Sizes before, of and after dimension `dim`, which counts from the end."""
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
@@ -242,7 +542,7 @@ def _forward(
         moved_mask = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
         return y.copy_(_forward(x.movedim(dim, -1), moved_mask, -1, scale, False, log, dtype).movedim(-1, dim))
     rows = _as_rows(x, mask)
-    launch = _native_forward
+    launch = _triton_forward if implementation == "triton" else _native_forward
     launch(rows, y, scale, x.shape[-2] if causal else 0, log)
     return y
 
@@ -277,7 +577,7 @@ def _backward(
             return dx
         moved = _backward(grad.movedim(dim, -1), y.movedim(dim, -1), -1, scale, False, log, dtype)
         return dx.copy_(moved.movedim(-1, dim))
-    launch = _native_backward
+    launch = _triton_backward if implementation == "triton" else _native_backward
     launch(grad.contiguous(), y.contiguous(), dx, scale, y.shape[-2] if causal else 0, log)
     return dx
 
@@ -546,3 +846,86 @@ def log_softmax(
     reaches it is ignored, so masked elements and rows get gradient 0.
     """
     return _checked(x, dim, scale, mask, causal, dtype, True)
+
+
+# ----------------------------------------------------------------------------------------------------- compile audit
+
+_SIGNATURE_DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def _forward_variant(
+    columns: int,
+    source: str,
+    target: str,
+    mask: int = 0,
+    mask_type: str = "u8",
+    causal: bool = False,
+    log: bool = False,
+) -> Variant:
+    one_pass = columns <= FORWARD_ONE_PASS
+    tile, block, warps = _tile(columns, 1024) if one_pass else (1, LOOP_BLOCK, LOOP_WARPS)
+    signature = {"x": f"*{source}", "mask": f"*{mask_type}" if mask else f"*{source}", "y": f"*{target}"}
+    integers = "rows columns queries size_b size_c x_a x_b x_c mask_a mask_b mask_c mask_column".split()
+    signature |= {name: "i32" for name in integers} | {"scale": "fp32"}
+    fixed = {"MASK": mask, "CAUSAL": causal, "LOG": log, "FLAT": mask == 0, "WIDE": False, "BLOCK": block}
+    if mask:  # the launcher's integer 1 is a constant to the compiler
+        del signature["mask_column"]
+        fixed["mask_column"] = 1
+    mask_bytes = 0 if not mask else 1 if mask == 1 else _SIGNATURE_DTYPES[mask_type]
+    words = [f"{columns} {source}->{target}", f"{mask_type} mask" * (mask > 0), "causal" * causal, "log" * log]
+    return Variant(
+        forward_tile_kernel if one_pass else forward_loop_kernel,
+        " ".join(filter(None, words)),
+        signature,
+        fixed | ({"ROWS": tile} if one_pass else {}),
+        divisible_by_16=("x", "mask", "y", "columns", "x_a", "x_b", "x_c", "mask_a", "mask_b", "mask_c"),
+        num_warps=warps,
+        exact=False,
+        bytes_read=(_SIGNATURE_DTYPES[source] + mask_bytes) * (1.0 if one_pass else 2.0),
+        bytes_written=_SIGNATURE_DTYPES[target],
+    )
+
+
+def _backward_variant(columns: int, source: str, target: str, causal: bool = False, log: bool = False) -> Variant:
+    one_pass = columns <= BACKWARD_ONE_PASS
+    tile, block, warps = _tile(columns, 512) if one_pass else (1, LOOP_BLOCK, LOOP_WARPS)
+    signature = {"grad": f"*{source}", "y": f"*{source}", "dx": f"*{target}"}
+    signature |= {name: "i32" for name in ("rows", "columns", "queries")} | {"scale": "fp32"}
+    fixed = {"CAUSAL": causal, "LOG": log, "WIDE": False, "BLOCK": block}
+    return Variant(
+        backward_tile_kernel if one_pass else backward_loop_kernel,
+        " ".join(filter(None, [f"{columns} {source}->{target}", "causal" * causal, "log" * log])),
+        signature,
+        fixed | ({"ROWS": tile} if one_pass else {}),
+        divisible_by_16=("grad", "y", "dx", "columns"),
+        num_warps=warps,
+        exact=False,
+        bytes_read=2.0 * _SIGNATURE_DTYPES[source] * (1.0 if one_pass else 2.0),
+        bytes_written=_SIGNATURE_DTYPES[target],
+    )
+
+
+def variants() -> list[Variant]:
+    """What the compile audit builds: every code path, at the sizes where registers are tightest."""
+    found = []
+    for columns in (64, 512, 1024, 4096, FORWARD_ONE_PASS, 1 << 20):
+        for dtype in ("fp32", "bf16"):
+            found.append(_forward_variant(columns, dtype, dtype))
+    for columns in (512, FORWARD_ONE_PASS, 1 << 20):
+        found += [
+            _forward_variant(columns, "bf16", "bf16", causal=True),
+            _forward_variant(columns, "bf16", "bf16", mask=1),
+            _forward_variant(columns, "bf16", "bf16", mask=2, mask_type="bf16"),
+            _forward_variant(columns, "fp16", "fp32", mask=2, mask_type="fp32", log=True),
+            _forward_variant(columns, "fp32", "bf16", log=True),
+        ]
+    for columns in (64, 512, 1024, 4096, BACKWARD_ONE_PASS, 1 << 20):
+        for dtype in ("fp32", "bf16"):
+            found.append(_backward_variant(columns, dtype, dtype))
+    for columns in (512, BACKWARD_ONE_PASS, 1 << 20):
+        found += [
+            _backward_variant(columns, "bf16", "bf16", causal=True),
+            _backward_variant(columns, "fp32", "fp16", log=True),
+            _backward_variant(columns, "bf16", "bf16", causal=True, log=True),
+        ]
+    return found
