@@ -1,0 +1,310 @@
+"""``halfstep train``: options, what they may be, and the course of a command."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from halfstep.bench.train import data, loop, report, world
+from halfstep.bench.train.model import SIZES
+from halfstep.integrations import checkpoint
+
+RUNS = {
+    "fp32": [loop.Run("fp32", "fp32")],
+    "bf16": [loop.Run("bf16", "bf16")],
+    "fp16": [loop.Run("fp16", "fp16")],
+    "compare": [
+        loop.Run("fp32", "fp32", "torch.optim.AdamW"),
+        loop.Run("bf16", "bf16"),
+        loop.Run("fp16", "fp16"),
+        loop.Run("bf16 without master", "bf16", "torch.optim.AdamW"),
+    ],
+}
+
+
+class _UsageError(ValueError):
+    """The command line asks for something that cannot be done."""
+
+
+def _number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], float]:
+    """An argparse type that says which values are allowed."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+            if math.isfinite(value) and fine(value):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed is {allowed}")
+
+    return parse
+
+
+_COUNT = _number(int, lambda n: n >= 1, "a whole number from 1 up")
+_COUNT_OR_NONE = _number(int, lambda n: n >= 0, "a whole number from 0 up")
+_SEED = _number(int, lambda n: 0 <= n < 2**63, "a whole number from 0 to 2^63 - 1")
+_RATE = _number(float, lambda x: x > 0, "a finite number above 0, such as 1e-3")
+_DECAY = _number(float, lambda x: x >= 0, "a finite number from 0 up, such as 0.1")
+_SCALE = _number(
+    float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "a power of two up to 2^127, such as 65536"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a typo is answered with what was probably meant, and nothing is guessed from a prefix."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]}?" if near else "; see halfstep train --help for those there are"
+            raise _UsageError(f"unknown option {unknown[0]}{hint}")
+        return found
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="halfstep train",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Train a small byte-level GPT with halfstep's optimizer and loss scaler, and report what it did. "
+        "'compare' trains the same model on the same batches four times: fp32 with torch.optim.AdamW, bf16 with split "
+        "masters, fp16 with the loss scaler, and bf16 with torch.optim.AdamW and no master.",
+        epilog="Several processes: torchrun --nproc-per-node 2 -m halfstep train --strategy ddp (or fsdp) …",
+    )
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--precision", choices=list(RUNS), default="bf16", help="arithmetic, or all of them in turn")
+    what.add_argument("--strategy", choices=world.STRATEGIES, default="single", help="one process, DDP, or FSDP2")
+    what.add_argument("--size", choices=list(SIZES), default="tiny", help="size of the model")
+    what.add_argument("--data", metavar="PATH", help="file or folder to read (default: this Python's standard library)")
+    what.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes a GPU if there is one"
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--steps", type=_COUNT, default=600, metavar="N", help="steps to train")
+    how.add_argument("--batch", type=_COUNT, default=16, metavar="N", help="windows per step, over all processes")
+    how.add_argument("--lr", type=_RATE, metavar="X", help="highest learning rate (default: suits the size)")
+    how.add_argument(
+        "--warmup", type=_COUNT_OR_NONE, metavar="N", help="steps to reach it (default: a tenth of --steps)"
+    )
+    how.add_argument("--weight-decay", type=_DECAY, default=0.1, metavar="X", help="of the matrices")
+    how.add_argument("--init-scale", type=_SCALE, default=2.0**16, metavar="X", help="first loss scale of fp16")
+    how.add_argument("--growth-interval", type=_COUNT, default=60, metavar="N", help="clean steps until it doubles")
+    how.add_argument("--seed", type=_SEED, default=0, metavar="N", help="of the weights and the batches")
+    left = parser.add_argument_group("what is left behind")
+    left.add_argument("--out", metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
+    left.add_argument(
+        "--save-every", type=_COUNT_OR_NONE, default=0, metavar="N", help="steps between checkpoints; 0: none"
+    )
+    left.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="continue from the newest checkpoint in --out, or from FILE (default: start anew)",
+    )
+    return parser
+
+
+def _prepare(out: Path) -> None:
+    """Make the folder, and prove that it can be written to before hours are spent on what goes there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise _UsageError(f"--out {out} cannot be written to: {error.strerror}; pass a folder that can") from error
+
+
+def _folder(out: Path, run: loop.Run) -> Path:
+    return out / "checkpoints" / run.name.replace(" ", "-")
+
+
+def _resumed(
+    options: argparse.Namespace, runs: Sequence[loop.Run], settings: loop.Settings, corpus: data.Corpus
+) -> dict[str, dict[str, Any]]:
+    """The checkpoint each run continues from, read and approved before any run starts."""
+    out = Path(options.out)
+    found = {run.name: checkpoint.checkpoints(_folder(out, run)) for run in runs}
+    if options.resume is None:
+        taken = [(run, found[run.name]) for run in runs if found[run.name]]
+        if options.save_every and taken:
+            run, files = taken[0]
+            raise _UsageError(
+                f"{_folder(out, run)} already holds checkpoints, up to step {files[-1][0]}, which this run would "
+                "replace; pass --resume to continue from there, or another --out, or delete them"
+            )
+        return {}
+    if options.resume:
+        if len(runs) > 1:
+            raise _UsageError(
+                "--resume FILE is for one precision; with --precision compare pass --resume without a file"
+            )
+        return {runs[0].name: loop.read_checkpoint(Path(options.resume), runs[0], settings, corpus)}
+    if not any(found.values()):
+        raise _UsageError(
+            f"--resume, but there is no checkpoint below {out / 'checkpoints'} for precision {options.precision!r}; "
+            "drop --resume to start anew (with --save-every N to write some), or pass the --out they are in"
+        )
+    return {
+        run.name: loop.read_checkpoint(found[run.name][-1][1], run, settings, corpus) for run in runs if found[run.name]
+    }
+
+
+class _Display:
+    """The live line on a terminal, a plain line every tenth of the way elsewhere, nothing on other ranks."""
+
+    def __init__(self, console: Console, steps: int, quiet: bool) -> None:
+        self._console, self._steps, self._quiet = console, steps, quiet
+        self._progress = (
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            if console.is_terminal and not quiet
+            else None
+        )
+        self._task: Any = None
+        self._next = 0.0
+
+    @contextmanager
+    def run(self, name: str) -> Iterator[None]:
+        self._next = 0.0
+        with self._progress or nullcontext():
+            if self._progress:
+                self._task = self._progress.add_task(name, total=self._steps, line="")
+            yield
+            if self._progress:
+                self._progress.remove_task(self._task)
+
+    def watch(self, trainer: loop.Trainer) -> None:
+        history = trainer.history
+        recent = history.step_ms[-20:]
+        loss = sum(history.train_loss[-20:]) / len(history.train_loss[-20:])
+        speed = trainer.settings.batch * trainer.settings.context / median(recent) * 1000 if recent else math.nan
+        line = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
+        if trainer.scaler is not None:
+            line += f"  scale {history.scale[-1]:,.0f}  skipped {sum(history.skipped):.0f}"
+        if self._progress:
+            self._progress.update(self._task, completed=trainer.step, line=line)
+        elif not self._quiet and (trainer.step >= self._next or trainer.step == self._steps):
+            self._next = (trainer.step * 10 // self._steps + 1) * self._steps / 10
+            self._console.print(f"{trainer.run.name}: step {trainer.step}/{self._steps}  {line}", highlight=False)
+
+    def note(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    console = Console()
+    # a pipe has no width; 80 columns would fold the table
+    return console if console.is_terminal else Console(width=160)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command line as typed, to continue with."""
+    words = [word for word in argv if word != "--resume"]
+    return shlex.join(["halfstep", "train", *words, "--resume"])
+
+
+def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    out, runs = Path(options.out), RUNS[options.precision]
+    settings = loop.Settings(
+        size=options.size,
+        steps=options.steps,
+        batch=options.batch,
+        seed=options.seed,
+        lr=SIZES[options.size].lr if options.lr is None else options.lr,
+        weight_decay=options.weight_decay,
+        warmup=options.steps // 10 if options.warmup is None else options.warmup,
+        init_scale=options.init_scale,
+        growth_interval=options.growth_interval,
+    )
+    if settings.warmup >= settings.steps:
+        raise _UsageError(
+            f"--warmup {settings.warmup} is not below --steps {settings.steps}; allowed are 0 to {settings.steps - 1}"
+        )
+    world.check(options.strategy, options.device, options.batch)
+    corpus = data.read_corpus(options.data, settings.context)
+    _prepare(out)
+    resumed = _resumed(options, runs, settings, corpus)
+    results: list[loop.Result] = []
+    with world.world(options.strategy, options.device) as place, loop.Interrupt().listening() as interrupt:
+        console = _console()
+        display = _Display(console, settings.steps, quiet=place.rank != 0)
+        display.note(
+            f"{corpus.name}: {corpus.size:,} bytes in {corpus.files:,} files; on {place.device}, "
+            f"{place.size} process{'es' * (place.size > 1)}"
+        )
+        for run in runs:
+            with display.run(run.name):
+                if run.name in resumed:
+                    display.note(f"{run.name}: continuing after step {resumed[run.name]['step']}")
+                result = loop.train(
+                    run,
+                    settings,
+                    corpus,
+                    place,
+                    folder=_folder(out, run),
+                    save_every=options.save_every,
+                    resumed=resumed.get(run.name),
+                    interrupt=interrupt,
+                    watch=display.watch,
+                    note=display.note,
+                )
+            if result.stopped is not None:
+                saved = (
+                    f"; continue with: {_command(argv)}"
+                    if options.save_every
+                    else "; nothing saved without --save-every"
+                )
+                display.note(f"{run.name}: stopped by signal {result.stopped} after step {result.steps}{saved}")
+                return 128 + result.stopped
+            if result.trouble is not None:
+                display.note(f"{run.name}: given up: {result.trouble}")
+            results.append(result)
+        if place.rank == 0:
+            content = report.report(results, settings, corpus)
+            console.print(report.table(content))
+            for note in content["notes"]:
+                display.note(note)
+            written = report.write(out, content)
+            if not any(path.suffix == ".png" for path in written):
+                display.note("no report.png: matplotlib is not installed; pip install 'halfstep[plots]' to have it")
+            display.note("report: " + ", ".join(map(str, written)))
+    return 1 if any(result.trouble for result in results) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``halfstep train`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
+    arguments = list(sys.argv[2:] if argv is None else argv)
+    speaks = os.environ.get("RANK", "0") == "0"  # of several ranks with the same complaint, one speaks
+    try:
+        return _train(_parser().parse_args(arguments), arguments)
+    except (_UsageError, data.DataError, world.WorldError, checkpoint.CheckpointError) as error:
+        if speaks:
+            print(f"halfstep train: error: {error}", file=sys.stderr)
+        return 2

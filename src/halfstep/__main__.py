@@ -1,0 +1,83 @@
+"""The command ``halfstep``: one word chooses a sub-command, and only that one is imported.
+
+``halfstep --help`` and ``halfstep --version`` therefore need no torch and answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from halfstep._version import __version__
+
+
+class _Command(NamedTuple):
+    words: tuple[str, ...]
+    module: str
+    help: str
+
+
+COMMANDS = (
+    _Command(("train",), "halfstep.bench.train.cli", "train a small GPT on text in fp32, bf16, fp16, or compare them"),
+    _Command(
+        ("bench", "audit"), "halfstep.bench.audit", "compile every kernel for four GPU generations, without a GPU"
+    ),
+)
+
+
+def _usage() -> str:
+    width = max(len(" ".join(command.words)) for command in COMMANDS)
+    lines = [f"  halfstep {' '.join(command.words):{width}}  {command.help}" for command in COMMANDS]
+    return "\n".join(
+        [
+            "usage: halfstep COMMAND [OPTIONS]",
+            "",
+            "Half-precision training for PyTorch in the fewest bytes.",
+            "",
+            *lines,
+            "",
+            "  halfstep COMMAND --help shows a command's options; halfstep --version prints the version.",
+        ]
+    )
+
+
+def _unknown(words: Sequence[str]) -> str:
+    """What to say about words that are no command, with the nearest one that is."""
+    starts = {" ".join(command.words[: len(words)]) for command in COMMANDS}
+    given = " ".join(words)
+    near = difflib.get_close_matches(given, starts, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"halfstep: error: unknown command {given!r}; {hint}Allowed are {', '.join(sorted(starts))}; see halfstep --help"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0 fine, 1 failed, 2 wrong input, 128 + signal if interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version", "version"):
+        print(f"halfstep {__version__}")
+        return 0
+    for command in COMMANDS:
+        length = len(command.words)
+        if tuple(arguments[:length]) == command.words:
+            try:
+                status = importlib.import_module(command.module).main(arguments[length:])
+            except KeyboardInterrupt:
+                print("halfstep: interrupted", file=sys.stderr)
+                return 130
+            return 0 if status is None else int(status)
+    family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
+    if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
+        print("\n".join(f"halfstep {' '.join(command.words)}  {command.help}" for command in family))
+        return 0 if len(arguments) > 1 else 2
+    print(_unknown(arguments[: 2 if family else 1]), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
