@@ -1,14 +1,15 @@
 """The device table: where many tensors lie, so that one launch can walk them all.
 
-A table has one column per tensor and these int64 rows: the number of elements, the index of its first chunk, then one row
-of addresses per operand (a gradient, a moment, ...). Beside it stands, per chunk, the number of the tensor it belongs
-to. A program (or a CPU thread) takes a chunk, looks up its tensor, and works on at most `chunk` elements of it.
+A table has one column per tensor and these int64 rows: the number of elements, the index of its first chunk, then one
+row of addresses per operand (a gradient, a moment, ...). Beside it stands, per chunk, the number of the tensor it
+belongs to. A program (or a CPU thread) takes a chunk, looks up its tensor, and works on at most `chunk` elements of it.
 
 The table is built once per set of tensors and refreshed in place: only rows whose addresses moved are written again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -32,7 +33,8 @@ class TensorTable:
     """
 
     def __init__(self, numels: Sequence[int], operands: int, chunk: int, device: torch.device) -> None:
-        sizes = torch.tensor(numels, dtype=torch.int64)
+        # The host's part is made on the CPU by name: `torch.set_default_device` must not move it.
+        sizes = torch.tensor(numels, dtype=torch.int64, device="cpu")
         counts = (sizes + (chunk - 1)) // chunk
         ends = counts.cumsum(0)
         self.device = device
@@ -40,11 +42,13 @@ class TensorTable:
         self.tensors = len(numels)
         self.chunks = int(ends[-1]) if self.tensors else 0
         if self.chunks >= 2**31:
-            raise ValueError(f"{self.chunks} chunks of {chunk} elements; at most 2^31 - 1 fit one launch: split the list")
-        host = torch.zeros(ADDRESSES + operands, self.tensors, dtype=torch.int64)
+            raise ValueError(
+                f"{self.chunks} chunks of {chunk} elements; at most 2^31 - 1 fit one launch: split the list"
+            )
+        host = torch.zeros(ADDRESSES + operands, self.tensors, dtype=torch.int64, device="cpu")
         host[NUMEL] = sizes
         host[FIRST_CHUNK] = ends - counts
-        owner = torch.repeat_interleave(torch.arange(self.tensors, dtype=torch.int32), counts)
+        owner = torch.repeat_interleave(torch.arange(self.tensors, dtype=torch.int32, device="cpu"), counts)
         self._known: list[list[int] | None] = [None] * operands
         self.rows = host.to(device)
         self.chunk_tensor = owner.to(device)
@@ -61,15 +65,19 @@ class TensorTable:
         if self._known[operand] == addresses:
             return
         self._known[operand] = addresses
-        fresh = torch.tensor(addresses, dtype=torch.int64)
+        fresh = torch.tensor(addresses, dtype=torch.int64, device="cpu")
         if self.device.type == "cpu":
             self.rows[ADDRESSES + operand] = fresh
         else:
             self.rows[ADDRESSES + operand].copy_(fresh.pin_memory(), non_blocking=True)
 
 
-class TableCache:
-    """The last few tables of one kernel family, so that the same tensors step after step build and send nothing."""
+class TableCache(threading.local):
+    """The last few tables of one kernel family, so that the same tensors step after step build and send nothing.
+
+    Each thread has its own: while one runs a kernel over a table, with Python's lock released, another must not refresh
+    it.
+    """
 
     def __init__(self, operands: int, chunk: int, capacity: int = 8) -> None:
         self._operands, self._chunk, self._capacity = operands, chunk, capacity
@@ -113,7 +121,9 @@ def check_tensor_list(tensors: Sequence[torch.Tensor], argument: str) -> list[to
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{argument}[{index}] is a {type(tensor).__name__}; allowed are torch tensors")
         if tensor.layout != torch.strided:
-            raise TypeError(f"{argument}[{index}] has layout {tensor.layout}; allowed are dense tensors: use .to_dense()")
+            raise TypeError(
+                f"{argument}[{index}] has layout {tensor.layout}; allowed are dense tensors: use .to_dense()"
+            )
         if tensor.dtype not in DTYPE_CODES:
             raise TypeError(
                 f"{argument}[{index}] has dtype {tensor.dtype}; allowed are float32, float16 and bfloat16: "

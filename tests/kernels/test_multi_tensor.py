@@ -1,0 +1,222 @@
+"""The device table and the list checks: what the rows hold, when they are written, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from implementations import ALL, using
+
+import halfstep
+from halfstep.kernels import multi_tensor
+from halfstep.kernels.multi_tensor import (
+    ADDRESSES,
+    FIRST_CHUNK,
+    NUMEL,
+    TableCache,
+    TensorTable,
+    check_tensor_list,
+    is_flat,
+)
+
+CPU = torch.device("cpu")
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+
+def test_rows_hold_sizes_first_chunks_and_addresses() -> None:
+    table = TensorTable([5, 0, 4, 1, 9], operands=2, chunk=4, device=CPU)
+    assert table.rows.dtype == torch.int64 and table.chunk_tensor.dtype == torch.int32
+    assert table.rows[NUMEL].tolist() == [5, 0, 4, 1, 9]
+    assert table.rows[FIRST_CHUNK].tolist() == [0, 2, 2, 3, 4]
+    assert table.chunk_tensor.tolist() == [0, 0, 2, 3, 4, 4, 4]
+    assert (table.tensors, table.chunks, table.chunk) == (5, 7, 4)
+    assert table.known(0) is None and table.known(1) is None
+    table.refresh(1, [10, 20, 30, 40, 2**63 - 1])
+    assert table.rows[ADDRESSES + 1].tolist() == [10, 20, 30, 40, 2**63 - 1]
+    assert table.rows[ADDRESSES].tolist() == [0] * 5
+    assert table.known(1) == [10, 20, 30, 40, 2**63 - 1]
+
+
+@pytest.mark.parametrize("numels", [[], [0], [0, 0, 0]])
+def test_nothing_to_do_makes_no_chunks(numels: list[int]) -> None:
+    table = TensorTable(numels, operands=1, chunk=4, device=CPU)
+    assert table.chunks == 0 and table.chunk_tensor.numel() == 0
+    assert table.rows.shape == (3, len(numels))
+
+
+def test_sizes_beyond_32_bits() -> None:
+    """Rows only: no tensor of that size is made."""
+    huge = 2**40
+    table = TensorTable([7, huge + 1, 7], operands=1, chunk=2**20, device=CPU)
+    assert table.rows[NUMEL].tolist() == [7, huge + 1, 7]
+    assert table.rows[FIRST_CHUNK].tolist() == [0, 1, 2 + 2**20]
+    assert table.chunks == 3 + 2**20
+    assert table.chunk_tensor[[0, 1, 2**20 + 1, 2**20 + 2]].tolist() == [0, 1, 1, 2]
+    # What every kernel computes: the element a chunk starts at, chunk * size in 64 bits.
+    chunk = torch.tensor(2**20 + 1, dtype=torch.int32)
+    start = (chunk - table.rows[FIRST_CHUNK, 1]) * table.chunk
+    assert start.dtype == torch.int64 and start.item() == huge
+
+
+def test_too_many_chunks_for_one_launch_are_refused_before_anything_is_made() -> None:
+    with pytest.raises(ValueError) as raised:
+        TensorTable([2**62, 5], operands=1, chunk=4096, device=CPU)
+    assert str(raised.value) == (
+        f"{2**50 + 1} chunks of 4096 elements; at most 2^31 - 1 fit one launch: split the list"
+    )
+
+
+def test_the_table_is_written_only_where_addresses_moved() -> None:
+    table = TensorTable([3, 3], operands=2, chunk=4, device=CPU)
+    table.refresh(0, [100, 200])
+    table.refresh(1, [300, 400])
+    version = table.rows._version
+    table.refresh(0, [100, 200])
+    table.refresh(1, [300, 400])
+    assert table.rows._version == version
+    table.refresh(1, [300, 500])
+    assert table.rows._version == version + 1
+    assert table.rows[ADDRESSES:].tolist() == [[100, 200], [300, 500]]
+
+
+def test_default_device_and_dtype_do_not_reach_the_table() -> None:
+    tensors = [torch.ones(77), torch.full((5000,), 2.0)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name in ALL:
+            with using(name, "unscale") as device, torch.device("meta"):
+                check = halfstep.foreach_check([tensor.to(device) for tensor in tensors])
+            assert (check.found_inf.item(), check.sum_of_squares.item()) == (0.0, 77 + 4 * 5000), name
+            assert check.found_inf.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_the_cache_finds_a_table_again_and_follows_its_tensors() -> None:
+    cache = TableCache(operands=2, chunk=4)
+    first, second = [torch.ones(5), torch.ones(6)], [torch.ones(5), torch.ones(6)]
+    table = cache.table(first, second)
+    assert table.rows[ADDRESSES].tolist() == [t.data_ptr() for t in first]
+    assert table.rows[ADDRESSES + 1].tolist() == [t.data_ptr() for t in second]
+    version = table.rows._version
+    assert cache.table(first, second) is table and table.rows._version == version
+    assert cache.table(second, first) is table
+    assert table.rows[ADDRESSES].tolist() == [t.data_ptr() for t in second]
+    assert cache.table([torch.ones(6), torch.ones(5)], first) is not table, "other sizes, another table"
+
+
+def test_a_view_of_the_same_tensor_moves_the_address() -> None:
+    cache = TableCache(operands=1, chunk=4)
+    whole = torch.ones(9)
+    assert cache.table([whole[:8]]).rows[ADDRESSES].item() == whole.data_ptr()
+    assert cache.table([whole[1:]]).rows[ADDRESSES].item() == whole.data_ptr() + 4
+
+
+def test_the_cache_forgets_the_table_unused_for_longest() -> None:
+    cache = TableCache(operands=1, chunk=4, capacity=2)
+    one, two, three = ([torch.ones(size)] for size in (1, 2, 3))
+    of_one, of_two = cache.table(one), cache.table(two)
+    assert cache.table(one) is of_one
+    cache.table(three)  # pushes out two
+    assert cache.table(one) is of_one
+    again = cache.table(two)
+    assert again is not of_two
+    assert again.rows[ADDRESSES].item() == two[0].data_ptr()
+
+
+def test_the_cache_does_not_keep_tensors_alive() -> None:
+    cache = TableCache(operands=1, chunk=4)
+    gone = torch.ones(3)
+    cache.table([gone])
+    address = gone.data_ptr()
+    del gone
+    fresh = torch.ones(3)
+    assert cache.table([fresh]).rows[ADDRESSES].item() == fresh.data_ptr(), f"was {address}"
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_threads_do_not_read_each_others_tables(name: str) -> None:
+    """Lists of the same sizes at the same time: a table shared between threads gave one thread the other's sums."""
+    wrong: list[float] = []
+
+    def work(value: float) -> None:
+        tensors = [torch.full((4 * 4096,), value) for _ in range(20)]
+        expected = value * value * 20 * 4 * 4096
+        for _ in range(100):
+            found = halfstep.foreach_check(tensors).sum_of_squares.item()
+            if found != expected:
+                wrong.append(found)
+
+    with using(name, "unscale"):
+        threads = [threading.Thread(target=work, args=(float(value),)) for value in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def test_is_flat() -> None:
+    x = torch.zeros(4, 6)
+    assert is_flat(x) and is_flat(x.t()) and is_flat(torch.zeros(2, 3, 4).permute(2, 0, 1))
+    assert is_flat(torch.tensor(1.0)) and is_flat(torch.empty(0)) and is_flat(torch.empty(0, 3).t())
+    assert is_flat(x[1:]) and is_flat(x.view(-1)[3:5])
+    assert is_flat(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    assert not is_flat(x[:, 1:]) and not is_flat(x[::2]) and not is_flat(torch.zeros(1).expand(3))
+    assert not is_flat(x.as_strided((3, 3), (1, 1))), "elements that overlap"
+
+
+def test_a_list_comes_back_as_a_list() -> None:
+    tensors = (torch.ones(1), torch.ones(2).half(), torch.ones(3).bfloat16())
+    checked = check_tensor_list(tensors, "x")
+    assert isinstance(checked, list) and all(a is b for a, b in zip(checked, tensors, strict=True))
+    assert check_tensor_list([], "x") == []
+    assert len(check_tensor_list((tensor for tensor in tensors), "x")) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        (torch.ones(3), TypeError, "grads is one tensor; allowed is a list of tensors: pass [grads]"),
+        ([torch.ones(1), None], TypeError, "grads[1] is a NoneType; allowed are torch tensors"),
+        ([1.0], TypeError, "grads[0] is a float; allowed are torch tensors"),
+        (
+            [torch.ones(2).to_sparse()],
+            TypeError,
+            "grads[0] has layout torch.sparse_coo; allowed are dense tensors: use .to_dense()",
+        ),
+        *(
+            (
+                [torch.ones(1), torch.ones(1), torch.ones(2).to(dtype)],
+                TypeError,
+                f"grads[2] has dtype {dtype}; allowed are float32, float16 and bfloat16: convert it with .to() or "
+                "leave it out",
+            )
+            for dtype in (torch.float64, torch.int32, torch.complex64, torch.bool, torch.float8_e4m3fn)
+        ),
+        (
+            [torch.ones(1), torch.ones(1, device="meta")],
+            ValueError,
+            "grads[1] is on meta, grads[0] on cpu; allowed is one device per call: call once per device",
+        ),
+    ],
+)
+def test_what_is_refused_is_named(tensors: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        check_tensor_list(tensors, "grads")  # type: ignore[arg-type]
+    assert str(raised.value) == message
+
+
+def test_every_dtype_with_a_code_is_a_float() -> None:
+    assert set(multi_tensor.DTYPE_CODES) == {torch.float32, torch.float16, torch.bfloat16}
+    assert sorted(multi_tensor.DTYPE_CODES.values()) == [0, 1, 2]

@@ -1,0 +1,42 @@
+"""Run one thing through each implementation: the reference, the compiled C++ and the Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.kernels import backend, native
+
+ALL = ("reference", "native", "triton")
+
+
+@contextmanager
+def using(name: str, family: str) -> Iterator[torch.device]:
+    """Switch to an implementation and give the device it runs on here; skip the test where it cannot run."""
+    device = torch.device("cpu")
+    if name == "native" and native.library(family) is None:
+        pytest.skip("needs a C++ compiler")
+    if name == "triton":
+        if backend.triton is None:
+            pytest.skip("needs Triton")
+        if not backend.interpreting():
+            if not torch.cuda.is_available():
+                pytest.skip("needs a GPU or TRITON_INTERPRET=1")
+            device = torch.device("cuda")
+    with halfstep.backend("auto" if name == "native" else name):
+        yield device
+
+
+def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on `device` with the same strides and the same offset into its storage: as misaligned as the original."""
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage())
+    return whole.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def twins(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """`twin` of each."""
+    return [twin(tensor, device) for tensor in tensors]

@@ -1,0 +1,339 @@
+"""What the right answer is, by other means than the kernels': fractions, sorted tables, numpy and ml_dtypes.
+
+Nothing here imports halfstep. numpy's fp32 and fp64 scalars and arrays do one IEEE operation at a time (its square root
+included, which torch's on the CPU is not), so an oracle written in them has the bits that the kernels must have.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+import torch
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (FP32, FP16, BF16)
+NUMPY = {FP32: np.dtype(np.float32), FP16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16)}
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+# --------------------------------------------------------------------------------------------- torch, numpy and bits
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The elements in logical order, in numpy's type of the same format."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == BF16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    """The reverse of `to_numpy`; a copy."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(np.ascontiguousarray(array).view(np.int16).copy()).view(BF16)
+    return torch.from_numpy(np.ascontiguousarray(array).copy())
+
+
+def bits(values: torch.Tensor | np.ndarray) -> np.ndarray:
+    """The bit patterns, as unsigned integers of the same size."""
+    array = to_numpy(values) if isinstance(values, torch.Tensor) else np.ascontiguousarray(values)
+    return array.view(UNSIGNED[array.dtype.itemsize])
+
+
+def from_bits32(patterns: np.ndarray | Sequence[int]) -> np.ndarray:
+    """The fp32 values of bit patterns."""
+    return np.asarray(patterns, dtype=np.uint32).view(np.float32)
+
+
+def assert_same_bits(actual: torch.Tensor | np.ndarray, expected: torch.Tensor | np.ndarray, what: object = "") -> None:
+    """Equal bit patterns, -0.0 told from 0.0; a NaN equals any NaN."""
+    a, e = (to_numpy(v) if isinstance(v, torch.Tensor) else np.asarray(v) for v in (actual, expected))
+    assert a.shape == e.shape, f"{what}: shape {a.shape}, expected {e.shape}"
+    assert a.dtype == e.dtype, f"{what}: dtype {a.dtype}, expected {e.dtype}"
+    different = bits(a) != bits(e)
+    if a.dtype.kind not in "iub":
+        different &= ~(np.isnan(a) & np.isnan(e))
+    if different.any():
+        index = tuple(int(i) for i in np.argwhere(different)[0])
+        width = 2 * a.dtype.itemsize
+        raise AssertionError(
+            f"{what}: {int(different.sum())} of {a.size} differ, first at {index}: {a[index]!r} "
+            f"(0x{int(bits(a)[index]):0{width}x}), expected {e[index]!r} (0x{int(bits(e)[index]):0{width}x})"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- rounding to 16 bits
+
+
+@dataclass(frozen=True)
+class Format:
+    """A 16-bit IEEE format."""
+
+    exponent_bits: int
+    mantissa_bits: int
+
+
+FORMATS = {FP16: Format(5, 10), BF16: Format(8, 7)}
+
+
+def value_of(code: int, dtype: torch.dtype) -> Fraction:
+    """The value of a non-negative finite 16-bit code, from the definition of the format."""
+    form = FORMATS[dtype]
+    exponent, mantissa = code >> form.mantissa_bits, code & ((1 << form.mantissa_bits) - 1)
+    bias = (1 << (form.exponent_bits - 1)) - 1
+    if exponent == 0:
+        return Fraction(mantissa) * Fraction(2) ** (1 - bias - form.mantissa_bits)
+    significand = (1 << form.mantissa_bits) + mantissa
+    return Fraction(significand) * Fraction(2) ** (exponent - bias - form.mantissa_bits)
+
+
+@cache
+def _table(dtype: torch.dtype) -> list[Fraction]:
+    """All non-negative finite values in order, and one more where infinity would lie were it a number."""
+    form = FORMATS[dtype]
+    infinity = ((1 << form.exponent_bits) - 1) << form.mantissa_bits
+    values = [value_of(code, dtype) for code in range(infinity)]
+    return [*values, 2 * values[-1] - values[-2]]
+
+
+def nearest_code(value: float, dtype: torch.dtype) -> int | None:
+    """The 16-bit code that `value` rounds to, ties to the even code, by comparing fractions; None means any NaN."""
+    form = FORMATS[dtype]
+    sign = 0x8000 if math.copysign(1.0, value) < 0 else 0
+    if math.isnan(value):
+        return None
+    if math.isinf(value):
+        return sign | ((1 << form.exponent_bits) - 1) << form.mantissa_bits
+    exact, table = abs(Fraction(value)), _table(dtype)
+    above = min(bisect.bisect_left(table, exact), len(table) - 1)
+    if exact >= table[above]:
+        return sign | above
+    below = above - 1
+    left, right = exact - table[below], table[above] - exact
+    return sign | (below if left < right or (left == right and below % 2 == 0) else above)
+
+
+def round_to(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """fp32 values rounded to nearest even by numpy (fp16) or ml_dtypes (bf16)."""
+    with np.errstate(all="ignore"):
+        return values.astype(NUMPY[dtype])
+
+
+def thresholds(dtype: torch.dtype) -> np.ndarray:
+    """Where rounding fp32 to a 16-bit format can change its mind, with the fp32 values on both sides.
+
+    A monotone rounding is right everywhere if it is right at these: every code, every midpoint between neighbours, each
+    with the fp32 values next to it, both signs, and every special.
+    """
+    form = FORMATS[dtype]
+    count = ((1 << form.exponent_bits) - 1) << form.mantissa_bits
+    codes = np.arange(count, dtype=np.uint16)
+    exact = codes.view(NUMPY[dtype]).astype(np.float64)
+    step = float(_table(dtype)[-1]) - exact[-1]
+    middles = (exact + np.append(exact[1:], exact[-1] + step)) / 2  # in fp64, exactly
+    points = np.concatenate([exact, middles]).astype(np.float32)
+    assert (points.astype(np.float64) == np.concatenate([exact, middles])).all()
+    patterns = points.view(np.uint32).astype(np.int64)
+    near = np.unique(np.concatenate([patterns + offset for offset in (-1, 0, 1)]).clip(0, 0x7F800000))
+    near = np.unique(np.concatenate([near, specials().view(np.uint32) & 0x7FFFFFFF]))
+    return np.concatenate([near, near | 0x80000000]).astype(np.uint32).view(np.float32)
+
+
+def specials() -> np.ndarray:
+    """One fp32 of every kind: zeros, subnormals, edges of the formats, infinities, quiet and signalling NaNs."""
+    positive = np.array(
+        [
+            *(0x00000000, 0x00000001, 0x00000002, 0x00007FFF, 0x00008000, 0x00008001, 0x0000FFFF, 0x00010000),
+            *(0x007FFFFF, 0x00800000, 0x00800001),  # the largest subnormal, the smallest normal
+            *(0x32FFFFFF, 0x33000000, 0x33000001),  # 2^-25: half of fp16's smallest
+            *(0x33800000, 0x387FC000, 0x387FDFFF, 0x387FE000, 0x387FE001, 0x38800000),  # fp16 subnormal to normal
+            *(0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000),
+            *(0x3F801000, 0x3F803000),  # fp16 ties
+            *(0x477FDFFF, 0x477FE000, 0x477FEFFF, 0x477FF000, 0x47800000),  # 65504, 65520: fp16 overflow
+            *(0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF),  # bf16 overflow, largest fp32
+            *(0x7F800000,),
+            *(0x7F800001, 0x7F807FFF, 0x7F808000, 0x7F80FFFF, 0x7FBFFFFF, 0x7FC00000, 0x7FC00001),
+            *(0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF),
+        ],
+        dtype=np.uint32,
+    )
+    return np.concatenate([positive, positive | 0x80000000]).astype(np.uint32).view(np.float32)
+
+
+# -------------------------------------------------------------------------------------------------------- split master
+
+
+def split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 values as (bf16 code, int16 remainder), from sign and magnitude; a NaN is (any NaN code of its sign, 0).
+
+    Between two neighbouring codes fp32 values lie evenly, so what lies below the code tells which one is nearer.
+    """
+    patterns = np.ascontiguousarray(values).view(np.uint32)
+    magnitude, sign = patterns & np.uint32(0x7FFFFFFF), patterns >> np.uint32(31)
+    lower, rest = magnitude // 65536, (magnitude % 65536).astype(np.int64)
+    up = rest >= 32768  # a tie goes away from zero
+    code = (lower + up).astype(np.uint32) + sign * np.uint32(32768)
+    remainder = np.where(up, rest - 65536, rest)
+    nan = magnitude > 0x7F800000
+    return (
+        np.where(nan, sign * np.uint32(32768) + np.uint32(0x7FC0), code).astype(np.uint16),
+        np.where(nan, 0, remainder).astype(np.int16),
+    )
+
+
+def join(code: np.ndarray, remainder: np.ndarray) -> np.ndarray:
+    """The fp32 values of (bf16 code, int16 remainder) pairs that `split` made."""
+    return ((code.astype(np.int64) * 65536 + remainder) % 2**32).astype(np.uint32).view(np.float32)
+
+
+# ------------------------------------------------------------------------------------------------------ sum of squares
+
+
+def sum_of_squares(values: np.ndarray) -> float:
+    """Correctly rounded to fp64: squares of fp32 values are exact in fp64, and fsum rounds once."""
+    wide = np.asarray(values).astype(np.float64).reshape(-1)
+    return math.fsum((wide * wide).tolist())
+
+
+def exact_sum_of_squares(values: np.ndarray) -> Fraction:
+    """Without any rounding, in rational numbers."""
+    return sum((Fraction(float(x)) ** 2 for x in np.asarray(values).astype(np.float64).reshape(-1)), Fraction(0))
+
+
+# ---------------------------------------------------------------------------------------------------------------- Adam
+
+
+@dataclass
+class AdamOptions:
+    """Hyper-parameters of a parameter group."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    decay: float = 0.0
+    maximize: bool = False
+    decoupled: bool = True
+
+
+@dataclass
+class AdamTensor:
+    """One parameter and its state, as numpy arrays; `extra` is an fp32 master or an int16 remainder."""
+
+    param: np.ndarray
+    m: np.ndarray
+    v: np.ndarray
+    step: np.float32
+    extra: np.ndarray | None = None
+    top: np.ndarray | None = None
+    options: AdamOptions = field(default_factory=AdamOptions)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything a step may change, by name."""
+        everything = {"param": self.param, "extra": self.extra, "m": self.m, "v": self.v, "top": self.top}
+        return {
+            **{name: array for name, array in everything.items() if array is not None},
+            "step": np.asarray(self.step, dtype=np.float32),
+        }
+
+
+def _whole_power(base: np.float64, exponent: int) -> np.float64:
+    """base^exponent, squaring: the factors base^(2^k) whose bit is set, lowest first."""
+    result = np.float64(1.0)
+    while exponent:
+        if exponent % 2:
+            result = result * base
+        exponent //= 2
+        base = base * base
+    return result
+
+
+def adam_step(
+    tensor: AdamTensor,
+    grad: np.ndarray,
+    *,
+    grad_scale: float | None = None,
+    found_inf: float = 0.0,
+    sum_of_squares: float | None = None,
+    max_norm: float | None = None,
+) -> AdamTensor:
+    """One step as kernels/adam.py describes it, an operation at a time; returns the new state, the old one is kept."""
+    if found_inf != 0:
+        return tensor
+    one, o, f32 = np.float64(1.0), tensor.options, np.float32
+    with np.errstate(all="ignore"):
+        # Once per tensor, in fp64, rounded to fp32 at the end.
+        t = f32(tensor.step + f32(1))
+        count = int(min(max(float(t), 1.0), 2.0**30))
+        step_size = f32(np.float64(o.lr) / (one - _whole_power(np.float64(o.beta1), count)))
+        root = f32(one / np.sqrt(one - _whole_power(np.float64(o.beta2), count)))
+        decay = f32(np.float64(o.lr) * np.float64(o.decay) if o.decoupled else o.decay)
+        scale = one if grad_scale is None else one / np.float64(f32(grad_scale))
+        if sum_of_squares is not None and max_norm is not None:
+            clip = np.float64(max_norm) / (np.sqrt(np.float64(sum_of_squares)) + np.float64(1e-6))
+            scale = scale * (one if clip > 1 else clip)
+        gscale = f32(-scale if o.maximize else scale)
+        beta1, beta2, eps = f32(o.beta1), f32(o.beta2), f32(o.eps)
+        w1, w2 = f32(one - np.float64(o.beta1)), f32(one - np.float64(o.beta2))
+
+        # Once per element, in fp32.
+        split_master = tensor.extra is not None and tensor.extra.dtype == np.int16
+        if split_master:
+            w = join(tensor.param.view(np.uint16), tensor.extra)
+        else:
+            w = (tensor.param if tensor.extra is None else tensor.extra).astype(f32)
+        g = grad.astype(f32) * gscale
+        if not o.decoupled:
+            g = g + decay * w
+        m, v = tensor.m.astype(f32), tensor.v.astype(f32)
+        biggest = np.finfo(f32).max
+        m = m + w1 * (g - m) if w1 < 0.5 else g + beta1 * (m - g)
+        q = g * g
+        q[q > biggest] = biggest
+        v[v > biggest] = biggest
+        v = v + w2 * (q - v) if w2 < 0.5 else q + beta2 * (v - q)
+        a, top = v, None
+        if tensor.top is not None:
+            top = tensor.top.astype(f32)
+            a = np.where(np.isnan(v), v, np.where(v > top, v, top))
+        d = step_size * (m / (np.sqrt(a) * root + eps))
+        if o.decoupled:
+            d = d + np.where(np.isinf(w), f32(0), decay * w)
+        w = w - d
+        assert w.dtype == f32 and m.dtype == f32 and a.dtype == f32
+
+        extra = None
+        if split_master:
+            code, extra = split(w)
+            param = code.view(ml_dtypes.bfloat16)
+        else:
+            param = w.astype(tensor.param.dtype)
+            if tensor.extra is not None:
+                extra = w
+        return AdamTensor(
+            param,
+            m.astype(tensor.m.dtype),
+            v.astype(tensor.v.dtype),
+            t,
+            extra,
+            None if tensor.top is None else a.astype(tensor.top.dtype),
+            o,
+        )
+
+
+def adam_step_float64(w: float, m: float, v: float, g: float, t: int, o: AdamOptions) -> tuple[float, float, float]:
+    """The textbook step on one number, in fp64 and in the textbook's form."""
+    if not o.decoupled:
+        g = g + o.decay * w
+    m = o.beta1 * m + (1 - o.beta1) * g
+    v = o.beta2 * v + (1 - o.beta2) * g * g
+    hat_m, hat_v = m / (1 - o.beta1**t), v / (1 - o.beta2**t)
+    if o.decoupled:
+        w = w - o.lr * o.decay * w
+    return w - o.lr * hat_m / (math.sqrt(hat_v) + o.eps), m, v
