@@ -102,7 +102,10 @@ void update(const Hyper& h, int64_t n, const float* __restrict g_, float* __rest
 }
 
 inline void join(const bf16* weight, const int16_t* remainder, float* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] = from_bits((uint32_t(weight[i].bits) << 16) + uint32_t(int32_t(remainder[i])));
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t high = uint32_t(weight[i].bits) << 16, b = high + uint32_t(int32_t(remainder[i]));
+        to[i] = from_bits((b & 0x7fffffffu) > 0x7f800000u ? high : b);
+    }
 }
 
 inline void split(const float* from, bf16* weight, int16_t* remainder, int64_t n) {

@@ -1,7 +1,7 @@
 """Rounding that every kernel family shares: fp32 to 16 bits and back, and the split master weight.
 
-**Nearest-even** is what the hardware does. Under Triton's interpreter fp32 -> bf16 truncates and bf16 arithmetic works on
-raw bits, so there both directions go through integers; compiled kernels use the conversion instructions.
+**Nearest-even** is what the hardware does. Under Triton's interpreter fp32 -> bf16 truncates and bf16 arithmetic works
+on raw bits, so there both directions go through integers; compiled kernels use the conversion instructions.
 
 **Split master.** An fp32 value `w` is stored as the bf16 weight the model sees and a 16-bit remainder:
 
@@ -12,6 +12,11 @@ raw bits, so there both directions go through integers; compiled kernels use the
 Every one of the 2^32 patterns comes back, save that a NaN comes back as a quiet NaN: its `hi` is forced to a NaN code
 (0x7f800001 would otherwise round to infinity, 0x7fffffff wrap to -0.0) and its `lo` to 0. Rounding is half *away*,
 not half to even, because 65,537 values round to one even code and 16 bits name 65,536.
+
+Somebody may overwrite the weight (`zero_`, a pruning mask) and leave the remainder as it was. The join is then off by
+at most half a unit in the last place of the new weight, save where the sum leaves the numbers: a zero with a negative
+remainder, an infinity with a positive one. No split makes these pairs, and joined they would be NaN, so there the
+weight stands alone.
 """
 
 from __future__ import annotations
@@ -43,13 +48,15 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 values that `split_master` split.
+    """The fp32 values that `split_master` split; NaN only where `weight` is NaN.
 
     Args:
         weight: any shape, bf16.
         remainder: same shape, int16.
     """
-    return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
+    high = weight.view(torch.int16).to(torch.int32) << 16
+    bits = high + remainder.to(torch.int32)
+    return torch.where((bits & 0x7FFFFFFF) > 0x7F800000, high, bits).view(torch.float32)
 
 
 def exact_sqrt(x: torch.Tensor) -> torch.Tensor:
@@ -101,6 +108,7 @@ def split_float32(x):
 
 @jit
 def join_float32(weight, remainder):
-    """The block of fp32 that `split_float32` split."""
+    """The block of fp32 that `split_float32` split; NaN only where `weight` is NaN."""
     high = weight.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    return (high + remainder.to(tl.int32).to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+    bits = high + remainder.to(tl.int32).to(tl.uint32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, high, bits).to(tl.float32, bitcast=True)
