@@ -11,6 +11,7 @@ A family lists its variants in a function ``variants()``; ``--module`` audits an
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import math
@@ -167,6 +168,7 @@ def _inspect(row: Row, variant: Any, compiled: Any) -> None:
         row.problems.append(f"promises the reference's bits, but contains {', '.join(inexact)}")
 
 
+@functools.cache
 def _listed(module: str) -> list[Any]:
     """The variants of a module.
 

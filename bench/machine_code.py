@@ -217,8 +217,15 @@ def amd_occupancy(text: str) -> float | None:
 
 
 _AMD_FUSED = re.compile(
-    r"^\s*v_(?:pk_)?(?:fma|fmac|fmamk|fmaak|mac|mad|madmk|madak)_(?:legacy_)?f(?:16|32|64)", re.MULTILINE
+    r"^\s*v_(?:pk_)?(?:fma|fmac|fmamk|fmaak|mac|mad|madmk|madak)_(?:legacy_)?(f16|f32|f64)", re.MULTILINE
 )
+_LLVM_TO_INT64 = re.compile(r"\bfpto[su]i (?:<(\d+) x )?(half|float|double)>? \S+ to (?:<\d+ x )?i64")
+# By width: its LLVM type, the instruction that each square root starts from, and the fused multiply-adds of one root.
+_AMD_EXPANSIONS = {
+    "f32": ("float", "v_sqrt_f32", 2),
+    "f64": ("double", "v_rsq_f64", 7),
+    "f16": ("half", "v_sqrt_f16", 0),
+}
 _LLVM_FUSED = re.compile(r"\bcall\b.*@llvm\.(fma|fmuladd)\b")
 _LLVM_FLAGS = re.compile(r"\b(?:fadd|fsub|fmul|fdiv|fneg|call)\b[^,(]*?\b(contract|afn|arcp|reassoc|fast)\b")
 _LLVM_INEXACT = re.compile(
@@ -230,9 +237,10 @@ def amd_inexact(llir: str, text: str) -> list[str]:
     """The same question as `ptx_inexact` for AMD, asked of LLVM IR and of the assembly.
 
     LLVM IR shows explicit fused multiply-adds, flags that permit them and approximations (``!fpmath`` permits a
-    division that is not correctly rounded). Contraction itself happens later, on the way to assembly, where division
-    and square root expand into 5 and 2 fused multiply-adds each (counted in what Triton 3.7 emits). More than these is
-    a contraction. Divisions that share a denominator need fewer, and a contraction can hide in that difference;
+    division that is not correctly rounded). Contraction itself happens later, on the way to assembly, where correctly
+    rounded operations expand into fused multiply-adds of their own (counted in what Triton 3.7 emits): a division into
+    5, a square root into 2 (fp32) or 7 (fp64), a conversion to a 64-bit integer into 1. More than these is a
+    contraction. Divisions that share a denominator need fewer, and a contraction can hide in that difference;
     NVIDIA's check has no such gap.
     """
     found: Counter[str] = Counter()
@@ -242,10 +250,14 @@ def amd_inexact(llir: str, text: str) -> list[str]:
         for pattern in (_LLVM_FUSED, _LLVM_FLAGS, _LLVM_INEXACT):
             if match := pattern.search(line):
                 found[next(filter(None, match.groups()))] += 1
-    fused = len(_AMD_FUSED.findall(text))
-    divisions, roots = (len(re.findall(rf"^\s*{name}_f32", text, re.MULTILINE)) for name in ("v_div_fixup", "v_sqrt"))
-    if fused > 5 * divisions + 2 * roots:
-        found["fused multiply-add beyond those of division and square root"] = fused - 5 * divisions - 2 * roots
+    for width, (kind, root, per_root) in _AMD_EXPANSIONS.items():
+        divisions = len(re.findall(rf"^\s*v_div_fixup_{width}", text, re.MULTILINE))
+        roots = len(re.findall(rf"^\s*{root}", text, re.MULTILINE))
+        conversions = sum(int(lanes or 1) for lanes, of in _LLVM_TO_INT64.findall(llir) if of == kind)
+        fused = _AMD_FUSED.findall(text).count(width)
+        expected = 5 * divisions + per_root * roots + conversions
+        if fused > expected:
+            found[f"{width} fused multiply-add beyond those of division, square root and conversion"] = fused - expected
     return [f"{count}x {name}" for name, count in sorted(found.items())]
 
 

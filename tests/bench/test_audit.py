@@ -187,12 +187,19 @@ def test_amd() -> None:
         (
             "%1 = fdiv float %2, %3",
             "\tv_div_fixup_f32 v1, v2, v3, v4\n" + "\tv_fmac_f32_e32 v1, v2, v3\n" * 6,
-            ["1x fused multiply-add beyond those of division and square root"],
+            ["1x f32 fused multiply-add beyond those of division, square root and conversion"],
+        ),
+        ("%4 = fptosi float %39 to i64, !dbg !34", "\tv_fma_f32 v7, v7, s0, |v0|", []),
+        ("", "\tv_rsq_f64_e32 v[0:1], v[2:3]\n" + "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]\n" * 7, []),
+        (
+            "",
+            "\tv_rsq_f64_e32 v[0:1], v[2:3]\n" + "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]\n" * 9,
+            ["2x f64 fused multiply-add beyond those of division, square root and conversion"],
         ),
         (
             "",
             "\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7]",
-            ["1x fused multiply-add beyond those of division and square root"],
+            ["1x f32 fused multiply-add beyond those of division, square root and conversion"],
         ),
     ],
 )

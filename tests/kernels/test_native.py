@@ -127,16 +127,17 @@ def test_a_source_that_does_not_compile_warns_once(toy: Path, tmp_path: Path) ->
     assert list((tmp_path / "cache").glob("*.so")) == [], "a failed build left a file behind"
 
 
-def test_a_damaged_library_is_built_anew(toy: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
+def test_a_damaged_library_is_built_anew(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native.library("toy")
     native.library.cache_clear()
     (name,) = cached(tmp_path)
-    damaged = tmp_path / "cache" / name
-    damaged.unlink()  # not truncated in place: this process has the file mapped
-    damaged.write_bytes(b"")
+    # In another folder, since the loader of the system would answer the same path from memory.
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / name).write_bytes(b"")
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "second"))
     library = native.library("toy")
     assert library is not None and library.answer() == 42
+    assert (tmp_path / "second" / name).stat().st_size > 0
 
 
 def test_without_openmp_it_compiles_single_threaded(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
