@@ -3,9 +3,9 @@
 A step gathers, per device and dtype combination, the tensors of all parameter groups into one `Batch` and launches it
 once. The batch is kept: later steps compare addresses and write down only those that moved.
 
-**State.** In memory ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``, with amsgrad
-``max_exp_avg_sq``, and for a low-precision parameter ``master`` (fp32) or ``remainder`` (int16). ``state_dict()`` is
-canonical: whatever the layout, it has ``master`` in fp32 and the moments in fp32, so that it loads bit for bit into every other layout.
+**State.** In memory ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``, with
+amsgrad ``max_exp_avg_sq``, and for a low-precision parameter ``master`` (fp32) or ``remainder`` (int16). ``state_dict()``
+is canonical: whatever the layout, it has ``master`` and the moments in fp32, so it loads bit for bit into every other one.
 `torch.optim.Optimizer.load_state_dict` would cast all of it to the parameter's dtype; ours does not call it.
 
 **The master is the weight.** Loading a checkpoint sets both it and the visible parameter, its rounding. A parameter
@@ -15,7 +15,7 @@ written from outside between steps (``copy_``, a weight swap) replaces its maste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, overload
@@ -60,7 +60,8 @@ def _check_options(group: dict[str, Any]) -> None:
     if isinstance(lr, torch.Tensor):
         if group["foreach"] and not group["capturable"]:
             raise ValueError(
-                "lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach away, it has no use here"
+                "lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach away, "
+                "it has no use here"
             )
         if lr.numel() != 1:
             raise ValueError(f"Tensor lr must be 1-element; its shape is {tuple(lr.shape)}")
@@ -73,7 +74,8 @@ def _check_options(group: dict[str, Any]) -> None:
         if isinstance(beta, torch.Tensor):
             if group["foreach"] and not group["capturable"]:
                 raise ValueError(
-                    f"betas[{index}] as a Tensor is not supported for capturable=False and foreach=True; leave foreach away"
+                    f"betas[{index}] as a Tensor is not supported for capturable=False and foreach=True; "
+                    "leave foreach away, it has no use here"
                 )
             if beta.numel() != 1:
                 raise ValueError(f"Tensor betas[{index}] must be 1-element; its shape is {tuple(beta.shape)}")
@@ -105,7 +107,9 @@ def _check_parameter(parameter: torch.Tensor, where: str, master_weights: str | 
             "use torch.optim for other dtypes"
         )
     if master_weights == "split" and parameter.dtype == torch.float16:
-        raise ValueError(f"{where} is float16 and master_weights is 'split'; allowed for float16 are 'full', 'auto' and None")
+        raise ValueError(
+            f"{where} is float16 and master_weights is 'split'; allowed for float16 are 'full', 'auto' and None"
+        )
 
 
 def _master_of(parameter: torch.Tensor, master_weights: str | None) -> str | None:
@@ -132,7 +136,9 @@ def _scalar(value: torch.Tensor | float | None, dtype: torch.dtype, device: torc
 class _Batch:
     """What one launch updates, and how to tell whether it still describes the tensors."""
 
-    def __init__(self, layout: adam.Layout, parameters: list[torch.Tensor], states: list[dict[str, Any]], rows: list[int]):
+    def __init__(
+        self, layout: adam.Layout, parameters: list[torch.Tensor], states: list[dict[str, Any]], rows: list[int]
+    ):
         self.parameters, self.states = parameters, states
         self.sharded = any(map(is_sharded, parameters))
         extra = {adam.NO_MASTER: None, adam.FULL_MASTER: "master", adam.SPLIT_MASTER: "remainder"}[layout.master]
@@ -175,15 +181,17 @@ class _Batch:
             return False
         for operand in self.keys:
             now, known = self._state(operand), self.batch.lists[operand]
-            if list(map(id, now)) != list(map(id, known)) or list(map(_address, now)) != self.batch.table.known(operand):
+            if list(map(id, now)) != list(map(id, known)) or list(map(_address, now)) != self.batch.table.known(
+                operand
+            ):
                 return False
         return True
 
     def take_outside_writes(self) -> None:
         """Let parameters that somebody wrote replace their masters.
 
-        Where the parameter still is its master's rounding, the master's further bits are kept. A split master follows by
-        itself: its upper half is the parameter.
+        Where the parameter still is its master's rounding, the master's further bits are kept. A split master follows
+        by itself: its upper half is the parameter.
         """
         if self.batch.layout.master != adam.FULL_MASTER:
             return
@@ -202,9 +210,9 @@ class _Batch:
         for index, (grad, stride) in enumerate(zip(gradients, self.strides, strict=True)):
             if grad.stride() != stride and not (grad.is_contiguous() and self.dense[index].is_contiguous()):
                 gradients = list(gradients)
-                gradients[index] = torch.empty_strided(
-                    grad.shape, stride, dtype=grad.dtype, device=grad.device
-                ).copy_(grad)
+                gradients[index] = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(
+                    grad
+                )
         self.take_outside_writes()
         for parameter, copy in self.copied:
             copy.copy_(parameter)
@@ -276,7 +284,7 @@ class _AdamBase(Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The unscaled gradients' 2-norm before clipping, from the last step with `max_grad_norm`; 0-dim fp32, device."""
+        """The unscaled gradients' 2-norm before clipping, from the last step with `max_grad_norm`; 0-dim, on the device."""
         return self._grad_norm
 
     # -------------------------------------------------------------------------------------------------------- state
@@ -322,7 +330,9 @@ class _AdamBase(Optimizer):
                 )
             _check_parameter(parameter, where, group["master_weights"])
             if grad.dtype not in DTYPE_CODES:
-                raise TypeError(f"{where} has a gradient of dtype {grad.dtype}; allowed are float32, float16 and bfloat16")
+                raise TypeError(
+                    f"{where} has a gradient of dtype {grad.dtype}; allowed are float32, float16 and bfloat16"
+                )
             state = self._complete_state(parameter, group)
             for key, value in state.items():
                 if key in CANONICAL_KEYS or key == "remainder":
@@ -346,14 +356,14 @@ class _AdamBase(Optimizer):
     def _decays(group: dict[str, Any]) -> bool:
         return bool(group["weight_decay"] != 0)
 
-    def _check_state(
-        self, where: str, key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any]
-    ) -> None:
+    def _check_state(self, where: str, key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         """Raise unless a state tensor can stand beside its parameter in one launch."""
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"state {key!r} of {where} is a {type(value).__name__}; allowed is a tensor")
         held, own = local(value), local(parameter)
-        dtype = {"step": torch.float32, "master": torch.float32, "remainder": torch.int16}.get(key, group["state_dtype"])
+        dtype = {"step": torch.float32, "master": torch.float32, "remainder": torch.int16}.get(
+            key, group["state_dtype"]
+        )
         shape = () if key == "step" else tuple(own.shape)
         fits = held.numel() == 1 if key == "step" else held.shape == own.shape
         if held.dtype != dtype or held.device != own.device or not fits:
@@ -449,7 +459,9 @@ class _AdamBase(Optimizer):
         options: list[tuple[Any, ...]] = []
         for row, group in enumerate(self.param_groups):
             _check_options(group)
-            options.append((group["amsgrad"], group["decoupled_weight_decay"], self._decays(group), group["master_weights"]))
+            options.append(
+                (group["amsgrad"], group["decoupled_weight_decay"], self._decays(group), group["master_weights"])
+            )
             before = len(parameters)
             for parameter in group["params"]:
                 grad = parameter.grad
@@ -485,7 +497,7 @@ class _AdamBase(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in canonical form: per parameter ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... in fp32.
 
-        fp32 parameters are their own master, and with ``master_weights=None`` there is none, so they have no ``master``.
+        There is no ``master`` for fp32 parameters, which are their own, nor with ``master_weights=None``.
         """
         packed = super().state_dict()
         for index, parameter in enumerate(self._parameters()):
@@ -505,10 +517,10 @@ class _AdamBase(Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of `halfstep.Adam`, `halfstep.AdamW`, `torch.optim.Adam` or `torch.optim.AdamW`, keeping every bit.
+        """Load a state of halfstep's or torch's Adam or AdamW, keeping every bit.
 
-        Options that say how state lies in memory (`master_weights`, `state_dtype`, `rounding`) stay as they are here; all
-        others are taken from the checkpoint. Where it has a master, the parameter is set to the master's rounding.
+        Options that say how state lies in memory (`master_weights`, `state_dtype`, `rounding`) stay as they are here;
+        all others are taken from the checkpoint. Where it has a master, the parameter is set to the master's rounding.
 
         Raises:
             ValueError: groups, parameters, shapes or keys do not fit; the optimizer and its parameters are unchanged.
@@ -544,7 +556,8 @@ class _AdamBase(Optimizer):
         for key in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
             if key not in saved:
                 raise ValueError(
-                    f"{where} lacks {key!r}; it has {', '.join(map(repr, saved))}: the checkpoint is not of an Adam with the same options"
+                    f"{where} lacks {key!r}; it has {', '.join(map(repr, saved))}: "
+                    "the checkpoint is not of an Adam with the same options"
                 )
         state: dict[str, Any] = {}
         for key, value in saved.items():
@@ -561,7 +574,9 @@ class _AdamBase(Optimizer):
                         "the checkpoint is of another model, or its parameters stand in another order"
                     )
                 if not value.is_floating_point():
-                    raise ValueError(f"{key!r} in the {where} has dtype {value.dtype}; allowed are floating-point dtypes")
+                    raise ValueError(
+                        f"{key!r} in the {where} has dtype {value.dtype}; allowed are floating-point dtypes"
+                    )
                 dtype = torch.float32 if key == "master" else group["state_dtype"]
                 state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
             else:
@@ -607,7 +622,9 @@ def _matched_groups(
     """The groups as they will be after loading, and to which parameter each saved index belongs."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"state_dict has keys {list(state_dict)}; it lacks {key!r}: it is not an optimizer's state_dict")
+            raise ValueError(
+                f"state_dict has keys {list(state_dict)}; it lacks {key!r}: it is not an optimizer's state_dict"
+            )
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(
@@ -633,7 +650,7 @@ def _matched_groups(
 _ARGUMENTS = """
 
     Args:
-        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may be mixed.
+        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may mix.
         lr: learning rate; a float, or a one-element tensor that is read on the device.
         betas: decay rates of the two moments, each from 0 to below 1.
         eps: added to the root of the second moment.
@@ -642,13 +659,13 @@ _ARGUMENTS = """
         maximize: ascend instead of descend.
         foreach, capturable, fused: accepted as torch accepts them; every step is fused and capturable.
         differentiable: must be False.
-{extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter), ``"full"`` (fp32
-            copy, 4 B), ``None`` (round the weight every step), or ``"auto"``: split for bf16, full for fp16. fp32
-            parameters need none.
-        state_dtype: of the moments: fp32, or bf16 rounded to nearest (a second moment with beta2 near 1 then stops moving
-            once its steps fall below half a bf16 ulp).
+{extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
+            ``"full"`` (fp32 copy, 4 B), ``None`` (round the weight every step), or ``"auto"``: split for bf16, full
+            for fp16. fp32 parameters need none.
+        state_dtype: of the moments: fp32, or bf16 rounded to nearest (a second moment with beta2 near 1 then stops
+            moving once its steps fall below half a bf16 ulp).
         rounding: ``"nearest"``.
-        max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients themselves are not written.
+        max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
 
     Raises:
         ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
@@ -696,7 +713,9 @@ class AdamW(_AdamBase):
 
     __doc__ = (
         "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
-        + _ARGUMENTS.format(decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step", extra="")
+        + _ARGUMENTS.format(
+            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step", extra=""
+        )
     )
 
 

@@ -1,8 +1,8 @@
 """What the scaler and the optimizers ask of gradients: are all finite, and what is their norm, whatever shards them.
 
-The kernels see local tensors on one device. Here gradients are grouped by device and by the mesh that shards them, checked
-with one pass each, and the answers combined: flags by maximum over every mesh that shards anything, sums of squares by
-addition over the mesh dimensions that shard and not over those that replicate.
+The kernels see local tensors on one device. Here gradients are grouped by device and by the mesh that shards them,
+checked with one pass each, and the answers combined: flags by maximum over every mesh that shards anything, sums of
+squares by addition over the mesh dimensions that shard and not over those that replicate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds: all of a plain tensor."""
-    shard: torch.Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    shard: torch.Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
     return shard.wait() if hasattr(shard, "wait") else shard  # type: ignore[operator]
 
 
@@ -79,7 +79,7 @@ def check_gradients(
         process_group: a further group over which to combine the flag, for sharding that torch does not know of.
 
     Returns:
-        The combined answer on the device of the first gradient, or None if there are no gradients and no `process_group`.
+        The combined answer on the first gradient's device, or None if there are no gradients and no `process_group`.
     """
     kinds: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for grad in grads:

@@ -1,8 +1,8 @@
 """Dynamic loss scaling that never waits for the device: a drop-in for `torch.amp.GradScaler`.
 
-Micikevicius et al., "Mixed precision training" (2018), §3.2. The loss is multiplied by S, gradients by 1/S; a step whose
-unscaled gradients are not all finite is skipped and S multiplied by `backoff_factor`; after `growth_interval` clean
-steps in a row S is multiplied by `growth_factor`. With S a power of two, scaling changes no bit.
+Micikevicius et al., "Mixed precision training" (2018), §3.2. The loss is multiplied by S, gradients by 1/S; a step
+whose unscaled gradients are not all finite is skipped and S multiplied by `backoff_factor`; after `growth_interval`
+clean steps in a row S is multiplied by `growth_factor`. With S a power of two, scaling changes no bit.
 
 What differs from torch's, each because torch's goes wrong there:
 
@@ -58,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: S never falls below this. Default: 2^-126, the least whose inverse is finite.
         max_scale: S never rises above this. Default: 2^126.
         hysteresis: overflows tolerated before S backs off; each still skips its step. Refilled when S grows (Megatron).
-        process_group: ranks that must skip together although torch does not show that they share a model (pipeline stages).
+        process_group: ranks that must skip together although nothing shows that they share a model (pipeline stages).
 
     Raises:
         ValueError: a number is out of its range.
@@ -95,7 +95,12 @@ class GradScaler(torch.amp.GradScaler):
                     _checked(name, value, in_range, lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE)
             low = SMALLEST_SCALE if min_scale is None else min_scale
             high = LARGEST_SCALE if max_scale is None else max_scale
-            _checked("init_scale", init_scale, f"numbers from min_scale {low} to max_scale {high}", lambda x: low <= x <= high)
+            _checked(
+                "init_scale",
+                init_scale,
+                f"numbers from min_scale {low} to max_scale {high}",
+                lambda x: low <= x <= high,
+            )
             self._min_scale, self._max_scale = float(low), float(high)
         super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
         self._hysteresis = hysteresis
@@ -143,10 +148,10 @@ class GradScaler(torch.amp.GradScaler):
         result: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return result
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self._check_scale_growth_tracker("_check_inf_per_device")
         self._check(optimizer, self._inverse(), write=False)
-        result: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        result: dict[str, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return result
 
     # ------------------------------------------------------------------------------------------------ step and update
@@ -162,8 +167,8 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         if kwargs.get("closure") is not None or any(callable(argument) for argument in args):
             raise RuntimeError(
-                "Closure use is not currently supported if GradScaler is enabled: a closure would compute new gradients "
-                "after the check; call the closure yourself, then step(optimizer)"
+                "Closure use is not currently supported if GradScaler is enabled: a closure would compute new "
+                "gradients after the check; call the closure yourself, then step(optimizer)"
             )
         kwargs.pop("closure", None)
         self._check_scale_growth_tracker("step")
@@ -175,7 +180,9 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
         if not state["found_inf_per_device"]:
-            raise AssertionError("No inf checks were recorded for this optimizer: none of its parameters has a gradient.")
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
+            )
         check: GradientCheck = state["gradient_check"]
         # torch's protocol for optimizers that unscale and skip by themselves, and the sum of squares for clipping. Once
         # unscaled in place, gradients may have been changed since: the optimizer then sums them again if it clips.
@@ -243,7 +250,7 @@ class GradScaler(torch.amp.GradScaler):
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys, and with hysteresis above 1 ``"_hysteresis_tracker"``; empty if disabled. Reads the device."""
+        """torch's five keys, with hysteresis above 1 also ``"_hysteresis_tracker"``; empty if disabled. Waits."""
         state = super().state_dict()
         if self._enabled and self._hysteresis > 1:
             tracker = self._hysteresis_tracker
@@ -263,7 +270,9 @@ class GradScaler(torch.amp.GradScaler):
         if state_dict:
             missing = [key for key in super().state_dict() if key not in state_dict]
             if missing:
-                raise KeyError(f"scaler state lacks {', '.join(missing)}; allowed is what GradScaler.state_dict() returns")
+                raise KeyError(
+                    f"scaler state lacks {', '.join(missing)}; allowed is what GradScaler.state_dict() returns"
+                )
             allowed = f"numbers from {SMALLEST_SCALE} to {LARGEST_SCALE}: start with a fresh scaler instead"
             _checked("scale", state_dict["scale"], allowed, lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE)
         super().load_state_dict(state_dict)

@@ -1,0 +1,701 @@
+"""AdamW and Adam as a user of torch.optim meets them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import itertools
+import pickle
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tolerances import ADAM_AGAINST_TORCH, ADAM_ERROR_AGAINST_TORCH
+
+import halfstep
+
+PAIRS = [(halfstep.AdamW, torch.optim.AdamW), (halfstep.Adam, torch.optim.Adam)]
+LAYOUTS = {
+    "fp32": (torch.float32, "auto"),
+    "bf16 split": (torch.bfloat16, "split"),
+    "bf16 full": (torch.bfloat16, "full"),
+    "fp16 full": (torch.float16, "full"),
+}
+
+
+def parameters_of(
+    dtype: torch.dtype, seed: int = 0, shapes: Any = ((3, 5), (64,), (1,), (33, 17), (0,), ())
+) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    # The start values are bf16 numbers with 8 significant bits, so that every dtype starts from the same.
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).bfloat16().to(dtype)) for s in shapes]
+
+
+def give_gradients(parameters: list[Any], step: int, scale: float = 1.0) -> None:
+    """The same gradients for every dtype: 8 significant bits."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in parameters:
+        p.grad = (torch.randn(p.shape, generator=generator).bfloat16().float() * scale).to(p.dtype)
+
+
+def train(optimizer: Any, parameters: list[Any], steps: Any) -> None:
+    for step in steps:
+        give_gradients(parameters, step)
+        optimizer.step()
+
+
+def masters(optimizer: Any, parameters: list[Any]) -> list[torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    return [state[i].get("master", p.detach()).float().clone() for i, p in enumerate(parameters)]
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    assert left.dtype == right.dtype
+    as_integers = {4: torch.int32, 2: torch.int16, 8: torch.int64}[left.dtype.itemsize]
+    return torch.equal(left.contiguous().view(as_integers), right.contiguous().view(as_integers))
+
+
+def assert_same_state(left: Any, right: Any) -> None:
+    a, b = left.state_dict()["state"], right.state_dict()["state"]
+    assert a.keys() == b.keys()
+    for index in a:
+        assert a[index].keys() == b[index].keys()
+        for key in a[index]:
+            assert same_bits(a[index][key], b[index][key]), (index, key)
+
+
+# ------------------------------------------------------------------------------------------------------ torch's cases
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_signature_has_torchs_arguments_with_the_same_defaults(ours: Any, theirs: Any) -> None:
+    mine, torchs = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+    for name, parameter in torchs.items():
+        assert mine[name].default == parameter.default, name
+        assert mine[name].kind == parameter.kind, name
+    assert [name for name in mine if name in torchs] == list(torchs)
+    added = [parameter for name, parameter in mine.items() if name not in torchs]
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in added)
+
+
+def _torch_cases() -> list[Any]:
+    optimizers = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
+    return [info for info in optimizers.optim_db if info.optim_cls in (torch.optim.Adam, torch.optim.AdamW)]
+
+
+def test_torchs_own_inputs_give_torchs_results() -> None:
+    ran = 0
+    for info in _torch_cases():
+        for case in info.optim_inputs_func(device="cpu", dtype=torch.float32):
+            results = []
+            for cls in (getattr(halfstep, info.optim_cls.__name__), info.optim_cls):
+                torch.manual_seed(0)
+                model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+                optimizer = cls(model.parameters(), **copy.deepcopy(case.kwargs))
+                inputs = torch.randn(4, 5)
+                for _ in range(10):
+                    optimizer.zero_grad()
+                    model(inputs).square().sum().backward()
+                    optimizer.step()
+                results.append([p.detach() for p in model.parameters()])
+            for mine, torchs in zip(*results, strict=True):
+                torch.testing.assert_close(mine, torchs, **ADAM_AGAINST_TORCH)
+            ran += 1
+    assert ran >= 10
+
+
+def test_torchs_own_error_inputs_raise_torchs_errors() -> None:
+    ran = 0
+    for info in _torch_cases():
+        cls = getattr(halfstep, info.optim_cls.__name__)
+        for case in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
+            given = case.optimizer_error_input
+            params = [torch.nn.Parameter(torch.ones(2))] if given.params is None else given.params
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # one of torch's cases is a warning
+                with pytest.raises(case.error_type, match=case.error_regex):
+                    cls(params, **given.kwargs)
+            ran += 1
+    assert ran >= 10
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_error_against_float64_is_no_larger_than_torchs(ours: Any, theirs: Any) -> None:
+    """100 steps over random shapes and options; squared errors summed over all weights of all configurations."""
+    errors = {"ours": 0.0, "torch": 0.0}
+    generator = torch.Generator().manual_seed(7)
+
+    def uniform(low: float, high: float) -> float:
+        return low + (high - low) * torch.rand((), generator=generator).item()
+
+    for trial in range(16):
+        options = {
+            "lr": 10 ** uniform(-4, -1),
+            "betas": (uniform(0, 0.99), uniform(0.5, 0.9999)),
+            "eps": 10 ** uniform(-10, -4),
+            "weight_decay": uniform(0, 0.3) * (trial % 3 > 0),
+            "amsgrad": trial % 4 == 3,
+            "maximize": trial % 5 == 4,
+        }
+        shapes = [(int(uniform(1, 40)), int(uniform(1, 40))) for _ in range(3)]
+        start = [torch.randn(shape, generator=generator) for shape in shapes]
+        grads = [
+            [torch.randn(shape, generator=generator) * 10 ** uniform(-3, 1) for shape in shapes] for _ in range(100)
+        ]
+        ends = {}
+        for name, cls, dtype in (
+            ("ours", ours, torch.float32),
+            ("torch", theirs, torch.float32),
+            ("f64", theirs, torch.float64),
+        ):
+            parameters = [torch.nn.Parameter(value.to(dtype, copy=True)) for value in start]
+            optimizer = cls(parameters, **options)
+            for step in grads:
+                for p, grad in zip(parameters, step, strict=True):
+                    p.grad = grad.to(dtype)
+                optimizer.step()
+            ends[name] = torch.cat([p.detach().double().flatten() for p in parameters])
+        for name in errors:
+            errors[name] += ((ends[name] - ends["f64"]) / options["lr"]).square().sum().item()
+    assert (errors["ours"] / errors["torch"]) ** 0.5 <= ADAM_ERROR_AGAINST_TORCH[ours.__name__]
+
+
+# ------------------------------------------------------------------------------------------------------------ layouts
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("amsgrad", [True, False])
+def test_every_master_holds_the_bits_of_plain_fp32_parameters(decoupled: bool, amsgrad: bool) -> None:
+    results = {}
+    for name, (dtype, master) in LAYOUTS.items():
+        parameters = parameters_of(dtype)
+        cls = halfstep.AdamW if decoupled else halfstep.Adam
+        optimizer = cls(parameters, lr=1e-2, weight_decay=0.1, amsgrad=amsgrad, master_weights=master)
+        train(optimizer, parameters, range(50))
+        results[name] = masters(optimizer, parameters)
+        for p, master_value in zip(parameters, results[name], strict=True):
+            difference = (p.detach().double() - master_value.double()).abs()
+            assert (difference <= master_value.double().abs() * torch.finfo(dtype).eps / 2 + 2**-25).all()
+    for name in results:
+        for left, right in zip(results[name], results["fp32"], strict=True):
+            assert same_bits(left, right), name
+
+
+def test_state_bytes_are_those_of_the_table() -> None:
+    expected = {"fp32": 8, "bf16 split": 10, "bf16 full": 12, "fp16 full": 12}
+    for name, (dtype, master) in LAYOUTS.items():
+        parameter = torch.nn.Parameter(torch.randn(1000).to(dtype))
+        optimizer = halfstep.AdamW([parameter], master_weights=master)
+        give_gradients([parameter], 0)
+        optimizer.step()
+        held = [value for key, value in optimizer.state[parameter].items() if key != "step"]
+        assert sum(value.numel() * value.element_size() for value in held) == expected[name] * 1000
+    parameter = torch.nn.Parameter(torch.randn(1000).bfloat16())
+    optimizer = halfstep.AdamW([parameter], state_dtype=torch.bfloat16)
+    give_gradients([parameter], 0)
+    optimizer.step()
+    held = [value for key, value in optimizer.state[parameter].items() if key != "step"]
+    assert sum(value.numel() * value.element_size() for value in held) == 6 * 1000
+
+
+def test_small_updates_reach_the_master_and_are_lost_without_one() -> None:
+    kept = torch.nn.Parameter(torch.ones(100).bfloat16())
+    lost = torch.nn.Parameter(torch.ones(100).bfloat16())
+    torchs = torch.nn.Parameter(torch.ones(100).bfloat16())
+    optimizers = [
+        halfstep.AdamW([kept], lr=1e-4, weight_decay=0),
+        halfstep.AdamW([lost], lr=1e-4, weight_decay=0, master_weights=None),
+        torch.optim.AdamW([torchs], lr=1e-4, weight_decay=0),
+    ]
+    for _ in range(300):
+        for p, optimizer in zip((kept, lost, torchs), optimizers, strict=True):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert (lost == 1).all()
+    assert (torchs == 1).all()
+    assert ((kept.float() - 0.97).abs() < 0.004).all()  # one bf16 ulp at 1
+
+
+def test_bf16_weight_decay_decays() -> None:
+    p = torch.nn.Parameter(torch.full((10,), 2.0).bfloat16())
+    optimizer = halfstep.AdamW([p], lr=1e-2, weight_decay=0.1)
+    for _ in range(500):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert (p.float() / (2 * 0.999**500) - 1).abs().max() < 2**-8
+
+
+def test_fp16_bf16_and_fp32_parameters_in_one_optimizer_with_groups_of_their_own_options() -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    options = [
+        {"lr": 1e-2},
+        {"lr": 1e-3, "betas": (0.5, 0.9), "weight_decay": 0.3},
+        {"amsgrad": True, "maximize": True},
+    ]
+    together = [parameters_of(dtype, seed) for seed, dtype in enumerate(dtypes)]
+    joint = halfstep.AdamW([{"params": ps, **o} for ps, o in zip(together, options, strict=True)])
+    alone = [parameters_of(dtype, seed) for seed, dtype in enumerate(dtypes)]
+    single = [halfstep.AdamW(ps, **o) for ps, o in zip(alone, options, strict=True)]
+    for step in range(10):
+        for ps, qs, optimizer in zip(together, alone, single, strict=True):
+            give_gradients(ps, step)
+            give_gradients(qs, step)
+            optimizer.step()
+        joint.step()
+    for ps, qs in zip(together, alone, strict=True):
+        for p, q in zip(ps, qs, strict=True):
+            assert same_bits(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize(
+    "kind", ["transposed", "channels_last", "gaps", "misaligned", "gradient in another order", "expanded gradient"]
+)
+def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
+    value = torch.randn(2, 6, 4, 10)
+    make = {
+        "transposed": lambda v: v.transpose(0, 3).contiguous().transpose(0, 3),
+        "channels_last": lambda v: v.to(memory_format=torch.channels_last),
+        "gaps": lambda v: torch.cat([v, v], dim=3)[..., :10],
+        "misaligned": lambda v: torch.cat([v.flatten()[:1], v.flatten()])[1:].view(v.shape),
+    }.get(kind, lambda v: v.clone())
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = torch.nn.Parameter(value.to(dtype).clone())
+        other = torch.nn.Parameter(make(value.to(dtype)))
+        assert torch.equal(plain, other)
+        optimizers = [halfstep.AdamW([p], lr=1e-2) for p in (plain, other)]
+        for step in range(4):
+            grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+            if kind == "expanded gradient":
+                grad = grad[..., :1].expand(value.shape)
+            plain.grad = grad.contiguous()
+            other.grad = grad.contiguous(memory_format=torch.channels_last) if kind.startswith("gradient") else grad
+            for optimizer in optimizers:
+                optimizer.step()
+        assert same_bits(plain.detach(), other.detach().contiguous()), dtype
+        assert_same_state(*optimizers)
+
+
+# ------------------------------------------------------------------------------------------------------- as in a loop
+
+
+def test_closure_is_evaluated_with_gradients_and_its_loss_returned() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = halfstep.AdamW([p], lr=0.1)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert loss.item() == 3.0
+    assert (p < 1).all()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = halfstep.AdamW([p])
+    p.grad = torch.ones(3)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert (p.grad is None) if set_to_none else torch.equal(p.grad, torch.zeros(3))
+
+
+def test_scheduler_and_direct_changes_of_lr_are_followed() -> None:
+    ours, theirs = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
+    optimizers = [halfstep.AdamW([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)]
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=20) for o in optimizers]
+    for step in range(20):
+        for p, optimizer, scheduler in zip((ours, theirs), optimizers, schedulers, strict=True):
+            p.grad = torch.arange(5.0) - 2 + step
+            optimizer.step()
+            if step < 19:
+                scheduler.step()
+    torch.testing.assert_close(ours, theirs, **ADAM_AGAINST_TORCH)
+    before = ours.detach().clone()
+    optimizers[0].param_groups[0]["lr"] = 0.0
+    optimizers[0].step()
+    assert torch.equal(before, ours)
+
+
+@pytest.mark.parametrize("value", [0.05, torch.tensor(0.05), torch.tensor([0.05], dtype=torch.float64)])
+def test_lr_may_be_a_tensor_and_change_in_place(value: Any) -> None:
+    p, q = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
+    mine = halfstep.AdamW([p], lr=value)
+    plain = halfstep.AdamW([q], lr=float(value))
+    for factor in (1.0, 0.5):
+        if isinstance(value, torch.Tensor):
+            mine.param_groups[0]["lr"].mul_(factor)
+        else:
+            mine.param_groups[0]["lr"] *= factor
+        plain.param_groups[0]["lr"] *= factor
+        p.grad, q.grad = torch.ones(5), torch.ones(5)
+        mine.step()
+        plain.step()
+    torch.testing.assert_close(p, q, rtol=0, atol=2**-24)
+
+
+def test_parameters_without_a_gradient_frozen_and_added_later() -> None:
+    ours, theirs = parameters_of(torch.float32), parameters_of(torch.float32)
+    optimizers = [halfstep.AdamW(ours[:3], lr=1e-2), torch.optim.AdamW(theirs[:3], lr=1e-2)]
+    for step in range(12):
+        for ps, optimizer in zip((ours, theirs), optimizers, strict=True):
+            if step == 4:
+                optimizer.add_param_group({"params": ps[3:], "lr": 1e-3})
+            give_gradients(ps, step)
+            ps[1].grad = None
+            if step % 3:
+                ps[0].grad = None
+            optimizer.step()
+    assert ours[1] not in optimizers[0].state
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, **ADAM_AGAINST_TORCH)
+    steps = [int(optimizers[0].state[p]["step"]) for p in (ours[0], ours[2], ours[3])]
+    assert steps == [4, 12, 8]
+
+
+def test_hooks_run() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = halfstep.AdamW([p])
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("load pre"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("load post"))
+    p.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["pre", "post", "load pre", "load post"]
+
+
+def test_named_parameters() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = halfstep.AdamW(model.named_parameters())
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_step_changes_the_version_so_that_autograd_notices() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer = halfstep.AdamW([p])
+    output = (p * p).sum()
+    p.grad = torch.ones(2)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+@pytest.mark.parametrize("name", ["bf16 split", "bf16 full", "fp16 full"])
+def test_weights_written_from_outside_are_not_overwritten(name: str) -> None:
+    dtype, master = LAYOUTS[name]
+    p = torch.nn.Parameter(torch.ones(100).to(dtype))
+    optimizer = halfstep.AdamW([p], lr=1e-3, master_weights=master)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    with torch.no_grad():
+        p.fill_(7.0)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert ((p.float() - 7).abs() < 0.05).all()
+
+
+def test_parameter_moved_to_other_memory_and_state_replaced() -> None:
+    p, q = torch.nn.Parameter(torch.ones(100).bfloat16()), torch.nn.Parameter(torch.ones(100).bfloat16())
+    mine, other = halfstep.AdamW([p], lr=1e-2), halfstep.AdamW([q], lr=1e-2)
+    for step in range(6):
+        if step == 2:
+            p.data = p.data.clone()
+        if step == 3:
+            for key, value in mine.state[p].items():
+                mine.state[p][key] = value.clone()
+        if step == 4:
+            mine.state[p]["exp_avg"].data = mine.state[p]["exp_avg"].data.clone()
+        p.grad, q.grad = torch.ones_like(p) * step, torch.ones_like(p) * step
+        mine.step()
+        other.step()
+    assert_same_state(mine, other)
+
+
+def test_clipping_inside_the_step_is_torchs_clipping_before_it() -> None:
+    for norm in (0.5, 1e6):
+        ours, theirs = parameters_of(torch.float32), parameters_of(torch.float32)
+        mine, torchs = halfstep.AdamW(ours, max_grad_norm=norm), torch.optim.AdamW(theirs)
+        assert mine.grad_norm is None
+        for step in range(5):
+            give_gradients(ours, step)
+            give_gradients(theirs, step)
+            kept = [p.grad.clone() for p in ours]
+            expected = torch.nn.utils.clip_grad_norm_(theirs, norm)
+            mine.step()
+            torchs.step()
+            torch.testing.assert_close(mine.grad_norm, expected, rtol=2**-20, atol=0)
+            assert all(torch.equal(p.grad, g) for p, g in zip(ours, kept, strict=True))
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, **ADAM_AGAINST_TORCH)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_every_backend_gives_the_bits_of_the_default(backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        states = []
+        for name in ("auto", backend):
+            parameters = parameters_of(dtype)
+            with halfstep.backend(name):
+                optimizer = halfstep.AdamW(parameters, lr=1e-2, max_grad_norm=1.0)
+                train(optimizer, parameters, range(3))
+            states.append(optimizer)
+        assert_same_state(*states)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product([n for n in LAYOUTS if n != "fp32"], LAYOUTS)))
+def test_save_load_continue_keeps_every_bit_in_any_layout(source: str, target: str) -> None:
+    """Checkpoints with a master, into every layout: the continued run has the masters of the uninterrupted one."""
+    dtype, master = LAYOUTS[source]
+    parameters = parameters_of(dtype)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, amsgrad=True, master_weights=master)
+    train(optimizer, parameters, range(10))
+    saved = through_a_file(optimizer.state_dict())
+    train(optimizer, parameters, range(10, 20))
+    dtype, master = LAYOUTS[target]
+    fresh = parameters_of(dtype, seed=99)
+    other = halfstep.AdamW(fresh, lr=5.0, amsgrad=True, master_weights=master)
+    other.load_state_dict(saved)
+    train(other, fresh, range(10, 20))
+    for left, right in zip(masters(optimizer, parameters), masters(other, fresh), strict=True):
+        assert same_bits(left, right)
+    for mine, theirs in zip(
+        optimizer.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True
+    ):
+        for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            assert same_bits(mine[key], theirs[key])
+
+
+def test_state_dict_is_canonical() -> None:
+    for name, (dtype, master) in LAYOUTS.items():
+        parameters = parameters_of(dtype)
+        optimizer = halfstep.AdamW(parameters, master_weights=master)
+        train(optimizer, parameters, range(2))
+        expected = {"step", "exp_avg", "exp_avg_sq"} | ({"master"} if name != "fp32" else set())
+        for index, state in optimizer.state_dict()["state"].items():
+            assert set(state) == expected
+            assert all(value.dtype == torch.float32 for value in state.values())
+            assert state["exp_avg"].shape == parameters[index].shape
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("name", ["bf16 split", "bf16 full", "fp16 full"])
+def test_model_and_optimizer_load_in_either_order(first: str, name: str) -> None:
+    dtype, master = LAYOUTS[name]
+    model = torch.nn.Linear(40, 40).to(dtype)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, master_weights=master)
+    train(optimizer, list(model.parameters()), range(5))
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
+    resumed = torch.nn.Linear(40, 40).to(dtype)
+    other = halfstep.AdamW(resumed.parameters(), lr=1e-3, master_weights=master)
+    loads = [lambda: resumed.load_state_dict(saved[0]), lambda: other.load_state_dict(saved[1])]
+    for load in loads if first == "model" else reversed(loads):
+        load()
+    train(optimizer, list(model.parameters()), range(5, 10))
+    train(other, list(resumed.parameters()), range(5, 10))
+    assert_same_state(optimizer, other)
+    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert same_bits(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_torchs_checkpoints_load_here_and_ours_there(ours: Any, theirs: Any, fused: bool) -> None:
+    parameters = parameters_of(torch.float32)
+    optimizer = theirs(parameters, lr=1e-2, amsgrad=True, fused=fused)
+    train(optimizer, parameters, range(5))
+    here = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    mine = ours(here, amsgrad=True)
+    mine.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert mine.param_groups[0]["lr"] == 1e-2
+    there = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    back = theirs(there, amsgrad=True)
+    back.load_state_dict(through_a_file(mine.state_dict()))
+    for run, ps in ((optimizer, parameters), (mine, here), (back, there)):
+        train(run, ps, range(5, 10))
+    for p, q, r in zip(parameters, here, there, strict=True):
+        torch.testing.assert_close(q, p, **ADAM_AGAINST_TORCH)
+        torch.testing.assert_close(r, p, **ADAM_AGAINST_TORCH)
+
+
+def test_fp32_checkpoint_of_torch_continues_under_bf16_parameters_with_fp32_moments() -> None:
+    parameters = parameters_of(torch.float32)
+    optimizer = torch.optim.AdamW(parameters)
+    train(optimizer, parameters, range(3))
+    low = [torch.nn.Parameter(p.detach().bfloat16()) for p in parameters]
+    mine = halfstep.AdamW(low)
+    mine.load_state_dict(optimizer.state_dict())
+    for p, q in zip(parameters, low, strict=True):
+        assert same_bits(optimizer.state[p]["exp_avg_sq"], mine.state[q]["exp_avg_sq"])
+    train(mine, low, range(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda s: s["state"][1].pop("exp_avg"), "state of parameter 1 lacks 'exp_avg'"),
+        (
+            lambda s: s["state"][1].update(exp_avg=torch.ones(7)),
+            r"'exp_avg' in the state of parameter 1 has shape \(7,\); allowed is \(64,\)",
+        ),
+        (
+            lambda s: s["state"][3].update(master=torch.ones(2, 2)),
+            r"'master' in the state of parameter 3 has shape \(2, 2\)",
+        ),
+        (
+            lambda s: s["state"][0].update(exp_avg=torch.ones(3, 5, dtype=torch.int32)),
+            "dtype torch.int32; allowed are floating-point",
+        ),
+        (lambda s: s["state"][0].update(step=torch.ones(2)), r"'step' in the state of parameter 0 has shape \(2,\)"),
+        (lambda s: s["param_groups"].append({}), "different number of parameter groups: 2; allowed is 1"),
+        (
+            lambda s: s["param_groups"][0]["params"].pop(),
+            "doesn't match the size of optimizer's group: group 0 has 5 parameters there, 6 here",
+        ),
+        (lambda s: s.pop("state"), "lacks 'state'"),
+        (lambda s: s["param_groups"][0].update(lr=float("nan")), "Invalid learning rate: nan"),
+    ],
+)
+def test_loading_what_does_not_fit_says_so_and_changes_nothing(spoil: Any, message: str) -> None:
+    parameters = parameters_of(torch.bfloat16)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2)
+    train(optimizer, parameters, range(3))
+    before, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in parameters]
+    spoiled = copy.deepcopy(optimizer.state_dict())
+    for state in spoiled["state"].values():
+        state["master"] += 1
+    spoil(spoiled)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(spoiled)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index in before["state"]:
+        assert all(same_bits(before["state"][index][key], after["state"][index][key]) for key in before["state"][index])
+    assert all(same_bits(p.detach(), w) for p, w in zip(parameters, weights, strict=True))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_go_on_alike(copier: Any) -> None:
+    parameters = parameters_of(torch.bfloat16)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, max_grad_norm=1.0)
+    train(optimizer, parameters, range(3))
+    other_parameters, other = copier((parameters, optimizer))
+    train(optimizer, parameters, range(3, 6))
+    train(other, other_parameters, range(3, 6))
+    assert other.max_grad_norm == 1.0
+    assert_same_state(optimizer, other)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": float("nan")}, ValueError, "Invalid learning rate: nan; allowed are finite numbers from 0"),
+        ({"lr": float("inf")}, ValueError, "Invalid learning rate: inf"),
+        ({"lr": "fast"}, ValueError, "Invalid learning rate: 'fast'"),
+        ({"eps": -1.0}, ValueError, "Invalid epsilon value: -1.0"),
+        ({"betas": (0.9, 1.5)}, ValueError, "Invalid beta parameter at index 1: 1.5"),
+        ({"betas": 0.9}, ValueError, "betas is 0.9; allowed is a pair"),
+        ({"weight_decay": float("inf")}, ValueError, "Invalid weight_decay value: inf"),
+        ({"differentiable": True}, ValueError, "differentiable is True; allowed is False: use torch.optim"),
+        ({"master_weights": "half"}, ValueError, "master_weights is 'half'; allowed are 'auto', 'full', 'split', None"),
+        (
+            {"state_dtype": torch.float16},
+            ValueError,
+            "state_dtype is torch.float16; allowed are torch.float32, torch.bfloat16",
+        ),
+        ({"rounding": "up"}, ValueError, "rounding is 'up'; allowed is 'nearest'"),
+        ({"max_grad_norm": 0.0}, ValueError, "Invalid max_grad_norm value: 0.0"),
+    ],
+)
+def test_bad_options_name_the_value_and_what_is_allowed(options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        halfstep.AdamW([torch.nn.Parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "options", "error", "message"),
+    [
+        (
+            torch.ones(2, dtype=torch.float64),
+            {},
+            TypeError,
+            "parameter 0 of group 0 has dtype torch.float64; allowed are float32",
+        ),
+        (torch.ones(2, dtype=torch.complex64), {}, TypeError, "dtype torch.complex64"),
+        (
+            torch.ones(2).half(),
+            {"master_weights": "split"},
+            ValueError,
+            "float16 and master_weights is 'split'; allowed for float16",
+        ),
+        (torch.ones(2).to_sparse(), {}, TypeError, "layout torch.sparse_coo; allowed are dense"),
+    ],
+)
+def test_bad_parameters_are_refused_when_the_optimizer_is_made(
+    parameter: Any, options: Any, error: Any, message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        halfstep.AdamW([torch.nn.Parameter(parameter)], **options)
+
+
+def test_a_bad_group_added_later_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = halfstep.AdamW([torch.nn.Parameter(torch.ones(2))])
+    for group in (
+        {"params": [torch.nn.Parameter(torch.ones(2).double())]},
+        {"params": [torch.nn.Parameter(torch.ones(2))], "lr": -1.0},
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("spoil", ["sparse", "lr", "state on another device"])
+def test_errors_in_a_step_come_before_any_weight_is_touched(spoil: str) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))]
+    optimizer = halfstep.AdamW(parameters, lr=0.1)
+    train(optimizer, parameters, range(1))
+    weights = [p.detach().clone() for p in parameters]
+    give_gradients(parameters, 1)
+    if spoil == "sparse":
+        parameters[1].grad = torch.ones(4).to_sparse()
+        expected, message = (
+            RuntimeError,
+            "layout torch.sparse_coo; allowed are dense gradients: use torch.optim.SparseAdam",
+        )
+    elif spoil == "lr":
+        optimizer.param_groups[0]["lr"] = float("nan")
+        expected, message = ValueError, "Invalid learning rate: nan"
+    else:
+        optimizer.state[parameters[1]]["exp_avg"] = torch.ones(4, device="meta")
+        expected, message = ValueError, "state 'exp_avg' of parameter 1"
+    with pytest.raises(expected, match=re.escape(message)):
+        optimizer.step()
+    assert all(torch.equal(p.detach(), w) for p, w in zip(parameters, weights, strict=True))
+    assert float(optimizer.state[parameters[0]]["step"]) == 1
