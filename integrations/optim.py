@@ -3,9 +3,10 @@
 A step gathers, per device and dtype combination, the tensors of all parameter groups into one `Batch` and launches it
 once. The batch is kept: later steps compare addresses and write down only those that moved.
 
-**State.** In memory ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``, with
-amsgrad ``max_exp_avg_sq``, and for a low-precision parameter ``master`` (fp32) or ``remainder`` (int16). ``state_dict()``
-is canonical: whatever the layout, it has ``master`` and the moments in fp32, so it loads bit for bit into every other one.
+**State.** In memory ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``,
+with amsgrad ``max_exp_avg_sq``, and for a low-precision parameter ``master`` (fp32) or ``remainder`` (int16).
+``state_dict()`` is canonical: whatever the layout, it has ``master`` and the moments in fp32, so it loads bit for bit
+into every other one.
 `torch.optim.Optimizer.load_state_dict` would cast all of it to the parameter's dtype; ours does not call it.
 
 **The master is the weight.** Loading a checkpoint sets both it and the visible parameter, its rounding. A parameter
@@ -284,7 +285,7 @@ class _AdamBase(Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The unscaled gradients' 2-norm before clipping, from the last step with `max_grad_norm`; 0-dim, on the device."""
+        """The unscaled gradients' 2-norm before clipping, from the last step with `max_grad_norm`; 0-dim, on device."""
         return self._grad_norm
 
     # -------------------------------------------------------------------------------------------------------- state

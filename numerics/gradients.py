@@ -35,8 +35,9 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds: all of a plain tensor."""
-    shard: torch.Tensor = tensor._local_tensor if is_sharded(tensor) else tensor
-    return shard.wait() if hasattr(shard, "wait") else shard  # type: ignore[operator]
+    shard: Any = getattr(tensor, "_local_tensor", tensor)
+    # A collective may still be filling the shard.
+    return shard.wait() if hasattr(shard, "wait") else shard
 
 
 def _values(grad: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,425 @@
+"""GradScaler against torch's, and where torch's goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import halfstep
+
+INF, NAN = float("inf"), float("nan")
+TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
+
+def scaler(**options: Any) -> halfstep.GradScaler:
+    made = halfstep.GradScaler("cpu", **options)
+    made.scale(torch.ones(()))  # the scale tensor is made at first use
+    return made
+
+
+def model_and_optimizer(make: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    parameters = [torch.nn.Parameter(torch.ones(n).to(dtype)) for n in (3, 5000)]
+    return parameters, make(parameters, lr=1e-2, **options)
+
+
+def train(scaler: Any, parameters: Any, optimizer: Any, spoil: dict[int, float], steps: int) -> list[tuple[float, int]]:
+    """Steps with known gradients, some spoiled; the scale and growth tracker after each."""
+    history = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = sum((p.float() * (step + 1)).sum() for p in parameters)
+        scaler.scale(loss).backward()
+        if step in spoil:
+            parameters[1].grad[-1] = spoil[step]
+        scaler.step(optimizer)
+        scaler.update()
+        history.append((scaler.get_scale(), scaler._get_growth_tracker()))
+    return history
+
+
+OPTIMIZERS = {
+    "halfstep.AdamW": (halfstep.AdamW, {}),
+    "halfstep.AdamW clipping": (halfstep.AdamW, {"max_grad_norm": 1.0}),
+    "torch AdamW": (torch.optim.AdamW, {"foreach": False}),
+    "torch AdamW fused": (torch.optim.AdamW, {"fused": True}),
+    "torch SGD": (torch.optim.SGD, {}),
+}
+
+
+def test_signature_is_torchs_and_additions_are_keyword_only() -> None:
+    mine = inspect.signature(halfstep.GradScaler).parameters
+    torchs = inspect.signature(torch.amp.GradScaler).parameters
+    assert list(mine)[: len(torchs)] == list(torchs)
+    assert all(mine[name].default == torchs[name].default for name in torchs)
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for name, p in mine.items() if name not in torchs)
+    assert issubclass(halfstep.GradScaler, torch.amp.GradScaler)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_scale_and_weights_follow_torchs_scaler(name: str) -> None:
+    make, options = OPTIMIZERS[name]
+    spoil = {2: INF, 3: -INF, 8: NAN}
+    results = []
+    for cls in (halfstep.GradScaler, torch.amp.GradScaler):
+        parameters, optimizer = model_and_optimizer(make, **options)
+        history = train(cls("cpu", init_scale=1024.0, growth_interval=3), parameters, optimizer, spoil, 14)
+        results.append((history, [p.detach().clone() for p in parameters]))
+    assert results[0][0] == results[1][0]
+    assert {scale for scale, _ in results[0][0]} >= {256.0, 512.0, 1024.0}
+    for mine, torchs in zip(results[0][1], results[1][1], strict=True):
+        assert torch.equal(mine, torchs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_an_overflow_changes_no_bit_of_weights_and_state(name: str, value: float) -> None:
+    make, options = OPTIMIZERS[name]
+    parameters, optimizer = model_and_optimizer(make, **options)
+    s = scaler()
+    train(s, parameters, optimizer, {}, 3)
+    before = copy.deepcopy((parameters, optimizer.state_dict()["state"]))
+    train(s, parameters, optimizer, {0: value}, 1)
+    for p, q in zip(before[0], parameters, strict=True):
+        assert torch.equal(p, q)
+    for index, state in optimizer.state_dict()["state"].items():
+        for key, tensor in state.items():
+            assert tensor is None or torch.equal(tensor, before[1][index][key])
+
+
+def test_checking_leaves_every_gradient_as_it_was() -> None:
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+    s = scaler()
+    s.scale(sum(p.sum() for p in parameters)).backward()
+    versions = [p.grad._version for p in parameters]
+    s.step(optimizer)
+    assert [p.grad._version for p in parameters] == versions
+    assert all((p.grad == 65536).all() for p in parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_gradients_of_any_dtype_are_unscaled(dtype: torch.dtype) -> None:
+    """torch refuses fp16 gradients here."""
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW, dtype)
+    s = scaler(init_scale=1024.0)
+    for p in parameters:
+        p.grad = torch.full_like(p, 512.0)
+    s.unscale_(optimizer)
+    assert all((p.grad == 0.5).all() for p in parameters)
+    s.step(optimizer)
+    s.update()
+    assert all((p != 1).all() for p in parameters)
+
+
+def test_fp16_gradients_that_would_underflow_unscaled_reach_the_weights_in_a_folded_step() -> None:
+    p = torch.nn.Parameter(torch.zeros(4).half())
+    optimizer = halfstep.AdamW([p], lr=1.0, eps=1e-20, weight_decay=0)
+    s = scaler(init_scale=2.0**16)
+    p.grad = torch.full_like(p, 2.0**-14)  # 2^-30 unscaled: below fp16's least subnormal, 2^-24
+    s.step(optimizer)
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], torch.full((4,), 2.0**-30 * 0.1))
+    torch.testing.assert_close(p.detach().float(), torch.full((4,), -1.0))
+
+
+def test_mixed_dtypes_devices_sum_to_one_flag() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3).to(d)) for d in (torch.float16, torch.bfloat16, torch.float32)]
+    optimizer = halfstep.AdamW(parameters)
+    s = scaler()
+    for p in parameters:
+        p.grad = torch.full_like(p, INF)
+    found = s._check_inf_per_device(optimizer)
+    assert [flag.item() for flag in found.values()] == [1.0]
+    assert all(flag.shape == () for flag in found.values())
+
+
+def test_fp64_parameters_of_torchs_optimizers_still_work() -> None:
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    s = scaler(init_scale=8.0)
+    s.scale((p * 0.5).sum()).backward()
+    s.step(optimizer)
+    s.update()
+    assert torch.equal(p.detach(), torch.full((3,), 0.5, dtype=torch.float64))
+    p.grad = torch.tensor([0, NAN, 0], dtype=torch.float64)
+    s.step(optimizer)
+    s.update()
+    assert p.isfinite().all()
+    assert s.get_scale() == 4.0
+
+
+def test_sparse_gradients_whose_duplicates_overflow_in_their_sum_are_caught() -> None:
+    """torch checks fp32 values before summing duplicates and misses the overflow."""
+    p = torch.nn.Parameter(torch.zeros(3, 1))
+    optimizer = torch.optim.SGD([p], lr=1.0)
+    s = scaler(init_scale=1.0)
+    p.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.full((2, 1), 3e38), (3, 1))
+    s.step(optimizer)
+    s.update()
+    assert (p == 0).all()
+    assert s.get_scale() == 0.5
+
+
+def test_the_scale_stays_positive_and_weights_finite_after_hundreds_of_overflows() -> None:
+    """torch's scale is 0 after 166; the next finite gradient then makes NaN of every weight."""
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+    s = scaler()
+    for p in parameters:
+        p.grad = torch.full_like(p, INF)
+    for _ in range(300):
+        s.step(optimizer)
+        s.update()
+    assert s.get_scale() == 2.0**-126
+    for p in parameters:
+        p.grad = torch.full_like(p, 2.0**-126)
+    s.step(optimizer)
+    s.update()
+    assert all(p.isfinite().all() for p in parameters)
+
+
+def test_an_overflow_that_unscaling_makes_is_caught() -> None:
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+    s = scaler(init_scale=2.0**-20)
+    for p in parameters:
+        p.grad = torch.full_like(p, 1e35)  # finite, but not times 2^20
+    s.step(optimizer)
+    s.update()
+    assert all((p == 1).all() for p in parameters)
+    assert s.get_scale() == 2.0**-21
+
+
+def test_min_and_max_scale_bound_the_dynamics() -> None:
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+    s = scaler(init_scale=4.0, min_scale=2.0, max_scale=16.0, growth_interval=1)
+    assert [scale for scale, _ in train(s, parameters, optimizer, {0: INF, 1: INF}, 6)] == [2, 2, 4, 8, 16, 16]
+
+
+def test_hysteresis_tolerates_overflows_and_refills_when_the_scale_grows() -> None:
+    """Megatron's rule."""
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+    s = scaler(init_scale=8.0, growth_interval=2, hysteresis=2)
+    spoil = {0: INF, 1: INF, 2: INF, 5: INF}
+    #        tolerated; budget spent: backs off, and again; two clean steps: grows, refilled; tolerated; clean
+    assert [scale for scale, _ in train(s, parameters, optimizer, spoil, 7)] == [8, 4, 2, 2, 4, 4, 4]
+    assert float(optimizer.state[parameters[0]]["step"]) == 3
+
+
+def test_step_and_update_read_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW, torch.bfloat16, max_grad_norm=1.0)
+    s = scaler(hysteresis=2)
+    train(s, parameters, optimizer, {}, 2)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a value was read")
+
+    for name in ("item", "__bool__", "__float__", "__int__", "tolist", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    s.scale(sum(p.float().sum() for p in parameters)).backward()
+    s.step(optimizer)
+    s.update()
+
+
+def test_torchs_scaler_drives_our_optimizer_without_unscaling_the_gradients() -> None:
+    results = []
+    for make in (halfstep.GradScaler, torch.amp.GradScaler):
+        parameters, optimizer = model_and_optimizer(halfstep.AdamW, torch.bfloat16)
+        history = train(make("cpu", init_scale=64.0, growth_interval=2), parameters, optimizer, {1: INF}, 6)
+        results.append((history, [optimizer.state_dict()["state"][i]["master"] for i in range(2)]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("flag", [1.0, 2.0, -1.0, NAN])
+def test_any_flag_but_zero_skips(flag: float) -> None:
+    """torch's fused kernels compare with 1 and make NaN of every weight when two devices report."""
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+    for p in parameters:
+        p.grad = torch.full_like(p, INF)
+    optimizer.found_inf = torch.tensor(flag)
+    optimizer.grad_scale = torch.tensor([4.0])
+    optimizer.step()
+    assert all((p == 1).all() for p in parameters)
+    assert float(optimizer.state[parameters[0]]["step"]) == 0
+
+
+@pytest.mark.parametrize("name", ["halfstep.AdamW", "torch AdamW", "torch AdamW fused"])
+def test_unscale_then_torchs_clipping(name: str) -> None:
+    make, options = OPTIMIZERS[name]
+    results = []
+    for cls in (halfstep.GradScaler, torch.amp.GradScaler):
+        parameters, optimizer = model_and_optimizer(make, **options)
+        s = cls("cpu")
+        for step in range(3):
+            optimizer.zero_grad()
+            s.scale(sum((p * (step + 1)).sum() for p in parameters)).backward()
+            s.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            s.step(optimizer)
+            s.update()
+        results.append([p.detach() for p in parameters])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_folded_clipping_is_clipping_after_unscaling() -> None:
+    folded, plain = (model_and_optimizer(halfstep.AdamW, max_grad_norm=norm) for norm in (1.0, None))
+    for parameters, optimizer in (folded, plain):
+        s = scaler()
+        for step in range(3):
+            optimizer.zero_grad()
+            s.scale(sum((p * (step + 1)).sum() for p in parameters)).backward()
+            if optimizer.max_grad_norm is None:
+                s.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            s.step(optimizer)
+            s.update()
+    torch.testing.assert_close(folded[1].grad_norm, norm)
+    for p, q in zip(folded[0], plain[0], strict=True):
+        torch.testing.assert_close(p, q, rtol=2**-20, atol=0)
+
+
+def test_only_the_optimizer_that_overflowed_skips_but_the_scale_is_shared() -> None:
+    (a, first), (b, second) = (model_and_optimizer(halfstep.AdamW) for _ in range(2))
+    s = scaler()
+    for p in (*a, *b):
+        p.grad = torch.ones_like(p)
+    a[0].grad[0] = INF
+    s.step(first)
+    s.step(second)
+    s.update()
+    assert all((p == 1).all() for p in a)
+    assert all((p != 1).all() for p in b)
+    assert s.get_scale() == 32768
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_losses_are_scaled_in_fp32(dtype: torch.dtype) -> None:
+    s = scaler()
+    loss = torch.full((1,), 2.0, dtype=dtype)
+    assert s.scale(loss).item() == 131072.0
+    nested = s.scale([loss, (loss, torch.ones(1))])
+    assert nested[1][0].item() == 131072.0
+    assert isinstance(nested, list)
+    assert isinstance(nested[1], tuple)
+
+
+def test_state_goes_to_torchs_scaler_and_back() -> None:
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+    mine = scaler(init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=7)
+    train(mine, parameters, optimizer, {1: INF}, 4)
+    state = mine.state_dict()
+    assert set(state) == TORCH_KEYS
+    torchs = torch.amp.GradScaler("cpu")
+    torchs.load_state_dict(state)
+    back = halfstep.GradScaler("cpu")
+    back.load_state_dict(torchs.state_dict())
+    assert back.state_dict() == state
+    assert state["scale"] == 16.0
+    patient = scaler(hysteresis=3)
+    patient.load_state_dict(state)
+    assert patient.state_dict() == {**state, "_hysteresis_tracker": 3}
+    torchs.load_state_dict(patient.state_dict())
+
+
+def test_pickle_and_deepcopy() -> None:
+    s = scaler(min_scale=2.0, hysteresis=2)
+    s.update(32.0)
+    for other in (pickle.loads(pickle.dumps(s)), copy.deepcopy(s)):
+        assert other.state_dict() == s.state_dict()
+        assert other._min_scale == 2.0
+
+
+def test_disabled_passes_everything_through() -> None:
+    s = halfstep.GradScaler("cpu", enabled=False)
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+    loss = torch.ones(1).half()
+    assert s.scale(loss) is loss
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    s.unscale_(optimizer)
+    s.step(optimizer)
+    s.update()
+    assert s.state_dict() == {}
+    assert s.get_scale() == 1.0
+    assert (parameters[0] != 1).all()
+
+
+@pytest.mark.parametrize("value", [8, 8.0, torch.tensor(8.0)])
+def test_update_to_a_given_scale(value: Any) -> None:
+    s = scaler()
+    s.update(value)
+    assert s.get_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_scale": 0.0}, "init_scale is 0.0; allowed are numbers from"),
+        ({"init_scale": INF}, "init_scale is inf"),
+        ({"init_scale": "big"}, "init_scale is 'big'"),
+        ({"growth_factor": 1.0}, "growth_factor is 1.0; allowed are finite numbers above 1"),
+        ({"backoff_factor": 1.0}, "backoff_factor is 1.0; allowed are numbers between 0 and 1"),
+        ({"growth_interval": 0}, "growth_interval is 0; allowed are whole numbers from 1"),
+        ({"hysteresis": 0}, "hysteresis is 0; allowed are whole numbers from 1"),
+        ({"min_scale": -1.0}, "min_scale is -1.0"),
+        ({"init_scale": 1.0, "min_scale": 2.0}, "init_scale is 1.0; allowed are numbers from min_scale 2.0"),
+        ({"max_scale": NAN}, "max_scale is nan"),
+    ],
+)
+def test_bad_options_name_the_value_and_what_is_allowed(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        halfstep.GradScaler("cpu", **options)
+
+
+@pytest.mark.parametrize("value", [0.0, -2.0, INF, NAN])
+def test_a_bad_new_scale_is_refused(value: float) -> None:
+    s = scaler()
+    with pytest.raises(ValueError, match="new_scale is"):
+        s.update(value)
+    assert s.get_scale() == 65536.0
+
+
+def test_misuse_is_answered_as_by_torch() -> None:
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+    with pytest.raises(AssertionError, match="_scale is None"):
+        halfstep.GradScaler("cpu").step(optimizer)
+    s = scaler()
+    with pytest.raises(AssertionError, match="none of its parameters has a gradient"):
+        s.step(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        s.update()
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    for call in (lambda: s.step(optimizer, lambda: 1.0), lambda: s.step(optimizer, closure=lambda: 1.0)):
+        with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+            call()
+    s.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called on this optimizer"):
+        s.unscale_(optimizer)
+    s.step(optimizer)
+    with pytest.raises(RuntimeError, match=re.escape("step() has already been called since the last update()")):
+        s.step(optimizer)
+    with pytest.raises(RuntimeError, match="being called after step"):
+        s.unscale_(optimizer)
+    s.update()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda s: s.clear(), RuntimeError, "empty"),
+        (lambda s: s.pop("growth_interval"), KeyError, "scaler state lacks growth_interval"),
+        (lambda s: s.update(scale=0.0), ValueError, "scale is 0.0"),
+        (lambda s: s.update(scale=NAN), ValueError, "scale is nan"),
+    ],
+)
+def test_a_bad_state_is_refused_and_changes_nothing(spoil: Any, error: Any, message: str) -> None:
+    s = scaler()
+    state = s.state_dict()
+    spoil(state)
+    with pytest.raises(error, match=message):
+        s.load_state_dict(state)
+    assert s.state_dict()["scale"] == 65536.0
