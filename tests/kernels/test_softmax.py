@@ -1,0 +1,393 @@
+"""Values of softmax and log-softmax, forward and backward, against numpy in fp64, for all three implementations.
+
+The oracle is written from the definition, shares no code with the package, and knows the rules for -inf, Inf and NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from implementations import ALL, twin, using
+from tolerances import ROUNDOFF, SOFTMAX_FLUSHED, SOFTMAX_UNITS
+
+import halfstep
+from halfstep.kernels import softmax as family
+
+INF, NAN = math.inf, math.nan
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (FP32, FP16, BF16)
+UNIT = 2.0**-24
+
+# ------------------------------------------------------------------------------------------------------------ oracle
+
+
+@dataclass
+class Case:
+    x: torch.Tensor
+    dim: int = -1
+    scale: float = 1.0
+    mask: torch.Tensor | None = None
+    causal: bool = False
+    dtype: torch.dtype | None = None
+    log: bool = False
+
+    @property
+    def out(self) -> torch.dtype:
+        return self.dtype or self.x.dtype
+
+    def run(self, device: torch.device, x: torch.Tensor | None = None) -> torch.Tensor:
+        function = halfstep.log_softmax if self.log else halfstep.softmax
+        mask = None if self.mask is None else twin(self.mask, device)
+        x = twin(self.x, device) if x is None else x
+        return function(x, self.dim, scale=self.scale, mask=mask, causal=self.causal, dtype=self.dtype)
+
+
+def kept_by(case: Case) -> np.ndarray:
+    """What neither the boolean mask nor `causal` drops."""
+    kept = np.ones(case.x.shape, dtype=bool)
+    if case.mask is not None and case.mask.dtype == torch.bool:
+        kept &= np.broadcast_to(case.mask.numpy(), case.x.shape)
+    if case.causal:
+        kept &= np.tril(np.ones(case.x.shape[-2:], dtype=bool))
+    return kept
+
+
+def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """The result in fp64, and how far from it fp32 arithmetic may end, before the last rounding.
+
+    An error of k units in an exponent is a relative error of k units in the exponential; `exponent` counts the
+    roundings of z = scale * x + mask and of z - max(z), relative to their sizes.
+    """
+    with np.errstate(all="ignore"):
+        scaled = case.x.double().numpy() * float(np.float32(case.scale))
+        z = scaled.copy()
+        rounded = case.scale != 1.0
+        if case.mask is not None and case.mask.dtype != torch.bool:
+            z = z + case.mask.double().numpy()
+            rounded = True
+        z = np.where(kept_by(case), z, -INF)
+        top = z.max(axis=case.dim, keepdims=True)
+        nothing = top == -INF
+        below = z - np.where(nothing, 0.0, top)
+        e = np.exp(below)
+        s = e.sum(axis=case.dim, keepdims=True)
+        sizes = np.where(np.isfinite(z) & np.isfinite(scaled), np.abs(scaled) + np.abs(z), 0.0)
+        exponent = 2.0 * np.where(np.isfinite(below), np.abs(below), 0.0)
+        if rounded:
+            exponent = exponent + 4.0 * sizes.max(axis=case.dim, keepdims=True)
+        units = (SOFTMAX_UNITS + exponent) * UNIT
+        if case.log:
+            y = np.where(nothing, -INF, below - np.log(s))
+            bound = units + np.where(np.isfinite(y), np.abs(y), 0.0) * UNIT
+        else:
+            y = np.where(nothing, 0.0, e / s)
+            bound = np.where(np.isfinite(y), np.abs(y), 0.0) * units + SOFTMAX_FLUSHED
+    return y, bound
+
+
+def backward_oracle(case: Case, y: torch.Tensor, dy: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """dx in fp64 from the rounded result, and the bound on its error before the last rounding."""
+    p, g, scale = y.double().numpy(), dy.double().numpy(), float(np.float32(case.scale))
+    causal = np.ones(case.x.shape, dtype=bool) if not case.causal else kept_by(Case(case.x, causal=True))
+    with np.errstate(all="ignore"):
+        if case.log:
+            counts = causal & (p != -INF)
+            g, e = np.where(counts, g, 0.0), np.where(counts, np.exp(p), 0.0)
+            dx = np.where(counts, scale * (g - e * g.sum(axis=case.dim, keepdims=True)), 0.0)
+            finite = np.where(np.isfinite(p), np.abs(p), 0.0)
+            grown = e * np.abs(g).sum(axis=case.dim, keepdims=True) * (SOFTMAX_UNITS + 2.0 * finite)
+            bound = abs(scale) * (np.abs(g) * 4.0 + grown) * UNIT
+        else:
+            g, p = np.where(causal, g, 0.0), np.where(causal, p, 0.0)
+            dx = np.where(causal, scale * p * (g - (g * p).sum(axis=case.dim, keepdims=True)), 0.0)
+            grown = np.abs(g) + np.abs(g * p).sum(axis=case.dim, keepdims=True)
+            bound = abs(scale) * np.abs(p) * grown * SOFTMAX_UNITS * UNIT
+    return dx, bound + 2.0 * SOFTMAX_FLUSHED
+
+
+def assert_within(actual: torch.Tensor, exact: np.ndarray, bound: np.ndarray, what: object) -> None:
+    """Equal where the exact value, rounded to the dtype, is not finite; within the bound and half an ulp elsewhere."""
+    assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {exact.shape}"
+    got = actual.detach().cpu().double().numpy()
+    expected = torch.from_numpy(np.ascontiguousarray(exact)).to(actual.dtype).double().numpy()
+    special = ~np.isfinite(expected)
+    same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+    smallest = torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps
+    with np.errstate(all="ignore"):
+        allowed = (bound + np.abs(exact)) * ROUNDOFF[actual.dtype] + bound + smallest
+        fine = same | (~special & (np.abs(got - exact) <= allowed))
+    if not fine.all():
+        index = tuple(int(i) for i in np.argwhere(~fine)[0])
+        raise AssertionError(
+            f"{what}: {int((~fine).sum())} of {fine.size} wrong, first at {index}: {got[index]!r}, exact "
+            f"{exact[index]!r}, allowed error {allowed[index]!r}"
+        )
+
+
+def check(case: Case, name: str, dy: torch.Tensor | None = None) -> torch.Tensor:
+    """Forward and backward through one implementation. Returns the gradient."""
+    if dy is None:
+        dy = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(1)).to(case.out)
+    what = (
+        f"{name} log={case.log} {tuple(case.x.shape)} strides {case.x.stride()} {case.x.dtype}->{case.out} "
+        f"dim {case.dim} scale {case.scale} mask {None if case.mask is None else case.mask.shape} causal {case.causal}"
+    )
+    with using(name, "softmax") as device:
+        x = twin(case.x, device).requires_grad_()
+        y = case.run(device, x)
+        y.backward(twin(dy, device))
+    assert y.dtype == case.out and y.is_contiguous()
+    assert x.grad is not None and x.grad.dtype == case.x.dtype
+    assert_within(y, *oracle(case), what)
+    exact, bound = backward_oracle(case, y.detach().cpu(), dy)
+    # torch accumulates the gradient of an expanded tensor with a layout of its own, in 16 bits; not ours to judge.
+    if case.x.untyped_storage().nbytes() >= case.x.numel() * case.x.element_size():
+        assert_within(x.grad, exact, bound, f"{what}, backward")
+    return x.grad.cpu()
+
+
+def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------- fixed cases
+
+# 1; a power of two below, at and above; the widest vector (16) and four of them; the C++ block (1024) and stack row
+# (4096); the tile kernels' warps and BLOCK limits.
+SIZES = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 129, 512, 513, 1000, 1023, 1025, 4096, 4097)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("columns", SIZES)
+@pytest.mark.parametrize("name", ALL)
+def test_row_lengths(name: str, columns: int, log: bool) -> None:
+    for dtype in DTYPES if columns <= 1025 and name != "triton" else (BF16,):
+        check(Case(normal(5, columns, dtype=dtype), log=log), name)
+        check(Case(normal(5, columns, dtype=dtype), causal=True, scale=0.3, log=log), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out", DTYPES)
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("name", ALL)
+def test_dtypes(name: str, log: bool, dtype: torch.dtype, out: torch.dtype) -> None:
+    x = normal(3, 77, dtype=dtype)
+    mask = normal(77, dtype=out)
+    check(Case(x, dtype=out, log=log, scale=0.7), name)
+    check(Case(x, dtype=out, log=log, mask=mask, scale=-1.5), name)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("masked", ["none", "boolean", "additive", "causal"])
+@pytest.mark.parametrize("name", ALL)
+def test_rows_longer_than_one_block(name: str, masked: str, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two-pass kernels, with small limits where the interpreter would take minutes at the real ones."""
+    monkeypatch.setattr(family, "FORWARD_ONE_PASS", 256)
+    monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 256)
+    monkeypatch.setattr(family, "LOOP_BLOCK", 128)
+    for columns in (257, 384, 1000):
+        x = normal(4, columns, dtype=BF16)
+        x[1, :300] = -INF  # whole blocks of -inf first
+        x[2, 128:] = -INF
+        x[3] = -INF
+        mask = {"boolean": normal(columns) > 0, "additive": normal(4, 1)}.get(masked)
+        check(Case(x, mask=mask, causal=masked == "causal", scale=0.5, log=log, dtype=FP32), name)
+    tall = normal(400, 300, dtype=BF16)[:, :270]
+    if name != "triton" or masked == "causal":
+        check(Case(tall[-140:] if name == "triton" else tall, causal=masked == "causal", log=log), name)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_real_limits_of_one_block(name: str) -> None:
+    for columns in (family.BACKWARD_ONE_PASS + 1, family.FORWARD_ONE_PASS, family.FORWARD_ONE_PASS + 1):
+        check(Case(normal(2, columns, dtype=BF16)), name)
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_a_million_columns(name: str) -> None:
+    check(Case(normal(2, (1 << 20) + 3)), name)
+    check(Case(normal(1, (1 << 20) + 3, dtype=FP16), dtype=FP32, log=True), name)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 4), (4, 0), (2, 0, 3), (1, 1, 1), (3, 1), (1, 3)])
+def test_empty_and_tiny_shapes(name: str, shape: tuple[int, ...]) -> None:
+    for log in (False, True):
+        for dim in range(-max(len(shape), 1), max(len(shape), 1)):
+            x = normal(*shape)
+            function = torch.log_softmax if log else torch.softmax
+            with using(name, "softmax") as device:
+                moved = twin(x, device).requires_grad_()
+                y = Case(x, dim, log=log).run(device, moved)
+                y.sum().backward()
+            assert y.shape == x.shape and moved.grad is not None and moved.grad.shape == x.shape
+            torch.testing.assert_close(y.detach().cpu(), function(x, dim))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rectangular_causal_counts_from_the_upper_left_corner(name: str) -> None:
+    for queries, keys in ((3, 7), (7, 3), (1, 5), (5, 1), (33, 20)):
+        x = normal(2, queries, keys)
+        check(Case(x, causal=True), name)
+        with using(name, "softmax") as device:
+            weights = halfstep.softmax(twin(x, device), causal=True).cpu()
+        one_hot = torch.eye(keys).expand(2, keys, keys)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            x, torch.eye(keys).expand(2, keys, keys), one_hot, is_causal=True, scale=1.0
+        )
+        torch.testing.assert_close(weights, attended)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_dropped_is_not_looked_at(name: str) -> None:
+    x, dy = normal(2, 40, 40), normal(2, 40, 40, seed=1)
+    above = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    for log in (False, True):
+        clean = check(Case(x, causal=True, log=log), name, dy)
+        dirty = check(Case(x.masked_fill(above, NAN), causal=True, log=log), name, dy.masked_fill(above, NAN))
+        assert torch.equal(clean, dirty)
+        assert (clean[:, above] == 0).all()
+        check(Case(x.masked_fill(above, NAN), mask=~above, log=log), name)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("name", ALL)
+def test_rules_for_inf_and_nan(name: str, log: bool) -> None:
+    """One row per rule; the oracle says what each becomes. Wide enough for several vectors and a remainder."""
+    for columns in (4, 53):
+        x = normal(10, columns)
+        x[0] = -INF
+        x[1, 1:] = -INF
+        x[2, 0] = NAN
+        x[3, -1] = NAN
+        x[4, 1] = INF
+        x[5] = INF
+        x[6, 0], x[6, 1] = -INF, NAN
+        x[7] = torch.finfo(FP32).min  # finite: as good as any other constant row
+        x[8] = 1e-42  # subnormal
+        x[9] = NAN
+        for dtype in (FP32, BF16):
+            case = Case(x.to(dtype), log=log)
+            check(case, name)
+            check(Case(x.to(dtype), log=log, causal=True), name)
+            check(Case(x.to(dtype), log=log, mask=torch.arange(columns) != 1), name)
+            check(Case(x.to(dtype), log=log, mask=torch.where(torch.arange(columns) == 1, -INF, 0.0)), name)
+            with using(name, "softmax") as device:
+                y = case.run(device).cpu()
+            assert (y[0] == (-INF if log else 0.0)).all()
+            for row in (2, 3, 4, 5, 6, 9):
+                assert y[row].isnan().all(), row
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_row_with_nothing_to_keep_is_zero_and_gets_no_gradient(name: str) -> None:
+    x = normal(4, 6, 33)
+    keep = torch.rand(4, 6, 33, generator=torch.Generator().manual_seed(3)) > 0.4
+    keep[1, 2] = keep[3] = False
+    additive = torch.where(keep, 0.0, -INF)
+    for mask in (keep, additive, additive.bfloat16(), keep[:, :, :1], additive[3:, :, :1]):
+        empty = ~torch.broadcast_to(mask if mask.dtype == torch.bool else mask == 0, x.shape)
+        for log in (False, True):
+            gradient = check(Case(x, mask=mask, log=log), name)
+            assert (gradient[empty] == 0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_scale_is_not_rounded_to_the_input_dtype(name: str) -> None:
+    x = torch.full((1, 40), 100.0, dtype=BF16)
+    x[0, 0] = 101.0
+    check(Case(x, scale=1.001, dtype=FP32), name)  # 1.001 is 1.0 in bf16
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_strides_masks_and_gradients_of_any_layout(name: str) -> None:
+    base = normal(4, 6, 5, 34, dtype=BF16)
+    for x in (
+        base.transpose(1, 2),
+        base.transpose(-1, -2),
+        base[::2, :, 1:, ::2],
+        base[:, :, :, 1:],
+        base[:1].expand(3, 6, 5, 34),
+        base[..., :1].expand(4, 6, 5, 20),
+        base.permute(3, 1, 0, 2),
+        base[:, 1::2, ::3].unsqueeze(1).transpose(0, 3),
+    ):
+        keep = torch.rand(x.shape, generator=torch.Generator().manual_seed(5)) > 0.3
+        for mask in (None, keep[:1, :, :1], keep.transpose(-1, -2).contiguous().transpose(-1, -2), keep[..., :1, :]):
+            check(Case(x, mask=mask), name)
+        check(Case(x, mask=keep[0, :1, 0].float(), dtype=FP32), name, torch.ones(1).expand(x.shape))
+    # Five dimensions whose strides do not fold into three.
+    x = normal(2, 3, 2, 3, 2, 9).transpose(0, 4).transpose(1, 3)
+    check(Case(x, mask=torch.rand(2, 1, 2, 1, 2, 9, generator=torch.Generator().manual_seed(6)) > 0.2), name)
+    check(Case(normal(2, 3, 2, 3, 2, 9), mask=normal(2, 1, 2, 1, 2, 9)), name)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_any_dim(name: str) -> None:
+    for shape in ((7, 5), (3, 40, 70), (2, 300, 3), (2, 3, 64, 4)) if name != "triton" else ((7, 5), (2, 30, 3)):
+        for dim in range(len(shape)):
+            for dtype in (FP32, BF16) if name != "triton" else (BF16,):
+                for log in (False, True):
+                    check(Case(normal(*shape, dtype=dtype), dim, scale=0.5, log=log), name)
+            check(Case(normal(*shape, dtype=FP16), dim, dtype=FP32, mask=normal(shape[-1]) > -2), name)
+    x = normal(3, 6, 20)
+    x[0] = -INF
+    x[1, :, 3], x[1, 0, 4], x[1, 0, 5] = -INF, NAN, INF
+    for log in (False, True):
+        check(Case(x, 1, log=log), name)
+
+
+# ------------------------------------------------------------------------------------------------- generated cases
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, torch.Tensor]:
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    shape = (*draw(st.lists(st.integers(1, 6), max_size=3)), draw(st.integers(1, 150)))
+    dtype, out = draw(st.sampled_from(DTYPES)), draw(st.sampled_from((None, *DTYPES)))
+    order = draw(st.permutations(range(len(shape))))
+    padding = draw(st.sampled_from((0, 0, 1, 8)))
+    stored = torch.randn([shape[d] + padding for d in order], generator=seed)
+    stored = (stored * draw(st.sampled_from((0.1, 3.0, 30.0)))).to(dtype)
+    x = stored.permute([order.index(d) for d in range(len(shape))])
+    x = x[tuple(slice(padding, None) for _ in shape)]
+    specials = st.sampled_from((NAN, INF, -INF, -INF, 1e-40, -0.0, 65504.0, 1e37))
+    for value in draw(st.lists(specials, max_size=3)):
+        hit = torch.rand(shape, generator=seed) < draw(st.sampled_from((0.02, 0.5)))
+        x[hit] = value
+    dim = draw(st.integers(-len(shape), len(shape) - 1)) if draw(st.booleans()) else -1
+    causal = len(shape) > 1 and dim % len(shape) == len(shape) - 1 and draw(st.booleans())
+    mask = None
+    kind = draw(st.sampled_from(("none", "boolean", "additive")))
+    if kind != "none":
+        sizes = [size if draw(st.booleans()) else 1 for size in shape][draw(st.integers(0, len(shape))) :]
+        mask = torch.rand(sizes, generator=seed) < 0.7
+        if kind == "additive":
+            values = torch.randn(sizes, generator=seed)
+            mask = torch.where(mask, values, -INF).to(draw(st.sampled_from((*DTYPES, torch.float64))))
+    scale = draw(st.sampled_from((1.0, 0.125, -0.7, 3.3, 0.0)))
+    case = Case(x, dim, scale, mask, causal, out, draw(st.booleans()))
+    dy = torch.randn(shape, generator=seed).to(case.out)
+    return case, dy
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_generated_cases(name: str) -> None:
+    @settings(
+        max_examples=60 if name == "triton" else 300,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(cases())
+    def run(drawn: tuple[Case, torch.Tensor]) -> None:
+        case, dy = drawn
+        check(case, name, dy)
+
+    run()

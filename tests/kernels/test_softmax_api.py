@@ -1,0 +1,272 @@
+"""What softmax promises to autograd, torch.compile, torch.func and to whoever passes the wrong thing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from implementations import ALL, using
+from torch.autograd import gradcheck, gradgradcheck
+
+import halfstep
+
+FUNCTIONS = pytest.mark.parametrize("function", [halfstep.softmax, halfstep.log_softmax])
+Function = Callable[..., torch.Tensor]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def torch_twin(function: Function) -> Function:
+    return torch.softmax if function is halfstep.softmax else torch.log_softmax
+
+
+# ---------------------------------------------------------------------------------------------------------- autograd
+
+
+@FUNCTIONS
+def test_first_and_second_derivatives_in_fp64(function: Function) -> None:
+    x = randn(3, 5, 4, dtype=torch.float64).requires_grad_()
+    mask = randn(5, 1, dtype=torch.float64, seed=1).requires_grad_()
+    keep = torch.rand(5, 4, generator=torch.Generator().manual_seed(2)) > 0.4
+    keep[3] = False
+
+    def finite(y: torch.Tensor) -> torch.Tensor:  # a log of 0 has no derivative to compare with
+        return y if function is halfstep.softmax else y.exp()
+
+    for run in (
+        lambda x: function(x, 1, scale=0.7),
+        lambda x: finite(function(x, scale=-0.7, mask=keep)),
+        lambda x: finite(function(x, causal=True, scale=0.3)),
+    ):
+        assert gradcheck(run, (x,))
+        assert gradgradcheck(run, (x,))
+    assert gradcheck(lambda x, m: function(x, scale=0.7, mask=m), (x, mask))
+    assert gradgradcheck(lambda x, m: function(x, scale=0.7, mask=m), (x, mask))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("name", ALL)
+def test_second_derivatives_through_the_kernels(name: str, function: Function) -> None:
+    def second(run: Function, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        (first,) = torch.autograd.grad(run(x).square().mul(v).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.mul(v).sum(), x)[0]
+
+    with using(name, "softmax") as device:
+        x, v = randn(3, 20).to(device).requires_grad_(), randn(3, 20, seed=1).to(device)
+        ours = second(lambda x: function(x, scale=0.5), x, v)
+        theirs = second(lambda x: torch_twin(function)(x * 0.5, -1), x, v)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # two formulas, both in fp32
+
+
+@FUNCTIONS
+def test_a_result_of_another_dtype_can_be_differentiated_twice(function: Function) -> None:
+    x = randn(2, 9, dtype=torch.bfloat16).requires_grad_()
+    (first,) = torch.autograd.grad(function(x, dtype=torch.float32).square().sum(), x, create_graph=True)
+    first.float().square().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all()
+
+
+def test_the_gradient_of_an_additive_mask_is_summed_to_its_shape() -> None:
+    x = randn(2, 3, 8, 8)
+    for shape in ((8,), (8, 1), (2, 1, 1, 8), (1, 3, 8, 8), ()):
+        ours, theirs = randn(*shape, seed=1).requires_grad_(), randn(*shape, seed=1).requires_grad_()
+        weights = randn(2, 3, 8, 8, seed=2)
+        (halfstep.softmax(x, scale=0.5, mask=ours) * weights).sum().backward()
+        (torch.softmax(x * 0.5 + theirs, -1) * weights).sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_an_ignored_gradient_of_a_constant() -> None:
+    x = randn(2, 6).requires_grad_()
+    mask = torch.arange(6) < 4
+    y = halfstep.log_softmax(x, mask=mask)
+    y.backward(torch.where(mask, 1.0, math.nan).expand(2, 6))
+    expected = 1 - 4 * torch.softmax(x.detach()[:, :4], -1)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[:, :4], expected)
+    assert (x.grad[:, 4:] == 0).all()
+
+
+# ------------------------------------------------------------------------------------- compile, opcheck, transforms
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(log: bool, dtype: torch.dtype) -> None:
+    x = randn(4, 6, dtype=dtype).requires_grad_()
+    for mask in (None, randn(6).requires_grad_(), torch.rand(4, 1) > 0.2):
+        torch.library.opcheck(torch.ops.halfstep.softmax.default, (x, mask, -1, 0.5, True, log, torch.float32))
+    transposed = randn(6, 4, dtype=dtype).t().requires_grad_()
+    torch.library.opcheck(torch.ops.halfstep.softmax.default, (transposed, None, -2, 0.5, False, log, dtype))
+    y = torch.softmax(randn(4, 6, seed=1), -1).to(dtype).requires_grad_()
+    torch.library.opcheck(torch.ops.halfstep.softmax_backward.default, (x, y, -1, 0.5, True, log, dtype))
+
+
+@FUNCTIONS
+def test_compiles_without_a_graph_break(function: Function) -> None:
+    def step(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        return function(x * 2, scale=scale, mask=mask, causal=True).exp().square()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    mask = torch.arange(7) != 2
+    for rows, scale in ((7, 0.5), (5, 0.25)):
+        x = randn(2, rows, 7).requires_grad_()
+        eager, fused = step(x, mask, scale), compiled(x, mask, scale)
+        assert torch.equal(eager, fused)
+        gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (eager, fused)]
+        assert torch.equal(*gradients)
+
+
+def test_meta_and_fake_tensors() -> None:
+    for function in (halfstep.softmax, halfstep.log_softmax):
+        y = function(torch.empty(3, 4, device="meta", dtype=torch.float16), 0, dtype=torch.float32)
+        assert y.device.type == "meta" and y.shape == (3, 4) and y.dtype == torch.float32
+
+
+@FUNCTIONS
+def test_functional_transforms(function: Function) -> None:
+    x, twin = randn(4, 6), torch_twin(function)
+    keep = torch.rand(4, 6, generator=torch.Generator().manual_seed(1)) > 0.3
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return function(x, 0)
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        return twin(x, 0)
+
+    def close(a: torch.Tensor, b: torch.Tensor) -> None:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+    close(torch.func.grad(lambda x: run(x)[0, 0])(x), torch.func.grad(lambda x: expected(x)[0, 0])(x))
+    close(torch.vmap(run, in_dims=1, out_dims=1)(x), expected(x))
+    gradient = torch.func.grad(lambda row: function(row)[1])
+    close(torch.vmap(gradient)(x), torch.vmap(torch.func.grad(lambda row: twin(row, -1)[1]))(x))
+    close(torch.func.grad(lambda x: torch.vmap(run)(x)[1, 2])(x), torch.func.grad(lambda x: twin(x, 1)[1, 2])(x))
+    close(torch.func.jacrev(torch.func.jacrev(run))(x[0]), torch.func.jacrev(torch.func.jacrev(expected))(x[0]))
+    masked = torch.vmap(lambda x, m: function(x, mask=m))(x, keep)
+    assert torch.equal(masked, function(x, mask=keep))
+    one_x = torch.vmap(lambda x, m: function(x, mask=m), in_dims=(None, 0))(x, keep[:, None, :])
+    assert torch.equal(one_x, function(x.expand(4, 4, 6), mask=keep[:, None, :]))
+
+
+@FUNCTIONS
+def test_forward_mode_says_that_there_is_none(function: Function) -> None:
+    x = randn(3, 4)
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*use torch.func.vjp"):
+        torch.func.jvp(function, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            function(dual)
+
+
+def test_keeps_its_dtype_under_autocast() -> None:
+    x = randn(3, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert halfstep.softmax(x).dtype == torch.bfloat16
+        assert halfstep.softmax(x.float()).dtype == torch.float32
+
+
+@FUNCTIONS
+def test_fp64_is_computed_in_fp64(function: Function) -> None:
+    x = randn(5, 8, dtype=torch.float64)
+    torch.testing.assert_close(function(x), torch_twin(function)(x, -1), rtol=1e-14, atol=1e-14)
+    assert function(x.float(), dtype=torch.float64).dtype == torch.float64
+
+
+def test_does_not_write_to_its_inputs_or_depend_on_old_memory() -> None:
+    for name in ALL:
+        with using(name, "softmax") as device:
+            x = randn(30, 17).to(device)
+            before = x.clone()
+            first = halfstep.softmax(x, causal=True)
+            torch.full((30, 17), math.nan, device=device)
+            assert torch.equal(first, halfstep.softmax(x, causal=True))
+            assert torch.equal(x, before)
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    x = randn(64, 3000)
+    threads = torch.get_num_threads()
+    with using("native", "softmax"):
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            try:
+                results.append(halfstep.softmax(x))
+            finally:
+                torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (TypeError, "x is a list; allowed is a tensor", lambda: halfstep.softmax([1.0])),  # type: ignore[arg-type]
+    (
+        TypeError,
+        "x has dtype torch.int64; allowed are float32, float16, bfloat16",
+        lambda: halfstep.softmax(torch.arange(3)),
+    ),
+    (TypeError, "x has dtype torch.bool", lambda: halfstep.softmax(torch.ones(3, dtype=torch.bool))),
+    (TypeError, "x has dtype torch.complex64", lambda: halfstep.softmax(torch.ones(3, dtype=torch.complex64))),
+    (TypeError, "x has dtype torch.float8_e4m3fn", lambda: halfstep.softmax(torch.ones(3).to(torch.float8_e4m3fn))),
+    (TypeError, "use .to_dense()", lambda: halfstep.softmax(torch.eye(3).to_sparse())),
+    (
+        TypeError,
+        "dtype is torch.int32; allowed are None, float32",
+        lambda: halfstep.softmax(torch.ones(3), dtype=torch.int32),
+    ),
+    (
+        TypeError,
+        "scale is a Tensor; allowed is a finite number",
+        lambda: halfstep.softmax(torch.ones(3), scale=torch.ones(())),
+    ),  # type: ignore[arg-type]
+    (TypeError, "scale is a str", lambda: halfstep.softmax(torch.ones(3), scale="1")),  # type: ignore[arg-type]
+    (ValueError, "scale is inf; allowed are finite numbers", lambda: halfstep.softmax(torch.ones(3), scale=math.inf)),
+    (ValueError, "scale is nan; allowed are finite numbers", lambda: halfstep.softmax(torch.ones(3), scale=math.nan)),
+    (ValueError, "scale is 1e+39; allowed are", lambda: halfstep.softmax(torch.ones(3), scale=1e39)),
+    (IndexError, "dim is 2, x has 2 dimensions; allowed are -2 to 1", lambda: halfstep.softmax(torch.ones(3, 3), 2)),
+    (IndexError, "dim is -3, x has 2 dimensions", lambda: halfstep.log_softmax(torch.ones(3, 3), -3)),
+    (IndexError, "dim is 1, x has 0 dimensions; allowed are -1 to 0", lambda: halfstep.softmax(torch.ones(()), 1)),
+    (TypeError, "dim is a float; allowed is an integer", lambda: halfstep.softmax(torch.ones(3), 0.0)),  # type: ignore[arg-type]
+    (
+        ValueError,
+        "causal=True with x of shape (3,); allowed are 2 or more",
+        lambda: halfstep.softmax(torch.ones(3), causal=True),
+    ),
+    (
+        ValueError,
+        "causal=True with dim 0 of 2; allowed is the last",
+        lambda: halfstep.softmax(torch.ones(3, 3), 0, causal=True),
+    ),
+    (TypeError, "mask is a list; allowed are None and a tensor", lambda: halfstep.softmax(torch.ones(3), mask=[True])),  # type: ignore[arg-type]
+    (
+        TypeError,
+        "mask has dtype torch.int64; allowed are bool (True = keep)",
+        lambda: halfstep.softmax(torch.ones(3), mask=torch.ones(3).long()),
+    ),
+    (ValueError, "mask has shape (2,), x has shape (3,)", lambda: halfstep.softmax(torch.ones(3), mask=torch.ones(2))),
+    (
+        ValueError,
+        "mask has shape (1, 3), x has shape (3,)",
+        lambda: halfstep.softmax(torch.ones(3), mask=torch.ones(1, 3)),
+    ),
+    (
+        ValueError,
+        "mask is on meta, x on cpu; allowed is one device",
+        lambda: halfstep.softmax(torch.ones(3), mask=torch.ones(3, device="meta")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "call"), ERRORS, ids=[text[:40] for _, text, _ in ERRORS])
+def test_errors_name_the_value_and_the_remedy(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        call()
