@@ -513,6 +513,11 @@ class _AdamBase(Optimizer):
                 if key in canonical and canonical[key].dtype != torch.float32:
                     canonical[key] = canonical[key].float()
             packed["state"][index] = canonical
+        # How state lies in memory is no part of a checkpoint; and torch.distributed.checkpoint knows no dtypes.
+        packed["param_groups"] = [
+            {name: value for name, value in group.items() if name not in LAYOUT_OPTIONS}
+            for group in packed["param_groups"]
+        ]
         return packed
 
     @torch._disable_dynamo
