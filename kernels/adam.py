@@ -484,8 +484,9 @@ def _constexprs(layout: Layout) -> dict[str, Any]:
 
 def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
     table, hyper = batch.table, batch.hyper
-    clip = control.max_norm is not None and control.sum_of_squares is not None
-    max_norm = torch.full((), control.max_norm, dtype=torch.float64, device=hyper.device) if clip else hyper
+    clip, max_norm = False, hyper
+    if control.max_norm is not None and control.sum_of_squares is not None:
+        clip, max_norm = True, torch.full((), control.max_norm, dtype=torch.float64, device=hyper.device)
     prepare_kernel[((table.tensors + LANES - 1) // LANES,)](
         table.rows,
         table.tensors,
