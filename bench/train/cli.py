@@ -64,6 +64,14 @@ _SCALE = _number(
 )
 
 
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse, but a typo is answered with what was probably meant, and nothing is guessed from a prefix."""
 
@@ -71,7 +79,14 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(message)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+        joined: list[str] = []
+        for word in args:
+            # argparse takes -1e-3 and -inf for options; joined to the name before it, each is a value to complain about
+            if word.startswith("-") and _is_number(word) and joined and joined[-1].startswith("--"):
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        found, unknown = self.parse_known_args(joined, namespace)
         if unknown:
             options = [name for action in self._actions for name in action.option_strings]
             near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1, cutoff=0.6)
@@ -176,10 +191,10 @@ class _Display:
         self._console, self._steps, self._quiet = console, steps, quiet
         self._progress = (
             Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[line]}"),
+                TextColumn("{task.fields[line]}", markup=False),
                 TimeRemainingColumn(),
                 console=console,
             )
@@ -219,9 +234,9 @@ class _Display:
 
 
 def _console() -> Console:
-    console = Console()
+    console = Console(markup=False)  # brackets in a path are not styles
     # a pipe has no width; 80 columns would fold the table
-    return console if console.is_terminal else Console(width=160)
+    return console if console.is_terminal else Console(width=160, markup=False)
 
 
 def _command(argv: Sequence[str]) -> str:
@@ -256,8 +271,8 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
         console = _console()
         display = _Display(console, settings.steps, quiet=place.rank != 0)
         display.note(
-            f"{corpus.name}: {corpus.size:,} bytes in {corpus.files:,} files; on {place.device}, "
-            f"{place.size} process{'es' * (place.size > 1)}"
+            f"{corpus.name}: {corpus.size:,} bytes in {corpus.files:,} file{'s' * (corpus.files > 1)}; "
+            f"on {place.device}, {place.size} process{'es' * (place.size > 1)}"
         )
         for run in runs:
             with display.run(run.name):

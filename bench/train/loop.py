@@ -26,7 +26,7 @@ import halfstep
 from halfstep.bench.train.data import Corpus
 from halfstep.bench.train.model import GPT, SIZES
 from halfstep.bench.train.precision import Precision
-from halfstep.bench.train.world import World
+from halfstep.bench.train.world import World, reshard
 from halfstep.integrations import checkpoint
 
 FORMAT = "halfstep train 1"
@@ -113,6 +113,7 @@ class Result:
     history: History
     parameters: int
     param_bytes: int
+    gradient_bytes: int
     optimizer_bytes: int
     tokens_per_step: int
     trouble: str | None = None
@@ -136,6 +137,7 @@ class Result:
             "skipped_steps": int(sum(history.skipped)),
             "final_scale": history.scale[-1] if self.run.scaled else None,
             "param_bytes_per_param": self.param_bytes / self.parameters,
+            "gradient_bytes_per_param": self.gradient_bytes / self.parameters,
             "optimizer_bytes_per_param": self.optimizer_bytes / self.parameters,
             "step_ms_p50": step_ms,
             "optimizer_ms_p50": median(history.optimizer_ms),
@@ -219,15 +221,20 @@ def read_checkpoint(path: Path, run: Run, settings: Settings, corpus: Corpus) ->
     differing = [name for name in wanted if made.get(name) != wanted[name]]
     if differing:
         given = ", ".join(f"{name} is {_shown(wanted[name])} and was {_shown(made.get(name))}" for name in differing)
-        options = [
-            "--data with the same content" if name == "data" else f"--{name.replace('_', '-')} {made.get(name)}"
-            for name in differing
-            if name != "optimizer"
-        ]
+        options = " ".join(_option(name, made.get(name)) for name in differing)
         raise checkpoint.CheckpointError(
-            f"cannot resume from {path}: {given}; pass {' '.join(options)}, or start anew with another --out"
+            f"cannot resume from {path}: {given}; pass {options}, or start anew with another --out"
         )
     return state
+
+
+def _option(name: str, value: Any) -> str:
+    """What to type so that `name` is `value` again."""
+    if name == "data":
+        return "--data with the same content"
+    if name == "optimizer":  # torch's trains in comparisons only
+        return f"--precision {'compare' if value == 'torch.optim.AdamW' else 'fp32'}"
+    return f"--{name.replace('_', '-')} {value}"
 
 
 def _shown(value: Any) -> str:
@@ -254,6 +261,7 @@ class Trainer:
         )
         self.history = History()
         self.step = 0
+        self.gradient_bytes = 0  # counted in the first step, when there are gradients
         self._clock = _Clock(world.device)
         self._losses: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
@@ -289,6 +297,8 @@ class Trainer:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self._clock.mark()
+        if not self.gradient_bytes:
+            self.gradient_bytes = sum(_bytes(p.grad) for p in self.plain.parameters() if p.grad is not None)
         self.optimizer.zero_grad(set_to_none=True)
         self._losses.append(loss.detach())
         self.step += 1
@@ -333,6 +343,7 @@ class Trainer:
             rows = range(mine.start + number * batch, mine.stop + number * batch)
             inputs, targets = self.corpus.validation(rows, count * batch, context)
             total += self.model(inputs.to(self.world.device), targets.to(self.world.device)).double()
+        reshard(self.model)
         loss = float(self.world.mean(total / count))
         if not self.history.validation or self.history.validation[-1][0] != self.step:
             self.history.validation.append((self.step, loss))
@@ -351,6 +362,7 @@ class Trainer:
             "rng": self.world.objects(torch.get_rng_state()),
             "cuda_rng": self.world.objects(cuda),
             "history": self.history.state(),
+            "gradient_bytes": {"world_size": self.world.size, "bytes": self.gradient_bytes},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -365,6 +377,8 @@ class Trainer:
                 torch.cuda.set_rng_state(state["cuda_rng"][self.world.rank], self.world.device)
         self.history = History.from_state(state["history"])
         self.step = state["step"]
+        if state["gradient_bytes"]["world_size"] == self.world.size:
+            self.gradient_bytes = state["gradient_bytes"]["bytes"]
 
     def result(self, trouble: str | None = None, stopped: int | None = None) -> Result:
         return Result(
@@ -374,6 +388,7 @@ class Trainer:
             history=self.history,
             parameters=self.parameters,
             param_bytes=sum(_bytes(p) for p in self.plain.parameters()),
+            gradient_bytes=self.gradient_bytes,
             optimizer_bytes=sum(_bytes(v) for entry in self.optimizer.state.values() for v in _tensors(entry)),
             tokens_per_step=self.settings.batch * self.settings.context,
             trouble=trouble,

@@ -101,7 +101,8 @@ def _cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     base = next((run["final_val_loss"] for run in runs if run["precision"] == "fp32"), None)
     compared = base is not None and len(runs) > 1
     head = ["run", "optimizer", "train loss", "val loss", *(["vs fp32"] if compared else [])]
-    head += ["skipped", "scale", "weights B/param", "state B/param", "step ms", "optimizer ms", "tokens/s"]
+    head += ["skipped", "scale", *(f"{part}\nB/param" for part in ("weight", "grad", "state"))]
+    head += ["step\nms", "optimizer\nms", "tokens/s"]
     rows = []
     for run in runs:
         loss = run["final_val_loss"]
@@ -116,6 +117,7 @@ def _cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 str(run["skipped_steps"]) if run["final_scale"] is not None else "-",
                 _shown(run["final_scale"], ",.0f"),
                 f"{run['param_bytes_per_param']:.2f}",
+                f"{run['gradient_bytes_per_param']:.2f}",
                 f"{run['optimizer_bytes_per_param']:.2f}",
                 f"{run['step_ms_p50']:.1f}",
                 f"{run['optimizer_ms_p50']:.2f}",
@@ -130,7 +132,7 @@ def table(content: dict[str, Any]) -> Table:
     head, rows = _cells(content)
     made = Table(caption=sentence(content), caption_justify="left")
     for number, name in enumerate(head):
-        made.add_column(name, justify="left" if number < 2 else "right")
+        made.add_column(name, justify="left" if number < 2 else "right", no_wrap=number > 0)
     for row in rows:
         made.add_row(*row)
     return made
@@ -141,7 +143,7 @@ def sentence(content: dict[str, Any]) -> str:
     data = content["data"]
     return (
         f"Losses in nats per byte. Unigram entropy of the text ({data['name']}, {data['bytes']:,} bytes in "
-        f"{data['files']:,} files): {content['unigram_entropy']:.4f}."
+        f"{data['files']:,} file{'s' * (data['files'] > 1)}): {content['unigram_entropy']:.4f}."
     )
 
 
@@ -178,6 +180,7 @@ def picture(content: dict[str, Any]) -> bytes | None:
     """report.png: losses, the loss scale with its skipped steps, bytes per parameter. None without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, MaxNLocator
     except ImportError:
@@ -201,6 +204,7 @@ def picture(content: dict[str, Any]) -> bytes | None:
         losses.plot(*_smooth(run["train_loss"], span), **style)
         points = run["validation"]
         if points:
+            style["label"] = f"{points[-1][1]:.4f}  {run['name']}"
             closer.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
     losses.axhline(content["unigram_entropy"], color="black", linestyle=":", linewidth=1.2)
     losses.annotate(
@@ -219,6 +223,7 @@ def picture(content: dict[str, Any]) -> bytes | None:
         margin = max((max(late) - min(late)) * 0.08, 0.005)
         closer.set_ylim(min(late) - margin, max(late) + margin)
         closer.set_xlim(steps * 0.38, steps * 1.02)
+        closer.legend(frameon=False, title="at the end", alignment="left")
     closer.set(title="Validation loss, the later part closer", xlabel="step", ylabel="nats per byte")
 
     for run, colour in scaled:
@@ -245,19 +250,27 @@ def picture(content: dict[str, Any]) -> bytes | None:
         scales.text(0.5, 0.5, "no fp16 run: no loss scale", ha="center", va="center", color="#777777", fontsize=11)
 
     names = [run["name"] for run in runs]
-    weights = [run["param_bytes_per_param"] for run in runs]
-    states = [run["optimizer_bytes_per_param"] for run in runs]
-    sizes.bar(names, weights, color=colours, width=0.6)
-    sizes.bar(names, states, bottom=weights, color=colours, alpha=0.45, width=0.6)
-    for number, (weight, state) in enumerate(zip(weights, states, strict=True)):
-        sizes.text(number, weight / 2, f"weights {weight:.4g}", ha="center", va="center", color="white", fontsize=9)
-        sizes.text(number, weight + state / 2, f"optimizer state\n{state:.4g}", ha="center", va="center", fontsize=9)
-        sizes.text(number, weight + state, f"{weight + state:.4g}", ha="center", va="bottom", fontweight="bold")
-    sizes.set_ylim(0, max(w + s for w, s in zip(weights, states, strict=True)) * 1.12)
+    bottom = [0.0] * len(runs)
+    for part, key, strength in (
+        ("weights", "param", 1.0),
+        ("gradients", "gradient", 0.65),
+        ("optimizer\nstate", "optimizer", 0.35),
+    ):
+        heights = [run[f"{key}_bytes_per_param"] for run in runs]
+        shades = [tuple(1 - strength * (1 - channel) for channel in to_rgb(colour)) for colour in colours]
+        sizes.bar(names, heights, bottom=bottom, color=shades, width=0.72, edgecolor="white")
+        for number, height in enumerate(heights):
+            middle = bottom[number] + height / 2
+            ink = "black" if strength < 0.5 else "white"
+            sizes.text(number, middle, f"{part} {height:.3g}", ha="center", va="center", color=ink, fontsize=9)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for number, top in enumerate(bottom):
+        sizes.text(number, top, f"{top:.3g}", ha="center", va="bottom", fontweight="bold")
+    sizes.set_ylim(0, max(bottom) * 1.1)
     sizes.set(title="Bytes per parameter, measured (one process)", ylabel="bytes")
     sizes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if len(runs) == 1:
-        sizes.set_xlim(-1.5, 1.5)
+        sizes.set_xlim(-1.2, 1.2)
 
     for axes in (losses, closer, scales, sizes):
         axes.spines[["top", "right"]].set_visible(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 STRATEGIES = ("single", "ddp", "fsdp")
@@ -108,6 +109,13 @@ def check(strategy: str, device: str, batch: int) -> None:
         )
 
 
+def reshard(model: nn.Module) -> None:
+    """Let go of the whole parameters that FSDP2 keeps after a forward pass without a backward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def world(strategy: str, device: str) -> Iterator[World]:
     """Connect the processes for the length of the block: NCCL on GPUs, gloo on CPUs."""
@@ -122,5 +130,7 @@ def world(strategy: str, device: str) -> Iterator[World]:
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=own if kind == "cuda" else None)
     try:
         yield World(strategy, own, rank, size)
+        dist.barrier()  # a rank that leaves early takes its connections from under the others
     finally:
+        gc.collect()  # models hold on to the group in cycles; they must go first
         dist.destroy_process_group()

@@ -50,7 +50,8 @@ def _unknown(words: Sequence[str]) -> str:
     given = " ".join(words)
     near = difflib.get_close_matches(given, starts, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"halfstep: error: unknown command {given!r}; {hint}Allowed are {', '.join(sorted(starts))}; see halfstep --help"
+    allowed = ", ".join(sorted(starts))
+    return f"halfstep: error: unknown command {given!r}; {hint}Allowed are {allowed}; see halfstep --help"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,161 @@
+"""A resumed run has the bits of the uninterrupted one: in one process, under DDP, under FSDP2; and all three agree.
+
+Distributed runs are started by torchrun as a user would start them: two processes on gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.__main__ import main
+from halfstep.bench.train import report
+from halfstep.integrations import checkpoint
+
+TEXT = Path(os.__file__).read_bytes()
+TIMES = ("step_ms", "optimizer_ms")
+OPTIONS = "--size nano --steps 12 --batch 4 --save-every 4 --growth-interval 3".split()
+# fp16 overflows at this scale in the first steps, so the run skips and backs off, before and after step 8
+HIGH = ("--init-scale", str(2.0**24))
+# Two processes sum in another order than one, so next to the limit one may skip a step that the other takes. From here
+# the scale grows three times without reaching the limit.
+LOW = ("--init-scale", str(2.0**12))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_bytes(TEXT)
+    return path
+
+
+def _words(text: Path, out: Path, precision: str, strategy: str) -> list[str]:
+    scale = HIGH if strategy == "single" and precision == "fp16" else LOW
+    what = ["--data", str(text), "--out", str(out), "--precision", precision, "--strategy", strategy]
+    return ["train", *OPTIONS, *scale, *what]
+
+
+def _torchrun(words: list[str]) -> str:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "halfstep"]
+    done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def _start(text: Path, out: Path, precision: str, strategy: str, *more: str) -> None:
+    words = [*_words(text, out, precision, strategy), *more]
+    if strategy == "single":
+        assert main(words) == 0
+    else:
+        _torchrun(words)
+
+
+def _newest(out: Path, name: str) -> tuple[int, dict[str, Any]]:
+    step, path = checkpoint.checkpoints(out / "checkpoints" / name)[-1]
+    return step, checkpoint.load(path)
+
+
+def _differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """Places where two states differ in any bit, but for the times of the steps."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return [f"{where}: {sorted(map(str, a.keys() ^ b.keys()))}"]
+        return [d for key in a if key not in TIMES for d in _differences(a[key], b[key], f"{where}/{key}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [d for index in range(len(a)) for d in _differences(a[index], b[index], f"{where}/{index}")]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape
+        return [] if same and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b))) else [where]
+    return [] if a == b and type(a) is type(b) else [f"{where}: {a!r} and {b!r}"]
+
+
+def _resumed_has_the_same_bits(text: Path, out: Path, precision: str, strategy: str) -> dict[str, Any]:
+    """Lose the last checkpoint of the finished run in `out`, resume from the one before, compare everything."""
+    step, uninterrupted = _newest(out, precision)
+    assert step == 12
+    uninterrupted_loss = json.loads((out / "report.json").read_text())["runs"][0]["final_val_loss"]
+    checkpoint.checkpoints(out / "checkpoints" / precision)[-1][1].unlink()
+    (out / "report.json").unlink()
+    assert _newest(out, precision)[0] == 8
+    _start(text, out, precision, strategy, "--resume")
+    step, resumed = _newest(out, precision)
+    assert step == 12
+    assert _differences(uninterrupted, resumed) == []
+    assert json.loads((out / "report.json").read_text())["runs"][0]["final_val_loss"] == uninterrupted_loss
+    return uninterrupted
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_one_process_resumes_to_the_same_bits(text: Path, tmp_path: Path, precision: str) -> None:
+    _start(text, tmp_path, precision, "single")
+    state = _resumed_has_the_same_bits(text, tmp_path, precision, "single")
+    scale = state["history"]["scale"].tolist()
+    if precision == "fp16":
+        assert state["scaler"]["scale"] != 2.0**24 and state["history"]["skipped"].sum() > 0
+        assert any(after < before for before, after in pairwise(scale[8:])), "no skipped step after step 8"
+
+
+def test_the_comparison_of_states_sees_one_bit(text: Path, tmp_path: Path) -> None:
+    _start(text, tmp_path, "bf16", "single")
+    _, one = _newest(tmp_path, "bf16")
+    _, other = _newest(tmp_path, "bf16")
+    assert _differences(one, other) == []
+    other["optimizer"]["state"][0]["master"].view(torch.int32)[3, 5] ^= 1
+    assert _differences(one, other) == ["/optimizer/state/0/master"]
+
+
+def test_a_finished_comparison_resumes_to_its_own_report(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "picture", lambda content: None)
+    _start(text, tmp_path, "compare", "single")
+    first = json.loads((tmp_path / "report.json").read_text())
+    # one run is as if it had not been reached, one is cut in the middle, two are finished
+    for _, path in checkpoint.checkpoints(tmp_path / "checkpoints" / "bf16-without-master"):
+        path.unlink()
+    checkpoint.checkpoints(tmp_path / "checkpoints" / "fp16")[-1][1].unlink()
+    _start(text, tmp_path, "compare", "single", "--resume")
+    second = json.loads((tmp_path / "report.json").read_text())
+    for before, after in zip(first["runs"], second["runs"], strict=True):
+        assert before["train_loss"] == after["train_loss"]
+        assert before["validation"] == after["validation"]
+        assert before["gradient_bytes_per_param"] == after["gradient_bytes_per_param"] > 0
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "fp16"), ("fsdp", "bf16"), ("fsdp", "fp16")])
+def test_two_processes_reach_the_loss_of_one_and_resume_to_the_same_bits(
+    text: Path, tmp_path: Path, strategy: str, precision: str
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    _start(text, one, precision, "single", *LOW)
+    _start(text, two, precision, strategy)
+    alone, together = (json.loads((out / "report.json").read_text())["runs"][0] for out in (one, two))
+    assert together["world_size"] == 2 and together["strategy"] == strategy
+    assert together["final_val_loss"] == pytest.approx(alone["final_val_loss"], rel=5e-3)
+    assert together["final_train_loss"] == pytest.approx(alone["final_train_loss"], rel=5e-3)
+    assert together["train_loss"][0] == pytest.approx(alone["train_loss"][0], rel=1e-4)
+    share = 0.5 if strategy == "fsdp" else 1.0
+    for part in ("param", "gradient", "optimizer"):
+        assert together[f"{part}_bytes_per_param"] == pytest.approx(share * alone[f"{part}_bytes_per_param"], rel=0.02)
+    _resumed_has_the_same_bits(text, two, precision, strategy)
+    # a checkpoint does not know how it was sharded: one process continues from it
+    (_, path), _ = checkpoint.checkpoints(two / "checkpoints" / precision)
+    _start(text, tmp_path / "other", precision, "single", *LOW, "--resume", str(path))
+    other = json.loads((tmp_path / "other" / "report.json").read_text())["runs"][0]
+    assert other["train_loss"][:8] == json.loads((two / "report.json").read_text())["runs"][0]["train_loss"][:8]
+    assert other["final_val_loss"] == pytest.approx(alone["final_val_loss"], rel=5e-3)
+
+
+def test_only_rank_0_prints(text: Path, tmp_path: Path) -> None:
+    words = _words(text, tmp_path, "fp32", "ddp")
+    printed = _torchrun(words)
+    assert printed.count("step 12/12") == 1
+    assert printed.count("report: ") == 1
