@@ -5,16 +5,18 @@
     found_inf = 1.0 if any flag is set, else 0.0
     sum_of_squares = sum over all y of y^2
 
-Bytes per element: checking reads the element and writes nothing (2 or 4 B); unscaling in place also writes it (4 or 8 B).
+Bytes per element: checking reads the element and writes nothing (2 or 4 B); unscaling in place also writes it (4 or
+8 B).
 
 The check looks at `y`, not `x`: with a scale below 1 a finite gradient can overflow when unscaled. It compares
 integers, since a floating-point maximum drops NaN, and the norm alone would raise false alarms.
 
-**Sum of squares, the same bits everywhere.** Each tensor is cut into chunks of 4096. A chunk is scaled by a power of two
-that brings its largest magnitude into [1, 2) (exactly: neither overflow nor underflow of the squares), squared in fp32
-and summed in a fixed tree: element i with element i + 2048, then i with i + 1024, and so on. The chunk's sum goes back to
-its scale in fp64, whose range holds every square of an fp32. The chunks' sums are added in fp64: 1024 lanes, lane j
-taking chunks j, j + 1024, ... in order, then the same tree over the lanes. Zeros pad a short chunk and change no bit.
+**Sum of squares, the same bits everywhere.** Each tensor is cut into chunks of 4096. A chunk is scaled by a power of
+two that brings its largest magnitude into [1, 4) (exactly: no square overflows, and those that underflow are too small
+to count), squared in fp32 and summed in a fixed tree: element i with element i + 2048, then i with i + 1024, and so on.
+The chunk's sum goes back to its scale in fp64, whose range holds every square of an fp32. The chunks' sums are added in
+fp64: 1024 lanes, lane j taking chunks j, j + 1024, ... in order, then the same tree over the lanes. Zeros pad a short
+chunk and change no bit.
 """
 
 from __future__ import annotations
@@ -315,8 +317,8 @@ def _checked_inv_scale(inv_scale: torch.Tensor | float, device: torch.device) ->
     if inv_scale.is_complex() or inv_scale.dtype == torch.bool:
         raise TypeError(f"inv_scale has dtype {inv_scale.dtype}; allowed are real dtypes")
     if inv_scale.dtype == torch.float32 and inv_scale.device == device:
-        return inv_scale.detach()
-    return inv_scale.detach().to(device=device, dtype=torch.float32, non_blocking=True)
+        return inv_scale.detach().reshape(())
+    return inv_scale.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True)
 
 
 CHECK_OF_NOTHING = Check(torch.zeros(()), torch.zeros((), dtype=torch.float64), torch.zeros(0, dtype=torch.int32))
@@ -346,7 +348,7 @@ def foreach_check(grads: Sequence[torch.Tensor], *, inv_scale: torch.Tensor | fl
 
 @torch.no_grad()
 def foreach_unscale_and_check_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | None) -> Check:
-    """`foreach_unscale_` with the whole answer of `foreach_check`: found_inf, sum of squares and flags of the result."""
+    """`foreach_unscale_` with the answer of `foreach_check`: found_inf, sum of squares and flags of the result."""
     tensors = check_tensor_list(grads, "grads")
     if not tensors:
         return Check(*(part.clone() for part in CHECK_OF_NOTHING))

@@ -22,3 +22,8 @@ ADAM_ERROR_AGAINST_TORCH = {"AdamW": 1.0, "Adam": 1.001}
 SOFTMAX_UNITS = 16.0
 # The kernels take results and exponentials below the smallest normal fp32 number for 0, as GPUs do.
 SOFTMAX_FLUSHED = 2.0**-126
+
+# The sum of squares against the exact sum, relative: all terms are positive, each is rounded once when squared, at most 12
+# times on its way through the tree of a chunk, and after that in fp64, which adds nothing visible: 13 roundings of 2^-24.
+# Squares that underflow are below 2^-126 of a chunk's largest, so 4096 of them are below 2^-114 of its sum.
+SUM_OF_SQUARES = 13.01 * 2.0**-24

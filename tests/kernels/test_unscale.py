@@ -1,0 +1,526 @@
+"""Unscale and check: flags, the sum of squares against exact sums, the same bits from all three implementations."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from fractions import Fraction
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import ALL, twins, using
+from oracles import BF16, DTYPES, FP16, FP32, assert_same_bits
+from tolerances import SUM_OF_SQUARES
+
+import halfstep
+from halfstep.kernels import unscale
+from halfstep.kernels.unscale import CHUNK, HAS_INF, HAS_NAN, LANES, Check, foreach_unscale_and_check_
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
+
+INF, NAN = float("inf"), float("nan")
+
+
+def names(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def unscaled(values: np.ndarray, inv_scale: float | None) -> np.ndarray:
+    """What stands in fp32 after unscaling and before rounding to the tensor's dtype."""
+    with np.errstate(all="ignore"):
+        wide = values.astype(np.float32)
+        return wide if inv_scale is None else wide * np.float32(inv_scale)
+
+
+def flag_of(values: np.ndarray) -> int:
+    return HAS_INF * bool(np.isinf(values).any()) + HAS_NAN * bool(np.isnan(values).any())
+
+
+def check_by(name: str, tensors: list[torch.Tensor], inv_scale: object = None, write: bool = False) -> Check:
+    """One implementation's answer on copies that lie in memory as the originals do; nothing but a write is written."""
+    with using(name, "unscale") as device:
+        placed = twins(tensors, device)
+        before = [oracles.bits(tensor).copy() for tensor in placed]
+        if write:
+            result = foreach_unscale_and_check_(placed, inv_scale)  # type: ignore[arg-type]
+        else:
+            result = halfstep.foreach_check(placed, inv_scale=inv_scale)  # type: ignore[arg-type]
+            for tensor, kept in zip(placed, before, strict=True):
+                assert (oracles.bits(tensor) == kept).all(), "checking wrote"
+    assert (result.found_inf.dtype, result.found_inf.shape) == (FP32, ())
+    assert (result.sum_of_squares.dtype, result.sum_of_squares.shape) == (torch.float64, ())
+    assert (result.flags.dtype, result.flags.shape) == (torch.int32, (len(tensors),))
+    return Check(*(part.cpu() for part in result))
+
+
+def examine(tensors: list[torch.Tensor], inv_scale: float | None = None) -> Check:
+    """All three implementations, the same bits; flags and sum against the oracle. Returns the common answer."""
+    arrays = [unscaled(oracles.to_numpy(tensor), inv_scale) for tensor in tensors]
+    flags = [flag_of(array) for array in arrays]
+    results = [check_by(name, tensors, inv_scale) for name in ALL]
+    for name, result in zip(ALL, results, strict=True):
+        assert result.flags.tolist() == flags, name
+        assert result.found_inf.item() == float(any(flags)), name
+        assert_same_bits(result.sum_of_squares, results[0].sum_of_squares, f"sum of squares, {name}")
+    total = results[0].sum_of_squares.item()
+    if any(flags):
+        assert not np.isfinite(total)
+    else:
+        near(total, np.concatenate([array.reshape(-1) for array in arrays]))
+    return results[0]
+
+
+def near(total: float, values: np.ndarray) -> None:
+    """The tolerance of the table, against the correctly rounded sum; exact where that is 0."""
+    exact = oracles.sum_of_squares(values)
+    assert abs(total - exact) <= SUM_OF_SQUARES * exact, f"{total} for {exact}: {abs(total - exact) / exact} off"
+
+
+def grads(sizes: list[int], dtype: torch.dtype, seed: int = 0, spread: float = 1.0) -> list[torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    return [torch.from_numpy((rng.standard_normal(size) * spread).astype(np.float32)).to(dtype) for size in sizes]
+
+
+# ------------------------------------------------------------------------------------------------------ sum of squares
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+def test_sums_of_odd_sizes(dtype: torch.dtype) -> None:
+    sizes = [0, 1, 2, 3, 511, 512, 513, 2047, 2049, 4095, 4096, 4097, 3 * 4096 + 5]
+    together = examine(grads(sizes, dtype))
+    assert together.found_inf.item() == 0
+    if dtype == FP32:
+        for size in sizes:
+            examine(grads([size], dtype, seed=size))
+
+
+def test_the_sum_is_what_the_docstring_says() -> None:
+    """The tree by hand, in numpy: element i with i + half, fp32 within a chunk, fp64 across."""
+    (tensor,) = grads([CHUNK + 100], FP32)
+    values, total = tensor.numpy(), np.float64(0)
+    for start in range(0, len(values), CHUNK):
+        chunk = np.zeros(CHUNK, np.float32)
+        chunk[: len(values[start : start + CHUNK])] = values[start : start + CHUNK]
+        _, exponent = np.frexp(np.abs(chunk).max())
+        power = np.float32(2.0) ** np.float32(1 - exponent)
+        squares = (chunk * power) ** 2
+        while len(squares) > 1:
+            squares = squares[: len(squares) // 2] + squares[len(squares) // 2 :]
+        total = total + np.float64(squares[0]) / np.float64(power) ** 2
+    assert check_by("reference", [tensor]).sum_of_squares.item() == total
+
+
+@pytest.mark.parametrize("exponent", [-149, -148, -140, -127, -126, -125, -75, -64, 0, 63, 64, 100, 126, 127])
+def test_no_square_overflows_or_underflows(exponent: int) -> None:
+    """From the smallest fp32, 1.4e-45, to the largest, 3.4e38: fp32 squares would be 0 or inf."""
+    value = np.float32(2.0**exponent)
+    tensor = torch.full((4099,), float(value))
+    exact = Fraction(float(value)) ** 2 * 4099
+    assert Fraction(examine([tensor]).sum_of_squares.item()) == exact
+    mantissa = torch.full((5,), float(np.nextafter(np.float32(2.0) ** min(exponent + 1, 127), np.float32(0))))
+    examine([mantissa])
+
+
+def test_the_largest_value_and_a_chunk_of_it() -> None:
+    largest = torch.full((CHUNK,), torch.finfo(FP32).max)
+    assert examine([largest]).sum_of_squares.item() == pytest.approx(
+        CHUNK * 3.4028234663852886e38**2, rel=SUM_OF_SQUARES
+    )
+    examine([torch.tensor([3.4028234663852886e38, 1e-45, -1e-38])])
+
+
+def test_extremes_in_one_list() -> None:
+    tensors = [torch.full((100,), value) for value in (1e-45, 3e38, 1e-30, 1e20, 1.0, 0.0)]
+    examine(tensors)
+    examine([tensors[0], tensors[2]])
+    examine([torch.cat(tensors)])
+
+
+def test_the_oracle_is_exact() -> None:
+    """fp64 squares summed by fsum against rational numbers, on the whole range of fp32."""
+    random = np.random.default_rng(4).integers(0, 2**32, 500, dtype=np.uint32).view(np.float32)
+    values = random[np.isfinite(random)]
+    exact = oracles.exact_sum_of_squares(values)
+    assert abs(Fraction(oracles.sum_of_squares(values)) - exact) <= exact * Fraction(1, 2**53)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=names)
+def test_every_16_bit_code(dtype: torch.dtype) -> None:
+    codes = np.arange(2**16, dtype=np.uint16).view(oracles.NUMPY[dtype])
+    with np.errstate(invalid="ignore"):
+        finite = codes[np.isfinite(codes.astype(np.float32))]
+    assert examine([oracles.to_torch(finite)]).found_inf.item() == 0
+    result = examine([oracles.to_torch(part) for part in np.split(codes, 16)])
+    infinity = {FP16: 0x7C00, BF16: 0x7F80}[dtype]
+    first, last = infinity >> 12, 7
+    assert all(flag == 0 for flag in result.flags[:first].tolist())
+    assert result.flags[last].item() in (HAS_NAN, HAS_INF + HAS_NAN)
+
+
+def test_more_chunks_than_lanes() -> None:
+    """1,024 lanes in fp64: the chunks beyond take a second round."""
+    tensors = grads([1] * 2200 + [CHUNK * 3 + 1] * 2, FP32)
+    reference, native = (check_by(name, tensors) for name in ("reference", "native"))
+    assert_same_bits(native.sum_of_squares, reference.sum_of_squares)
+    near(native.sum_of_squares.item(), np.concatenate([tensor.numpy() for tensor in tensors]))
+    # A launch of as many programs is slow under the interpreter, so there the gathering kernel runs alone.
+    for chunks, marked in ((1, None), (1023, 0), (1024, 1023), (1025, 1024), (2500, None), (2500, 2499)):
+        sums = torch.from_numpy(np.random.default_rng(chunks).lognormal(0, 20, chunks))
+        flags = torch.zeros(chunks, dtype=torch.int32)
+        if marked is not None:
+            flags[marked] = HAS_NAN
+        found, total = unscale._reference_finish(sums, flags)
+        with using("triton", "unscale") as device:
+            by_kernel = torch.empty((), device=device), torch.empty((), dtype=torch.float64, device=device)
+            unscale.finish_kernel[(1,)](
+                sums.to(device), chunks, flags.to(device), chunks, *by_kernel, LANES=LANES, enable_fp_fusion=False
+            )
+        assert by_kernel[0].item() == found.item() == float(marked is not None)
+        assert_same_bits(by_kernel[1], total, f"{chunks} chunks")
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.lists(st.floats(width=32), max_size=20), min_size=1, max_size=4),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, 1.0, 2.0**-16, 1 / 3, 3e38, 1e-45, 0.0, -2.0]),
+)
+def test_any_values(lists: list[list[float]], dtype: torch.dtype, inv_scale: float | None) -> None:
+    examine([torch.tensor(values, dtype=FP32).to(dtype) for values in lists], inv_scale)
+
+
+# --------------------------------------------------------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+def test_flags_name_the_tensor_and_the_kind(dtype: torch.dtype) -> None:
+    tensors = grads([7, 7, 7, 7, 7, 0, 5000], dtype)
+    tensors[1][3] = INF
+    tensors[2][0] = NAN
+    tensors[3][1], tensors[3][6] = -INF, NAN
+    tensors[6][2] = -INF
+    result = examine(tensors)
+    assert result.flags.tolist() == [0, 1, 2, 3, 0, 0, 1]
+    assert np.isnan(result.sum_of_squares.item())
+    result = examine([tensors[0], tensors[1]])
+    assert result.sum_of_squares.item() == INF, "an infinity alone is not a NaN"
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN, "signalling"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+def test_one_bad_element_anywhere(dtype: torch.dtype, bad: float | str) -> None:
+    """First and last of a chunk, last of a tail, alone in a tensor, and where addresses are not aligned."""
+    size = CHUNK + 37
+    places = [0, 16, CHUNK - 1, CHUNK, size - 17, size - 1]
+    flag = HAS_NAN if bad == "signalling" or bad != bad else HAS_INF
+    signalling = {FP32: 0x7F800001, FP16: 0x7C01, BF16: 0x7F81}[dtype]
+    for offset in (0, 1):
+        (clean,) = grads([size + offset], dtype)
+        tensors = []
+        for place in places if offset == 0 else [0, CHUNK - 1, size - 1]:
+            tensor = clean.clone()[offset:]
+            if isinstance(bad, str):
+                integer = torch.int32 if dtype == FP32 else torch.int16
+                tensor.view(integer)[place] = signalling
+            else:
+                tensor[place] = bad
+            tensors.append(tensor)
+        tensors.append(clean[offset:])
+        expected = [flag] * (len(tensors) - 1) + [0]
+        for name in ALL if bad != -INF else ("reference", "native"):
+            assert check_by(name, tensors).flags.tolist() == expected, (name, offset)
+
+
+def test_flags_keep_the_order_of_mixed_dtypes() -> None:
+    tensors = [torch.ones(size).to(DTYPES[index % 3]) for index, size in enumerate([3, 0, 5000, 1, 9, 4096, 2, 7, 8])]
+    for position in range(len(tensors)):
+        if tensors[position].numel():
+            marked = [tensor.clone() for tensor in tensors]
+            marked[position][-1] = NAN
+            for name in ALL if position in (0, 5, 8) else ("reference", "native"):
+                flags = check_by(name, marked).flags.tolist()
+                assert flags == [HAS_NAN * (index == position) for index in range(len(tensors))], name
+    assert examine(tensors).sum_of_squares.item() == sum(tensor.numel() for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_three_thousand_small_tensors(name: str) -> None:
+    rng = np.random.default_rng(6)
+    tensors = [torch.from_numpy(rng.standard_normal(size).astype(np.float32)) for size in rng.integers(0, 12, 3000)]
+    bad = {17: INF, 1024: NAN, 2999: -INF}
+    for index, value in bad.items():
+        tensors[index] = torch.tensor([1.0, value])
+    result = check_by(name, tensors)
+    expected = [0 if index not in bad else (HAS_NAN if bad[index] != bad[index] else HAS_INF) for index in range(3000)]
+    assert result.flags.tolist() == expected and result.found_inf.item() == 1
+    clean = [tensor for index, tensor in enumerate(tensors) if index not in bad]
+    near(check_by(name, clean).sum_of_squares.item(), np.concatenate([tensor.numpy() for tensor in clean]))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing(name: str) -> None:
+    with using(name, "unscale") as device:
+        for tensors in ([], [torch.empty(0, device=device)], [torch.empty(0, 3, device=device, dtype=BF16)] * 2):
+            check = halfstep.foreach_check(tensors)
+            assert (check.found_inf.item(), check.sum_of_squares.item()) == (0, 0)
+            assert check.flags.tolist() == [0] * len(tensors)
+            result = halfstep.foreach_unscale_(tensors, 0.5)
+            assert (result.found_inf.item(), result.norm.item()) == (0, 0)
+        # Each answer is its own: writing on one must not show in the next.
+        halfstep.foreach_check([]).found_inf.fill_(1)
+        assert halfstep.foreach_check([]).found_inf.item() == 0
+
+
+def test_every_kind_of_tensor_is_read_in_full() -> None:
+    base = torch.arange(1.0, 61.0)
+    tensors = [
+        base.reshape(6, 10).t(),
+        base.reshape(6, 10)[:, 2:7],
+        base[::7],
+        base[1:],
+        base[:3].expand(4, 3),
+        torch.tensor(5.0),
+        base.reshape(1, 3, 4, 5).to(memory_format=torch.channels_last),
+        base.as_strided((9, 3), (2, 1)),
+    ]
+    result = examine(tensors)
+    assert result.sum_of_squares.item() == sum(float((tensor.double() ** 2).sum()) for tensor in tensors)
+    examine(tensors, 0.25)
+
+
+def test_parameters_and_gradients_that_require_gradients() -> None:
+    for name in ALL:
+        with using(name, "unscale") as device:
+            parameter = torch.nn.Parameter(torch.ones(5, device=device))
+            assert not halfstep.foreach_check([parameter]).sum_of_squares.requires_grad
+            halfstep.foreach_unscale_([parameter], torch.tensor(2.0, device=device, requires_grad=True))
+            assert parameter.tolist() == [2] * 5 and parameter.requires_grad
+
+
+@pytest.mark.parametrize("name", ["native", "triton"])
+def test_checking_reads_memory_that_nobody_may_write(name: str) -> None:
+    """A page mapped read-only: a store would kill the process."""
+    with using(name, "unscale") as device:
+        if device.type != "cpu":
+            pytest.skip("pages of the host")
+        page = mmap.mmap(-1, 65536)
+        page.write(np.full(16384, 2.0, np.float32).tobytes())
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        libc = ctypes.CDLL(None, use_errno=True)
+        read_write, read_only = mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ
+        tensor = torch.frombuffer(page, dtype=FP32)
+        assert tensor.data_ptr() == address
+        assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(65536), read_only) == 0
+        try:
+            assert halfstep.foreach_check([tensor[1:]], inv_scale=0.5).sum_of_squares.item() == 16383
+            assert halfstep.foreach_check([tensor]).sum_of_squares.item() == 4 * 16384
+        finally:
+            libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(65536), read_write)
+
+
+# ------------------------------------------------------------------------------------------------------------- scaling
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+@pytest.mark.parametrize("inv_scale", [1.0, 2.0**-16, 1 / 3, 3.0, -0.5, 0.0, 1e-45, 3e38, 2.0**-24])
+def test_what_is_checked_is_the_unscaled_value(dtype: torch.dtype, inv_scale: float) -> None:
+    """A scale below 1 can make a finite gradient overflow, and a step on it would be wrong."""
+    tensors = grads([4097, 33], dtype, spread=100.0)
+    result = examine(tensors, inv_scale)
+    assert result.flags.tolist() == ([1, 1] if inv_scale == 3e38 else [0, 0])
+
+
+@pytest.mark.parametrize("inv_scale", [INF, -INF, NAN])
+@pytest.mark.parametrize("size", [1, 5, 4096, 4100])
+def test_a_scale_that_is_not_finite(inv_scale: float, size: int) -> None:
+    tensor = torch.ones(size)
+    assert examine([tensor], inv_scale).flags.tolist() == [HAS_NAN if inv_scale != inv_scale else HAS_INF]
+    tensor[size // 2] = 0.0
+    expected = HAS_NAN if inv_scale != inv_scale or size == 1 else HAS_INF + HAS_NAN
+    assert examine([tensor], inv_scale).flags.tolist() == [expected], "0 * inf is NaN"
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+@pytest.mark.parametrize("inv_scale", [2.0**-10, 1 / 3, 1e-6, 2e5, 0.0, INF])
+def test_unscaling_rounds_once_and_checks_what_was_stored(name: str, dtype: torch.dtype, inv_scale: float) -> None:
+    tensors = grads([4097, 0, 33, 1], dtype, spread=10.0)
+    tensors += [tensors[0][1:40].clone(), torch.from_numpy(oracles.specials()).to(dtype)]
+    stored = []
+    for tensor in tensors:
+        with np.errstate(all="ignore"):
+            stored.append(unscaled(oracles.to_numpy(tensor), inv_scale).astype(oracles.NUMPY[dtype]))
+    with using(name, "unscale") as device:
+        placed = twins(tensors, device)
+        check = foreach_unscale_and_check_(placed, inv_scale)
+        public = twins(tensors, device)
+        result = halfstep.foreach_unscale_(public, inv_scale)
+    for tensor, again, expected in zip(placed, public, stored, strict=True):
+        assert_same_bits(tensor, expected, name)
+        assert_same_bits(again, expected, name)
+    wide = [array.astype(np.float32) for array in stored]
+    assert check.flags.tolist() == [flag_of(array) for array in wide]
+    assert check.found_inf.item() == result.found_inf.item() == 1
+    finite = [index for index, array in enumerate(wide) if not flag_of(array)]
+    with using(name, "unscale") as device:
+        check = foreach_unscale_and_check_([twins(tensors, device)[index] for index in finite], inv_scale)
+        result = halfstep.foreach_unscale_([twins(tensors, device)[index] for index in finite], inv_scale)
+    near(check.sum_of_squares.item(), np.concatenate([wide[index] for index in finite] or [np.zeros(0)]))
+    assert result.norm.item() == np.float32(np.sqrt(check.sum_of_squares.item()))
+    assert (result.norm.dtype, result.norm.shape, result.found_inf.dtype) == (FP32, (), FP32)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rounding_to_infinity_is_found(name: str) -> None:
+    """65519 is a finite fp16 after rounding, 65520 is not; the fp32 product of either is."""
+    for factor, flag in ((65519.0, 0), (65520.0, HAS_INF)):
+        result = check_by(name, [torch.ones(3, dtype=FP16)], factor, write=True)
+        assert result.flags.tolist() == [flag] and result.found_inf.item() == float(bool(flag))
+        assert check_by(name, [torch.ones(3, dtype=FP16)], factor).flags.tolist() == [0], "not rounded, not infinite"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_subnormals_are_kept(name: str) -> None:
+    tensors = [
+        torch.full((20,), 2.0**-24, dtype=FP16),
+        torch.full((20,), 2.0**-149),
+        torch.full((20,), 2.0**-133).bfloat16(),
+    ]
+    with using(name, "unscale") as device:
+        placed = twins(tensors, device)
+        halfstep.foreach_unscale_(placed, 3.0)
+    for tensor, smallest in zip(placed, (2.0**-24, 2.0**-149, 2.0**-133), strict=True):
+        assert oracles.to_numpy(tensor).astype(np.float64).tolist() == [3 * smallest] * 20
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_forms_of_inv_scale(name: str) -> None:
+    third = np.float32(1 / 3)
+    with using(name, "unscale") as device:
+        forms = [
+            1 / 3,
+            np.float64(1 / 3),
+            torch.tensor(1 / 3, device=device),
+            torch.tensor([1 / 3], device=device),
+            torch.tensor([[1 / 3]], device=device),
+            torch.tensor(1 / 3, dtype=torch.float64, device=device),
+            torch.tensor(1 / 3, dtype=torch.float64),
+            torch.tensor([0.0, 1 / 3, 0.0], device=device)[1],
+        ]
+        for form in forms:
+            tensor = torch.full((9,), 7.0, device=device)
+            result = halfstep.foreach_unscale_([tensor], form)
+            assert set(tensor.tolist()) == {float(np.float32(7) * third)}, form
+            assert result.norm.shape == ()
+            again = halfstep.foreach_check([torch.full((9,), 7.0, device=device)], inv_scale=form)
+            assert again.sum_of_squares.shape == ()
+            near(again.sum_of_squares.item(), np.full(9, np.float32(7) * third))
+        tensor = torch.full((3,), 7.0, device=device)
+        halfstep.foreach_unscale_([tensor], torch.tensor(2, device=device))
+        halfstep.foreach_unscale_([tensor], 2)
+        assert tensor.tolist() == [28.0] * 3
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_unscaling_in_place_whatever_the_strides(name: str) -> None:
+    base = torch.arange(1.0, 61.0)
+    with using(name, "unscale") as device:
+        views = [
+            base.to(device, copy=True).reshape(6, 10).t(),
+            base.to(device, copy=True).reshape(6, 10)[:, 2:7],
+            base.to(device, copy=True)[::7],
+            base.to(device, copy=True)[1:],
+            torch.tensor(5.0, device=device),
+        ]
+        wanted = [view * 0.5 for view in views]
+        versions = [view._version for view in views]
+        halfstep.foreach_unscale_(views, 0.5)
+        for view, want, version in zip(views, wanted, versions, strict=True):
+            assert torch.equal(view, want)
+            assert view._version > version, "autograd cannot see the write"
+        whole = views[1]._base
+        assert whole is not None and torch.equal(whole.view(6, 10)[:, :2].cpu(), base.view(6, 10)[:, :2]), (
+            "beside the view"
+        )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_beyond_a_tensor_is_written(name: str) -> None:
+    with using(name, "unscale") as device:
+        for dtype in DTYPES:
+            for offset, size in ((1, 1), (3, 4095), (8, 4096), (16, 4097), (1, 4097)):
+                buffer = torch.ones(offset + size + 9, dtype=dtype, device=device)
+                halfstep.foreach_unscale_([buffer[offset : offset + size]], 0.5)
+                assert (buffer[offset : offset + size] == 0.5).all()
+                assert (buffer[:offset] == 1).all() and (buffer[offset + size :] == 1).all(), (dtype, offset, size)
+
+
+def test_a_second_call_sees_new_values_at_the_same_address() -> None:
+    for name in ALL:
+        with using(name, "unscale") as device:
+            tensor = torch.ones(10, device=device)
+            first = halfstep.foreach_check([tensor])
+            tensor[4] = NAN
+            assert halfstep.foreach_check([tensor]).flags.tolist() == [HAS_NAN]
+            assert first.flags.tolist() == [0] and first.sum_of_squares.item() == 10, "an answer changed later"
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: halfstep.foreach_check(torch.ones(3)),
+            TypeError,
+            "grads is one tensor; allowed is a list of tensors: pass [grads]",
+        ),
+        (
+            lambda: halfstep.foreach_unscale_([torch.ones(1), torch.ones(1).double()], 1.0),
+            TypeError,
+            "grads[1] has dtype torch.float64; allowed are float32, float16 and bfloat16: convert it with .to() or "
+            "leave it out",
+        ),
+        (
+            lambda: halfstep.foreach_check([torch.ones(1), torch.ones(1, device="meta")]),
+            ValueError,
+            "grads[1] is on meta, grads[0] on cpu; allowed is one device per call: call once per device",
+        ),
+        (
+            lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.ones(2)),
+            ValueError,
+            "inv_scale has shape (2,); allowed is one number: a float or a one-element tensor",
+        ),
+        (
+            lambda: halfstep.foreach_check([torch.ones(1)], inv_scale=torch.empty(0)),
+            ValueError,
+            "inv_scale has shape (0,); allowed is one number: a float or a one-element tensor",
+        ),
+        (
+            lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.tensor(True)),
+            TypeError,
+            "inv_scale has dtype torch.bool; allowed are real dtypes",
+        ),
+        (
+            lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.tensor(1j)),
+            TypeError,
+            "inv_scale has dtype torch.complex64; allowed are real dtypes",
+        ),
+    ],
+)
+def test_what_is_refused_is_named(call: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised:
+        call()  # type: ignore[operator]
+    assert str(raised.value) == message
+
+
+def test_a_refused_list_is_not_touched() -> None:
+    first = torch.ones(2)
+    with pytest.raises(TypeError):
+        halfstep.foreach_unscale_([first, torch.ones(2).double()], 0.5)
+    assert first.tolist() == [1, 1]
