@@ -27,3 +27,7 @@ SOFTMAX_FLUSHED = 2.0**-126
 # times on its way through the tree of a chunk, and after that in fp64, which adds nothing visible: 13 roundings of 2^-24.
 # Squares that underflow are below 2^-126 of a chunk's largest, so 4096 of them are below 2^-114 of its sum.
 SUM_OF_SQUARES = 13.01 * 2.0**-24
+
+# One Adam step on one number against the textbook formula in float64, in roundings of 2^-24 of the magnitudes that enter:
+# about 12 operations lie between the inputs and the weight, and beta and 1 - beta are rounded to fp32 apart.
+ADAM_STEP_UNITS = 16.0
