@@ -528,7 +528,7 @@ def _forward(
     implementation = resolve(x.device, "softmax")
     if implementation == "reference":
         return reference_forward(x, mask, dim, scale, causal, log, dtype)
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y
     if mask is not None and mask.dtype == torch.float64:
@@ -557,7 +557,7 @@ def _backward(
     implementation = resolve(y.device, "softmax")
     if implementation == "reference":
         return reference_backward(grad, y, dim, scale, causal, log, dtype)
-    dx = torch.empty(y.shape, dtype=dtype, device=y.device)
+    dx = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return dx
     if grad.dtype != y.dtype:  # only in second derivatives, and only when the result was given another dtype
@@ -716,16 +716,49 @@ class _Backward(torch.autograd.Function):
     jvp = staticmethod(_no_forward_mode)
 
 
+class _Eager(torch.autograd.Function):
+    """Without the dispatcher, which costs more host time than the launch."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        y = _forward(*args)
+        _save_forward(ctx, args, y)
+        return y
+
+    backward = staticmethod(_differentiate_forward)
+
+
 def _transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def _forward_any(*args: Any) -> torch.Tensor:
-    return _Forward.apply(*args) if _transformed() else _softmax(*args)
+def _is_eager(tensor: torch.Tensor) -> bool:
+    """Whether nobody is watching: no compiler, tracer, dispatch mode, tensor subclass or transform."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and tensor.device.type in ("cpu", "cuda")
+        and not torch.jit.is_tracing()
+    )
 
 
-def _backward_any(*args: Any) -> torch.Tensor:
-    return _Backward.apply(*args) if _transformed() else _softmax_backward(*args)
+def _forward_any(x: torch.Tensor, mask: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+    if _transformed():
+        return _Forward.apply(x, mask, *rest)
+    if _is_eager(x) and (mask is None or type(mask) is torch.Tensor):
+        if torch.is_grad_enabled() and (x.requires_grad or (mask is not None and mask.requires_grad)):
+            return _Eager.apply(x, mask, *rest)
+        return _forward(x, mask, *rest)
+    return _softmax(x, mask, *rest)
+
+
+def _backward_any(grad: torch.Tensor, y: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if _transformed():
+        return _Backward.apply(grad, y, *rest)
+    if not torch.is_grad_enabled() and type(y) is torch.Tensor and _is_eager(grad):
+        return _backward(grad, y, *rest)
+    return _softmax_backward(grad, y, *rest)
 
 
 # -------------------------------------------------------------------------------------------------- public functions
