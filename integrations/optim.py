@@ -156,7 +156,7 @@ class _Batch:
         self.copied = [(one, copy) for one, copy in zip(held, self.dense, strict=True) if one is not copy]
         self.held = held
         self.addresses = list(map(_address, held))
-        self.strides = [one.stride() for one in self.dense]
+        self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
         table = TensorTable([one.numel() for one in held], adam.OPERANDS, adam.CHUNK, self.device)
         lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
         lists[adam.PARAM] = self.dense
@@ -206,14 +206,19 @@ class _Batch:
                 written = parameter != master.to(parameter.dtype)
                 master.copy_(torch.where(written, parameter.float(), master))
 
+    def _in_order(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients with their elements in the parameters' order, copied where autograd chose another."""
+        if self.contiguous and all(map(torch.Tensor.is_contiguous, gradients)):
+            return gradients
+        ordered = []
+        for grad, dense in zip(gradients, self.dense, strict=True):
+            if grad.stride() != dense.stride() and not (grad.is_contiguous() and dense.is_contiguous()):
+                grad = torch.empty_strided(grad.shape, dense.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+            ordered.append(grad)
+        return ordered
+
     def step(self, grads: list[torch.Tensor], groups: torch.Tensor, control: adam.Control) -> None:
-        gradients = list(map(local, grads)) if self.sharded else grads
-        for index, (grad, stride) in enumerate(zip(gradients, self.strides, strict=True)):
-            if grad.stride() != stride and not (grad.is_contiguous() and self.dense[index].is_contiguous()):
-                gradients = list(gradients)
-                gradients[index] = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(
-                    grad
-                )
+        gradients = self._in_order(list(map(local, grads)) if self.sharded else grads)
         self.take_outside_writes()
         for parameter, copy in self.copied:
             copy.copy_(parameter)
