@@ -43,6 +43,8 @@ BANDWIDTH = {
 _LIMITS = {"sm_80": (64, 32, 164 << 10), "sm_90": (64, 32, 228 << 10), "sm_100": (64, 32, 228 << 10)}
 _REGISTERS = 65536
 _SHARED_RESERVED = 1024  # per block, taken by the driver
+# Set in a restarted process, so that one that still finds interpreted kernels stops instead of restarting for ever.
+_RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
 
 
 @dataclass
@@ -364,7 +366,12 @@ def _without_interpreter(argv: list[str]) -> int | None:
     backend = sys.modules.get("halfstep.kernels.backend")
     if not os.environ.get("TRITON_INTERPRET") and not (backend is not None and backend.INTERPRET):
         return None
+    if os.environ.get(_RESTARTED):
+        raise RuntimeError(
+            "kernels are still interpreted after a restart without TRITON_INTERPRET; unset it and try again"
+        )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment[_RESTARTED] = "1"
     # The working folder must not come first on the path: a folder called `bench` there would be importable.
     environment["PYTHONSAFEPATH"] = "1"
     return subprocess.run([sys.executable, "-m", "halfstep.bench.audit", *argv], env=environment).returncode

@@ -4,8 +4,8 @@ The job: bf16 parameters with bf16 gradients and exact fp32 masters. Ours is one
 `torch.optim.AdamW(fused=True)`: copy the gradients to fp32, step the fp32 masters, copy them back to the bf16 weights.
 
 Both run in turn, A B A B ..., in one process; the ratio is taken pair by pair and its median printed, so that a machine
-that slows down slows both. Bytes are counted, not measured: per parameter ours moves 26 (split master) or 28 (full), torch's
-6 + 28 + 6 = 40. No time is printed before the masters of both agree.
+that slows down slows both. Bytes are counted, not measured: per parameter ours moves 26 (split master) or 28 (full),
+torch's 6 + 28 + 6 = 40. No time is printed before the masters of both agree.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ def measure(total: int, tensors: int, layout: str, rounds: int, device: torch.de
         return torch.randn(size, generator=generator, device=device).bfloat16()
 
     ours = [torch.nn.Parameter(normal()) for _ in range(tensors)]
-    visible = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    visible = [p.detach().clone() for p in ours]
     masters = [torch.nn.Parameter(p.detach().float()) for p in ours]
-    for p, q, master in zip(ours, visible, masters, strict=True):
-        p.grad = q.grad = normal()
-        master.grad = torch.empty_like(master)
+    low, high = [normal() for _ in ours], [torch.empty_like(master) for master in masters]
+    for p, master, grad, wide in zip(ours, masters, low, high, strict=True):
+        p.grad, master.grad = grad, wide
+    masters_as_tensors = [master.detach() for master in masters]
     mine = AdamW(ours, lr=1e-3, master_weights=layout)  # type: ignore[arg-type]
     torchs = torch.optim.AdamW(masters, lr=1e-3, fused=True)
 
     @torch.no_grad()
     def job_of_torch() -> None:
-        torch._foreach_copy_([master.grad for master in masters], [q.grad for q in visible])
+        torch._foreach_copy_(high, low)
         torchs.step()
-        torch._foreach_copy_(visible, masters)
+        torch._foreach_copy_(visible, masters_as_tensors)
 
     for _ in range(3):
         mine.step()

@@ -26,8 +26,8 @@ Per tensor and step, in fp64, t the step count after this step, rounded to fp32 
 and beta^t by repeated squaring, which needs no pow and so has the same bits everywhere. If found_inf != 0 nothing
 is written, the step count included.
 
-Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master 14 + 14 = 28, no
-master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. amsgrad adds 8.
+Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master
+14 + 14 = 28, no master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. amsgrad adds 8.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Layout:
 
 @dataclass
 class Batch:
-    """The tensors of one layout on one device. `lists[k]` are the tensors of operand k; unused operands are empty lists.
+    """The tensors of one layout on one device. `lists[k]` are the tensors of operand k, empty if it is not used.
 
     Attributes:
         layout: what they have in common.
@@ -375,6 +375,16 @@ def _adam_block(
 
 
 @jit
+def _hinted(address, dtype: tl.constexpr):
+    """A pointer with the alignment the compiler may rely on; the hint must come after the cast to survive.
+
+    16-bit operands are told 8 bytes: each thread then holds the same elements of every operand, and no value has to
+    move between threads.
+    """
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16 if dtype == tl.float32 else 8)
+
+
+@jit
 def adam_kernel(
     rows,  # int64 (2 + operands, tensors): see multi_tensor.py
     chunk_tensor,  # int32 (chunks,)
@@ -405,17 +415,16 @@ def adam_kernel(
         left = tl.minimum(numel - start, CHUNK).to(tl.int32)
         every = grad | param | extra | first | second | top
         if every % 16 == 0:
-            # 16-bit operands are told 8 bytes of alignment: each thread then holds the same elements of every operand
-            # and no value moves between threads. The mask's bound is a multiple of 16, or it would undo the hint.
+            # The mask's bound is a multiple of 16, or it would undo the hint.
             bulk = (left // 16) * 16
             offsets = tl.arange(0, CHUNK)
             _adam_block(
-                tl.multiple_of(grad.to(tl.pointer_type(GRAD_T)), 16 if GRAD_T == tl.float32 else 8) + start + offsets,
-                tl.multiple_of(param.to(tl.pointer_type(PARAM_T)), 16 if PARAM_T == tl.float32 else 8) + start + offsets,
-                tl.multiple_of(extra.to(tl.pointer_type(EXTRA_T)), 16 if EXTRA_T == tl.float32 else 8) + start + offsets,
-                tl.multiple_of(first.to(tl.pointer_type(STATE_T)), 16 if STATE_T == tl.float32 else 8) + start + offsets,
-                tl.multiple_of(second.to(tl.pointer_type(STATE_T)), 16 if STATE_T == tl.float32 else 8) + start + offsets,
-                tl.multiple_of(top.to(tl.pointer_type(STATE_T)), 16 if STATE_T == tl.float32 else 8) + start + offsets,
+                _hinted(grad, GRAD_T) + start + offsets,
+                _hinted(param, PARAM_T) + start + offsets,
+                _hinted(extra, EXTRA_T) + start + offsets,
+                _hinted(first, STATE_T) + start + offsets,
+                _hinted(second, STATE_T) + start + offsets,
+                _hinted(top, STATE_T) + start + offsets,
                 offsets < bulk,
                 hyper,
                 PARAM_T,
@@ -602,6 +611,12 @@ def variants() -> Iterator[Variant]:
                 "sum_of_squares": "*fp64",
                 "max_norm": "*fp64",
             },
-            constexprs={"HAS_SCALE": True, "HAS_FOUND": True, "CLIP": clip, "STEP_ROW": ADDRESSES + STEP, "LANES": LANES},
+            constexprs={
+                "HAS_SCALE": True,
+                "HAS_FOUND": True,
+                "CLIP": clip,
+                "STEP_ROW": ADDRESSES + STEP,
+                "LANES": LANES,
+            },
             divisible_by_16=("rows", "tensor_group", "groups", "hyper"),
         )

@@ -4,7 +4,8 @@ Every kernel family has up to three implementations with the same bits:
 
 * ``reference``: plain torch, any device. It is the specification.
 * ``native``: C++, CPU tensors only, compiled at first use (``native.py``). ``auto`` takes it on the CPU.
-* ``triton``: Triton, GPU tensors; with ``TRITON_INTERPRET=1`` also CPU tensors, which is how tests run kernels without a GPU.
+* ``triton``: Triton, GPU tensors; with ``TRITON_INTERPRET=1`` also CPU tensors, which is how kernels are tested without
+  a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class backend:
     the end of the block. The environment variable ``HALFSTEP_BACKEND`` sets the choice a process starts with.
 
     Args:
-        name: ``"auto"`` (Triton on GPUs, compiled C++ on CPUs, the reference elsewhere), ``"reference"`` or ``"triton"``.
+        name: ``"auto"`` (Triton on GPUs, compiled C++ on CPUs, the reference elsewhere), ``"reference"``, ``"triton"``.
 
     Raises:
         ValueError: for any other name.

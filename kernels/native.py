@@ -1,7 +1,7 @@
 """Compile and load the C++ twins of the kernels for the CPU.
 
 Each kernel family `name.py` may have a `name.cpp` beside it with a plain C interface: pointers, sizes, numbers. It is
-compiled once, at first use, with the machine's own compiler (1 to 3 s), kept in the user's cache folder and loaded
+compiled once, at first use, with the machine's own compiler (2 to 6 s), kept in the user's cache folder and loaded
 with ctypes. Without a compiler the library is None, the reference runs instead: the same bits, slower.
 
 The flags keep IEEE semantics, which is what makes the bits equal: no contraction to FMA, no reassociation, correctly

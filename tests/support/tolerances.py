@@ -7,13 +7,13 @@ import torch
 # Unit roundoff: half an ulp relative to the value.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
-# Our Adam against torch's after tens of steps: both round each weight every step (2^-24 of it), torch once more for decoupled
-# decay, and both form the update from rounded moments (a few 2^-24 of the step each time).
+# Our Adam against torch's after tens of steps: both round each weight every step (2^-24 of it), torch once more for
+# decoupled decay, and both form the update from rounded moments (a few 2^-24 of the step each time).
 ADAM_AGAINST_TORCH = {"rtol": 2.0**-18, "atol": 2.0**-20}
 
 # Root-mean-square error of 100 steps against float64, ours over torch's. With decoupled decay torch rounds the weight
-# twice a step and so errs 3 to 10 times more. With L2 decay both round it once, at the same place; what is left differs in
-# the last bits of the update only, and either is ahead by a hair (0.998 to 1.0001 seen over four seeds).
+# twice a step and so errs 3 to 10 times more. With L2 decay both round it once, at the same place; what is left differs
+# in the last bits of the update only, and either is ahead by a hair (0.998 to 1.0001 seen over four seeds).
 ADAM_ERROR_AGAINST_TORCH = {"AdamW": 1.0, "Adam": 1.001}
 
 # Softmax, in units of 2^-24, see softmax_bound in tests/kernels/test_softmax.py. fp32 roundings counted on the way: the
@@ -23,11 +23,11 @@ SOFTMAX_UNITS = 16.0
 # The kernels take results and exponentials below the smallest normal fp32 number for 0, as GPUs do.
 SOFTMAX_FLUSHED = 2.0**-126
 
-# The sum of squares against the exact sum, relative: all terms are positive, each is rounded once when squared, at most 12
-# times on its way through the tree of a chunk, and after that in fp64, which adds nothing visible: 13 roundings of 2^-24.
-# Squares that underflow are below 2^-126 of a chunk's largest, so 4096 of them are below 2^-114 of its sum.
+# The sum of squares against the exact sum, relative: all terms are positive, each is rounded once when squared, at most
+# 12 times on its way through the tree of a chunk, and after that in fp64, which adds nothing visible: 13 roundings of
+# 2^-24. Squares that underflow are below 2^-126 of a chunk's largest, so 4096 of them are below 2^-114 of its sum.
 SUM_OF_SQUARES = 13.01 * 2.0**-24
 
-# One Adam step on one number against the textbook formula in float64, in roundings of 2^-24 of the magnitudes that enter:
-# about 12 operations lie between the inputs and the weight, and beta and 1 - beta are rounded to fp32 apart.
+# One Adam step on one number against the textbook formula in float64, in roundings of 2^-24 of the magnitudes that
+# enter: about 12 operations lie between the inputs and the weight, and beta and 1 - beta are rounded to fp32 apart.
 ADAM_STEP_UNITS = 16.0
