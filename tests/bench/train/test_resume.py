@@ -154,8 +154,11 @@ def test_two_processes_reach_the_loss_of_one_and_resume_to_the_same_bits(
     assert other["final_val_loss"] == pytest.approx(alone["final_val_loss"], rel=5e-3)
 
 
-def test_only_rank_0_prints(text: Path, tmp_path: Path) -> None:
-    words = _words(text, tmp_path, "fp32", "ddp")
-    printed = _torchrun(words)
+def test_only_rank_0_prints_and_shards_count_as_shards(text: Path, tmp_path: Path) -> None:
+    # without checkpoints: writing one would cut the parameters again that validation has put together
+    printed = _torchrun([*_words(text, tmp_path, "fp32", "fsdp"), "--save-every", "0"])
     assert printed.count("step 12/12") == 1
     assert printed.count("report: ") == 1
+    run = json.loads((tmp_path / "report.json").read_text())["runs"][0]
+    sizes = [run[f"{part}_bytes_per_param"] for part in ("param", "gradient", "optimizer")]
+    assert sizes == pytest.approx([2, 2, 4], rel=0.02)
