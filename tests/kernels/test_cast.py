@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
-import sys
-import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import oracles
 import pytest
 import torch
+import walks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import ALL, twin, twins, using
@@ -55,7 +52,7 @@ def every_input(source: torch.dtype) -> np.ndarray:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=names)
 def test_every_pair_of_formats(name: str, source: torch.dtype, target: torch.dtype) -> None:
-    values = every_input(source)
+    values = np.random.default_rng(0).permutation(every_input(source))
     with using(name, "cast") as device:
         tensor = oracles.to_torch(values).to(device)
         one = halfstep.cast(tensor, target)
@@ -147,7 +144,7 @@ def test_any_values(values: list[float], target: torch.dtype) -> None:
 
 
 @pytest.fixture(scope="module")
-def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """cast.cpp for the oldest machine of this kind: no F16C, no AVX-512, so the bit arithmetic of native.h."""
     command = native.compiler()
     if command is None:
@@ -155,14 +152,14 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     target = tmp_path_factory.mktemp("portable") / "cast.so"
     source = Path(native.__file__).resolve().parent / "cast.cpp"
     subprocess.run([command, *native._EXACT, str(source), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
+    return target
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=names)
 def test_every_pair_of_formats_without_special_instructions(
-    portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, source: torch.dtype, target: torch.dtype
+    portable: Path, monkeypatch: pytest.MonkeyPatch, source: torch.dtype, target: torch.dtype
 ) -> None:
-    monkeypatch.setattr(native, "library", lambda family: portable)
+    monkeypatch.setattr(native, "library", lambda family: walks.load(str(portable)))
     values = every_input(source)
     with halfstep.backend("auto"):
         (result,) = halfstep.foreach_cast([oracles.to_torch(values)], target)
@@ -460,42 +457,13 @@ def test_tables_are_per_thread_and_per_pair() -> None:
 # --------------------------------------------------------------------------------------------------- all 2^32 patterns
 
 
-def walk(title: str, block: int) -> Iterator[int]:
-    """The starts of blocks that cover 2^32, with the share done and the minutes on the terminal."""
-    out, began = sys.__stdout__, time.monotonic()
-    assert out is not None
-    for number, start in enumerate(range(0, 2**32, block), 1):
-        yield start
-        if number % (2**32 // block // 20) == 0:
-            share, minutes = number * block * 100 // 2**32, (time.monotonic() - began) / 60
-            out.write(f"\r{title}: {share:3d} % of 2^32, {minutes:.1f} min" + ("\n" if share == 100 else ""))
-            out.flush()
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", HALVES, ids=names)
 @pytest.mark.parametrize("instructions", ["native", "portable"])
 def test_all_fp32_patterns_against_torch(
-    target: torch.dtype, instructions: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    target: torch.dtype, instructions: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The C++ list kernel against torch's own conversion, NaN by class."""
-    if instructions == "portable":
-        compiled = request.getfixturevalue("portable")
-        monkeypatch.setattr(native, "library", lambda family: compiled)
-    block = 2**22
-    base, result, nans = torch.arange(block, dtype=torch.int32), torch.empty(block, dtype=target), 0
-    infinity = {FP16: 0x7C00, BF16: 0x7F80}[target]
+    """The C++ list kernel against torch's own conversion, NaN by class and sign."""
     with using("native", "cast"):
-        for start in walk(request.node.name, block):
-            values = (base + (start - 2**32 if start >= 2**31 else start)).view(FP32)
-            halfstep.foreach_cast([values], target, out=[result])
-            codes, torchs = result.view(torch.int16), values.to(target).view(torch.int16)
-            if (start & 0x7FFFFFFF) >= 0x7F800000:
-                nan = values.isnan()
-                assert bool(((codes & 0x7FFF) > infinity)[nan].all()), f"NaN lost in 0x{start:08x}"
-                assert torch.equal(codes[~nan], torchs[~nan])
-                assert torch.equal(codes[nan] < 0, values.view(torch.int32)[nan] < 0), "sign of a NaN lost"
-                nans += int(nan.count_nonzero())
-            else:
-                assert torch.equal(codes, torchs), f"0x{start:08x}"
-    assert nans == 2 * (2**23 - 1)
+        path = str(request.getfixturevalue("portable")) if instructions == "portable" else None
+        assert sum(walks.in_processes(capfd, walks.walk_casts, path, target)) == 2 * (2**23 - 1)

@@ -6,9 +6,7 @@ Per commit every upper half meets a few dozen lower halves; `make exhaustive` wa
 from __future__ import annotations
 
 import ctypes
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -16,62 +14,30 @@ import numpy as np
 import oracles
 import pytest
 import torch
+import walks
 from implementations import ALL, using
 from oracles import BF16, FP16, FP32, assert_same_bits
 
 from halfstep.kernels import adam, native
 from halfstep.kernels.backend import INTERPRET, jit, tl, triton
 from halfstep.kernels.multi_tensor import TensorTable
-from halfstep.kernels.rounding import (
-    exact_sqrt,
-    from_float32,
-    join_float32,
-    join_master,
-    split_float32,
-    split_master,
-    to_float32,
-)
+from halfstep.kernels.rounding import exact_sqrt, from_float32, join_float32, join_master, split_master, to_float32
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on the specials
 
 # A function from fp32 patterns (int32) to (bf16 codes, remainders, fp32 patterns joined again), all as torch integers.
-RoundTrip = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+RoundTrip = Callable[[torch.Tensor], walks.Parts]
 
-# ------------------------------------------------------------------------------------ the implementations, bare
-
-# The functions inside adam.cpp, reached from a file that includes it: what is tested is what the optimizer runs.
-WRAPPER = """
-#include "{source}"
-extern "C" void split_join(const float* from, uint16_t* weight, int16_t* remainder, float* back, int64_t n) {{
-    split(from, (bf16*)weight, remainder, n);
-    join((const bf16*)weight, remainder, back, n);
-}}
-extern "C" void join_only(const uint16_t* weight, const int16_t* remainder, float* back, int64_t n) {{
-    join((const bf16*)weight, remainder, back, n);
-}}
-"""
+# ---------------------------------------------------------------------------------------- the implementations, bare
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """adam.cpp with its split and join made callable, compiled as the package compiles it."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """adam.cpp with its split and join made callable."""
     command = native.compiler()
     if command is None:
         pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("rounding")
-    (folder / "wrapper.cpp").write_text(WRAPPER.format(source=Path(native.__file__).resolve().parent / "adam.cpp"))
-    complaint = native._build(folder / "wrapper.cpp", folder / "wrapper.so", command)
-    assert not complaint, complaint
-    return ctypes.CDLL(str(folder / "wrapper.so"))
-
-
-@jit
-def split_join_kernel(values, weights, remainders, back, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    weight, remainder = split_float32(tl.load(values + at, mask=at < n))
-    tl.store(weights + at, weight, mask=at < n)
-    tl.store(remainders + at, remainder, mask=at < n)
-    tl.store(back + at, join_float32(weight, remainder), mask=at < n)
+    return walks.build(tmp_path_factory.mktemp("rounding"), command)
 
 
 @jit
@@ -92,45 +58,21 @@ def triton_device() -> torch.device:
         pytest.skip("needs Triton")
     if not INTERPRET and not torch.cuda.is_available():
         pytest.skip("needs a GPU or TRITON_INTERPRET=1")
-    return torch.device("cpu" if INTERPRET else "cuda")
+    return walks.DEVICE
 
 
-BLOCK = 1 << 16 if INTERPRET else 1024  # the interpreter is fast on large blocks, a GPU on small ones
-
-
-def round_trip_reference(patterns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weight, remainder = split_master(patterns.view(FP32))
-    return weight.view(torch.int16), remainder, join_master(weight, remainder).view(torch.int32)
-
-
-def round_trip_triton(patterns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    device, n = triton_device(), patterns.numel()
-    weight, remainder, back = (torch.empty(n, dtype=dtype, device=device) for dtype in (BF16, torch.int16, FP32))
-    split_join_kernel[((n + BLOCK - 1) // BLOCK,)](
-        patterns.view(FP32).to(device), weight, remainder, back, n, BLOCK=BLOCK
-    )
-    return weight.cpu().view(torch.int16), remainder.cpu(), back.cpu().view(torch.int32)
+def needed(name: str, request: pytest.FixtureRequest) -> str | None:
+    """Skip where an implementation cannot run; the path of the compiled library if it is the native one."""
+    if name == "triton":
+        triton_device()
+    return str(request.getfixturevalue("library")) if name == "native" else None
 
 
 @pytest.fixture(params=ALL)
 def round_trip(request: pytest.FixtureRequest) -> RoundTrip:
     """split and then join, by one implementation."""
-    if request.param == "reference":
-        return round_trip_reference
-    if request.param == "triton":
-        triton_device()
-        return round_trip_triton
-    compiled: ctypes.CDLL = request.getfixturevalue("library")
-
-    def round_trip_native(patterns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        n = patterns.numel()
-        weight, remainder = torch.empty(n, dtype=torch.int16), torch.empty(n, dtype=torch.int16)
-        back = torch.empty(n, dtype=torch.int32)
-        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (patterns, weight, remainder, back)]
-        compiled.split_join(*addresses, ctypes.c_int64(n))
-        return weight, remainder, back
-
-    return round_trip_native
+    path = needed(request.param, request)
+    return lambda patterns: walks.round_trip(request.param, patterns, path)
 
 
 def join_by(name: str, request: pytest.FixtureRequest, weight: np.ndarray, remainder: np.ndarray) -> np.ndarray:
@@ -138,16 +80,16 @@ def join_by(name: str, request: pytest.FixtureRequest, weight: np.ndarray, remai
     codes, rest = torch.from_numpy(weight.view(np.int16).copy()), torch.from_numpy(remainder.copy())
     n = codes.numel()
     back = torch.empty(n, dtype=FP32)
+    path = needed(name, request)
     if name == "reference":
         back = join_master(codes.view(BF16), rest)
-    elif name == "native":
-        compiled = request.getfixturevalue("library")
+    elif path is not None:
         addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, rest, back)]
-        compiled.join_only(*addresses, ctypes.c_int64(n))
+        walks.load(path).join_only(*addresses, ctypes.c_int64(n))
     else:
-        device = triton_device()
+        device, block = triton_device(), walks.block_for(n)
         back = back.to(device)
-        join_kernel[((n + BLOCK - 1) // BLOCK,)](codes.view(BF16).to(device), rest.to(device), back, n, BLOCK=BLOCK)
+        join_kernel[((n + block - 1) // block,)](codes.view(BF16).to(device), rest.to(device), back, n, BLOCK=block)
     return oracles.to_numpy(back)
 
 
@@ -294,8 +236,9 @@ def test_the_kernels_conversions_from_fp32(target: torch.dtype) -> None:
     values = np.concatenate([oracles.thresholds(FP16), oracles.thresholds(BF16), oracles.specials()])
     source = torch.from_numpy(values).to(device)
     result = torch.empty(len(values), dtype=target, device=device)
-    convert_kernel[((len(values) + BLOCK - 1) // BLOCK,)](
-        source, result, len(values), TARGET={FP32: tl.float32, FP16: tl.float16, BF16: tl.bfloat16}[target], BLOCK=BLOCK
+    types, block = {FP32: tl.float32, FP16: tl.float16, BF16: tl.bfloat16}, walks.block_for(len(values))
+    convert_kernel[((len(values) + block - 1) // block,)](
+        source, result, len(values), TARGET=types[target], BLOCK=block
     )
     assert_same_bits(result, values if target == FP32 else oracles.round_to(values, target), target)
 
@@ -305,9 +248,8 @@ def test_the_kernels_widening_of_every_code(source: torch.dtype) -> None:
     device = triton_device()
     codes = np.arange(2**16, dtype=np.uint16).view(oracles.NUMPY[source])
     result = torch.empty(2**16, device=device)
-    convert_kernel[(2**16 // BLOCK or 1,)](
-        oracles.to_torch(codes).to(device), result, 2**16, TARGET=tl.float32, BLOCK=BLOCK
-    )
+    block = walks.block_for(2**16)
+    convert_kernel[(2**16 // block,)](oracles.to_torch(codes).to(device), result, 2**16, TARGET=tl.float32, BLOCK=block)
     assert_same_bits(result, codes.astype(np.float32), source)
 
 
@@ -322,58 +264,13 @@ def test_the_square_root_is_correctly_rounded() -> None:
 # ------------------------------------------------------------------------------------------------ all 2^32 patterns
 
 
-def walk(title: str, block: int) -> Iterator[tuple[int, int]]:
-    """The range 0 .. 2^32 in blocks, with the share done and the minutes on the terminal."""
-    out, began, shown = sys.__stdout__, time.monotonic(), -1
-    assert out is not None
-    for start in range(0, 2**32, block):
-        yield start, start + block
-        done = (start + block) * 100 // 2**32
-        if done > shown and (done % 5 == 0 or out.isatty()):
-            shown = done
-            minutes = (time.monotonic() - began) / 60
-            out.write(f"\r{title}: {done:3d} % of 2^32, {minutes:.1f} min" + ("\n" if done == 100 else ""))
-            out.flush()
-
-
 @pytest.mark.exhaustive
-def test_split_and_join_of_all_patterns(round_trip: RoundTrip, request: pytest.FixtureRequest) -> None:
-    """Lossless, NaN kept, weight nearest with ties away, and nearest-even save on ties: see `check_split`.
-
-    A block has one upper-half range and all lower halves, so what is right is written down for a row and compared.
-    """
-    rows = 64
-    block = rows << 16
-    lower = torch.arange(2**16, dtype=torch.int32)
-    low = torch.where(lower >= 0x8000, lower - 0x10000, lower).to(torch.int16).expand(rows, -1)
-    up = (lower >= 0x8000).to(torch.int32)
-    odd_ties = nan_patterns = 0
-    for start, end in walk(request.node.name, block):
-        patterns = torch.arange(start, end, dtype=torch.int64).to(torch.int32)
-        weight, remainder, back = (t.view(rows, -1) for t in round_trip(patterns))
-        patterns = patterns.view(rows, -1)
-        high = torch.arange(start >> 16, end >> 16, dtype=torch.int32)[:, None]
-        if (start & 0x7FFFFFFF) < 0x7F800000:  # no row of NaNs: blocks begin at multiples of 64 codes
-            assert torch.equal(back, patterns), f"round trip in 0x{start:08x}"
-            assert torch.equal(weight, (high + up).to(torch.int16)), f"weight in 0x{start:08x}"
-            assert torch.equal(remainder, low), f"remainder in 0x{start:08x}"
-            # Nearest-even, by torch's cast, differs on ties between an even code below and an odd one above, only.
-            even = patterns.view(FP32).to(BF16).view(torch.int16)
-            differs = weight != even
-            count = int(differs.count_nonzero())
-            assert count == int(differs[:, 0x8000].count_nonzero()) == rows // 2, f"ties in 0x{start:08x}"
-            odd_ties += count
-        else:
-            infinity = patterns & 0x7FFFFFFF == 0x7F800000
-            finite_or_inf = (patterns & 0x7FFFFFFF) <= 0x7F800000
-            nan = ~finite_or_inf
-            assert torch.equal(back[infinity], patterns[infinity]) and torch.equal(
-                weight[infinity].int() & 0xFFFF, (patterns[infinity] >> 16) & 0xFFFF
-            )
-            assert bool(((weight.int() & 0x7FFF)[nan] > 0x7F80).all()), f"NaN lost in a weight, 0x{start:08x}"
-            assert bool(((back & 0x7FFFFFFF)[nan] > 0x7F800000).all()), f"NaN lost, 0x{start:08x}"
-            assert bool(((weight < 0) == (patterns < 0)).all() and ((back < 0) == (patterns < 0)).all()), "sign lost"
-            assert bool((remainder[nan] == 0).all())
-            nan_patterns += int(nan.count_nonzero())
-    assert nan_patterns == 2 * (2**23 - 1)
-    assert odd_ties == 0x7F80  # of both signs together: every second code is even
+@pytest.mark.parametrize("name", ALL)
+def test_split_and_join_of_all_patterns(
+    name: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Lossless, NaN kept, weight nearest with ties away, and nearest-even save on ties: `walks.walk_slice`."""
+    path = needed(name, request)
+    found = list(walks.in_processes(capfd, walks.walk_slice, name, path))
+    assert sum(nans for nans, _ in found) == 2 * (2**23 - 1)
+    assert sum(uneven for _, uneven in found) == 0x7F80, "one tie for every even code, of both signs together"

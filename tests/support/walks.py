@@ -1,0 +1,189 @@
+"""Walks over all 2^32 fp32 patterns, in several processes: casts, and the split master bare in its implementations."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.kernels import native
+from halfstep.kernels.backend import INTERPRET, jit, tl
+from halfstep.kernels.rounding import join_float32, join_master, split_float32, split_master
+
+T = TypeVar("T")
+# bf16 codes and remainders, as int16, and the joined fp32 patterns, as int32.
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# The functions inside adam.cpp, reached from a file that includes it: what is tested is what the optimizer runs.
+WRAPPER = """
+#include "{source}"
+extern "C" void split_join(const float* from, uint16_t* weight, int16_t* remainder, float* back, int64_t n) {{
+    split(from, (bf16*)weight, remainder, n);
+    join((const bf16*)weight, remainder, back, n);
+}}
+extern "C" void join_only(const uint16_t* weight, const int16_t* remainder, float* back, int64_t n) {{
+    join((const bf16*)weight, remainder, back, n);
+}}
+"""
+
+
+def build(folder: Path, command: str) -> Path:
+    """adam.cpp with its split and join made callable, compiled as the package compiles it."""
+    source, target = folder / "wrapper.cpp", folder / "wrapper.so"
+    source.write_text(WRAPPER.format(source=Path(native.__file__).resolve().parent / "adam.cpp"))
+    complaint = native._build(source, target, command)
+    assert not complaint, complaint
+    return target
+
+
+@functools.cache
+def load(library: str) -> ctypes.CDLL:
+    """What `build` built."""
+    return ctypes.CDLL(library)
+
+
+@jit
+def split_join_kernel(values, weights, remainders, back, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    weight, remainder = split_float32(tl.load(values + at, mask=at < n))
+    tl.store(weights + at, weight, mask=at < n)
+    tl.store(remainders + at, remainder, mask=at < n)
+    tl.store(back + at, join_float32(weight, remainder), mask=at < n)
+
+
+DEVICE = torch.device("cpu" if INTERPRET or not torch.cuda.is_available() else "cuda")
+BLOCK = 1 << 20 if INTERPRET else 1024  # the interpreter is fast on large blocks, a GPU on small ones
+
+
+def block_for(n: int) -> int:
+    """A block size for `n` elements: a power of two, no larger than `BLOCK`."""
+    return min(BLOCK, 1 << max(n - 1, 1).bit_length())
+
+
+def round_trip(implementation: str, patterns: torch.Tensor, library: str | None) -> Parts:
+    """Split and join fp32 patterns, given as int32."""
+    n = patterns.numel()
+    if implementation == "reference":
+        weight, remainder = split_master(patterns.view(torch.float32))
+        return weight.view(torch.int16), remainder, join_master(weight, remainder).view(torch.int32)
+    dtypes = (torch.int16, torch.int16, torch.int32)
+    if implementation == "native":
+        assert library is not None
+        parts = [torch.empty(n, dtype=dtype) for dtype in dtypes]
+        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (patterns, *parts)]
+        load(library).split_join(*addresses, ctypes.c_int64(n))
+        return parts[0], parts[1], parts[2]
+    weight, remainder, back = (torch.empty(n, dtype=dtype, device=DEVICE) for dtype in dtypes)
+    block = block_for(n)
+    split_join_kernel[((n + block - 1) // block,)](
+        patterns.view(torch.float32).to(DEVICE),
+        weight.view(torch.bfloat16),
+        remainder,
+        back.view(torch.float32),
+        n,
+        BLOCK=block,
+    )
+    return weight.cpu(), remainder.cpu(), back.cpu()
+
+
+def walk_slice(implementation: str, library: str | None, start: int, end: int) -> tuple[int, int]:
+    """Check all patterns from `start` to `end`, multiples of 2^20, and count (NaN patterns, weights not nearest-even).
+
+    Lossless, NaN kept with its sign, weight nearest with ties away, nearest-even save on ties. A row has one upper half
+    and all lower halves, so what is right is written down once per row and compared.
+    """
+    rows = 16 if implementation == "triton" else 2
+    lower = torch.arange(2**16, dtype=torch.int32)
+    low = torch.where(lower >= 0x8000, lower - 0x10000, lower).to(torch.int16).expand(rows, -1)
+    up = (lower >= 0x8000).to(torch.int32)
+    offsets = torch.arange(rows << 16, dtype=torch.int32)
+    nans = uneven = 0
+    for first in range(start, end, rows << 16):
+        patterns = offsets + (first - 2**32 if first >= 2**31 else first)
+        parts = round_trip(implementation, patterns, library)
+        weight, remainder, back = (part.view(rows, -1) for part in parts)
+        patterns = patterns.view(rows, -1)
+        where = f"{implementation}, patterns from 0x{first:08x}"
+        even = patterns.view(torch.float32).to(torch.bfloat16).view(torch.int16)  # torch's own nearest-even
+        if (first & 0x7FFFFFFF) < 0x7F800000:  # no infinity and no NaN: these begin with a block
+            high = torch.arange(first >> 16, (first >> 16) + rows, dtype=torch.int32)[:, None]
+            assert torch.equal(back, patterns), f"round trip, {where}"
+            assert torch.equal(weight, (high + up).to(torch.int16)), f"weight, {where}"
+            assert torch.equal(remainder, low), f"remainder, {where}"
+            differs = weight != even
+            count = int(differs.count_nonzero())
+            assert count == int(differs[:, 0x8000].count_nonzero()) == rows // 2, f"nearest-even, {where}"
+            uneven += count
+        else:
+            nan = (patterns & 0x7FFFFFFF) > 0x7F800000
+            assert torch.equal(back[~nan], patterns[~nan]) and torch.equal(weight[~nan], even[~nan]), f"inf, {where}"
+            assert bool((remainder[~nan] == 0).all()), f"remainder of inf, {where}"
+            assert bool(((weight & 0x7FFF)[nan] > 0x7F80).all()), f"NaN lost in the weight, {where}"
+            assert bool(((back & 0x7FFFFFFF)[nan] > 0x7F800000).all()), f"NaN lost in the master, {where}"
+            assert bool((remainder[nan] == 0).all()), f"remainder of NaN, {where}"
+            assert torch.equal(weight < 0, patterns < 0) and torch.equal(back < 0, patterns < 0), f"sign, {where}"
+            nans += int(nan.count_nonzero())
+    return nans, uneven
+
+
+def walk_casts(library: str | None, target: torch.dtype, start: int, end: int) -> int:
+    """Compare the C++ list cast with torch's for all fp32 patterns from `start` to `end`; returns how many are NaN.
+
+    Args:
+        library: another compilation of cast.cpp to use; None for the package's own.
+    """
+    if library is not None:
+        native.library = lambda family: load(library)  # type: ignore[assignment]  # this process is the walk's own
+    infinity, size, nans = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}[target], 2**17, 0
+    offsets, result = torch.arange(size, dtype=torch.int32), torch.empty(size, dtype=target)
+    for first in range(start, end, size):
+        patterns = offsets + (first - 2**32 if first >= 2**31 else first)
+        values = patterns.view(torch.float32)
+        with halfstep.backend("auto"):
+            halfstep.foreach_cast([values], target, out=[result])
+        codes, torchs = result.view(torch.int16), values.to(target).view(torch.int16)
+        if (first & 0x7FFFFFFF) < 0x7F800000:
+            assert torch.equal(codes, torchs), f"{target}, patterns from 0x{first:08x}"
+            continue
+        nan = values.isnan()
+        assert torch.equal(codes[~nan], torchs[~nan]), f"infinity, patterns from 0x{first:08x}"
+        assert bool(((codes & 0x7FFF)[nan] > infinity).all()), f"NaN lost, patterns from 0x{first:08x}"
+        assert torch.equal(codes[nan] < 0, patterns[nan] < 0), f"sign of a NaN lost, patterns from 0x{first:08x}"
+        nans += int(nan.count_nonzero())
+    return nans
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def in_processes(capture: pytest.CaptureFixture[str], function: Callable[..., T], *arguments: object) -> Iterator[T]:
+    """Yield ``function(*arguments, start, end)`` for 256 slices of 0 .. 2^32, a process per core.
+
+    The share done and the minutes go to the terminal, past pytest's `capture`.
+    """
+    slices, began = 256, time.monotonic()
+    workers = 1 if DEVICE.type == "cuda" else max(1, min(8, os.cpu_count() or 1))
+    step = 2**32 // slices
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+        jobs = [pool.submit(function, *arguments, start, start + step) for start in range(0, 2**32, step)]
+        try:
+            for number, job in enumerate(jobs, 1):
+                yield job.result()
+                if number % 16 == 0:
+                    minutes = (time.monotonic() - began) / 60
+                    with capture.disabled():
+                        print(f" {number * 100 // slices}% {minutes:.1f} min", end="", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
