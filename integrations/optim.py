@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import chain
+from numbers import Real
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, overload
 
@@ -49,9 +50,9 @@ def _number(value: Any, message: str, allowed: str, fits: Callable[[float], bool
         if value.device.type != "cpu":
             return
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{message}: {value!r}; allowed are {allowed}")
-    if not math.isfinite(value) or not fits(value):
+    if not math.isfinite(value) or not fits(float(value)):
         raise ValueError(f"{message}: {value}; allowed are {allowed}")
 
 
@@ -106,6 +107,11 @@ def _check_parameter(parameter: torch.Tensor, where: str, master_weights: str | 
         raise TypeError(
             f"{where} has dtype {parameter.dtype}; allowed are float32, float16 and bfloat16: "
             "use torch.optim for other dtypes"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+        raise ValueError(
+            f"{where} has shape {tuple(parameter.shape)} and strides {parameter.stride()}: several elements share one "
+            "number; allowed is memory of its own for each: use .contiguous()"
         )
     if master_weights == "split" and parameter.dtype == torch.float16:
         raise ValueError(
@@ -313,9 +319,10 @@ class _AdamBase(Optimizer):
         needed = ["step", "exp_avg", "exp_avg_sq"]
         if group["amsgrad"]:
             needed.append("max_exp_avg_sq")
-        master = _master_of(parameter, group["master_weights"])
-        if master:
-            needed.append("master" if master == "full" else "remainder")
+        kept = {"full": "master", "split": "remainder"}.get(_master_of(parameter, group["master_weights"]) or "")
+        needed += [kept] if kept else []
+        for key in {"master", "remainder"} - {kept}:
+            state.pop(key, None)  # of the dtype or option that this parameter had before
         if any(key not in state for key in needed):
             for key, value in self._new_state(parameter, group).items():
                 state.setdefault(key, value)
@@ -512,7 +519,9 @@ class _AdamBase(Optimizer):
                 continue
             canonical = dict(state)
             remainder = canonical.pop("remainder", None)
-            if remainder is not None:
+            if parameter.dtype == torch.float32:
+                canonical.pop("master", None)
+            elif remainder is not None:
                 canonical["master"] = _like(parameter, join_master(local(parameter.detach()), local(remainder)))
             for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
                 if key in canonical and canonical[key].dtype != torch.float32:

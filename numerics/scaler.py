@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def _in_fp32(outputs: Any) -> Any:
 
 
 def _checked(name: str, value: Any, allowed: str, fits: Callable[[Any], bool]) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not fits(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not fits(value):
         raise ValueError(f"{name} is {value!r}; allowed are {allowed}")
     return value
 

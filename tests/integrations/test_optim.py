@@ -11,6 +11,7 @@ import re
 import warnings
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tolerances import ADAM_AGAINST_TORCH, ADAM_ERROR_AGAINST_TORCH
@@ -424,6 +425,46 @@ def test_parameter_moved_to_other_memory_and_state_replaced() -> None:
     assert_same_state(mine, other)
 
 
+@pytest.mark.parametrize(("before", "after"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
+def test_model_converted_to_another_dtype_between_steps(before: str, after: str) -> None:
+    p = torch.nn.Parameter(torch.ones(100).to(LAYOUTS[before][0]))
+    optimizer = halfstep.AdamW([p], lr=1e-2)
+    for name in (before, after):
+        p.data = p.data.to(LAYOUTS[name][0])
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        state = optimizer.state_dict()["state"][0]
+        assert ("master" in state) == (name != "fp32")
+        assert torch.equal(state.get("master", p.detach()).to(p.dtype), p.detach())
+    assert float(state["step"]) == 6
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    halfstep.AdamW([p], lr=numpy.float32(0.5), weight_decay=numpy.float64(0), eps=numpy.float32(0)).step()
+    assert torch.equal(p.detach(), torch.full((2,), 0.5))
+
+
+def test_step_inside_a_compiled_function() -> None:
+    results = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
+        parameters = parameters_of(torch.bfloat16)
+        optimizer = halfstep.AdamW(parameters, lr=1e-2)
+
+        @wrap
+        def step(parameters: Any = parameters, optimizer: Any = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(3):
+            give_gradients(parameters, number)
+            step()
+        results.append(optimizer)
+    assert_same_state(*results)
+
+
 def test_clipping_inside_the_step_is_torchs_clipping_before_it() -> None:
     for norm in (0.5, 1e6):
         ours, theirs = parameters_of(torch.float32), parameters_of(torch.float32)
@@ -656,6 +697,7 @@ def test_bad_options_name_the_value_and_what_is_allowed(options: Any, error: Any
             "float16 and master_weights is 'split'; allowed for float16",
         ),
         (torch.ones(2).to_sparse(), {}, TypeError, "layout torch.sparse_coo; allowed are dense"),
+        (torch.ones(1).expand(3), {}, ValueError, "strides (0,): several elements share one number"),
     ],
 )
 def test_bad_parameters_are_refused_when_the_optimizer_is_made(
