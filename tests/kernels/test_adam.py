@@ -216,9 +216,9 @@ def standard(layout: Layout, seed: int = 0) -> tuple[list[AdamTensor], list[Step
     tensors = [
         make(layout, normal(37), rng),
         make(layout, normal(0), rng, step=3),
-        make(layout, normal(2048 + 21), rng, step=9, lr=0.1, beta1=0.5, beta2=0.25, maximize=True, decay=0.3),
+        make(layout, normal(2048 + 21), rng, step=9, lr=0.1, beta1=0.5, beta2=0.5, maximize=True, decay=0.3),
         make(layout, weights, rng, step=2, beta1=0.0, beta2=0.0, eps=0.0),
-        make(layout, weights[::-1].copy(), rng, step=1000),
+        make(layout, weights[::-1].copy(), rng, step=1000, beta2=0.25),
     ]
 
     def gradients(scale: float) -> list[np.ndarray]:
