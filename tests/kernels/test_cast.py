@@ -194,6 +194,7 @@ def kinds(source: torch.dtype) -> dict[str, torch.Tensor]:
         "permuted": values(3 * 5 * 7).reshape(3, 5, 7).permute(2, 0, 1),
         "channels last": values(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "gaps": values(60 * 40).reshape(60, 40)[:, 3:29],
+        "transposed gaps": values(77 * 13).reshape(77, 13).t()[::2],
         "strided": values(999)[::3],
         "expanded": values(33).expand(5, 33),
         "expanded from one": values(1).expand(7, 11),
@@ -337,7 +338,9 @@ def test_inference_mode() -> None:
 # ------------------------------------------------------------------------------------------------------- registration
 
 
-@pytest.mark.parametrize("kind", ["odd", "0-dim", "transposed", "gaps", "expanded", "empty", "channels last"])
+@pytest.mark.parametrize(
+    "kind", ["odd", "0-dim", "transposed", "transposed gaps", "expanded", "empty", "channels last"]
+)
 def test_the_operator_is_registered_properly(kind: str) -> None:
     x = kinds(FP32)[kind].nan_to_num(0, 0, 0)
     with warnings.catch_warnings():

@@ -168,7 +168,7 @@ def test_more_chunks_than_lanes() -> None:
     assert_same_bits(native.sum_of_squares, reference.sum_of_squares)
     near(native.sum_of_squares.item(), np.concatenate([tensor.numpy() for tensor in tensors]))
     # A launch of as many programs is slow under the interpreter, so there the gathering kernel runs alone.
-    for chunks, marked in ((1, None), (1023, 0), (1024, 1023), (1025, 1024), (2500, None), (2500, 2499)):
+    for chunks, marked in ((1, None), (1023, 0), (1024, 1023), (1025, 1024), (2500, None), (2500, 0), (2500, 2499)):
         sums = torch.from_numpy(np.random.default_rng(chunks).lognormal(0, 20, chunks))
         flags = torch.zeros(chunks, dtype=torch.int32)
         if marked is not None:

@@ -56,6 +56,7 @@ def assert_same_bits(actual: torch.Tensor | np.ndarray, expected: torch.Tensor |
     a, e = (to_numpy(v) if isinstance(v, torch.Tensor) else np.asarray(v) for v in (actual, expected))
     assert a.shape == e.shape, f"{what}: shape {a.shape}, expected {e.shape}"
     assert a.dtype == e.dtype, f"{what}: dtype {a.dtype}, expected {e.dtype}"
+    a, e = np.atleast_1d(a), np.atleast_1d(e)
     different = bits(a) != bits(e)
     if a.dtype.kind not in "iub":
         with np.errstate(invalid="ignore"):  # ml_dtypes raises the flag on signalling NaNs
