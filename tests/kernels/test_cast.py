@@ -350,10 +350,13 @@ def test_the_operator_is_registered_properly(kind: str) -> None:
 
 
 def test_shapes_and_strides_without_data() -> None:
-    with FakeTensorMode() as mode:
-        for kind, tensor in kinds(FP32).items():
-            real, fake = halfstep.cast(tensor, FP16), halfstep.cast(mode.from_tensor(tensor), FP16)
-            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype), kind
+    for kind, tensor in kinds(FP32).items():
+        real = halfstep.cast(tensor, FP16)
+        with FakeTensorMode() as mode:
+            fake = halfstep.cast(mode.from_tensor(tensor), FP16)
+            assert (fake.shape, fake.dtype) == (real.shape, real.dtype), kind
+            for size, there, here in zip(real.shape, fake.stride(), real.stride(), strict=True):
+                assert there == here or size == 1, kind
 
 
 def test_it_compiles_in_one_graph() -> None:
