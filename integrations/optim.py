@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from itertools import chain
 from numbers import Real
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, overload
 
 import torch
@@ -187,10 +187,11 @@ class _Batch:
         if list(map(_address, held)) != self.addresses:
             return False
         for operand in self.keys:
-            now, known = self._state(operand), self.batch.lists[operand]
-            if list(map(id, now)) != list(map(id, known)) or list(map(_address, now)) != self.batch.table.known(
-                operand
-            ):
+            now = self._state(operand)
+            # On plain tensors: the same objects. Shards are taken anew each time, and only where they lie tells.
+            if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):
+                return False
+            if list(map(_address, now)) != self.batch.table.known(operand):
                 return False
         return True
 
@@ -408,7 +409,7 @@ class _AdamBase(Optimizer):
             values.append(columns)
         known, table = self._group_tables.get(device, (None, None))
         if known != values or table is None:
-            fresh = torch.tensor(values, dtype=torch.float64)
+            fresh = torch.tensor(values, dtype=torch.float64, device="cpu")
             if table is None:
                 table = fresh.to(device)
             elif device.type == "cpu":

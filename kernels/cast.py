@@ -16,7 +16,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, resolve, tl
-from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, TensorTable, check_tensor_list, is_flat
+from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, TensorTable, check_tensor, check_tensor_list, is_flat
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
 
@@ -195,7 +195,7 @@ def cast(
         ValueError: unknown `rounding`, or `out` does not fit.
     """
     _check_options(dtype, rounding)
-    (x,) = check_tensor_list([x], "x")
+    check_tensor(x, "x")
     if out is None:
         result: torch.Tensor = torch.ops.halfstep.cast(x, dtype)
         return result

@@ -104,6 +104,23 @@ def is_flat(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
+def check_tensor(tensor: object, name: str) -> None:
+    """Validate one tensor for the kernels.
+
+    Raises:
+        TypeError: not a tensor, not dense, or not fp32, fp16 or bf16.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; allowed are torch tensors")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; allowed are dense tensors: use .to_dense()")
+    if tensor.dtype not in DTYPE_CODES:
+        raise TypeError(
+            f"{name} has dtype {tensor.dtype}; allowed are float32, float16 and bfloat16: "
+            "convert it with .to() or leave it out"
+        )
+
+
 def check_tensor_list(tensors: Sequence[torch.Tensor], argument: str) -> list[torch.Tensor]:
     """Validate a list of tensors for a one-launch function.
 
@@ -118,17 +135,7 @@ def check_tensor_list(tensors: Sequence[torch.Tensor], argument: str) -> list[to
         raise TypeError(f"{argument} is one tensor; allowed is a list of tensors: pass [{argument}]")
     listed = list(tensors)
     for index, tensor in enumerate(listed):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{argument}[{index}] is a {type(tensor).__name__}; allowed are torch tensors")
-        if tensor.layout != torch.strided:
-            raise TypeError(
-                f"{argument}[{index}] has layout {tensor.layout}; allowed are dense tensors: use .to_dense()"
-            )
-        if tensor.dtype not in DTYPE_CODES:
-            raise TypeError(
-                f"{argument}[{index}] has dtype {tensor.dtype}; allowed are float32, float16 and bfloat16: "
-                "convert it with .to() or leave it out"
-            )
+        check_tensor(tensor, f"{argument}[{index}]")
         if tensor.device != listed[0].device:
             raise ValueError(
                 f"{argument}[{index}] is on {tensor.device}, {argument}[0] on {listed[0].device}; "

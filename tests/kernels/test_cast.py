@@ -395,7 +395,7 @@ def test_it_compiles_in_one_graph() -> None:
         (
             lambda: halfstep.cast(torch.ones(3).double(), FP16),
             TypeError,
-            "x[0] has dtype torch.float64; allowed are float32, float16 and bfloat16: convert it with .to() or "
+            "x has dtype torch.float64; allowed are float32, float16 and bfloat16: convert it with .to() or "
             "leave it out",
         ),
         (
