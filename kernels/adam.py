@@ -15,7 +15,7 @@ IEEE fp32 operation in this order (w is the fp32 weight: the parameter or its ma
     w  = w - d
 
 Moving averages take the incremental form because 1 - beta is small and exact where beta rounded to fp32 is not: with
-beta2 = 0.999 the two-product form converges to a second moment 1.3e-5 too small. Decay and update are subtracted
+beta2 = 0.999 the two-product form converges to a second moment 1.3e-5 too large. Decay and update are subtracted
 together, so a weight is rounded once per step.
 
 Per tensor and step, in fp64, t the step count after this step, rounded to fp32 once:

@@ -1,0 +1,53 @@
+"""What README.md and the other pages say can be typed, followed and run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfstep
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_exist(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_the_two_line_change_trains() -> None:
+    (change,) = blocks(ROOT / "README.md", "diff")
+    ours = [line[1:] for line in change.splitlines() if line.startswith("+")]
+    assert len(ours) == len([line for line in change.splitlines() if line.startswith("-")]) == 2
+    model = torch.nn.Linear(3, 1).half()
+    names: dict[str, Any] = {"halfstep": halfstep, "model": model}
+    exec("\n".join(ours).replace('"cuda"', '"cpu"'), names)
+    before = model.weight.detach().clone()
+    loss = (model.weight * 2).sum()
+    names["scaler"].scale(loss).backward()
+    names["scaler"].step(names["optimizer"])
+    names["scaler"].update()
+    assert not torch.equal(before, model.weight)
+
+
+def test_names_in_the_table_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`halfstep\.(\w+)", readme))
+    assert {"AdamW", "GradScaler", "softmax", "cast", "backend"} <= named <= set(halfstep.__all__)
