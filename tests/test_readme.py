@@ -40,7 +40,8 @@ def test_the_two_line_change_trains() -> None:
     names: dict[str, Any] = {"halfstep": halfstep, "model": model}
     exec("\n".join(ours).replace('"cuda"', '"cpu"'), names)
     before = model.weight.detach().clone()
-    loss = (model.weight * 0.5).sum()  # at a scale of 65536 a gradient of 1 would overflow fp16
+    # In fp32, as losses should be; at a scale of 65536 a gradient of 1 would overflow fp16.
+    loss = (model.weight.float() * 0.5).sum()
     names["scaler"].scale(loss).backward()
     names["scaler"].step(names["optimizer"])
     names["scaler"].update()
