@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, resolve, tl
+from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import ADDRESSES, DTYPE_CODES, FLOATS, TensorTable
 from halfstep.kernels.rounding import (
     exact_sqrt,
@@ -473,11 +473,6 @@ def adam_kernel(
 # ---------------------------------------------------------------------------------------------------------- launchers
 
 
-def triton_dtype(dtype: torch.dtype) -> Any:
-    """The Triton type of a torch dtype."""
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-
-
 def _constexprs(layout: Layout) -> dict[str, Any]:
     return {
         "PARAM_T": triton_dtype(layout.param),
@@ -565,9 +560,9 @@ def step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
         control: device scalars on the same device.
     """
     implementation = resolve(batch.hyper.device, "adam")
-    {"reference": _reference_step, "native": _native_step, "triton": _triton_step}[implementation](
-        batch, groups, control
-    )
+    run = {"reference": _reference_step, "native": _native_step, "triton": _triton_step}[implementation]
+    with on_device(batch.hyper.device):
+        run(batch, groups, control)
 
 
 def variants() -> Iterator[Variant]:
@@ -578,17 +573,22 @@ def variants() -> Iterator[Variant]:
     layouts += [Layout(bf16, grad, f32, master, False, False) for grad in (bf16, f32) for master in (0, 1, 2)]
     layouts += [Layout(bf16, bf16, bf16, master, False, False) for master in (0, 2)]
     layouts += [Layout(bf16, bf16, f32, SPLIT_MASTER, True, False)]
-    names = {f32: "fp32", f16: "fp16", bf16: "bf16"}
     for layout in layouts:
         p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
         state = s * (3 if layout.amsgrad else 2)
         weight = {NO_MASTER: (p, p), FULL_MASTER: (4, 4 + p), SPLIT_MASTER: (4, 4)}[layout.master]
         yield Variant(
             kernel=adam_kernel,
-            name=f"{names[layout.param]} param, {names[layout.grad]} grad, {names[layout.state]} state, "
-            f"{('no', 'full', 'split')[layout.master]} master"
-            + (", amsgrad" if layout.amsgrad else "")
-            + (", L2" if layout.l2 else ""),
+            name=", ".join(
+                [
+                    f"{TRITON_NAMES[layout.param]} param",
+                    f"{TRITON_NAMES[layout.grad]} grad",
+                    f"{TRITON_NAMES[layout.state]} state",
+                    f"{('no', 'full', 'split')[layout.master]} master",
+                    *(["amsgrad"] if layout.amsgrad else []),
+                    *(["L2"] if layout.l2 else []),
+                ]
+            ),
             signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32", "hyper": "*fp32"},
             constexprs=_constexprs(layout),
             divisible_by_16=("rows", "chunk_tensor", "hyper"),

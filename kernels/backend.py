@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -110,6 +111,19 @@ def resolve(device: torch.device, family: str) -> str:
 def jit(function: Callable[..., Any]) -> Any:
     """``triton.jit`` where Triton is installed, else the function itself, which is then never called."""
     return function if triton is None else triton.jit(function)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Around a Triton launch: it goes to the current GPU, which need not be where the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """The Triton type of a torch dtype, as kernels take it for a constexpr."""
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
 
 
 def _interpret_requested() -> bool:

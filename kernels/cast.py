@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, resolve, tl
+from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, TensorTable, check_tensor, check_tensor_list, is_flat
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
@@ -76,13 +76,9 @@ def multi_cast_kernel(
 _tables = {pair: TableCache(operands=2, chunk=CHUNK) for pair in ((s, t) for s in DTYPE_CODES for t in DTYPE_CODES)}
 
 
-def _triton_dtype(dtype: torch.dtype) -> Any:
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
-
-
 def _triton_one(source: torch.Tensor, target: torch.Tensor) -> None:
     cast_kernel[((source.numel() + CHUNK - 1) // CHUNK,)](
-        source, target, source.numel(), TARGET=_triton_dtype(target.dtype), BLOCK=CHUNK, num_warps=4
+        source, target, source.numel(), TARGET=triton_dtype(target.dtype), BLOCK=CHUNK, num_warps=4
     )
 
 
@@ -91,8 +87,8 @@ def _triton_list(table: TensorTable, source: torch.dtype, target: torch.dtype) -
         table.rows,
         table.chunk_tensor,
         table.tensors,
-        SOURCE=_triton_dtype(source),
-        TARGET=_triton_dtype(target),
+        SOURCE=triton_dtype(source),
+        TARGET=triton_dtype(target),
         CHUNK=CHUNK,
         num_warps=4,
     )
@@ -122,13 +118,15 @@ def _cast_lists(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> Non
     pair = sources[0].dtype, targets[0].dtype
     table = _tables[pair].table(sources, targets)
     if table.chunks:
-        (_triton_list if implementation == "triton" else _native_list)(table, *pair)
+        with on_device(table.device):
+            (_triton_list if implementation == "triton" else _native_list)(table, *pair)
 
 
 def _cast_one(source: torch.Tensor, target: torch.Tensor) -> None:
     """Cast one flat tensor into another of the same strides."""
     if resolve(source.device, "cast") == "triton" and source.numel():
-        _triton_one(source, target)
+        with on_device(source.device):
+            _triton_one(source, target)
     else:
         _reference(source, target)  # on a CPU torch's conversion is already at the speed of memory
 
@@ -271,24 +269,23 @@ def foreach_cast(
 
 def variants() -> Iterator[Variant]:
     """Every compiled form of the kernels, for the compile audit."""
-    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     for source, target in _tables:
         if source == target:
             continue
         yield Variant(
             kernel=cast_kernel,
-            name=f"{names[source]} to {names[target]}",
-            signature={"source": f"*{names[source]}", "target": f"*{names[target]}", "numel": "i64"},
-            constexprs={"TARGET": _triton_dtype(target), "BLOCK": CHUNK},
+            name=f"{TRITON_NAMES[source]} to {TRITON_NAMES[target]}",
+            signature={"source": f"*{TRITON_NAMES[source]}", "target": f"*{TRITON_NAMES[target]}", "numel": "i64"},
+            constexprs={"TARGET": triton_dtype(target), "BLOCK": CHUNK},
             divisible_by_16=("source", "target", "numel"),
             bytes_read=source.itemsize,
             bytes_written=target.itemsize,
         )
         yield Variant(
             kernel=multi_cast_kernel,
-            name=f"list, {names[source]} to {names[target]}",
+            name=f"list, {TRITON_NAMES[source]} to {TRITON_NAMES[target]}",
             signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32"},
-            constexprs={"SOURCE": _triton_dtype(source), "TARGET": _triton_dtype(target), "CHUNK": CHUNK},
+            constexprs={"SOURCE": triton_dtype(source), "TARGET": triton_dtype(target), "CHUNK": CHUNK},
             divisible_by_16=("rows", "chunk_tensor"),
             bytes_read=source.itemsize,
             bytes_written=target.itemsize,

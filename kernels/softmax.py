@@ -28,13 +28,12 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, resolve, tl
+from halfstep.kernels.backend import jit, on_device, resolve, tl
 from halfstep.kernels.multi_tensor import DTYPE_CODES
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
@@ -474,11 +473,6 @@ def _tile(columns: int, per_warp: int) -> tuple[int, int, int]:
     return 1, block, min(32, max(2, block // per_warp))
 
 
-def _on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current GPU: make it the tensors' own."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def _triton_forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
     a, b, c = rows.sizes
     count = a * b * c
@@ -488,7 +482,7 @@ def _triton_forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log
         mask, kind = (rows.mask.view(torch.uint8), 1) if boolean else (rows.mask, 2)
     arguments = (rows.x, mask, y, count, rows.columns, max(queries, 1), b, c, *rows.x_strides, *rows.mask_strides)
     fixed = {"MASK": kind, "CAUSAL": queries > 0, "LOG": log, "FLAT": a * b == 1, "WIDE": count >= 2**30}
-    with _on_device(y.device):
+    with on_device(y.device):
         if rows.columns <= FORWARD_ONE_PASS:
             tile, block, warps = _tile(rows.columns, 1024)
             forward_tile_kernel[(-(-count // tile),)](
@@ -507,7 +501,7 @@ def _triton_backward(
     count = y.numel() // columns
     arguments = (grad, y, dx, count, columns, max(queries, 1), scale)
     fixed = {"CAUSAL": queries > 0, "LOG": log, "WIDE": count >= 2**30}
-    with _on_device(y.device):
+    with on_device(y.device):
         if columns <= BACKWARD_ONE_PASS:
             tile, block, warps = _tile(columns, 512)
             backward_tile_kernel[(-(-count // tile),)](*arguments, **fixed, ROWS=tile, BLOCK=block, num_warps=warps)

@@ -70,7 +70,7 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
             const int64_t start = (chunk - rows[tensors + tensor]) * CHUNK;
             const int64_t left = rows[tensor] - start;
             check_chunk((T*)rows[2 * tensors + tensor] + start, left < CHUNK ? left : CHUNK, inv_scale, write,
-                        flags + tensor, sums + chunk);
+                        flags + rows[3 * tensors + tensor], sums + chunk);
         }
     });
 }

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, resolve, tl
+from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, TensorTable, check_tensor_list, is_flat
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
@@ -146,11 +146,11 @@ def _check_block(y, flag_ptr, sum_ptr, CHUNK: tl.constexpr):
 
 @jit
 def check_kernel(
-    rows,  # int64 (3, tensors): see multi_tensor.py
+    rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's place in `flags`
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
     inv_scale,  # fp32 scalar, read if SCALED
-    flags,  # int32 (tensors,), zero on entry
+    flags,  # int32, zero on entry
     sums,  # fp64 (chunks,)
     DTYPE: tl.constexpr,
     SCALED: tl.constexpr,
@@ -162,6 +162,7 @@ def check_kernel(
     numel = tl.load(rows + tensor)
     within = chunk - tl.load(rows + tensors + tensor)
     address = tl.load(rows + 2 * tensors + tensor)
+    flag = flags + tl.load(rows + 3 * tensors + tensor)
     start = within * CHUNK
     left = tl.minimum(numel - start, CHUNK).to(tl.int32)
     offsets = tl.arange(0, CHUNK)
@@ -176,7 +177,7 @@ def check_kernel(
             stored = from_float32(y, DTYPE)
             tl.store(at, stored)
             y = to_float32(stored)
-        _check_block(y, flags + tensor, sums + chunk, CHUNK)
+        _check_block(y, flag, sums + chunk, CHUNK)
     else:
         at = address.to(tl.pointer_type(DTYPE)) + start + offsets
         y = to_float32(tl.load(at, mask=offsets < left, other=0.0))
@@ -188,7 +189,7 @@ def check_kernel(
             y = to_float32(stored)
         # A lane beyond the end holds 0 * factor, which is NaN for an infinite factor.
         y = tl.where(offsets < left, y, 0.0)
-        _check_block(y, flags + tensor, sums + chunk, CHUNK)
+        _check_block(y, flag, sums + chunk, CHUNK)
 
 
 @jit
@@ -207,15 +208,7 @@ def finish_kernel(sums, chunks, flags, tensors, found_inf, sum_of_squares, LANES
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-_TRITON_DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=1, chunk=CHUNK) for dtype in DTYPE_CODES}
-
-
-def triton_dtype(dtype: torch.dtype) -> object:
-    """The Triton type of a torch dtype."""
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int16: tl.int16}[
-        dtype
-    ]
+_tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in DTYPE_CODES}
 
 
 def _triton_pass(
@@ -277,29 +270,26 @@ def _run(tensors: list[torch.Tensor], inv_scale: torch.Tensor | None, write: boo
     all_sums: list[torch.Tensor] = []
     for dtype, indices in by_dtype.items():
         group = [tensors[index] for index in indices]
-        whole = len(by_dtype) == 1
-        group_flags = flags if whole else torch.zeros(len(group), dtype=torch.int32, device=device)
         if implementation == "reference":
             sums, group_flags = _reference_pass(group, inv_scale, write)
+            flags[indices] = group_flags
         else:
             table = _tables[dtype].table(group)
+            table.refresh(1, indices)
             sums = torch.empty(table.chunks, dtype=torch.float64, device=device)
             if table.chunks:
                 launch = _triton_pass if implementation == "triton" else _native_pass
-                launch(table, dtype, inv_scale, write, group_flags, sums)
+                with on_device(device):
+                    launch(table, dtype, inv_scale, write, flags, sums)
         all_sums.append(sums)
-        if whole:
-            flags = group_flags
-        else:
-            # Placed through a host-made index, which is sent without waiting for the device.
-            flags[torch.tensor(indices, device=device)] = group_flags
     sums = all_sums[0] if len(all_sums) == 1 else torch.cat(all_sums)
     if implementation == "triton":
         found_inf = torch.empty((), dtype=torch.float32, device=device)
         sum_of_squares = torch.empty((), dtype=torch.float64, device=device)
-        finish_kernel[(1,)](
-            sums, sums.numel(), flags, flags.numel(), found_inf, sum_of_squares, LANES=LANES, enable_fp_fusion=False
-        )
+        with on_device(device):
+            finish_kernel[(1,)](
+                sums, sums.numel(), flags, flags.numel(), found_inf, sum_of_squares, LANES=LANES, enable_fp_fusion=False
+            )
     else:
         found_inf, sum_of_squares = _reference_finish(sums, flags)
     return Check(found_inf, sum_of_squares, flags)
@@ -385,7 +375,7 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
 
 def variants() -> Iterator[Variant]:
     """Every compiled form of the kernels, for the compile audit."""
-    for dtype, name in _TRITON_DTYPES.items():
+    for dtype, name in TRITON_NAMES.items():
         for write in (False, True):
             yield Variant(
                 kernel=check_kernel,

@@ -157,7 +157,7 @@ def test_sparse_gradients_whose_duplicates_overflow_in_their_sum_are_caught() ->
     p = torch.nn.Parameter(torch.zeros(3, 1))
     optimizer = torch.optim.SGD([p], lr=1.0)
     s = scaler(init_scale=1.0)
-    p.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.full((2, 1), 3e38), (3, 1))
+    p.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.full((2, 1), 3e38), (3, 1), check_invariants=True)
     s.step(optimizer)
     s.update()
     assert (p == 0).all()
