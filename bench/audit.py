@@ -319,9 +319,10 @@ class _Bar:
 
 
 def _target(name: str) -> str:
-    if not re.fullmatch(r"sm_\d{2,3}|gfx\d+[0-9a-f]*", name):
+    # bf16 conversions need sm_80.
+    if not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx\d+[0-9a-f]*", name):
         raise argparse.ArgumentTypeError(
-            f"{name!r}; allowed are NVIDIA targets such as sm_90 and AMD targets such as gfx942"
+            f"{name!r}; allowed are NVIDIA targets such as sm_90, from sm_80 on, and AMD targets such as gfx942"
         )
     return name
 

@@ -9,7 +9,7 @@ from halfstep.bench.machine_code import Access
 from halfstep.kernels.variant import Variant
 
 
-@pytest.mark.parametrize("target", ["sm_9", "H100", "gfx", "sm_90; rm"])
+@pytest.mark.parametrize("target", ["sm_9", "sm_75", "H100", "gfx", "sm_90; rm"])
 def test_an_unknown_target_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         audit.main(["--target", target])
