@@ -16,6 +16,7 @@ written from outside between steps (``copy_``, a weight swap) replaces its maste
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import chain
 from numbers import Real
@@ -513,7 +514,12 @@ class _AdamBase(Optimizer):
 
         There is no ``master`` for fp32 parameters, which are their own, nor with ``master_weights=None``.
         """
-        packed = super().state_dict()
+        # Hooks registered by others see the canonical form, so they run at the end.
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            packed = super().state_dict()
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
         for index, parameter in enumerate(self._parameters()):
             state = packed["state"].get(index)
             if state is None:
@@ -533,6 +539,9 @@ class _AdamBase(Optimizer):
             {name: value for name, value in group.items() if name not in LAYOUT_OPTIONS}
             for group in packed["param_groups"]
         ]
+        for hook in list(hooks.values()):
+            replaced = hook(self, packed)
+            packed = packed if replaced is None else replaced
         return packed
 
     @torch._disable_dynamo

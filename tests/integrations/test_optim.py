@@ -374,6 +374,20 @@ def test_hooks_run() -> None:
     assert seen == ["pre", "post", "load pre", "load post"]
 
 
+def test_state_dict_hooks_see_and_may_replace_the_canonical_form() -> None:
+    p = torch.nn.Parameter(torch.ones(2).bfloat16())
+    optimizer = halfstep.AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    seen: list[Any] = []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append(o is optimizer))
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(set(state["state"][0])))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "added": 1})
+    assert optimizer.state_dict()["added"] == 1
+    assert seen == [True, {"step", "exp_avg", "exp_avg_sq", "master"}]
+    assert "added" in optimizer.state_dict(), "the hooks stay registered"
+
+
 def test_named_parameters() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = halfstep.AdamW(model.named_parameters())
