@@ -81,17 +81,24 @@ def measure(total: int, tensors: int, layout: str, rounds: int, device: torch.de
     }
 
 
+def _from(least: int) -> Callable[[str], int]:
+    """A parser of whole numbers not below `least`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from {least}")
+        return int(text)
+
+    return parse
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run ``halfstep bench step`` with the arguments `argv`. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="halfstep bench step", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--parameters", type=int, default=2**24, help="in all (default: 16 Mi)")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of steps measured (default: 15)")
+    parser.add_argument("--parameters", type=_from(10_000), default=2**24, help="in all (default: 16 Mi)")
+    parser.add_argument("--rounds", type=_from(1), default=15, help="pairs of steps measured (default: 15)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
-    for name in ("parameters", "rounds"):
-        if getattr(options, name) < (10_000 if name == "parameters" else 1):
-            least = 10_000 if name == "parameters" else 1
-            parser.error(f"--{name} is {getattr(options, name)}; allowed are whole numbers from {least}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [(tensors, layout) for tensors in (1, 100, 10_000) for layout in LAYOUTS]
     errors = Console(stderr=True)
