@@ -1,0 +1,541 @@
+"""``halfstep bench host``: what a step costs the host, in microseconds and launches, with no GPU.
+
+**What is real.** The library under test, Triton's launch path (argument binding and specialisation, cache lookup, grid,
+hooks) and Triton's own launcher in C, which reads every tensor's address and packs the arguments. Kernels are
+compiled by Triton and ptxas for sm_90.
+
+**What is stubbed.** The CUDA driver alone: a ``libcuda.so.1`` of some thirty lines, compiled here, that answers every
+call with success. Its ``cuLaunchKernelEx`` counts and returns, so nothing is computed. It stays in its own process.
+
+**What differs from a GPU.** Tensors lie in CPU memory, since a CPU build of torch has no others. So torch's own small
+operations (filling a scalar, taking a root) run on the CPU instead of being launched; they are timed as they are and
+counted apart, as `torch_kernels`: on a GPU each costs a launch more. ``torch.cuda.device`` guards are not entered, and
+pinned copies are plain ones. The real driver's part of a launch is in no figure. torch's own optimizers launch
+from C++ and cannot be measured like this, so they are left out.
+
+Step times are medians over repetitions, providers in turn, gradients where they lay the step before; the rows marked
+"moved" have gradients at other addresses each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+COUNTS = (1, 10, 100, 1_000, 10_000)
+NUMEL = 64  # elements per tensor: the host does not care, and torch's CPU operations stay short
+CAPABILITY = 90
+PROCESSORS = 132  # multiprocessors of the H100 that stands in, asked for by providers that size their grid
+
+# Success for everything. Attributes: enough of each for Triton to load any kernel.
+STUB = r"""
+#include <stdint.h>
+#include <string.h>
+typedef int R;
+static uint64_t launches;
+uint64_t halfstep_launches(void) { return launches; }
+R cuLaunchKernelEx(const void *c, void *f, void **p, void **e) { launches++; return 0; }
+R cuLaunchKernel(void *f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned s, void *t,
+                 void **p, void **x) { launches++; return 0; }
+R cuGetErrorString(R code, const char **text) { *text = "stub"; return 0; }
+R cuInit(unsigned flags) { return 0; }
+R cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+R cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+R cuDeviceGetAttribute(int *value, int which, int device) { *value = 232448; return 0; }
+R cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
+R cuCtxSetCurrent(void *context) { return 0; }
+R cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
+R cuCtxGetLimit(size_t *value, int which) { *value = 0; return 0; }
+R cuCtxSetLimit(int which, size_t value) { return 0; }
+R cuModuleLoadData(void **module, const void *image) { *module = (void *)1; return 0; }
+R cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)1; return 0; }
+R cuFuncGetAttribute(int *value, int which, void *function) { *value = which == 0 ? 1024 : 0; return 0; }
+R cuFuncSetAttribute(void *function, int which, int value) { return 0; }
+R cuFuncSetCacheConfig(void *function, int config) { return 0; }
+R cuPointerGetAttribute(void *data, int which, uint64_t address) { memcpy(data, &address, 8); return 0; }
+R cuOccupancyMaxActiveClusters(int *count, void *function, const void *config) { *count = 1; return 0; }
+R cuTensorMapEncodeTiled(void) { return 0; }
+R cuTensorMapEncodeIm2col(void) { return 0; }
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job of one provider.
+
+    Attributes:
+        provider: the library, with its version.
+        job: ``"adamw"``, ``"check"``, ``"amp step"``, ``"cast"``, ``"softmax"``; with ``", moved"`` gradients lie at
+            other addresses each time.
+        make: for a number of tensors, the call to be timed and what is to be done, untimed, before each.
+        most: the greatest number of tensors measured.
+    """
+
+    provider: str
+    job: str
+    make: Callable[[int], tuple[Callable[[], object], Callable[[], object]]]
+    most: int = COUNTS[-1]
+
+
+@dataclass
+class Row:
+    """What a job costs the host.
+
+    Attributes:
+        host_us: median microseconds per call; `low_us` and `high_us` are the 20th and 80th percentile.
+        launches: of Triton kernels, per call.
+        torch_kernels: operations of torch per call that would each be a kernel or a copy on a GPU.
+        problem: why there is no figure, in words; else empty.
+    """
+
+    provider: str
+    job: str
+    tensors: int
+    host_us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    launches: int | None = None
+    torch_kernels: int | None = None
+    problem: str = ""
+
+
+# ------------------------------------------------------------------------------------------- the process with the stub
+
+
+def _c_compiler() -> str | None:
+    wished = os.environ.get("CC")
+    return shutil.which(wished) if wished else next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+
+
+def _build_stub(folder: Path) -> Path:
+    """Compile the stub driver into `folder`."""
+    compiler = _c_compiler()
+    if compiler is None:
+        raise RuntimeError(
+            f"no C compiler found (CC is {os.environ.get('CC')!r}; looked for gcc, clang, cc); Triton's launcher and "
+            "the stub driver are compiled with one: install it or point CC at one"
+        )
+    source, target = folder / "stub.c", folder / "libcuda.so.1"
+    source.write_text(STUB)
+    subprocess.run(
+        [compiler, "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(target)], check=True
+    )
+    return target
+
+
+def _install_stub(path: str) -> Callable[[], int]:
+    """Make Triton's own NVIDIA driver run on the stub. Returns the counter of launches."""
+    stub = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    stub.halfstep_launches.restype = ctypes.c_uint64
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    class StubbedDriver(CudaDriver):
+        """Triton's driver; only what it would ask torch about GPUs is answered here."""
+
+        def __init__(self) -> None:
+            try:
+                super().__init__()
+            except (AttributeError, AssertionError):  # a CPU build of torch lacks names that the base class looks up
+                pass
+            self.get_current_device = lambda: 0
+            self.set_current_device = lambda device: None
+            self.get_current_stream = lambda device: 0
+            self.get_device_capability = lambda device: (CAPABILITY // 10, CAPABILITY % 10)
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", CAPABILITY, 32)
+
+        def get_benchmarker(self) -> Any:
+            """For autotuners, which time each configuration: all take the same, so the first one stays."""
+
+            def run_once(call: Callable[[], object], *, quantiles: Sequence[float], **options: Any) -> list[float]:
+                call()
+                return [1.0 for _ in quantiles]
+
+            return run_once
+
+    driver = StubbedDriver()
+    triton.runtime.driver.set_active(driver)
+    counter: Callable[[], int] = stub.halfstep_launches
+    return counter
+
+
+def _take_cpu_tensors() -> None:
+    """Let halfstep's own switch send CPU tensors to the compiled kernels, in this process."""
+    from halfstep.kernels import backend
+
+    # The kernels are compiled already decorated, so this changes one thing: `resolve` lets CPU tensors through.
+    backend.INTERPRET = True
+    backend.backend("triton")
+
+
+@contextmanager
+def _pretending_cuda() -> Iterator[None]:
+    """Inside, CPU tensors say that they are CUDA tensors, to libraries that make state for no others."""
+    import torch
+
+    available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = available
+        del torch.Tensor.is_cuda
+
+
+# ---------------------------------------------------------------------------------------------------------- providers
+
+
+def _nothing() -> None:
+    """No preparation."""
+
+
+def _parameters(count: int, dtype: Any) -> list[Any]:
+    import torch
+
+    parameters = [torch.nn.Parameter(torch.zeros(NUMEL, dtype=dtype)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameters
+
+
+def _moving(parameters: list[Any]) -> Callable[[], None]:
+    """Give every parameter its other gradient, which lies elsewhere."""
+    import torch
+
+    sets = [[parameter.grad for parameter in parameters], [torch.zeros_like(parameter) for parameter in parameters]]
+
+    def move() -> None:
+        sets.reverse()
+        for parameter, grad in zip(parameters, sets[0], strict=True):
+            parameter.grad = grad
+
+    return move
+
+
+def _our_adamw(moved: bool) -> Callable[[int], tuple[Callable[[], object], Callable[[], object]]]:
+    def make(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        import torch
+
+        import halfstep
+
+        parameters = _parameters(count, torch.bfloat16)
+        return halfstep.AdamW(parameters).step, _moving(parameters) if moved else _nothing
+
+    return make
+
+
+def _our_amp_step(moved: bool) -> Callable[[int], tuple[Callable[[], object], Callable[[], object]]]:
+    def make(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        import torch
+
+        import halfstep
+
+        parameters = _parameters(count, torch.bfloat16)
+        optimizer = halfstep.AdamW(parameters, max_grad_norm=1.0)
+        scaler = halfstep.GradScaler("cpu")
+        scaler.scale(torch.zeros(()))
+
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step, _moving(parameters) if moved else _nothing
+
+    return make
+
+
+def _our_check(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    import torch
+
+    import halfstep
+
+    grads = [torch.zeros(NUMEL, dtype=torch.bfloat16) for _ in range(count)]
+    return lambda: halfstep.foreach_check(grads), _nothing
+
+
+def _our_cast(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    import torch
+
+    import halfstep
+
+    tensors = [torch.zeros(NUMEL) for _ in range(count)]
+    return lambda: halfstep.foreach_cast(tensors, torch.bfloat16), _nothing
+
+
+def _our_softmax(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    import torch
+
+    import halfstep
+
+    inputs = [torch.zeros(4, 256, dtype=torch.bfloat16) for _ in range(count)]
+    return lambda: [halfstep.softmax(x) for x in inputs], _nothing
+
+
+def _liger_softmax(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    import torch
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    inputs = [torch.zeros(4, 256, dtype=torch.bfloat16) for _ in range(count)]
+    return lambda: [LigerSoftmaxFunction.apply(x) for x in inputs], _nothing
+
+
+def _optimi_adamw(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    import torch
+    from optimi import AdamW
+
+    return AdamW(_parameters(count, torch.bfloat16), lr=1e-3, triton=True, foreach=False).step, _nothing
+
+
+def _flash_adamw(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    import torch
+    from flashoptim import FlashAdamW, optimizers
+
+    optimizers._get_sm_count = lambda device=None: PROCESSORS
+    with _pretending_cuda():
+        optimizer = FlashAdamW(_parameters(count, torch.bfloat16), lr=1e-3)
+        optimizer.step()
+    return optimizer.step, _nothing
+
+
+def _version(distribution: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"{distribution} {version(distribution)}"
+    except PackageNotFoundError:
+        return None
+
+
+def _cases() -> list[Case]:
+    """Every job of every provider that is installed."""
+    cases = [
+        Case("halfstep", "adamw", _our_adamw(moved=False)),
+        Case("halfstep", "adamw, moved", _our_adamw(moved=True)),
+        Case("halfstep", "amp step", _our_amp_step(moved=False)),
+        Case("halfstep", "amp step, moved", _our_amp_step(moved=True)),
+        Case("halfstep", "check", _our_check),
+        Case("halfstep", "cast", _our_cast),
+        Case("halfstep", "softmax", _our_softmax, most=1),
+    ]
+    peers: list[tuple[str, str, Any, int]] = [
+        ("flashoptim", "adamw", _flash_adamw, COUNTS[-1]),
+        ("torch-optimi", "adamw", _optimi_adamw, COUNTS[-1]),
+        ("liger-kernel", "softmax", _liger_softmax, 1),
+    ]
+    for distribution, job, make, most in peers:
+        named = _version(distribution)
+        if named:
+            cases.append(Case(named, job, make, most))
+    return cases
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+# Operations that give memory or a view of it, and on a GPU launch nothing.
+_FREE = ("empty", "new_empty", "detach", "alias", "as_strided", "resize_", "set_", "lift_fresh")
+
+
+def _torch_kernels(call: Callable[[], object]) -> int:
+    """How many operations of torch one call makes that would each be a kernel or a copy on a GPU."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = function.overloadpacket.__name__
+            if function.namespace == "aten" and not function.is_view and not name.startswith(_FREE):
+                self.count += 1
+            return function(*args, **(kwargs or {}))
+
+    with Counting() as mode:
+        call()
+    return mode.count
+
+
+def _measure(case: Case, tensors: int, seconds: float, launches: Callable[[], int]) -> Row:
+    row = Row(case.provider, case.job, tensors)
+    call, prepare = case.make(tensors)
+    for _ in range(3):
+        prepare()
+        call()
+    prepare()
+    before = launches()
+    row.torch_kernels = _torch_kernels(call)
+    row.launches = launches() - before
+    times: list[float] = []
+    gc.collect()
+    gc.disable()  # a collection is no part of a step, and with 10,000 tensors it takes longer than one
+    try:
+        end = time.perf_counter() + seconds
+        while len(times) < 5 or (time.perf_counter() < end and len(times) < 2000):
+            prepare()
+            start = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - start))
+    finally:
+        gc.enable()
+    row.low_us, row.host_us, row.high_us = (statistics.quantiles(times, n=10)[at] for at in (1, 4, 7))
+    return row
+
+
+def _worker(stub: str, counts: Sequence[int], seconds: float, jobs: Sequence[str]) -> None:
+    """Measure in this process, which the stub driver spoils for anything else; one line of JSON per row."""
+    launches = _install_stub(stub)
+    import torch
+
+    torch.set_num_threads(1)
+    _take_cpu_tensors()
+    chosen = [case for case in _cases() if not jobs or case.job.partition(",")[0] in jobs]
+    work = [(case, tensors) for tensors in counts for case in chosen if tensors <= case.most]
+    for case, tensors in work:
+        try:
+            row = _measure(case, tensors, seconds, launches)
+        except Exception as error:  # a provider that fails is a finding; the others still count
+            row = Row(case.provider, case.job, tensors, problem=f"{type(error).__name__}: {error}")
+        print(json.dumps({"of": len(work), "row": asdict(row)}), flush=True)
+
+
+def measure(
+    counts: Sequence[int] = COUNTS,
+    seconds: float = 0.5,
+    jobs: Sequence[str] = (),
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[dict[str, Any]]:
+    """Measure the host cost of every Triton provider, in a process of its own.
+
+    Args:
+        counts: numbers of tensors.
+        seconds: time given to each row, at least 5 steps.
+        jobs: ``"adamw"``, ``"amp step"``, ``"check"``, ``"cast"``, ``"softmax"``; none means all.
+        progress: called with the number of rows so far and of all.
+
+    Returns:
+        One `Row` per job, provider and number of tensors, as a dictionary.
+
+    Raises:
+        RuntimeError: Triton or a C compiler is missing, or the measuring process failed.
+    """
+    from halfstep.kernels import backend
+
+    if backend.triton is None:
+        raise RuntimeError("triton is not installed; install it to measure what its launches cost the host")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="halfstep-host-") as folder:
+        stub = _build_stub(Path(folder))
+        # A cache of its own: what is linked here against the stub must not be found by a process that has a GPU.
+        cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache") / "halfstep-host"
+        environment = {**os.environ, "TRITON_LIBCUDA_PATH": folder, "TRITON_CACHE_DIR": str(cache)}
+        for name in ("TRITON_INTERPRET", "HALFSTEP_BACKEND"):
+            environment.pop(name, None)
+        arguments = ["--worker", str(stub), "--seconds", str(seconds), "--tensors", *map(str, counts)]
+        for job in jobs:
+            arguments += ["--job", job]
+        command = [sys.executable, "-m", "halfstep.bench.host_cost", *arguments]
+        with tempfile.TemporaryFile("w+") as errors:
+            with subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line.startswith("{"):
+                        message = json.loads(line)
+                        rows.append(message["row"])
+                        progress(len(rows), message["of"])
+            if process.returncode:
+                errors.seek(0)
+                raise RuntimeError(f"the measuring process ended with {process.returncode}: {errors.read()[-4000:]}")
+    return rows
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a table: µs, Triton launches + torch kernels, by number of tensors."""
+    counts = sorted({row["tensors"] for row in rows})
+    by_case: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        by_case.setdefault((row["job"], row["provider"]), {})[row["tensors"]] = row
+    lines = [
+        "| job | provider | " + " | ".join(f"{count:,}" for count in counts) + " |",
+        "|---" * (2 + len(counts)) + "|",
+    ]
+    for (job, provider), cells in sorted(by_case.items()):
+        shown = []
+        for count in counts:
+            cell = cells.get(count)
+            if cell is None or cell["problem"]:
+                shown.append("failed" if cell else "")
+            else:
+                shown.append(f"{cell['host_us']:,.0f} µs, {cell['launches']:,} + {cell['torch_kernels']:,}")
+        lines.append(f"| {job} | {provider} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def _from(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from {least}")
+        return int(text)
+
+    return parse
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``halfstep bench host`` with the arguments `argv`. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="halfstep bench host", description=(__doc__ or "").split("\n", 1)[0])
+    jobs = ("adamw", "amp step", "check", "cast", "softmax")
+    parser.add_argument("--tensors", type=_from(1), nargs="+", default=COUNTS, help="numbers of tensors (1 ... 10,000)")
+    parser.add_argument("--job", choices=jobs, action="append", default=[], help="only this job; may be repeated")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time per row (default: 0.5)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.worker:
+        _worker(options.worker, options.tensors, options.seconds, options.job)
+        return 0
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("host cost", total=None)
+        try:
+            rows = measure(
+                options.tensors,
+                options.seconds,
+                options.job,
+                lambda done, of: bar.update(task, completed=done, total=of),
+            )
+        except RuntimeError as error:
+            bar.stop()
+            print(f"halfstep bench host: {error}", file=sys.stderr)
+            return 1
+    print(json.dumps({"rows": rows}, indent=2) if options.json else markdown(rows))
+    failed = [row for row in rows if row["problem"]]
+    for row in failed:
+        print(f"{row['provider']} {row['job']} at {row['tensors']:,} tensors: {row['problem']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
