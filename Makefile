@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test exhaustive lint audit clean
+.PHONY: help demo test exhaustive lint audit bounds clean
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
@@ -20,6 +20,7 @@ help:
 	@echo "make exhaustive  those: minutes to an hour"
 	@echo "make lint        ruff and mypy"
 	@echo "make audit       compile every kernel for four GPU generations, without a GPU"
+	@echo "make bounds      record what they compile to as bounds for the tests, and in docs/performance.md"
 	@echo "make clean       delete build products and caches; leaves $(VENV) and out"
 
 $(BIN)/python:
@@ -60,6 +61,10 @@ lint: $(VENV)/.dev
 
 audit: $(VENV)/.test
 	$(BIN)/halfstep bench audit
+
+# With the peers of the extra `bench` installed, their table too.
+bounds: $(VENV)/.test
+	$(BIN)/halfstep bench audit --peers --record tests/kernels/audit_bounds.json --markdown docs/performance.md
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -5,14 +5,18 @@ accesses are, what it takes of the machine, and how long the least possible traf
 fails (status 1) where a variant does not compile, spills, or promises the reference's bits and contains a fused
 multiply-add, an approximation or flushed subnormals. What is counted and how: ``machine_code.py``.
 
-A family lists its variants in a function ``variants()``; ``--module`` audits any other module that has one.
+A family lists its variants in a function ``variants()``; ``--module`` audits any other module that has one. ``--peers``
+adds the kernels of installed peers with their own launch settings; what they do wrong is shown and does not fail.
+``--bounds`` and ``--record`` hold the rows to what was recorded before: ``audit_bounds.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import importlib
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -28,6 +32,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfstep.bench import audit_bounds, audit_markdown
+
+PEERS = "halfstep.bench.audit_peers"
 FAMILIES = ("halfstep.kernels.adam", "halfstep.kernels.cast", "halfstep.kernels.softmax", "halfstep.kernels.unscale")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -52,11 +59,14 @@ class Row:
     """What the audit found for one variant on one target. Bytes are per element; None where it did not compile.
 
     Attributes:
-        access_bits: the narrowest access of the bulk path, per thread; ``access_widths`` counts all of its widths.
+        access_bits: the narrowest access of the bulk path, per thread; ``access_widths`` counts all of its widths, and
+            ``operand_bits`` gives the narrowest by the width of the operand's elements, both in bits.
+        shared_bytes: per block, without what the driver reserves.
         spills: instructions that touch local memory (NVIDIA) or spilled registers (AMD).
         occupancy: the share of the machine's warps that registers, shared memory and block limits let live at once.
         floor_ms: milliseconds per 10^9 elements that `floor_bytes` take at datasheet bandwidth, by machine.
-        problems: why the variant fails the audit; empty if it passes.
+        peer: the distribution that the kernel belongs to; None for halfstep's own.
+        problems: why the variant fails the audit; empty if it passes. A peer's do not fail the audit.
     """
 
     kernel: str
@@ -69,6 +79,7 @@ class Row:
     floor_written: float = 0.0
     access_bits: int | None = None
     access_widths: dict[str, int] = field(default_factory=dict)
+    operand_bits: dict[str, int] = field(default_factory=dict)
     registers: int | None = None
     spills: int | None = None
     shared_bytes: int | None = None
@@ -76,6 +87,7 @@ class Row:
     layout_conversions: int | None = None
     occupancy: float | None = None
     floor_ms: dict[str, float] = field(default_factory=dict)
+    peer: str | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -127,29 +139,44 @@ def compile_variant(variant: Any, target: str) -> Any:
     return triton.compile(source, target=gpu_target(target), options=options)
 
 
-def _inspect(row: Row, variant: Any, compiled: Any) -> None:
-    """Fill `row` from the compiled kernel."""
+def _disassembled(cubin: bytes) -> tuple[str, str]:
+    """SASS and resource usage of `cubin`, kept in Triton's cache: nvdisasm takes longer than all the rest."""
     import triton
+    from triton.runtime.cache import get_cache_manager
 
     from halfstep.bench import machine_code
 
+    cache = get_cache_manager(hashlib.sha256(f"halfstep audit {triton.__version__}".encode() + cubin).hexdigest())
+    kept = cache.get_file("kernel.sass"), cache.get_file("kernel.usage")
+    if all(kept):
+        text, usage = (Path(file).read_text() for file in kept)
+        return text, usage
+    with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
+        text = machine_code.sass(cubin, triton.knobs.nvidia.nvdisasm.path, Path(folder))
+        usage = machine_code.resource_usage(triton.knobs.nvidia.cuobjdump.path, Path(folder))
+    cache.put(text, "kernel.sass", binary=False)
+    cache.put(usage, "kernel.usage", binary=False)
+    return text, usage
+
+
+def _inspect(row: Row, variant: Any, compiled: Any) -> None:
+    """Fill `row` from the compiled kernel."""
+    from halfstep.bench import machine_code
+
     ttgir = compiled.asm["ttgir"]
-    uniform = machine_code.uniform_sites(ttgir)
     if "ptx" in compiled.asm:
-        with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
-            text = machine_code.sass(compiled.asm["cubin"], triton.knobs.nvidia.nvdisasm.path, Path(folder))
-            usage = machine_code.resource_usage(triton.knobs.nvidia.cuobjdump.path, Path(folder))
-        counted = machine_code.bulk(list(machine_code.ptx_accesses(compiled.asm["ptx"])), uniform)
-        emitted = machine_code.bulk(list(machine_code.sass_accesses(text)), uniform)
+        text, usage = _disassembled(compiled.asm["cubin"])
+        counted = machine_code.bulk(list(machine_code.ptx_accesses(compiled.asm["ptx"])), ttgir)
+        emitted = machine_code.bulk(list(machine_code.sass_accesses(text)), ttgir)
         taken = machine_code.sass_resources(text, usage)
         inexact = machine_code.ptx_inexact(compiled.asm["ptx"])
-        row.occupancy = occupancy(row.target, taken.registers, taken.shared_bytes, variant.num_warps)
+        row.occupancy = occupancy(row.target, taken.registers, compiled.metadata.shared, variant.num_warps)
     else:
         text = compiled.asm["amdgcn"]
-        counted = emitted = machine_code.bulk(list(machine_code.amd_accesses(text)), uniform)
+        counted = emitted = machine_code.bulk(list(machine_code.amd_accesses(text)), ttgir)
         taken = machine_code.amd_resources(text)
         inexact = machine_code.amd_inexact(compiled.asm["llir"], text)
-        row.occupancy = machine_code.amd_occupancy(text)
+        row.occupancy = machine_code.amd_occupancy(text, compiled.metadata.shared, variant.num_warps)
     elements = variant.elements or machine_code.tile_elements(ttgir)
     if elements:
         threads = compiled.metadata.num_warps * gpu_target(row.target).warp_size
@@ -161,8 +188,9 @@ def _inspect(row: Row, variant: Any, compiled: Any) -> None:
         row.access_bits = min(access.bits for access in emitted)
         for access in sorted(emitted, key=lambda access: -access.bits):
             row.access_widths[str(access.bits)] = row.access_widths.get(str(access.bits), 0) + 1
-    row.registers, row.spills = taken.registers, taken.spills
-    row.shared_bytes, row.barriers = max(taken.shared_bytes, compiled.metadata.shared), taken.barriers
+        row.operand_bits = {str(key): bits for key, bits in machine_code.operand_bits(emitted, ttgir).items()}
+    row.registers, row.spills, row.barriers = taken.registers, taken.spills, taken.barriers
+    row.shared_bytes = compiled.metadata.shared
     row.layout_conversions = machine_code.layout_conversions(ttgir)
     if row.spills:
         row.problems.append(f"{row.spills} spills")
@@ -192,16 +220,22 @@ def _listed(module: str) -> list[Any]:
 
 def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
     """Compile and inspect one variant for one target; runs in a worker process."""
+    from halfstep.bench import audit_peers
+
     module, index, target = job
     variant = _listed(module)[index]
     floor = variant.bytes_read + variant.bytes_written
+    peer = audit_peers.find().peers[index] if module == PEERS else None
     row = Row(
-        kernel=f"{module.rpartition('.')[2]}.{variant.kernel.__name__}",
+        # A peer's kernel is named with its package: liger_kernel, not liger_kernel.ops.softmax.
+        kernel=f"{variant.kernel.__module__.partition('.')[0] if peer else module.rpartition('.')[2]}"
+        f".{variant.kernel.__name__}",
         variant=variant.name,
         target=target,
         floor_bytes=floor,
         floor_read=variant.bytes_read,
         floor_written=variant.bytes_written,
+        peer=peer,
         floor_ms={machine: 1e12 * floor / rate for machine, rate in BANDWIDTH.get(target, {}).items()},
     )
     try:
@@ -279,17 +313,25 @@ def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
             *(_number(row[key]) for key in ("registers", "spills", "shared_bytes", "barriers", "layout_conversions")),
             "-" if row["occupancy"] is None else f"{row['occupancy']:.0%}",
             least,
-            style="red" if row["problems"] else None,
+            style="red" if row["problems"] and not row["peer"] else None,
         )
     console.print(table)
-    failing = [row for row in rows if row["problems"]]
-    for row in failing:
+    for row in rows:
         for problem in row["problems"]:
-            console.print(escape(f"FAIL {row['kernel']} {row['variant']} on {row['target']}: {problem}"), style="red")
-    verdict = f"{len(failing)} of {len(rows)} fail" if failing else f"all {len(rows)} pass"
+            verdict, style = ("PEER", None) if row["peer"] else ("FAIL", "red")
+            line = f"{verdict} {row['kernel']} {row['variant']} on {row['target']}: {problem}"
+            console.print(escape(line), style=style)
+    own = [row for row in rows if not row["peer"]]
+    failing = _failing(rows)
+    verdict = f"{len(failing)} of {len(own)} fail" if failing else f"all {len(own)} pass"
     console.print(
         f"Bytes per element, from the machine code against the least the job needs. {verdict}, in {seconds:.0f} s."
     )
+
+
+def _failing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that fail the audit."""
+    return [row for row in rows if row["problems"] and not row["peer"]]
 
 
 class _Bar:
@@ -354,6 +396,25 @@ def _parser() -> argparse.ArgumentParser:
         help="audit what this module's variants() lists instead of halfstep's kernels; may be repeated",
     )
     parser.add_argument(
+        "--peers", action="store_true", help="also compile the kernels of installed peers, as they launch them"
+    )
+    parser.add_argument(
+        "--bounds", type=Path, metavar="FILE", help="fail where a row leaves the bounds recorded in FILE"
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="record the rows as bounds in FILE; with --module or --target, only those of its rows",
+    )
+    parser.add_argument(
+        "--markdown",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print the table as Markdown or, with FILE, put it between FILE's markers; after --record, of all bounds",
+    )
+    parser.add_argument(
         "--jobs", type=_jobs, default=min(os.cpu_count() or 1, 8), help="processes (default: one per core, at most 8)"
     )
     return parser
@@ -378,6 +439,65 @@ def _without_interpreter(argv: list[str]) -> int | None:
     return subprocess.run([sys.executable, "-m", "halfstep.bench.audit", *argv], env=environment).returncode
 
 
+def _audit_as_asked(arguments: argparse.Namespace) -> int:
+    """Audit, print, compare and record. Returns the exit status.
+
+    Raises:
+        ValueError: a module or file that was named cannot be used.
+    """
+    import triton
+
+    from halfstep.bench import audit_peers
+
+    modules = list(dict.fromkeys(arguments.module or FAMILIES))
+    targets = list(dict.fromkeys(arguments.target or TARGETS))
+    families = {module.rpartition(".")[2] for module in arguments.module} if arguments.module else None
+    peers_missing: tuple[str, ...] = ()
+    if arguments.peers:
+        found = audit_peers.find()
+        peers_missing = found.left_out
+        modules = [*modules, *([PEERS] if found.variants else [])]
+    for line in peers_missing:
+        print(line, file=sys.stderr)
+
+    start, bar = time.monotonic(), _Bar()
+    try:
+        rows = audit(modules, targets, arguments.jobs, bar.update)
+    finally:
+        bar.close()
+    own = [row for row in rows if not row["peer"]]
+    failing = _failing(rows)
+    if arguments.json:
+        print(json.dumps({"variants": rows}, indent=1))
+    elif arguments.markdown != "-":
+        print_table(rows, time.monotonic() - start)
+
+    left = []
+    if arguments.bounds:
+        bounds = audit_bounds.load(arguments.bounds)
+        remedy = f"halfstep bench audit --record {arguments.bounds}"
+        left = audit_bounds.departures(own, bounds, triton.__version__, families, targets, remedy)
+        for line in left:
+            print(f"FAIL {line}", file=sys.stderr)
+    if arguments.record:
+        if failing:
+            print(f"{arguments.record}: not written, since {len(failing)} rows fail", file=sys.stderr)
+            return 1
+        print(audit_bounds.record(own, arguments.record, triton.__version__, families, targets), file=sys.stderr)
+        own = audit_markdown.from_bounds(audit_bounds.load(arguments.record).entries)
+    if arguments.markdown:
+        tables = {audit_markdown.OURS: own}
+        # Half a table of peers would stand in the place of a whole one.
+        if arguments.peers and not peers_missing:
+            tables[audit_markdown.PEERS] = [row for row in rows if row["peer"]]
+        for name, members in tables.items():
+            if arguments.markdown == "-":
+                print(audit_markdown.table(members), end="\n\n")
+            else:
+                audit_markdown.write(name, audit_markdown.table(members), Path(arguments.markdown))
+    return 1 if failing or left else 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run ``halfstep bench audit`` with the arguments `argv`. Returns the exit status: 0 if every variant passes."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -385,27 +505,17 @@ def main(argv: list[str] | None = None) -> int:
     status = _without_interpreter(argv)
     if status is not None:
         return status
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("triton") is None:
         print(
             "halfstep bench audit compiles Triton kernels, and triton is not installed: pip install triton",
             file=sys.stderr,
         )
         return 2
-    start, bar = time.monotonic(), _Bar()
     try:
-        rows = audit(arguments.module or list(FAMILIES), arguments.target or list(TARGETS), arguments.jobs, bar.update)
+        return _audit_as_asked(arguments)
     except ValueError as error:
         print(f"halfstep bench audit: {error}", file=sys.stderr)
         return 2
-    finally:
-        bar.close()
-    if arguments.json:
-        print(json.dumps({"variants": rows}, indent=1))
-    else:
-        print_table(rows, time.monotonic() - start)
-    return 1 if any(row["problems"] for row in rows) else 0
 
 
 if __name__ == "__main__":

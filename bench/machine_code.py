@@ -5,9 +5,10 @@ on AMD, and the TTGIR both came from. Nothing here runs a kernel, and nothing ne
 
 What counts as the **bulk path**. A kernel over a device table has a few uniform loads (pointers, sizes, scalars), a
 wide path for aligned tensors, and narrow code for tails and misaligned tensors. Debug lines tie every machine access to
-its source line, and the TTGIR says whether that line loads one value or a tile. Uniform accesses are set aside; of the
-rest, reads and writes apart, the bulk is every access of 64 bits and more, or the widest there is where none is.
-Atomic operations are left out: a kernel uses them for a flag, not for its tensors.
+its source line, and the TTGIR says whether that line loads one value or a tile, and of what type. Uniform accesses are
+set aside; of the rest, reads and writes apart, the bulk is every access of 64 bits or of 4 elements and more, or the
+widest there is where none is. Atomic operations are left out: a kernel uses them for a flag, not for its tensors. An
+operand whose accesses are narrower than the rest thus drops out of the bytes, which then fall short of the least.
 
 Limits. The count is static: each instruction once, predicated ones as if the predicate held, so a loop body counts one
 trip. On NVIDIA the number of instructions comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads
@@ -24,7 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-WIDE = 64  # bits; the narrowest access that counts as wide: 4 elements of 16 bits beside 4 elements of fp32
+# The narrowest access that counts as wide. Beside 4 elements of fp32, which fill 128 bits, stand 4 of 16 or of 8 bits.
+WIDE_BITS, WIDE_ELEMENTS = 64, 4
 
 Site = tuple[str, int]  # file name and line of the source
 
@@ -40,11 +42,10 @@ class Access:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread or block of a compiled kernel takes."""
+    """What a compiled kernel takes. Shared memory is asked for at launch, so no binary holds its size."""
 
-    registers: int
+    registers: int  # per thread
     spills: int
-    shared_bytes: int
     barriers: int
 
 
@@ -57,7 +58,8 @@ _FILE = re.compile(r'^\s*\.file\s+(\d+) (?:"[^"]*" )?"([^"]+)"', re.MULTILINE)
 _LOC_NAMED = re.compile(r'^(#loc\d*) = loc\("[^"]*"\((#loc\d*)\)\)')
 _LOC_FILE = re.compile(r'^(#loc\d*) = loc\("([^"]+)":(\d+):\d+\)')
 _LOC_CALL = re.compile(r"^(#loc\d*) = loc\(callsite\((#loc\d*) at #loc\d*\)\)")
-_MEMORY_OP = re.compile(r"\b(tt\.|amdg\.buffer_)(load|store)\b.*: (.*?) loc\((#loc\d*)\)$")
+_MEMORY_OP = re.compile(r"\b(tt\.|amdg(?:pu)?\.buffer_)(load|store)\b.*: (.*?) loc\((#loc\d*)\)$")
+_ELEMENT = re.compile(r"tensor<(?:\d+x)+(?:!tt\.ptr<)?[a-z]+(\d+)")
 
 
 def _locations(ttgir: str) -> dict[str, Site]:
@@ -89,6 +91,17 @@ def uniform_sites(ttgir: str) -> set[Site]:
             if site is not None:
                 (tiled if "tensor<" in found[3] else uniform).add(site)
     return uniform - tiled
+
+
+def element_bits(ttgir: str) -> dict[tuple[Site, bool], set[int]]:
+    """Source line, and whether it writes, to the widths in bits of the elements in the tiles that it moves."""
+    sites = _locations(ttgir)
+    widths: dict[tuple[Site, bool], set[int]] = {}
+    for line in ttgir.splitlines():
+        if (found := _MEMORY_OP.search(line)) and (element := _ELEMENT.search(found[3])) and found[4] in sites:
+            # A truth value takes a byte of memory.
+            widths.setdefault((sites[found[4]], found[2] == "store"), set()).add(max(8, int(element[1])))
+    return widths
 
 
 def tile_elements(ttgir: str) -> int:
@@ -160,10 +173,12 @@ def ptx_accesses(text: str) -> Iterator[Access]:
 
 
 def sass_resources(text: str, usage: str) -> Resources:
-    """Registers and memory from ``cuobjdump --dump-resource-usage``, spills and barriers from the instructions."""
-    numbers = {key: int(value) for key, value in re.findall(r"\b(REG|SHARED):(\d+)", usage)}
+    """Registers from ``cuobjdump --dump-resource-usage``, spills and barriers from the instructions."""
+    registers = re.search(r"\bREG:(\d+)", usage)
+    if registers is None:
+        raise ValueError(f"cuobjdump names no registers: {usage.strip()!r}")
     spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
-    return Resources(numbers["REG"], spills, numbers["SHARED"], len(re.findall(r"\bBAR\.(?:SYNC|RED|ARV)", text)))
+    return Resources(int(registers[1]), spills, len(re.findall(r"\bBAR\.(?:SYNC|RED|ARV)", text)))
 
 
 _PTX_FUSED = re.compile(r"\b(?:fma|mad)(?:\.\w+)*\.(?:f16|f16x2|bf16|bf16x2|f32|f32x2|f64)\b")
@@ -203,17 +218,20 @@ def amd_accesses(text: str) -> Iterator[Access]:
 
 
 def amd_resources(text: str) -> Resources:
-    """Registers, spills and memory from the metadata that closes AMD assembly; barriers from the instructions."""
+    """Registers and spills from the metadata that closes AMD assembly; barriers from the instructions."""
     numbers = {key: int(value) for key, value in re.findall(r"\.(\w+): +(\d+)$", text, re.MULTILINE)}
     barriers = len(re.findall(r"^\s*s_barrier\b", text, re.MULTILINE))
     spills = numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"]
-    return Resources(numbers["vgpr_count"], spills, numbers["group_segment_fixed_size"], barriers)
+    return Resources(numbers["vgpr_count"], spills, barriers)
 
 
-def amd_occupancy(text: str) -> float | None:
-    """Wavefronts per SIMD out of 8, as LLVM states it."""
+def amd_occupancy(text: str, shared_bytes: int, num_warps: int) -> float | None:
+    """Wavefronts per SIMD out of 8: as LLVM states it for the registers, and as 64 KiB per compute unit of 4 allow."""
     found = re.search(r"^; Occupancy: (\d+)", text, re.MULTILINE)
-    return int(found[1]) / 8 if found else None
+    if found is None:
+        return None
+    fitting = (64 << 10) // shared_bytes * num_warps / 4 if shared_bytes else 8
+    return min(int(found[1]), fitting) / 8
 
 
 _AMD_FUSED = re.compile(
@@ -264,11 +282,25 @@ def amd_inexact(llir: str, text: str) -> list[str]:
 # --- both ----------------------------------------------------------------------------------------------------------
 
 
-def bulk(accesses: list[Access], uniform: set[Site]) -> list[Access]:
+def bulk(accesses: list[Access], ttgir: str) -> list[Access]:
     """The accesses of the bulk path, as the module's docstring defines it."""
+    uniform, widths = uniform_sites(ttgir), element_bits(ttgir)
     chosen: list[Access] = []
     for writes in (False, True):
         tiles = [access for access in accesses if access.writes is writes and access.site not in uniform]
-        threshold = min(WIDE, max((access.bits for access in tiles), default=0))
-        chosen += [access for access in tiles if access.bits >= threshold]
+        widest = max((access.bits for access in tiles), default=0)
+        for access in tiles:
+            elements = min(widths.get((access.site, writes), {WIDE_BITS}))
+            if access.bits >= min(widest, WIDE_BITS, WIDE_ELEMENTS * elements):
+                chosen.append(access)
     return chosen
+
+
+def operand_bits(chosen: list[Access], ttgir: str) -> dict[int, int]:
+    """Width in bits of an element to the narrowest of the `chosen` accesses that move such elements."""
+    widths = element_bits(ttgir)
+    narrowest: dict[int, int] = {}
+    for access in chosen:
+        for element in widths.get((access.site, access.writes), ()):
+            narrowest[element] = min(access.bits, narrowest.get(element, access.bits))
+    return dict(sorted(narrowest.items()))

@@ -93,7 +93,9 @@ def test_sass() -> None:
         Access(True, 64, line),
     ]
     resources = machine_code.sass_resources(SASS, "REG:54 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:568")
-    assert resources == machine_code.Resources(registers=54, spills=2, shared_bytes=1024, barriers=1)
+    assert resources == machine_code.Resources(registers=54, spills=2, barriers=1)
+    with pytest.raises(ValueError, match="cuobjdump names no registers: 'Function'"):
+        machine_code.sass_resources(SASS, "Function\n")
 
 
 PTX = """
@@ -153,7 +155,6 @@ AMD = """
 	s_barrier
 	ds_read_b128 v[0:3], v4
 	global_atomic_or v18, v19, s[42:43]
-    .group_segment_fixed_size: 512
     .sgpr_spill_count: 1
     .vgpr_count:     42
     .vgpr_spill_count: 2
@@ -171,8 +172,12 @@ def test_amd() -> None:
         Access(True, 8, thirteen),
     ]
     resources = machine_code.amd_resources(AMD)
-    assert resources == machine_code.Resources(registers=42, spills=3, shared_bytes=512, barriers=1)
-    assert machine_code.amd_occupancy(AMD) == 0.75
+    assert resources == machine_code.Resources(registers=42, spills=3, barriers=1)
+    assert machine_code.amd_occupancy("", 0, 4) is None
+    assert machine_code.amd_occupancy(AMD, 0, 4) == 0.75
+    assert machine_code.amd_occupancy(AMD, 8192, 4) == 0.75  # 8 blocks of a compute unit's 64 KiB: 8 waves per SIMD
+    assert machine_code.amd_occupancy(AMD, 16384, 4) == 0.5
+    assert machine_code.amd_occupancy(AMD, 65536, 16) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -212,6 +217,8 @@ TTGIR = """
       %x = tt.load %p, %m, %z : tensor<8x256x!tt.ptr<bf16>, #blocked> loc(#loc5)
       tt.store %q, %x, %m : tensor<1024x!tt.ptr<f32>, #blocked> loc(#loc3)
       %y = amdg.buffer_load %q[%o], %m {contiguity = 8 : i32} : tensor<512xbf16, #blocked> loc(#loc6)
+      %b = amdgpu.buffer_load %q[%o], %m : tensor<512xf8E4M3FN, #blocked> loc(#loc6)
+      %k = tt.load %p, %m, %z : tensor<512x!tt.ptr<i1>, #blocked> loc(#loc7)
       %c = ttg.convert_layout %x : tensor<1024xf32, #blocked> -> tensor<1024xf32, #blocked1> loc(#loc3)
 #loc1 = loc("/somewhere/kernel.py":4:44)
 #loc2 = loc("/somewhere/kernel.py":20:18)
@@ -219,6 +226,7 @@ TTGIR = """
 #loc4 = loc("a"(#loc1))
 #loc5 = loc(callsite(#loc3 at #loc2))
 #loc6 = loc("/somewhere/kernel.py":11:4)
+#loc7 = loc("/somewhere/kernel.py":12:4)
 """
 
 
@@ -226,17 +234,35 @@ def test_ttgir() -> None:
     assert machine_code.uniform_sites(TTGIR) == {("kernel.py", 4)}
     assert machine_code.tile_elements(TTGIR) == 2048
     assert machine_code.layout_conversions(TTGIR) == 1
+    assert machine_code.element_bits(TTGIR) == {
+        (("kernel.py", 9), False): {16},
+        (("kernel.py", 9), True): {32},
+        (("kernel.py", 11), False): {8, 16},
+        (("kernel.py", 12), False): {8},
+    }
 
 
 def test_the_bulk_leaves_out_uniform_loads_and_narrow_paths() -> None:
-    table, wide, tail = ("kernel.py", 4), ("kernel.py", 9), ("kernel.py", 30)
+    table, wide, buffer, mask, tail = (("kernel.py", line) for line in (4, 9, 11, 12, 30))
     accesses = [
         Access(False, 64, table),
         Access(False, 128, wide),
         Access(False, 64, wide),
+        Access(False, 32, wide),  # two elements of bf16
+        Access(False, 32, mask),  # four bytes
+        Access(False, 16, mask),
+        Access(False, 32, buffer),
+        Access(False, 32, tail),  # of no known type
         Access(False, 16, tail),
-        Access(True, 32, wide),
+        Access(True, 32, wide),  # the widest that is written
         Access(True, 16, tail),
     ]
-    chosen = machine_code.bulk(accesses, {table})
-    assert chosen == [Access(False, 128, wide), Access(False, 64, wide), Access(True, 32, wide)]
+    chosen = machine_code.bulk(accesses, TTGIR)
+    assert chosen == [
+        Access(False, 128, wide),
+        Access(False, 64, wide),
+        Access(False, 32, mask),
+        Access(False, 32, buffer),
+        Access(True, 32, wide),
+    ]
+    assert machine_code.operand_bits(chosen, TTGIR) == {8: 32, 16: 32, 32: 32}

@@ -50,6 +50,68 @@ def loop_kernel(x, y, n, BLOCK: tl.constexpr):
     tl.store(y + offsets, total)
 
 
+@jit
+def two_pass_kernel(x, y, n, BLOCK: tl.constexpr):
+    """Read all of `x` for its sum, then again to subtract it: 8 bytes in, 4 out."""
+    offsets = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for row in tl.range(0, n, num_stages=1):
+        total += tl.load(x + row * BLOCK + offsets)
+    mean = tl.sum(total, axis=0)
+    for row in tl.range(0, n, num_stages=1):
+        tl.store(y + row * BLOCK + offsets, tl.load(x + row * BLOCK + offsets) - mean)
+
+
+@jit
+def tail_kernel(x, y, n, BLOCK: tl.constexpr):
+    """Copy fp32: the bulk in whole sixteens, then up to fifteen that do not count."""
+    start = tl.program_id(0) * BLOCK
+    left = tl.minimum(n - start, BLOCK)
+    bulk = left // 16 * 16
+    offsets = tl.arange(0, BLOCK)
+    tl.store(y + start + offsets, tl.load(x + start + offsets, mask=offsets < bulk), mask=offsets < bulk)
+    rest = bulk + tl.arange(0, 16)
+    tl.store(y + start + rest, tl.load(x + start + rest, mask=rest < left), mask=rest < left)
+
+
+@jit
+def masked_kernel(x, mask, y, BLOCK: tl.constexpr):
+    """Keep the fp32 values whose byte is set: 5 bytes in, 4 out. Beside 4 values of 128 bits stand 4 bytes of 32."""
+    start, offsets = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    keep = tl.load(tl.multiple_of(mask + start, 4) + offsets) != 0
+    tl.store(y + start + offsets, tl.where(keep, tl.load(x + start + offsets), 0.0))
+
+
+@jit
+def convert_kernel(x, y, BLOCK: tl.constexpr):
+    """fp16 to fp32, both in 128 bits: 8 values per thread become 4, through shared memory. One more barrier by hand."""
+    offsets = tl.arange(0, BLOCK)
+    values = tl.load(x + offsets)
+    tl.debug_barrier()
+    tl.store(y + offsets, values.to(tl.float32))
+
+
+@jit
+def strided_kernel(x, y, stride, BLOCK: tl.constexpr):
+    """Add a column to an aligned vector: the column's values come one by one and drop out of the bulk."""
+    offsets = tl.arange(0, BLOCK)
+    tl.store(y + offsets, tl.load(y + offsets) + tl.load(x + offsets * stride))
+
+
+def _plain(kernel: object, name: str, signature: dict[str, str], read: float, written: float) -> Variant:
+    return Variant(
+        kernel=kernel,
+        name=name,
+        signature=signature,
+        constexprs={"BLOCK": 2048},
+        divisible_by_16=tuple(
+            argument for argument, kind in signature.items() if kind.startswith("*") and kind != "*u8"
+        ),
+        bytes_read=read,
+        bytes_written=written,
+    )
+
+
 def variants() -> Iterator[Variant]:
     """What the audit compiles."""
     for dtype, name in ((tl.bfloat16, "bf16"), (tl.float16, "fp16")):
@@ -62,12 +124,10 @@ def variants() -> Iterator[Variant]:
             bytes_read=6,
             bytes_written=4,
         )
-    yield Variant(
-        kernel=loop_kernel,
-        name="fp32",
-        signature={"x": "*fp32", "y": "*fp32", "n": "i32"},
-        constexprs={"BLOCK": 1024},
-        divisible_by_16=("x", "y"),
-        bytes_read=4,
-        bytes_written=4,
-    )
+    pair = {"x": "*fp32", "y": "*fp32"}
+    yield _plain(loop_kernel, "loop", {**pair, "n": "i32"}, 4, 4)
+    yield _plain(two_pass_kernel, "two passes", {**pair, "n": "i32"}, 8, 4)
+    yield _plain(tail_kernel, "tail", {**pair, "n": "i32"}, 4, 4)
+    yield _plain(masked_kernel, "masked", {"x": "*fp32", "mask": "*u8", "y": "*fp32"}, 5, 4)
+    yield _plain(convert_kernel, "converted", {"x": "*fp16", "y": "*fp32"}, 2, 4)
+    yield _plain(strided_kernel, "strided", {**pair, "stride": "i32"}, 8, 4)

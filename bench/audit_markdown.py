@@ -1,0 +1,91 @@
+"""The audit as Markdown: one line per kernel variant, its targets side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+OURS, PEERS = "compiled kernels", "compiled kernels of peers"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5g}"
+
+
+def _cell(rows: list[dict[str, Any]], show: Callable[[dict[str, Any]], str]) -> str:
+    """One value where all targets agree, else one per target."""
+    values = [show(row) for row in rows]
+    return values[0] if len(set(values)) == 1 else " / ".join(values)
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    """By kernel and variant; then NVIDIA's targets by number, and AMD's."""
+    digits = row["target"].removeprefix("sm_")
+    return row["kernel"], row["variant"], not digits.isdecimal(), int(digits) if digits.isdecimal() else 0, digits
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table of `rows`, which need no more than the bounds' measures."""
+    rows = sorted(rows, key=_order)
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "bytes read + written": lambda row: f"{_number(row['bytes_read'])} + {_number(row['bytes_written'])}",
+        "access bits": lambda row: _number(row["access_bits"]),
+        "registers": lambda row: _number(row["registers"]),
+        "shared bytes": lambda row: _number(row["shared_bytes"]),
+        "barriers": lambda row: _number(row["barriers"]),
+        "conversions": lambda row: _number(row["layout_conversions"]),
+    }
+    if any(row["spills"] for row in rows):
+        columns["spills"] = lambda row: _number(row["spills"])
+    lines = [
+        f"Bytes per element; where targets differ, {' / '.join(targets)}."
+        + ("" if "spills" in columns else " No spills."),
+        "",
+        f"| kernel | variant | {' | '.join(columns)} |",
+        f"|---|---|{'---|' * len(columns)}",
+    ]
+    shown = None
+    for (kernel, variant), group in groupby(rows, key=lambda row: (row["kernel"], row["variant"])):
+        members = list(group)
+        cells = " | ".join(_cell(members, show) for show in columns.values())
+        lines.append(f"| {'' if kernel == shown else f'`{kernel}`'} | {variant} | {cells} |")
+        shown = kernel
+    return "\n".join(lines)
+
+
+def from_bounds(entries: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
+    """Recorded bounds as rows."""
+    rows = []
+    for name, measures in entries.items():
+        kernel, variant, target = name.split(" | ")
+        rows.append({"kernel": kernel, "variant": variant, "target": target, **measures})
+    return rows
+
+
+def between(name: str, text: str) -> tuple[int, int]:
+    """Where the generated block `name` starts and ends in `text`.
+
+    Raises:
+        ValueError: the text does not hold both of its markers once, in order.
+    """
+    begin, end = f"<!-- {name}: generated -->\n", f"\n<!-- {name}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the markers {begin.strip()!r} and {end.strip()!r} must stand in it once each, in this order")
+    return text.index(begin) + len(begin), text.index(end)
+
+
+def write(name: str, content: str, path: Path) -> None:
+    """Replace the generated block `name` of the file `path`.
+
+    Raises:
+        ValueError: the file cannot be read, or does not hold the block.
+    """
+    try:
+        text = path.read_text()
+        start, end = between(name, text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--markdown {path}: {error}") from error
+    path.write_text(text[:start] + content + text[end:])

@@ -1,0 +1,203 @@
+"""The Triton kernels of installed peers, as variants for the compile audit.
+
+Each peer's own launcher is called on tensors without storage, and what it would have launched is noted instead: kernel,
+block size, warps and all other settings are therefore those the installed version computes for the case, and not a copy
+that ages. Of what Triton derives from the arguments at launch, the variants keep the types, divisibility by 16 and the
+integers that equal 1; pointers count as aligned, which is how torch allocates.
+
+A peer's floor is the least traffic for its own layout of the same job: quantised moments make it lower than ours, a
+compensation term higher. Peers are optional, and nothing of halfstep imports them: they come with
+``pip install 'halfstep[bench]'``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halfstep.kernels.variant import Variant
+
+ROWS, COLUMNS = 4096, 4096  # of the softmax
+PARAMETERS = 1 << 24  # of the AdamW step
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch of a peer.
+
+    Attributes:
+        peer: the distribution's name, e.g. ``"liger-kernel"``.
+        name: the variant's, e.g. ``"4096 bf16 forward"``.
+        launch: calls the peer's launcher; what is launched last counts.
+        bytes_read: per element, at least.
+        bytes_written: per element, at least.
+    """
+
+    peer: str
+    name: str
+    launch: Callable[[], None]
+    bytes_read: float
+    bytes_written: float
+
+
+def _tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _liger_forward() -> None:
+    module = importlib.import_module("liger_kernel.ops.softmax")
+    module.LigerSoftmaxFunction.apply(_tensor(torch.bfloat16, ROWS, COLUMNS))
+
+
+def _liger_backward() -> None:
+    module = importlib.import_module("liger_kernel.ops.softmax")
+    x = _tensor(torch.bfloat16, ROWS, COLUMNS).requires_grad_()
+    module.LigerSoftmaxFunction.apply(x).backward(_tensor(torch.bfloat16, ROWS, COLUMNS))
+
+
+def _optimi() -> None:
+    module = importlib.import_module("optimi")
+    parameter = torch.nn.Parameter(_tensor(torch.bfloat16, PARAMETERS))
+    parameter.grad = _tensor(torch.bfloat16, PARAMETERS)
+    module.AdamW([parameter], lr=1e-3, triton=True).step()
+
+
+def _flashoptim(quantized: bool) -> None:
+    # Its optimizer asks for a GPU before it launches anything; the launcher below it does not.
+    module = importlib.import_module("flashoptim.optimizers")
+    n = PARAMETERS
+    scales = n // 32 if quantized else n
+    module._fused_adam_step(
+        mom=_tensor(torch.int8 if quantized else torch.bfloat16, n),
+        mom_scales_f16=_tensor(torch.float16 if quantized else torch.bfloat16, scales),
+        var=_tensor(torch.uint8 if quantized else torch.bfloat16, n),
+        var_scales_f16=_tensor(torch.float16 if quantized else torch.bfloat16, scales),
+        param=_tensor(torch.bfloat16, n),
+        grad=_tensor(torch.bfloat16, n),
+        errors=_tensor(torch.int8, n),
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=1e-5,
+        decoupled=True,
+        step=1000,
+        quantize_optim_states=quantized,
+    )
+
+
+JOBS = (
+    Job("liger-kernel", f"softmax forward {COLUMNS} bf16->bf16", _liger_forward, 2, 2),
+    Job("liger-kernel", f"softmax backward {COLUMNS} bf16->bf16", _liger_backward, 4, 2),
+    # Parameter, gradient, two moments and the compensation in bf16; all but the gradient are written.
+    Job("torch-optimi", "AdamW, bf16 param, bf16 grad, bf16 state, Kahan", _optimi, 10, 8),
+    # The default: 24-bit master and moments of 8 bits. The moments' scales, 2 bytes for each 32 elements, are left out.
+    Job("flashoptim", "AdamW, bf16 param, bf16 grad, 8-bit state, 24-bit master", lambda: _flashoptim(True), 7, 5),
+    Job("flashoptim", "AdamW, bf16 param, bf16 grad, bf16 state, 24-bit master", lambda: _flashoptim(False), 9, 7),
+)
+
+
+@contextmanager
+def _noting() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """Note every launch of a Triton kernel, with its arguments, instead of launching it."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append((kernel, args, kwargs))
+
+    launch = JITFunction.run
+    JITFunction.run = note
+    try:
+        yield launches
+    finally:
+        JITFunction.run = launch
+
+
+def _variant(job: Job, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+    """What Triton would have compiled for a launch."""
+    from triton.runtime.jit import mangle_type
+
+    names = list(kernel.arg_names)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    signature, constexprs, divisible_by_16 = {}, {}, []
+    for parameter in kernel.params:
+        if parameter.name not in given:
+            if not parameter.has_default:
+                raise TypeError(f"{kernel.__name__} was launched without its argument {parameter.name!r}")
+            given[parameter.name] = parameter.default
+        value = given[parameter.name]
+        integer = isinstance(value, int) and not isinstance(value, bool) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (integer and value == 1):
+            constexprs[parameter.name] = value
+            continue
+        signature[parameter.name] = mangle_type(value)
+        if isinstance(value, torch.Tensor) or (integer and value % 16 == 0):
+            divisible_by_16.append(parameter.name)
+    options = {name: value for name, value in kwargs.items() if name not in names}
+    return Variant(
+        kernel=kernel,
+        name=job.name,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=tuple(divisible_by_16),
+        num_warps=options.pop("num_warps", 4),
+        exact=False,
+        bytes_read=job.bytes_read,
+        bytes_written=job.bytes_written,
+        options=options,
+    )
+
+
+@dataclass(frozen=True)
+class Found:
+    """The variants of the installed peers, whose each is, and one line for each peer or case that is left out."""
+
+    variants: tuple[Variant, ...]
+    peers: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def find() -> Found:
+    """Look for the peers and for what they would launch. Never raises for what a peer does."""
+    variants, peers, left_out = [], [], []
+    for job in JOBS:
+        version = _version(job.peer)
+        if version is None:
+            line = f"{job.peer} is not installed and left out: pip install {job.peer}"
+            left_out += [line] if line not in left_out else []
+            continue
+        try:
+            with _noting() as launches:
+                job.launch()
+            if not launches:
+                raise RuntimeError("it launched no Triton kernel")
+            variants.append(_variant(job, *launches[-1]))
+            peers.append(job.peer)
+        except Exception as error:  # a peer's next version may do anything, and the others still count
+            left_out.append(
+                f"{job.peer} {version}, {job.name}, is left out: this version cannot be read as the ones known here: "
+                f"{type(error).__name__}: {error}"
+            )
+    return Found(tuple(variants), tuple(peers), tuple(left_out))
+
+
+def variants() -> Iterator[Variant]:
+    """What the audit compiles."""
+    return iter(find().variants)

@@ -1,0 +1,111 @@
+"""Peers in the audit: settings come from their own launch, and what is missing or has changed is named, not fatal."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.runtime.jit import JITFunction
+
+from halfstep.bench import audit_peers
+from halfstep.bench.audit_peers import Job
+from halfstep.kernels.variant import Variant
+
+
+def _kernel(x, y, scale, n, stride, flag, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
+    pass
+
+
+KERNEL: Any = JITFunction(_kernel)
+
+
+def launch(**changes: Any) -> None:
+    """What a peer's launcher does."""
+    x = torch.empty(64, dtype=torch.bfloat16, device="meta")
+    y = torch.empty(64, dtype=torch.uint8, device="meta")
+    arguments = {"x": x, "y": y, "scale": 0.5, "n": 64, "stride": 1, "flag": None, **changes}
+    KERNEL[(1,)](**arguments, BLOCK=1024, num_warps=8, num_stages=2)
+
+
+@pytest.fixture
+def find(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., audit_peers.Found]]:
+    """Look for peers, given their jobs, of which all but "absent" are installed in version 1.2."""
+
+    def version(distribution: str) -> str:
+        if distribution == "absent":
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return "1.2"
+
+    def look(*jobs: Job) -> audit_peers.Found:
+        audit_peers.find.cache_clear()
+        monkeypatch.setattr(audit_peers, "JOBS", jobs)
+        return audit_peers.find()
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    yield look
+    audit_peers.find.cache_clear()
+
+
+def test_a_variant_is_what_the_peer_launches(find: Callable[..., audit_peers.Found]) -> None:
+    before = JITFunction.run
+    found = find(Job("peer", "a case", launch, 2, 1))
+    assert JITFunction.run is before
+    assert found.left_out == ()
+    assert found.peers == ("peer",)
+    expected = Variant(
+        kernel=KERNEL,
+        name="a case",
+        signature={"x": "*bf16", "y": "*u8", "scale": "fp32", "n": "i32"},
+        constexprs={"stride": 1, "flag": None, "BLOCK": 1024},
+        divisible_by_16=("x", "y", "n"),
+        num_warps=8,
+        exact=False,
+        bytes_read=2,
+        bytes_written=1,
+        options={"num_stages": 2},
+    )
+    assert found.variants == (expected,)
+    assert list(audit_peers.variants()) == [expected]
+
+
+def test_integers_keep_what_triton_specialises_on(find: Callable[..., audit_peers.Found]) -> None:
+    (variant,) = find(Job("peer", "a case", lambda: launch(n=1 << 40, stride=17, flag=True), 2, 1)).variants
+    assert variant.signature["n"] == "i64"
+    assert variant.signature["stride"] == "i32"
+    assert variant.divisible_by_16 == ("x", "y", "n")
+    assert variant.constexprs == {"BLOCK": 1024}
+
+
+def test_what_is_not_there_is_named_once(find: Callable[..., audit_peers.Found]) -> None:
+    found = find(Job("absent", "one", launch, 2, 1), Job("absent", "two", launch, 2, 1), Job("peer", "a", launch, 2, 1))
+    assert found.left_out == ("absent is not installed and left out: pip install absent",)
+    assert found.peers == ("peer",)
+
+
+def _gone() -> None:
+    raise AttributeError("module 'peer' has no attribute 'AdamW'")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (_gone, "AttributeError: module 'peer' has no attribute 'AdamW'"),
+        (lambda: None, "RuntimeError: it launched no Triton kernel"),
+        (lambda: KERNEL[(1,)](1.0, BLOCK=4), "TypeError: _kernel was launched without its argument 'y'"),
+    ],
+)
+def test_a_changed_peer_is_named_and_the_others_stay(
+    changed: Callable[[], None], reason: str, find: Callable[..., audit_peers.Found]
+) -> None:
+    found = find(Job("peer", "old", changed, 2, 1), Job("other", "a case", launch, 2, 1))
+    assert found.left_out == (
+        f"peer 1.2, old, is left out: this version cannot be read as the ones known here: {reason}",
+    )
+    assert found.peers == ("other",)
