@@ -1,0 +1,351 @@
+"""Optimizers and scaler on a real GPU: the reference's bits, no waiting, few launches, streams, CUDA graphs.
+
+Imports nothing but pytest and torch, so that they run on a machine that has only these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from devices import WHERE, assert_same_bits, kernels_on, normal, patterns, placed
+
+import halfstep
+
+SIZES = (1, 15, 16, 17, 0, 1000, 2048, 4097)
+OFFSETS = (0, 1, 0, 3, 0, 1, 0, 8)
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# Name to dtype of parameters and gradients, and options of the optimizer.
+LAYOUTS: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
+    "fp32": (FP32, FP32, {}),
+    "fp32 amsgrad": (FP32, FP32, {"amsgrad": True}),
+    "bf16 split": (BF16, BF16, {"master_weights": "split"}),
+    "bf16 split, bf16 moments": (BF16, BF16, {"master_weights": "split", "state_dtype": BF16}),
+    "bf16 split amsgrad maximize": (BF16, BF16, {"master_weights": "split", "amsgrad": True, "maximize": True}),
+    "bf16 full": (BF16, BF16, {"master_weights": "full"}),
+    "bf16 none": (BF16, BF16, {"master_weights": None}),
+    "bf16 none, bf16 moments": (BF16, BF16, {"master_weights": None, "state_dtype": BF16}),
+    "fp16 full": (FP16, FP16, {"master_weights": "full"}),
+}
+
+gpu = pytest.mark.gpu
+
+
+def model(
+    dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...] = SIZES, offsets: tuple[int, ...] = OFFSETS
+) -> list[torch.nn.Parameter]:
+    """Parameters of odd sizes, some at misaligned addresses; the same values on every device."""
+    return [
+        torch.nn.Parameter(placed(normal(size, dtype, seed) * 0.1, device, offset))
+        for seed, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
+    ]
+
+
+def give(parameters: list[torch.nn.Parameter], step: int, scale: float = 1.0, special: bool = False) -> None:
+    """Gradients of one step, the same on every device, at a misaligned address every other step."""
+    for index, parameter in enumerate(parameters):
+        make = patterns if special else normal
+        values = make(parameter.numel(), parameter.dtype, 1000 * step + index)
+        values = values if special else values * scale
+        parameter.grad = placed(values, parameter.device, step % 2)
+
+
+def assert_same_training(mine: Any, theirs: Any) -> None:
+    """The same parameters and optimizer state, bit for bit."""
+    for index, (a, b) in enumerate(zip(mine.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True)):
+        assert_same_bits(a, b, f"parameter {index}")
+    left, right = mine.state_dict()["state"], theirs.state_dict()["state"]
+    for index in right:
+        for key in right[index]:
+            assert_same_bits(left[index][key], right[index][key], f"state {key!r} of parameter {index}")
+
+
+def amp_step(optimizer: Any, scaler: Any) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def amp(parameters: list[torch.nn.Parameter], name: str = "cuda", **options: Any) -> tuple[Any, Any]:
+    """An optimizer that clips and a scaler that has been used."""
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, max_grad_norm=1.0, **options)
+    scaler = halfstep.GradScaler(name, init_scale=1024.0, growth_interval=2)
+    scaler.scale(torch.zeros((), device=name))
+    return optimizer, scaler
+
+
+# ------------------------------------------------------------------------------------------------------ the same bits
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["normal", "all patterns"])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("where", WHERE)
+def test_steps_have_the_bits_of_the_reference(where: str, layout: str, kind: str, special: bool) -> None:
+    if where == "interpreter" and (special or kind == "Adam") and layout != "bf16 split":
+        pytest.skip("one layout is enough for the test itself")
+    dtype, _, options = LAYOUTS[layout]
+    make = getattr(halfstep, kind)
+    with kernels_on(where) as device:
+        mine = make(model(dtype, device), lr=1e-2, weight_decay=0.1, **options)
+        for step in range(3):
+            give(mine.param_groups[0]["params"], step, special=special and step == 1)
+            mine.step()
+    with halfstep.backend("reference"):
+        theirs = make(model(dtype, torch.device("cpu")), lr=1e-2, weight_decay=0.1, **options)
+        for step in range(3):
+            give(theirs.param_groups[0]["params"], step, special=special and step == 1)
+            theirs.step()
+    assert_same_training(mine, theirs)
+
+
+@pytest.mark.parametrize("layout", ["fp32", "bf16 split", "fp16 full"])
+@pytest.mark.parametrize("where", WHERE)
+def test_amp_steps_with_overflows_and_clipping_have_the_bits_of_the_reference(where: str, layout: str) -> None:
+    dtype, _, options = LAYOUTS[layout]
+
+    def run(device: torch.device) -> tuple[Any, Any]:
+        optimizer, scaler = amp(model(dtype, device), device.type, **options)
+        for step in range(6):
+            parameters = optimizer.param_groups[0]["params"]
+            give(parameters, step, scale=64.0)
+            if step in (1, 4):
+                parameters[5].grad[7] = torch.inf if step == 1 else torch.nan
+            amp_step(optimizer, scaler)
+        return optimizer, scaler
+
+    with kernels_on(where) as device:
+        mine, my_scaler = run(device)
+    with halfstep.backend("reference"):
+        theirs, their_scaler = run(torch.device("cpu"))
+    assert_same_training(mine, theirs)
+    assert my_scaler.state_dict() == their_scaler.state_dict()
+    assert int(theirs.state_dict()["state"][0]["step"]) == 4
+    assert_same_bits(mine.grad_norm, theirs.grad_norm)
+
+
+@gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_large_tensor_has_the_bits_of_the_reference(layout: str) -> None:
+    dtype, _, options = LAYOUTS[layout]
+
+    def run(device: torch.device) -> Any:
+        optimizer = halfstep.AdamW(model(dtype, device, (2**22 + 5,), (0,)), lr=1e-2, **options)
+        for step in range(2):
+            give(optimizer.param_groups[0]["params"], 2 * step)
+            optimizer.step()
+        return optimizer
+
+    mine = run(torch.device("cuda"))
+    with halfstep.backend("reference"):
+        assert_same_training(mine, run(torch.device("cpu")))
+
+
+@gpu
+def test_more_elements_than_an_int32_counts() -> None:
+    """The last elements of a tensor of 2^31 and some must step as they do alone."""
+    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        pytest.skip("needs 60 GiB of free GPU memory")
+    size, kept = 2**31 + 17, 100
+    values, grads = normal(kept, BF16), normal(kept, BF16, 1)
+    large = torch.nn.Parameter(torch.zeros(size, dtype=BF16, device="cuda"))
+    large.grad = torch.zeros_like(large)
+    with torch.no_grad():
+        large[-kept:], large.grad[-kept:] = values.cuda(), grads.cuda()
+    small = torch.nn.Parameter(values.cuda())
+    small.grad = grads.cuda()
+    for parameter in (large, small):
+        halfstep.AdamW([parameter], lr=1e-2).step()
+    assert_same_bits(large[-kept:], small)
+    assert not large[:-kept:1_000_003].any()
+
+
+# ----------------------------------------------------------------------------------------------------------- the host
+
+
+def _settled(count: int = 8) -> tuple[Any, Any, list[torch.nn.Parameter]]:
+    """An AMP pair after a few steps, its kernels compiled; gradients stay where they are."""
+    parameters = model(BF16, torch.device("cuda"), (1000,) * count, (0,) * count)
+    optimizer, scaler = amp(parameters)
+    give(parameters, 0)
+    for _ in range(3):
+        amp_step(optimizer, scaler)
+    torch.cuda.synchronize()
+    return optimizer, scaler, parameters
+
+
+@gpu
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_amp_step_waits_for_nothing(moved: bool) -> None:
+    optimizer, scaler, parameters = _settled()
+    fresh = [torch.randn_like(parameter) for parameter in parameters]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(4):
+            if step == 2:
+                parameters[1].grad.fill_(torch.inf)  # type: ignore[union-attr]
+            if moved:
+                for parameter, grad in zip(parameters, fresh, strict=True):
+                    parameter.grad = grad.clone()
+            amp_step(optimizer, scaler)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _launches(call: Callable[[], object]) -> list[str]:
+    """Names of the kernels and copies that a call launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@gpu
+def test_launches_do_not_grow_with_the_tensors() -> None:
+    names = {}
+    for count in (2, 300):
+        optimizer, scaler, _ = _settled(count)
+        names[count] = _launches(partial(amp_step, optimizer, scaler))
+    assert names[2] == names[300]
+    ours = [name for name in names[2] if any(kernel in name for kernel in ("adam", "prepare", "check", "finish"))]
+    assert 1 <= len(ours) <= 5, names[2]
+
+
+@gpu
+def test_steps_ask_for_no_more_memory() -> None:
+    optimizer, scaler, _ = _settled()
+    before = torch.cuda.memory_stats()
+    for _ in range(5):
+        amp_step(optimizer, scaler)
+    after = torch.cuda.memory_stats()
+    for key in ("segment.all.allocated", "allocated_bytes.all.current"):
+        assert after[key] == before[key], key
+    # What a step takes for a moment is scalars and one sum per chunk, whatever the size of the tensors.
+    torch.cuda.reset_peak_memory_stats()
+    amp_step(optimizer, scaler)
+    assert torch.cuda.max_memory_allocated() - after["allocated_bytes.all.current"] < 2**16
+
+
+@gpu
+def test_a_step_on_a_side_stream_sees_gradients_made_there() -> None:
+    results = []
+    for stream in (None, torch.cuda.Stream()):
+        optimizer, scaler, parameters = _settled()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            for parameter in parameters:
+                parameter.grad.mul_(-3.0)  # type: ignore[union-attr]
+            amp_step(optimizer, scaler)
+        torch.cuda.synchronize()
+        results.append(optimizer)
+    assert_same_training(*results)
+
+
+@gpu
+def test_gradients_that_move_while_the_device_is_behind() -> None:
+    """Addresses go through pinned memory: each step must use its own, however far ahead the host is."""
+
+    def run(behind: bool) -> Any:
+        optimizer, scaler, parameters = _settled()
+        sets = [[normal(1000, BF16, 50 * step + at).cuda() for at in range(len(parameters))] for step in range(10)]
+        torch.cuda.synchronize()
+        if behind:
+            torch.cuda._sleep(200_000_000)
+        for grads in sets:
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.9
+            amp_step(optimizer, scaler)
+            if not behind:
+                torch.cuda.synchronize()
+        return optimizer
+
+    assert_same_training(run(behind=True), run(behind=False))
+
+
+@gpu
+def test_a_captured_amp_step_replays_the_bits_of_eager_ones() -> None:
+    """One graph holds check, norm, clip, update and scale; it is replayed over gradients with overflows among them."""
+    sources = [[normal(size, BF16, 100 * step + at).cuda() for at, size in enumerate(SIZES)] for step in range(6)]
+    sources[2][5][7], sources[4][0][0] = torch.inf, torch.nan
+
+    def prepared() -> tuple[Any, Any, list[torch.nn.Parameter]]:
+        parameters = model(BF16, torch.device("cuda"))
+        optimizer, scaler = amp(parameters)
+        give(parameters, 0)
+        for _ in range(3):
+            amp_step(optimizer, scaler)
+        return optimizer, scaler, parameters
+
+    eager, eager_scaler, parameters = prepared()
+    for grads in sources:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad.copy_(grad)  # type: ignore[union-attr]
+        amp_step(eager, eager_scaler)
+
+    graphed, scaler, parameters = prepared()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        amp_step(graphed, scaler)
+    for grads in sources:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad.copy_(grad)  # type: ignore[union-attr]
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_same_training(graphed, eager)
+    assert scaler.get_scale() == eager_scaler.get_scale()
+    assert int(eager.state_dict()["state"][0]["step"]) == 7
+
+
+@gpu
+def test_every_device_steps_its_own_parameters() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    parameters = [
+        *model(BF16, torch.device("cuda:0"), (1000,), (0,)),
+        *model(BF16, torch.device("cuda:1"), (1000,), (0,)),
+    ]
+    optimizer, scaler = amp(parameters)
+    for step in range(3):
+        give(parameters, step)
+        parameters[1].grad.copy_(parameters[0].grad)  # type: ignore[union-attr,arg-type]
+        amp_step(optimizer, scaler)
+    assert_same_bits(parameters[0], parameters[1])
+
+
+# --------------------------------------------------------------------------------------------------- a model learning
+
+
+@gpu
+def test_autocast_training_follows_torchs() -> None:
+    """fp16 autocast over fp32 parameters: halfstep's optimizer and scaler against torch's, same model, same data."""
+    losses = {}
+    for name, optimizer_of, scaler_of in (
+        ("halfstep", halfstep.AdamW, halfstep.GradScaler),
+        ("torch", torch.optim.AdamW, torch.amp.GradScaler),
+    ):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1)).cuda()
+        x = torch.randn(512, 64, device="cuda")
+        y = x[:, :1] * x[:, 1:2]
+        optimizer, scaler = optimizer_of(net.parameters(), lr=3e-3), scaler_of("cuda")
+        history = []
+        for _ in range(60):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = torch.nn.functional.mse_loss(net(x).float(), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            history.append(loss.detach())
+        losses[name] = torch.stack(history).tolist()
+    assert losses["halfstep"][-1] < 0.5 * losses["halfstep"][0]
+    # fp16 products of weights that differ in their last bits: 2^-11 of the loss, some steps long.
+    torch.testing.assert_close(losses["halfstep"], losses["torch"], rtol=0.02, atol=0.0)

@@ -1,0 +1,247 @@
+"""The kernels on a real GPU, against the reference on the CPU. The same tests run small under the interpreter.
+
+Imports nothing but pytest and torch, so that they run on a machine that has only these.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from devices import WHERE, assert_same_bits, kernels_on, normal, patterns, placed
+from tolerances import ROUNDOFF, SOFTMAX_FLUSHED, SOFTMAX_UNITS
+
+import halfstep
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+PAIRS = [(source, target) for source, target in product(FLOATS, FLOATS) if source != target]
+SIZES = (1, 15, 16, 17, 0, 1000, 2048, 4097)
+OFFSETS = (0, 1, 0, 3, 0, 1, 0, 8)
+
+gpu = pytest.mark.gpu
+
+
+def many(where: str) -> int:
+    """How many elements: enough for every launch shape on a GPU, few enough for the interpreter."""
+    return 2**24 + 5 if where == "cuda" else 5000
+
+
+def lists(dtype: torch.dtype, device: torch.device, make: object = patterns) -> tuple[list[torch.Tensor], ...]:
+    """Tensors of odd sizes, some misaligned, one empty: on the CPU and their copies on `device`."""
+    tensors = [make(size, dtype, seed) for seed, size in enumerate(SIZES)]  # type: ignore[operator]
+    return tensors, [placed(tensor, device, offset) for tensor, offset in zip(tensors, OFFSETS, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- cast
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize("where", WHERE)
+def test_cast_has_the_bits_of_the_reference(where: str, source: torch.dtype, target: torch.dtype) -> None:
+    values = patterns(many(where), source)
+    with halfstep.backend("reference"):
+        expected = halfstep.cast(values, target)
+    with kernels_on(where) as device:
+        assert_same_bits(halfstep.cast(values.to(device), target), expected)
+        assert_same_bits(halfstep.cast(placed(values[:999], device, 1), target), expected[:999])
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize("where", WHERE)
+def test_casting_a_list_has_the_bits_of_the_reference(where: str, source: torch.dtype, target: torch.dtype) -> None:
+    with kernels_on(where) as device:
+        tensors, here = lists(source, device)
+        results = halfstep.foreach_cast(here, target)
+    with halfstep.backend("reference"):
+        for index, expected in enumerate(halfstep.foreach_cast(tensors, target)):
+            assert_same_bits(results[index], expected, f"tensor {index}")
+
+
+# ------------------------------------------------------------------------------------------------------------- unscale
+
+
+@pytest.mark.parametrize("make", [normal, patterns])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("where", WHERE)
+def test_check_and_unscale_have_the_bits_of_the_reference(where: str, dtype: torch.dtype, make: object) -> None:
+    with kernels_on(where) as device:
+        tensors, here = lists(dtype, device, make)
+        inverse = torch.tensor(1 / 1000, device=device)
+        check = halfstep.foreach_check(here, inv_scale=inverse)
+        before = [tensor.clone() for tensor in here]
+        unscaled = halfstep.foreach_unscale_(here, inverse)
+    with halfstep.backend("reference"):
+        expected = halfstep.foreach_check(tensors, inv_scale=1 / 1000)
+        for index, (mine, theirs) in enumerate(zip(before, tensors, strict=True)):
+            assert_same_bits(mine, theirs, f"checking wrote tensor {index}")
+        other = halfstep.foreach_unscale_(tensors, 1 / 1000)
+    for name, mine, theirs in zip(check._fields, check, expected, strict=True):
+        assert_same_bits(mine, theirs, name)
+    assert_same_bits(unscaled.found_inf, other.found_inf)
+    for index, (mine, theirs) in enumerate(zip(here, tensors, strict=True)):
+        assert_same_bits(mine, theirs, f"tensor {index}")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sum_of_squares_of_a_large_tensor_has_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    values = normal(2**24 + 5, dtype)
+    with halfstep.backend("reference"):
+        expected = halfstep.foreach_check([values])
+    for _ in range(3):  # the order of the sum must not depend on which program ends first
+        assert_same_bits(halfstep.foreach_check([values.cuda()]).sum_of_squares, expected.sum_of_squares)
+
+
+# ------------------------------------------------------------------------------------------------------------- softmax
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("columns", [1, 7, 256, 1000, 4096, 40_000, 2**18 + 1])
+@pytest.mark.parametrize("where", WHERE)
+def test_softmax_is_within_the_stated_units(where: str, columns: int, dtype: torch.dtype, log: bool) -> None:
+    if where == "interpreter" and (columns > 1000 or dtype == torch.float16):
+        pytest.skip("slow under the interpreter, which knows no approximate exponential anyway")
+    rows = max(2, min(64 if where == "cuda" else 3, 2**22 // columns))
+    values = normal(rows * columns, dtype).view(rows, columns) * 4
+    grads = normal(rows * columns, dtype, 1).view(rows, columns)
+    with kernels_on(where) as device:
+        x = values.to(device).requires_grad_()
+        y = (halfstep.log_softmax if log else halfstep.softmax)(x)
+        y.backward(grads.to(device))
+        assert x.grad is not None
+        result, slope = y.detach().cpu().double(), x.grad.detach().cpu().double()
+    exact = values.double()
+    depth = exact.amax(1, keepdim=True) - exact
+    exact = exact.log_softmax(1) if log else exact.softmax(1)
+    unit = 2.0**-24
+    rounding = (
+        ROUNDOFF[dtype] * exact.abs() * (dtype != torch.float32) + torch.finfo(dtype).smallest_normal * ROUNDOFF[dtype]
+    )
+    bound = (SOFTMAX_UNITS + depth) * unit * (1 if log else exact) + exact.abs() * unit + SOFTMAX_FLUSHED + rounding
+    assert ((result - exact).abs() <= bound).all(), float(((result - exact).abs() / bound).max())
+    # The backward works from the rounded y that it is given.
+    g = grads.double()
+    if log:
+        p = result.exp()
+        expected = g - p * g.sum(1, keepdim=True)
+        size = g.abs() + p * (1 + depth) * g.abs().sum(1, keepdim=True)
+    else:
+        expected = result * (g - (result * g).sum(1, keepdim=True))
+        size = result * (g.abs() + (result * g).abs().sum(1, keepdim=True))
+    allowed = SOFTMAX_UNITS * unit * size + 2 * ROUNDOFF[dtype] * expected.abs() + 2 * SOFTMAX_FLUSHED
+    allowed = allowed + torch.finfo(dtype).smallest_normal * ROUNDOFF[dtype]
+    assert ((slope - expected).abs() <= allowed).all(), float(((slope - expected).abs() / allowed).max())
+
+
+@pytest.mark.parametrize("columns", [8, 300, 40_000])
+@pytest.mark.parametrize("where", WHERE)
+def test_softmax_of_masked_infinite_and_nan_rows(where: str, columns: int) -> None:
+    if where == "interpreter" and columns > 1000:
+        pytest.skip("slow under the interpreter")
+    values = torch.zeros(4, columns)
+    values[1] = -torch.inf
+    values[2, columns // 2 :] = -torch.inf
+    values[3, 1] = torch.nan
+    with kernels_on(where) as device:
+        x = values.to(device).requires_grad_()
+        mask = torch.ones(4, columns, dtype=torch.bool, device=device)
+        mask[0] = False
+        y = halfstep.softmax(x, mask=mask)
+        y.sum().backward()
+    assert x.grad is not None
+    kept = y.detach().cpu()
+    assert not kept[:2].any() and not x.grad[:2].any()
+    torch.testing.assert_close(kept[2].sum(), torch.tensor(1.0), rtol=SOFTMAX_UNITS * 2.0**-24, atol=0.0)
+    assert kept[3].isnan().all()
+
+
+# ------------------------------------------------------------------------------------------------------------- size
+
+
+def _free_gib() -> float:
+    return torch.cuda.mem_get_info()[0] / 2**30
+
+
+@gpu
+def test_more_elements_than_an_int32_counts() -> None:
+    size = 2**31 + 17
+    if _free_gib() < 40:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    x = torch.zeros(size, dtype=torch.bfloat16, device="cuda")
+    x[-1], x[2**31 - 1], x[2**31], x[0] = 1.0, 2.0, 3.0, 4.0
+    check = halfstep.foreach_check([x])
+    assert (check.found_inf.item(), check.sum_of_squares.item()) == (0.0, 30.0)
+    wide = halfstep.cast(x, torch.float32)
+    assert [wide[at].item() for at in (-1, 2**31 - 1, 2**31, 0)] == [1.0, 2.0, 3.0, 4.0]
+    (listed,) = halfstep.foreach_cast([wide], torch.float16)
+    assert [listed[at].item() for at in (-1, 2**31 - 1, 2**31, 0)] == [1.0, 2.0, 3.0, 4.0]
+    halfstep.foreach_unscale_([x], 0.5)
+    assert [x[at].item() for at in (-1, 2**31 - 1, 2**31, 0)] == [0.5, 1.0, 1.5, 2.0]
+    x[-1] = torch.inf
+    assert halfstep.foreach_check([x]).flags.tolist() == [1]
+
+
+# ------------------------------------------------------------------------------------------------------------ the host
+
+
+@gpu
+def test_no_function_waits_for_the_device() -> None:
+    x = normal(5000, torch.bfloat16).cuda()
+    wide = normal(5000, torch.float32).view(5, 1000).cuda().requires_grad_()
+    inverse = torch.tensor(0.5, device="cuda")
+    for attempt in ("compile", "check"):
+        torch.cuda.set_sync_debug_mode("error" if attempt == "check" else "default")
+        try:
+            halfstep.cast(x, torch.float32)
+            halfstep.foreach_cast([x, x[1:100]], torch.float16)
+            halfstep.foreach_check([x, x[1:100]], inv_scale=inverse)
+            halfstep.foreach_unscale_([x, x[1:100]], 0.5)
+            halfstep.softmax(wide, scale=0.5, causal=True).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+def test_kernels_run_on_the_stream_of_their_caller() -> None:
+    """Inputs are written on a side stream behind a long wait; a launch on any other stream would read the old ones."""
+    side = torch.cuda.Stream()
+    x = torch.zeros(100_000, device="cuda")
+    halfstep.cast(x, torch.bfloat16)
+    halfstep.foreach_cast([x], torch.bfloat16)
+    halfstep.foreach_check([x])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(2.0)
+        one = halfstep.cast(x, torch.bfloat16)
+        (listed,) = halfstep.foreach_cast([x], torch.bfloat16)
+        squares = halfstep.foreach_check([x]).sum_of_squares
+        soft = halfstep.softmax(x.view(100, 1000))
+    side.synchronize()
+    assert bool((one == 2).all()) and bool((listed == 2).all())
+    assert squares.item() == 400_000.0
+    torch.testing.assert_close(soft.sum().item(), 100.0, rtol=1e-4, atol=0.0)
+
+
+@gpu
+def test_pinned_copies_of_addresses_arrive_before_their_kernel_runs() -> None:
+    """The host runs far ahead of the device: each table must still hold the addresses of its own call."""
+    sets = [[torch.full((100,), float(index), device="cuda") for _ in range(50)] for index in range(20)]
+    halfstep.foreach_check(sets[0])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    squares = [halfstep.foreach_check(tensors).sum_of_squares for tensors in sets]
+    assert [value.item() for value in squares] == [5000.0 * index * index for index in range(20)]
+
+
+@gpu
+def test_every_device_computes_its_own_tensors() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for index in range(torch.cuda.device_count()):
+        x = torch.ones(5000, device=f"cuda:{index}")
+        assert halfstep.cast(x, torch.bfloat16).sum().item() == 5000
+        assert halfstep.foreach_check([x]).sum_of_squares.item() == 5000
+        torch.testing.assert_close(halfstep.softmax(x).sum().item(), 1.0, rtol=1e-4, atol=0.0)

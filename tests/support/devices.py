@@ -1,0 +1,67 @@
+"""What tests on a real GPU and their twins under the interpreter share; needs only torch and pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.kernels import backend
+
+# A test with this parameter runs its kernels on a GPU where there is one, else under the interpreter.
+WHERE = [pytest.param("cuda", marks=pytest.mark.gpu), "interpreter"]
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@contextmanager
+def kernels_on(where: str) -> Iterator[torch.device]:
+    """The device of ``"cuda"`` or ``"interpreter"``, with the Triton kernels switched on."""
+    if where == "interpreter" and not backend.interpreting():
+        pytest.skip("needs TRITON_INTERPRET=1")
+    with halfstep.backend("triton"):
+        yield torch.device("cuda" if where == "cuda" else "cpu")
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+    """Equal bit patterns, -0.0 told from 0.0; a NaN equals any NaN. On any devices."""
+    actual, expected = actual.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
+    integers = _INTEGERS[actual.dtype.itemsize]
+    left, right = actual.reshape(-1).view(integers), expected.reshape(-1).view(integers)
+    different = left != right
+    if actual.is_floating_point():
+        different &= ~(actual.isnan() & expected.isnan()).reshape(-1)
+    if different.any():
+        first = int(different.nonzero()[0])
+        raise AssertionError(
+            f"{what}: {int(different.sum())} of {different.numel()} differ, first at {first}: "
+            f"{actual.reshape(-1)[first]!r} ({int(left[first]):#x}), expected {expected.reshape(-1)[first]!r} "
+            f"({int(right[first]):#x})"
+        )
+
+
+def patterns(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Random bit patterns on the CPU, so with infinities, NaNs, subnormals and zeros of both signs among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.float32:
+        codes = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32)
+        codes[::7] &= -(2**23)  # a random mantissa is hardly ever 0: make infinities and powers of two too
+        return codes.view(dtype)
+    return torch.randint(-(2**15), 2**15, (count,), generator=generator).to(torch.int16).view(dtype)
+
+
+def normal(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Normally distributed numbers on the CPU."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def placed(tensor: torch.Tensor, device: torch.device, offset: int = 0) -> torch.Tensor:
+    """A copy on `device`, `offset` elements behind an aligned address."""
+    memory = torch.zeros(tensor.numel() + offset, dtype=tensor.dtype, device=device)
+    view = memory[offset:]
+    view.copy_(tensor.reshape(-1))
+    return view.view(tensor.shape)
