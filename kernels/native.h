@@ -52,6 +52,85 @@ template <> inline f16 narrow<f16>(float x) {
     return {uint16_t(sign | result)};
 }
 
+// Toward zero and stochastic rounding, and all rounding to FP8: `reference_round` of kernels/rounding.py.
+enum Rounding : int32_t { NEAREST = 0, TOWARD_ZERO = 1, STOCHASTIC = 2 };
+
+struct Float16 { static constexpr uint32_t bits = 16, mantissa = 10, bias = 15, largest = 0x7bff, overflow = 0x7c00, nan = 0x7e00; };
+struct BFloat16 { static constexpr uint32_t bits = 16, mantissa = 7, bias = 127, largest = 0x7f7f, overflow = 0x7f80, nan = 0x7fc0; };
+struct E4M3 { static constexpr uint32_t bits = 8, mantissa = 3, bias = 7, largest = 0x7e, overflow = 0x7f, nan = 0x7f; };
+struct E5M2 { static constexpr uint32_t bits = 8, mantissa = 2, bias = 15, largest = 0x7b, overflow = 0x7c, nan = 0x7f; };
+
+// 2^exponent, within the normal range.
+constexpr float power_of_two(int exponent) {
+    float result = 1.0f;
+    for (; exponent > 0; --exponent) result *= 2.0f;
+    for (; exponent < 0; ++exponent) result *= 0.5f;
+    return result;
+}
+
+// The code of `x` in format F, sign included. `word` is random, and looked at if R is STOCHASTIC.
+template <typename F, Rounding R, bool SATURATE> inline uint32_t round_to(float x, uint32_t word) {
+    constexpr uint32_t dropped = 23 - F::mantissa;
+    const uint32_t b = bits_of(x), magnitude = b & 0x7fffffffu;
+    uint32_t noise = 0;
+    if (R == STOCHASTIC) noise = word >> (32 - dropped);
+    if (R == NEAREST) noise = (1u << (dropped - 1)) - 1 + ((magnitude >> dropped) & 1u);
+    uint32_t code = (magnitude - ((127 - F::bias) << 23) + noise) >> dropped;
+    if (F::bias != 127) {
+        const bool small = magnitude < ((128 - F::bias) << 23);
+        const float value = from_bits(small ? magnitude : 0u);
+        uint32_t tiny;
+        if (R == NEAREST) {
+            constexpr float magic = power_of_two(24 - int(F::bias) - int(F::mantissa));
+            tiny = bits_of(value + magic) - bits_of(magic);
+        } else {
+            const float units = value * power_of_two(int(F::mantissa) + int(F::bias) - 1);
+            const int32_t whole = int32_t(units);
+            tiny = uint32_t(whole);
+            if (R == STOCHASTIC) tiny += int32_t(word >> 1) < int32_t((units - float(whole)) * 2147483648.0f);
+        }
+        code = small ? tiny : code;
+    }
+    code = code > F::largest ? (SATURATE || R == TOWARD_ZERO ? F::largest : F::overflow) : code;
+    if (R == TOWARD_ZERO && !SATURATE) code = magnitude == 0x7f800000u ? F::overflow : code;
+    code = magnitude > 0x7f800000u ? F::nan : code;
+    return code | ((b >> (32 - F::bits)) & (1u << (F::bits - 1)));
+}
+
+// The random words of elements first to first + n of kernels/philox.py, n at most `LIMIT`.
+template <int64_t LIMIT>
+inline void random_words(uint64_t seed, uint32_t step, uint32_t stream, int64_t first, int64_t n, uint32_t* words) {
+    constexpr int64_t MOST = LIMIT / 4 + 2;
+    alignas(64) uint32_t c0[MOST], c1[MOST], c2[MOST], c3[MOST];
+    const int64_t group = first / 4, groups = n > 0 ? (first + n - 1) / 4 - group + 1 : 0;
+    for (int64_t i = 0; i < groups; ++i) {
+        c0[i] = uint32_t(uint64_t(group + i));
+        c1[i] = uint32_t(uint64_t(group + i) >> 32);
+        c2[i] = step;
+        c3[i] = stream;
+    }
+    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+        for (int64_t i = 0; i < groups; ++i) {
+            const uint64_t p0 = uint64_t(c0[i]) * 0xd2511f53u, p1 = uint64_t(c2[i]) * 0xcd9e8d57u;
+            c0[i] = uint32_t(p1 >> 32) ^ c1[i] ^ k0;
+            c1[i] = uint32_t(p1);
+            c2[i] = uint32_t(p0 >> 32) ^ c3[i] ^ k1;
+            c3[i] = uint32_t(p0);
+        }
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    alignas(64) uint32_t all[4 * MOST];
+    for (int64_t i = 0; i < groups; ++i) {
+        all[4 * i] = c0[i];
+        all[4 * i + 1] = c1[i];
+        all[4 * i + 2] = c2[i];
+        all[4 * i + 3] = c3[i];
+    }
+    std::memcpy(words, all + (first - 4 * group), n * sizeof(uint32_t));
+}
+
 template <typename T> inline void load(const T* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);
 }

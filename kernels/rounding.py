@@ -3,6 +3,18 @@
 **Nearest-even** is what the hardware does. Under Triton's interpreter fp32 -> bf16 truncates and bf16 arithmetic works
 on raw bits, so there both directions go through integers; compiled kernels use the conversion instructions.
 
+**Toward zero and stochastic**, and every conversion to FP8, go through integers everywhere (`round_float32`). A format
+with m mantissa bits drops the last 23 - m bits of an fp32 number inside its normal range:
+
+    toward zero   drop them
+    stochastic    add as many uniformly random bits first; what carries rounds away from zero
+
+so the result is one of the two neighbours, away from zero with a probability of exactly the dropped part of a unit, and
+a value of the format never moves. Below the normal range the unit is fixed: with t = |x| / smallest subnormal, exact in
+fp32, the result is floor(t), plus one if a random 31-bit fraction is below t - floor(t). Beyond the largest finite
+number lies one more value of the grid, which stands for what overflow gives: infinity, NaN in E4M3, or with saturation
+the largest finite number, infinities included. Toward zero, finite numbers stop at the largest finite one.
+
 **Split master.** An fp32 value `w` is stored as the bf16 weight the model sees and a 16-bit remainder:
 
     hi = (bits(w) + 0x8000) >> 16          the bf16 code: `w` rounded to nearest, ties away from zero
@@ -21,11 +33,97 @@ weight stands alone.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from halfstep.kernels.backend import INTERPRET, jit, tl
 
+ROUNDINGS = ("nearest", "toward_zero", "stochastic")
+NEAREST, TOWARD_ZERO, STOCHASTIC = range(3)  # the same, as kernels know them
+
+
+class Format(NamedTuple):
+    """A 16-bit or 8-bit format as rounding needs it; codes are without the sign bit.
+
+    Attributes:
+        bits: 16 or 8.
+        mantissa: bits of it that are stored.
+        bias: of the exponent.
+        largest: code of the largest finite number.
+        overflow: code of what lies beyond: infinity, or NaN where the format has none.
+        nan: code of a quiet NaN, as torch writes it.
+    """
+
+    bits: int
+    mantissa: int
+    bias: int
+    largest: int
+    overflow: int
+    nan: int
+
+
+# IEEE 754-2019 binary16; bfloat16; the OCP "8-bit floating point specification (OFP8)", 2023.
+FORMATS = {
+    torch.float16: Format(16, 10, 15, 0x7BFF, 0x7C00, 0x7E00),
+    torch.bfloat16: Format(16, 7, 127, 0x7F7F, 0x7F80, 0x7FC0),
+    torch.float8_e4m3fn: Format(8, 3, 7, 0x7E, 0x7F, 0x7F),
+    torch.float8_e5m2: Format(8, 2, 15, 0x7B, 0x7C, 0x7F),
+}
+
 # --------------------------------------------------------------------------------------------------------- reference
+
+
+def reference_round(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rounding: int = NEAREST,
+    saturate: bool = False,
+    words: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Round fp32 values to another format, in plain torch on any device.
+
+    Args:
+        x: any shape, fp32.
+        dtype: a key of `FORMATS`.
+        rounding: `NEAREST` (ties to even), `TOWARD_ZERO` or `STOCHASTIC`.
+        saturate: overflow and infinities become the largest finite number.
+        words: int64, shape of `x`, random values from 0 to 2^32 - 1; needed for `STOCHASTIC`.
+
+    Returns:
+        A tensor of the shape of `x` and dtype `dtype`.
+    """
+    form = FORMATS[dtype]
+    dropped = 23 - form.mantissa
+    bits = x.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    if rounding == STOCHASTIC:
+        assert words is not None
+        noise = (words >> (32 - dropped)).to(torch.int32)
+    elif rounding == TOWARD_ZERO:
+        noise = torch.zeros_like(bits)
+    else:
+        noise = (1 << (dropped - 1)) - 1 + ((magnitude >> dropped) & 1)
+    # A carry out of the mantissa into the exponent is what it should be.
+    code = (magnitude - ((127 - form.bias) << 23) + noise) >> dropped
+    if form.bias != 127:  # bf16 and fp32 end at the same exponent, so there the normal way serves subnormals too
+        units = magnitude.view(torch.float32) * 2.0 ** (form.mantissa + form.bias - 1)
+        units = torch.where(units < 2.0**23, units, 0.0)  # not used beyond, and must fit an integer
+        if rounding == NEAREST:
+            tiny = units.round().to(torch.int32)
+        else:
+            tiny = units.to(torch.int32)
+            if rounding == STOCHASTIC and words is not None:
+                tiny = tiny + ((words >> 1) < ((units - units.floor()) * 2.0**31).long()).to(torch.int32)
+        code = torch.where(magnitude < (128 - form.bias) << 23, tiny, code)
+    over = code > form.largest
+    finite_stops = saturate or rounding == TOWARD_ZERO
+    code = torch.where(over, form.largest if finite_stops else form.overflow, code)
+    if rounding == TOWARD_ZERO and not saturate:
+        code = torch.where(magnitude == 0x7F800000, form.overflow, code)
+    code = torch.where(magnitude > 0x7F800000, form.nan, code)
+    code = code | ((bits >> (32 - form.bits)) & (1 << (form.bits - 1)))
+    return code.to(torch.int16 if form.bits == 16 else torch.uint8).view(dtype)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +170,7 @@ def exact_sqrt(x: torch.Tensor) -> torch.Tensor:
 
 if tl is not None:
     INTERPRETED = tl.constexpr(INTERPRET)
+    _NEAREST, _TOWARD_ZERO, _STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(TOWARD_ZERO), tl.constexpr(STOCHASTIC)
 
 
 @jit
@@ -94,6 +193,52 @@ def from_float32(x, dtype: tl.constexpr):
         return code.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
+
+
+@jit
+def round_float32(
+    x,
+    word,
+    BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+    NAN: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    SATURATE: tl.constexpr,
+):
+    """A block of fp32 as codes of a `Format`, in uint32. `word` holds random uint32, and is not looked at otherwise."""
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = magnitude - ((127 - BIAS) << 23)
+    if ROUNDING == _STOCHASTIC:
+        rounded += word >> (32 - DROPPED)
+    elif ROUNDING == _NEAREST:
+        rounded += (1 << (DROPPED - 1)) - 1 + ((magnitude >> DROPPED) & 1)
+    code = rounded >> DROPPED
+    if BIAS != 127:
+        small = magnitude < ((128 - BIAS) << 23)
+        value = tl.where(small, magnitude, 0).to(tl.float32, bitcast=True)
+        if ROUNDING == _NEAREST:
+            # The unit of the sum is the smallest subnormal, so that the addition itself rounds to nearest even.
+            MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+            MAGIC_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+            tiny = (value + MAGIC).to(tl.uint32, bitcast=True) - MAGIC_BITS
+        else:
+            units = value * 2.0 ** (MANTISSA + BIAS - 1)
+            whole = units.to(tl.int32)
+            tiny = whole.to(tl.uint32)
+            if ROUNDING == _STOCHASTIC:
+                part = ((units - whole.to(tl.float32)) * 2147483648.0).to(tl.int32)
+                tiny += ((word >> 1).to(tl.int32) < part).to(tl.uint32)
+        code = tl.where(small, tiny, code)
+    code = tl.where(code > LARGEST, LARGEST if SATURATE or ROUNDING == _TOWARD_ZERO else OVERFLOW, code)
+    if ROUNDING == _TOWARD_ZERO and not SATURATE:
+        code = tl.where(magnitude == 0x7F800000, OVERFLOW, code)
+    code = tl.where(magnitude > 0x7F800000, NAN, code)
+    return code | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
 
 
 @jit
