@@ -24,6 +24,7 @@ class _Command(NamedTuple):
 COMMANDS = (
     _Command(("train",), "halfstep.bench.train.cli", "train a small GPT on text in fp32, bf16, fp16, or compare them"),
     _Command(("bench", "audit"), "halfstep.bench.audit", "compile every kernel for four GPU generations, with none"),
+    _Command(("bench", "gpu"), "halfstep.bench.gpu", "test and measure everything that needs a GPU, in minutes"),
     _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, with no GPU"),
     _Command(("bench", "step"), "halfstep.bench.step", "time the optimizer step on this machine against torch's"),
 )

@@ -1,0 +1,90 @@
+"""A pytest plugin for a first run on strange hardware: no test can hang the run or spoil the ones after it.
+
+``pytest -p halfstep.bench.watchdog`` writes one line of JSON per test as it starts and ends. A test over its time is
+ended with its process, tracebacks first; after a failure that broke the GPU's context the process ends as well. Started
+again with the same record, the plugin leaves out the tests that had their turn, so a loop of runs comes to the end.
+
+Settings, as environment variables: ``HALFSTEP_WATCHDOG_RECORD`` (file to append to), ``_LIMIT`` (seconds per test),
+``_SHARE`` (``"1/4"``: the second of four processes, each of which takes every fourth test).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PREFIX = "HALFSTEP_WATCHDOG_"
+CONTEXT_LOST = 70  # exit status
+
+_started = 0.0
+_failed = False
+
+
+def _record() -> Path:
+    return Path(os.environ[PREFIX + "RECORD"])
+
+
+def _write(**entry: Any) -> None:
+    with open(_record(), "a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def entries(record: Path) -> list[dict[str, Any]]:
+    """What a record holds so far."""
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep this process's share, less the tests that had their turn."""
+    share, of = map(int, os.environ.get(PREFIX + "SHARE", "0/1").split("/"))
+    had = {entry["test"] for entry in entries(_record()) if entry["event"] == "start"}
+    kept = [item for index, item in enumerate(items) if index % of == share and item.nodeid not in had]
+    kept_ids = {item.nodeid for item in kept}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept_ids])
+    items[:] = kept
+    _write(event="collected", tests=len(kept))
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    global _started, _failed
+    _started, _failed = time.monotonic(), False
+    _write(event="start", test=nodeid)
+    # A thread of the interpreter's own, which also fires while the main thread waits inside the driver.
+    tracebacks = open(_record().with_suffix(".traceback"), "a")  # must outlive this function
+    faulthandler.dump_traceback_later(float(os.environ.get(PREFIX + "LIMIT", "60")), exit=True, file=tracebacks)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    global _failed
+    if report.when == "call" or not report.passed:
+        _failed |= report.failed
+        _write(
+            event="end",
+            test=report.nodeid,
+            outcome=report.outcome,
+            seconds=round(time.monotonic() - _started, 3),
+            message=report.longreprtext[-6000:] if report.failed else "",
+        )
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    faulthandler.cancel_dump_traceback_later()
+    if not _failed:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").item()
+    except Exception as error:  # every later test of this process would fail with the same words
+        _write(event="lost", test=nodeid, message=str(error)[:500])
+        os._exit(CONTEXT_LOST)

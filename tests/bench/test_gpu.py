@@ -1,0 +1,207 @@
+"""`halfstep bench gpu` as far as a machine without a GPU can tell: its parts, its time limits, what it writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.bench import gpu
+from halfstep.kernels import backend
+
+CPU = torch.device("cpu")
+
+SUITE = """
+import os, time
+import pytest, torch
+
+def test_a_passes():
+    pass
+
+def test_b_fails():
+    assert 1 == 2, "one is not two"
+
+@pytest.mark.skip(reason="not today")
+def test_c_is_skipped():
+    pass
+
+def test_d_hangs():
+    time.sleep(600)
+
+def test_e_after_the_hang():
+    pass
+
+def test_f_ends_the_process():
+    os.kill(os.getpid(), 11)
+
+def test_g_breaks_the_context():
+    def lost():
+        raise RuntimeError("an illegal memory access was encountered")
+    torch.cuda.is_available, torch.cuda.synchronize = lambda: True, lost
+    raise RuntimeError("CUDA error")
+
+def test_h_in_a_fresh_process():
+    assert not torch.cuda.is_available()
+"""
+
+
+def test_without_a_gpu_it_says_what_to_use_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["--out", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert "no GPU" in message and "halfstep bench run" in message and "halfstep bench host" in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
+def test_bad_minutes_are_named(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        gpu.main(["--out", "x", f"--minutes={value}"])
+    assert stopped.value.code == 2
+    assert f"{value!r}; allowed are numbers of minutes above 0" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not backend.interpreting(), reason="needs TRITON_INTERPRET=1")
+def test_the_smoke_part_passes_under_the_interpreter() -> None:
+    result = gpu.smoke(CPU)
+    assert result["failed"] == []
+    assert {name for name, check in result.items() if name != "failed"} == {"cast", "check", "softmax", "adam"}
+
+
+def test_a_failing_check_is_recorded_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_expect", lambda equal, what: 1 / 0)
+    result = gpu.smoke(CPU)
+    assert result["failed"] == ["cast", "check", "adam"]
+    assert result["softmax"]["status"] == "passed"
+    assert "ZeroDivisionError" in result["cast"]["error"]
+
+
+def test_whole_steps_have_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "STEP_SIZES", (1, 15, 1000, 4097, 0))
+    assert gpu.steps(CPU)["failed"] == []
+
+
+def test_a_bit_of_difference_between_two_trainings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "STEP_SIZES", (1, 15, 1000))
+    one, other = gpu._Training(CPU), gpu._Training(CPU)
+    assert one.differences(other) == []
+    other.optimizer.state[other.parameters[3]]["exp_avg"].view(torch.int32)[4] ^= 1
+    other.parameters[4].detach().view(torch.int16)[2] ^= 1
+    other.scaler.update(4096.0)
+    assert [text.partition(" (")[0] for text in one.differences(other)] == [
+        "parameter 4",
+        "exp_avg of parameter 3",
+        "scale 2048.0 and 4096.0",
+    ]
+
+
+def test_tests_that_hang_or_break_the_gpu_do_not_keep_others_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_gpu.py").write_text(SUITE)
+    monkeypatch.setattr(gpu, "TEST_SECONDS", 8)
+    result = gpu.run_tests(120, tmp_path, tmp_path / "tests", processes=2, marker="not none")
+    outcome = {test.rpartition("::")[2]: entry[0] for test, entry in result["tests"].items()}
+    assert outcome == {
+        "test_a_passes": "passed",
+        "test_b_fails": "failed",
+        "test_c_is_skipped": "skipped",
+        "test_d_hangs": "unfinished",
+        "test_e_after_the_hang": "passed",
+        "test_f_ends_the_process": "unfinished",
+        "test_g_breaks_the_context": "failed",
+        "test_h_in_a_fresh_process": "passed",
+    }
+    assert (result["collected"], result["not_run"]) == (8, 0)
+    messages = {entry["test"].rpartition("::")[2]: entry["message"] for entry in result["failed"]}
+    assert "one is not two" in messages["test_b_fails"]
+    assert "it hung or ended the process" in messages["test_d_hangs"]
+    assert "The GPU's context was lost: an illegal memory access" in messages["test_g_breaks_the_context"]
+    text = gpu._tests_text(result)
+    assert text.startswith("2 failed, 3 passed, 1 skipped, 2 unfinished\n") and "UNFINISHED" in text
+    assert "test_d_hangs" in "".join(path.read_text() for path in tmp_path.glob("*.traceback"))
+
+
+def test_tests_end_when_their_time_is_over(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_gpu.py").write_text(
+        "import time\ndef test_a():\n    time.sleep(600)\ndef test_b():\n    pass\n"
+    )
+    start = time.monotonic()
+    result = gpu.run_tests(8, tmp_path, tmp_path / "tests", processes=1, marker="not none")
+    assert time.monotonic() - start < 60
+    assert result["not_run"] == 1
+    assert [entry["outcome"] for entry in result["failed"]] == ["unfinished", "not run"]
+
+
+def test_missing_tests_or_pytest_are_said_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no tests in this installation" in gpu.run_tests(1, tmp_path, tmp_path, 1)["skipped"]
+    (tmp_path / "test_gpu.py").write_text("")
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    result = gpu.run_tests(1, tmp_path, tmp_path, 1)
+    assert result == {"skipped": "pytest is not installed: the tests were not run"}
+    assert gpu._tests_text(result) == "pytest is not installed: the tests were not run\n"
+
+
+def test_a_part_over_its_limit_is_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    code = "import time; print('begun', flush=True); time.sleep(600)"
+    status, seconds = gpu.run_part([sys.executable, "-c", code], 3.0, log)
+    assert status is None and seconds < 30
+    assert "begun" in log.read_text()
+    part = gpu._verdict("smoke", status, seconds, 3.0, {}, log)
+    assert (part["status"], part["why"]) == ("failed", "it was ended at its time limit")
+    assert "begun" in part["output_tail"]
+
+
+@pytest.mark.parametrize("failing", [None, "environment", "smoke", "steps", "tests", "run"])
+def test_a_run_writes_at_most_eight_files_and_goes_on_after_a_failure(
+    failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def run_part(command: Any, limit: float, log: Path) -> tuple[int | None, float]:
+        limits.append(limit)
+        out = Path(command[command.index("--out") + 1])
+        name = command[command.index("--stage") + 1] if "--stage" in command else "run"
+        with open(log, "a") as file:
+            file.write(f"words of {name}\n")
+        if name == failing:
+            return 1, 0.1
+        if name == "run":
+            for file_name in ("a.json", "a.md", "a.png", "b.png", "c.png"):
+                (out / file_name).write_text("{}")
+        else:
+            (out / f"{name}.json").write_text("{}")
+        return 0, 0.1
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    out = tmp_path / "out"
+    out.mkdir()
+    assert gpu._run(out, 450.0) == (0 if failing is None else 1)
+    report = json.loads((out / "results.json").read_text())
+    assert report["failed"] == ([] if failing is None else [failing if failing != "run" else "benchmark"])
+    assert [part["part"] for part in report["parts"]] == ["environment", "smoke", "steps", "tests", "benchmark"]
+    names = {path.name for path in out.iterdir()}
+    assert {"results.json", "environment.json", "tests.txt", "log.txt"} <= names
+    assert len(names) <= 8
+    if failing is None:
+        assert {"benchmark.json", "table.md", "a.png", "b.png"} <= names
+    else:
+        assert f"words of {failing}" in next(p for p in report["parts"] if p["status"] == "failed")["output_tail"]
+    assert max(limits) <= 450
+
+
+def test_the_environment_names_versions_and_no_machine() -> None:
+    found = gpu.environment()
+    assert found["torch"] == torch.__version__
+    assert found["devices"] == [] or found["devices"][0]["memory_bytes"] > 0
+    assert not {"host", "hostname", "user", "path"} & set(found)
