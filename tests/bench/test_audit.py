@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from halfstep.bench import audit, machine_code
@@ -65,6 +67,17 @@ def test_a_variant_must_name_every_argument() -> None:
 )
 def test_occupancy(target: str, registers: int, shared: int, warps: int, expected: float | None) -> None:
     assert audit.occupancy(target, registers, shared, warps) == expected
+
+
+def test_what_a_peer_does_wrong_is_shown_and_fails_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = asdict(audit.Row(kernel="cast.kernel", variant="a", target="sm_90"))
+    theirs = asdict(audit.Row("peer.kernel", "b", "sm_90", peer="peer", problems=["2 spills"]))
+    audit.print_table([ours, theirs], seconds=1)
+    shown = capsys.readouterr().out
+    assert "PEER peer.kernel b on sm_90: 2 spills" in shown
+    assert "all 1 pass" in shown
+    assert audit._failing([ours, theirs]) == []
+    assert audit._failing([{**theirs, "peer": None}]) != []
 
 
 SASS = """

@@ -231,9 +231,13 @@ def test_what_fails_is_not_recorded(tmp_path: Path) -> None:
     assert not bounds.exists()
 
 
-def test_peers_stand_beside_ours_and_do_not_fail_the_audit() -> None:
+def test_peers_stand_beside_ours_and_are_not_recorded(tmp_path: Path) -> None:
     """With whatever is installed: what is there is counted, what is not is named."""
-    done = run_audit("--json", "--peers", "--module", "sample_kernels", "--target", "sm_90", "--target", "gfx942")
+    bounds, document = tmp_path / "bounds.json", tmp_path / "document.md"
+    names = (audit_markdown.OURS, audit_markdown.PEERS)
+    document.write_text("".join(f"<!-- {name}: generated -->\n\n<!-- {name}: end -->\n" for name in names))
+    arguments = ["--module", "sample_kernels", "--target", "sm_90", "--target", "gfx942"]
+    done = run_audit("--json", "--peers", *arguments, "--record", str(bounds), "--markdown", str(document))
     assert done.returncode == 0, done.stderr
     rows = [row for row in rows_of(done) if row["peer"]]
     packages = {"liger-kernel": "liger_kernel", "torch-optimi": "optimi", "flashoptim": "flashoptim"}
@@ -247,3 +251,10 @@ def test_peers_stand_beside_ours_and_do_not_fail_the_audit() -> None:
             assert (row["bytes_read"], row["bytes_written"]) == (row["floor_read"], row["floor_written"]), row
             assert row["access_bits"] in (32, 64, 128)
             assert 0 < row["registers"] < 256
+    assert {name.partition(".")[0] for name in audit_bounds.load(bounds).entries} == {"sample_kernels"}
+    text = document.read_text()
+    ours, theirs = (text[slice(*audit_markdown.between(name, text))] for name in names)
+    assert ours == audit_markdown.table(audit_markdown.from_bounds(audit_bounds.load(bounds).entries))
+    # A table with one peer of three would say something else than it seems to.
+    complete = {row["peer"] for row in rows} == set(packages)
+    assert theirs == (audit_markdown.table(rows) if complete else "")
