@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, repeat
 from numbers import Real
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, overload
@@ -40,6 +40,19 @@ LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
 
 _MASTER_CODES = {None: adam.NO_MASTER, "full": adam.FULL_MASTER, "split": adam.SPLIT_MASTER}
 _address = torch.Tensor.data_ptr
+# The options of a group that a step looks at.
+_OPTIONS = (
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    *("decoupled_weight_decay", "master_weights", "state_dtype", "rounding"),
+)
+_options_of = itemgetter(*_OPTIONS)
+
+
+def _all_contiguous(tensors: list[torch.Tensor]) -> bool:
+    try:
+        return all(map(torch.Tensor.is_contiguous, tensors))
+    except RuntimeError:  # what some sparse layouts answer
+        return False
 
 
 # --------------------------------------------------------------------------------------------------------- validation
@@ -135,6 +148,8 @@ def _scalar(value: torch.Tensor | float | None, dtype: torch.dtype, device: torc
         return None
     if not isinstance(value, torch.Tensor):
         return torch.full((), float(value), dtype=dtype, device=device)
+    if value.dtype is dtype and value.device == device:
+        return value
     return value.to(device=device, dtype=dtype, non_blocking=True)
 
 
@@ -214,9 +229,9 @@ class _Batch:
                 written = parameter != master.to(parameter.dtype)
                 master.copy_(torch.where(written, parameter.float(), master))
 
-    def _in_order(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _in_order(self, gradients: list[torch.Tensor], contiguous: bool) -> list[torch.Tensor]:
         """The gradients with their elements in the parameters' order, copied where autograd chose another."""
-        if self.contiguous and all(map(torch.Tensor.is_contiguous, gradients)):
+        if self.contiguous and contiguous:
             return gradients
         ordered = []
         for grad, dense in zip(gradients, self.dense, strict=True):
@@ -225,14 +240,19 @@ class _Batch:
             ordered.append(grad)
         return ordered
 
-    def step(self, grads: list[torch.Tensor], groups: torch.Tensor, control: adam.Control) -> None:
-        gradients = self._in_order(list(map(local, grads)) if self.sharded else grads)
+    def step(self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control) -> None:
+        """One step; `contiguous` tells whether all of `grads` are."""
+        if self.sharded:
+            grads = list(map(local, grads))
+            contiguous = _all_contiguous(grads)
+        gradients = self._in_order(grads, contiguous)
         self.take_outside_writes()
         for parameter, copy in self.copied:
             copy.copy_(parameter)
         self.batch.lists[adam.GRAD] = gradients
         self.batch.table.refresh(adam.GRAD, list(map(_address, gradients)))
         adam.step(self.batch, groups, control)
+        self.batch.lists[adam.GRAD] = []  # or their memory would outlive zero_grad
         for parameter, copy in self.copied:
             parameter.copy_(copy)
         # The kernels write through addresses, which autograd cannot see.
@@ -257,13 +277,13 @@ class _AdamBase(Optimizer):
         if max_grad_norm is not None:
             _number(max_grad_norm, "Invalid max_grad_norm value", "None and finite numbers above 0", lambda x: x > 0)
         self.max_grad_norm = max_grad_norm
-        self._grad_norm: torch.Tensor | None = None
+        self._squares: torch.Tensor | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("max_grad_norm", None)
-        self.__dict__.setdefault("_grad_norm", None)
+        self.__dict__.setdefault("_squares", None)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -274,7 +294,10 @@ class _AdamBase(Optimizer):
 
     def _forget(self) -> None:
         """Drop what is derived from parameters and state."""
-        self._batch_key: list[Any] | None = None
+        self._stepped: list[torch.Tensor] | None = None
+        self._stepped_dtypes: list[torch.dtype] = []
+        self._checked: list[tuple[Any, ...]] = []
+        self._kinds: list[tuple[Any, ...]] = []
         self._members: list[tuple[_Batch, list[int]]] = []
         self._group_tables: dict[torch.device, tuple[list[list[float]], torch.Tensor]] = {}
 
@@ -299,7 +322,7 @@ class _AdamBase(Optimizer):
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """The unscaled gradients' 2-norm before clipping, from the last step with `max_grad_norm`; 0-dim, on device."""
-        return self._grad_norm
+        return None if self._squares is None else self._squares.sqrt().float()
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -332,8 +355,25 @@ class _AdamBase(Optimizer):
 
     # --------------------------------------------------------------------------------------------------------- step
 
-    def _regroup(self, parameters: list[torch.Tensor], grads: list[torch.Tensor], rows: list[int]) -> None:
+    def _options_changed(self) -> bool:
+        """Whether an option of any group may differ from what the last step saw.
+
+        Numbers are compared as objects, which is exact and compares no tensors. What can change in place always may.
+        """
+        now = list(map(_options_of, self.param_groups))
+        if len(now) != len(self._checked):
+            return True
+        for values, before in zip(now, self._checked, strict=True):
+            if not all(map(is_, values, before)) or type(values[1]) is not tuple:
+                return True
+            if any(isinstance(value, torch.Tensor) for value in (values[0], *values[1], values[2], values[3])):
+                return True
+        return False
+
+    def _regroup(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Sort parameters into batches by device and layout, after checking that every one can be stepped."""
+        row_of = {id(p): row for row, group in enumerate(self.param_groups) for p in group["params"]}
+        rows = [row_of[id(parameter)] for parameter in parameters]
         names: dict[tuple[Any, ...], list[int]] = {}
         for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             group = self.param_groups[rows[index]]
@@ -393,8 +433,10 @@ class _AdamBase(Optimizer):
             ordered = torch.empty_strided(dense.shape, dense.stride(), dtype=held.dtype, device=held.device).copy_(held)
             self.state[parameter][key] = _like(parameter, ordered)
 
-    def _group_table(self, device: torch.device) -> torch.Tensor:
+    def _group_table(self, device: torch.device, changed: bool) -> torch.Tensor:
         """The hyper-parameters of all groups on a device, written again only if one changed."""
+        if not changed and device in self._group_tables:
+            return self._group_tables[device][1]
         values: list[list[float]] = []
         late: list[tuple[int, int, torch.Tensor]] = []
         for row, group in enumerate(self.param_groups):
@@ -435,7 +477,7 @@ class _AdamBase(Optimizer):
             check = check_gradients(grads, inverse)
             assert check is not None
             squares = check.sum_of_squares
-        self._grad_norm = squares.sqrt().float()
+        self._squares = squares
         return adam.Control(scale, found_inf, squares, float(self.max_grad_norm))
 
     @overload
@@ -468,29 +510,38 @@ class _AdamBase(Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def _step_on_device(self) -> None:
-        parameters: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
-        rows: list[int] = []
-        options: list[tuple[Any, ...]] = []
-        for row, group in enumerate(self.param_groups):
-            _check_options(group)
-            options.append(
+        changed = self._options_changed()
+        if changed:
+            for group in self.param_groups:
+                _check_options(group)
+            kinds = [
                 (group["amsgrad"], group["decoupled_weight_decay"], self._decays(group), group["master_weights"])
-            )
-            before = len(parameters)
-            for parameter in group["params"]:
-                grad = parameter.grad
-                if grad is not None:
-                    parameters.append(parameter)
-                    grads.append(grad)
-            rows += [row] * (len(parameters) - before)
+                for group in self.param_groups
+            ]
+            if kinds != self._kinds:
+                self._stepped = None
+                self._kinds = kinds
+        parameters = self._parameters()
+        grads = list(map(attrgetter("grad"), parameters))
+        if any(map(is_, grads, repeat(None))):
+            parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
         if not parameters:
             return
-        key = [*map(id, parameters), *map(attrgetter("dtype"), grads), *map(attrgetter("layout"), grads), *options]
-        if key != self._batch_key or not all(batch.still_describes() for batch, _ in self._members):
-            self._batch_key = None
-            self._regroup(parameters, grads, rows)
-            self._batch_key = key
+        contiguous = _all_contiguous(grads)
+        dtypes = list(map(attrgetter("dtype"), grads))
+        if not (
+            self._stepped is not None
+            and len(parameters) == len(self._stepped)
+            and all(map(is_, parameters, self._stepped))
+            and dtypes == self._stepped_dtypes
+            # Sparse gradients never say that they are contiguous.
+            and (contiguous or all(grad.layout == torch.strided for grad in grads))
+            and all(batch.still_describes() for batch, _ in self._members)
+        ):
+            self._stepped = None
+            self._regroup(parameters, grads)
+            self._stepped, self._stepped_dtypes = parameters, dtypes
         control = self._control(grads)
         for batch, indices in self._members:
             device = batch.device
@@ -501,7 +552,8 @@ class _AdamBase(Optimizer):
                 _scalar(control.sum_of_squares, torch.float64, device),
                 control.max_norm,
             )
-            batch.step(own, self._group_table(device), here)
+            batch.step(own, contiguous, self._group_table(device, changed), here)
+        self._checked = list(map(_options_of, self.param_groups))
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 

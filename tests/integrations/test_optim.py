@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import itertools
 import pickle
 import re
 import warnings
+import weakref
 from typing import Any
 
 import numpy
@@ -755,3 +757,60 @@ def test_errors_in_a_step_come_before_any_weight_is_touched(spoil: str) -> None:
         optimizer.step()
     assert all(torch.equal(p.detach(), w) for p, w in zip(parameters, weights, strict=True))
     assert float(optimizer.state[parameters[0]]["step"]) == 1
+
+
+# ------------------------------------------------------------------------------------------- what a step leaves behind
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_gradients_are_let_go_after_a_step(max_grad_norm: Any) -> None:
+    """What still held them would keep their memory through the next forward pass."""
+    parameters = parameters_of(torch.bfloat16)
+    optimizer = halfstep.AdamW(parameters, max_grad_norm=max_grad_norm)
+    give_gradients(parameters, 0)
+    grads = [weakref.ref(p.grad) for p in parameters]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    assert not any(grad() is not None for grad in grads)
+
+
+def test_an_lr_that_changes_every_step_builds_no_table_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = parameters_of(torch.bfloat16)
+    optimizer = halfstep.AdamW(parameters, weight_decay=0.1)
+    regroup, calls = optimizer._regroup, []
+    monkeypatch.setattr(optimizer, "_regroup", lambda *lists: (calls.append(len(lists[0])), regroup(*lists)))
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        train(optimizer, parameters, [step])
+    assert calls == [len(parameters)]
+    optimizer.param_groups[0]["amsgrad"] = True  # needs other state
+    train(optimizer, parameters, [3])
+    assert len(calls) == 2
+    assert "max_exp_avg_sq" in optimizer.state[parameters[0]]
+
+
+@pytest.mark.parametrize("name", ["betas", "lr"])
+def test_an_option_made_wrong_between_steps_is_refused(name: str) -> None:
+    parameters = parameters_of(torch.float32)
+    betas = [0.9, 0.999]
+    optimizer = halfstep.AdamW(parameters, betas=betas, lr=torch.tensor(0.1))  # type: ignore[arg-type]
+    train(optimizer, parameters, [0, 1])
+    if name == "betas":
+        betas[0] = 1.5
+    else:
+        optimizer.param_groups[0]["lr"].fill_(-1.0)
+    with pytest.raises(ValueError, match="Invalid"):
+        train(optimizer, parameters, [2])
+
+
+def test_a_gradient_that_turns_sparse_later_is_refused() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 4))
+    optimizer = halfstep.AdamW([parameter])
+    parameter.grad = torch.ones(3, 4)
+    optimizer.step()
+    before = parameter.detach().clone()
+    parameter.grad = torch.ones(3, 4).to_sparse()
+    with pytest.raises(RuntimeError, match="has a gradient of layout"):
+        optimizer.step()
+    assert same_bits(parameter.detach(), before)
