@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -117,16 +118,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check(self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, write: bool) -> GradientCheck | None:
         """Check an optimizer's gradients times `inv_scale`, and remember the answer until `update`."""
-        grads = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                if grad.is_sparse and not grad.is_coalesced():
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
+        if any(map(attrgetter("is_sparse"), grads)):
+            for parameter in parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse and not parameter.grad.is_coalesced():
                     # Duplicates may overflow in their sum, which is what the optimizer will see.
-                    parameter.grad = grad = grad.coalesce()
-                grads.append(grad)
+                    parameter.grad = parameter.grad.coalesce()
+            grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
         check = check_gradients(grads, inv_scale, write=write, process_group=self._process_group)
         state = self._per_optimizer_states[id(optimizer)]
         # One entry, so that sums over devices stay 0 or 1.
