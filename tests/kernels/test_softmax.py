@@ -203,6 +203,62 @@ def test_rows_longer_than_one_block(name: str, masked: str, log: bool, monkeypat
         check(Case(tall[-140:] if name == "triton" else tall, causal=masked == "causal", log=log), name)
 
 
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("path", ["one pass", "two passes", "pieces"])
+@pytest.mark.parametrize("name", ALL)
+def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of odd length, views at odd addresses, and masks and results that begin elsewhere than x does."""
+    if path != "one pass":
+        if name != "triton":
+            pytest.skip("one path only")
+        monkeypatch.setattr(family, "FORWARD_ONE_PASS", 64)
+        monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 64)
+        monkeypatch.setattr(family, "LOOP_BLOCK", 64)
+        monkeypatch.setattr(family, "_programs_at_once", lambda device: 1 if path == "two passes" else 400)
+    for dtype, out in ((BF16, BF16), (BF16, FP32), (FP32, BF16), (FP32, FP32)):
+        wide = normal(2, 3, 160, dtype=dtype)
+        wide[0, 1, 40:] = -INF
+        for x in (wide[..., :133], wide[..., 5:138], wide[..., 3:147], normal(6, 133, dtype=dtype)[1:]):
+            check(Case(x, log=log, dtype=out, scale=0.5), name)
+    x = normal(2, 3, 133, dtype=BF16)
+    for mask in (normal(2, 3, 133), normal(133).to(BF16), normal(2, 3, 133).half(), normal(3, 1), normal(160)[3:136]):
+        check(Case(x, log=log, mask=mask), name)
+        check(Case(x.float(), log=log, mask=mask > 0), name)
+    check(Case(x, log=log, mask=normal(2, 3, 133) > 0, causal=True), name)
+    check(Case(normal(2, 70, 133, dtype=FP16)[:, 60:], log=log, causal=True), name)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "FORWARD_ONE_PASS", 128)
+    monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 128)
+    monkeypatch.setattr(family, "LOOP_BLOCK", 128)
+    for columns in (1024, 1001):
+        x, dy = normal(3, columns), normal(3, columns, seed=1)
+        x[1, :200] = -INF  # the first pieces have nothing to keep
+        x[2, 900] = NAN
+        for programs in (2, 6, 9, 1000):
+            monkeypatch.setattr(family, "_programs_at_once", lambda device, programs=programs: programs)
+            assert family._pieces(3, columns, x.device)[0] == min(max(programs // 3, 1), -(-columns // 128))
+            first, second = (check(Case(x, log=log), "triton", dy) for _ in range(2))
+            torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+def test_how_many_pieces() -> None:
+    """No fewer than fill the device, no shorter than a block, none empty, at most 256."""
+    block, device = family.LOOP_BLOCK, torch.device("cpu")
+    assert family._programs_at_once(device) == 16
+    for rows in (1, 2, 7, 8, 9, 16, 17, 1000):
+        for columns in (block + 1, 50257, 1 << 20, (1 << 31) - 9):
+            pieces, span = family._pieces(rows, columns, device)
+            if rows > 8:
+                assert pieces == 1
+            else:
+                assert 1 < pieces <= family.MOST_PIECES
+                assert rows * pieces <= 16
+                assert span % block == 0 and (pieces - 1) * span < columns <= pieces * span
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_the_real_limits_of_one_block(name: str) -> None:
     for columns in (family.BACKWARD_ONE_PASS + 1, family.FORWARD_ONE_PASS, family.FORWARD_ONE_PASS + 1):
@@ -339,8 +395,39 @@ def test_any_dim(name: str) -> None:
     x = normal(3, 6, 20)
     x[0] = -INF
     x[1, :, 3], x[1, 0, 4], x[1, 0, 5] = -INF, NAN, INF
+    x[2, 0, 6], x[2, 1:, 7] = -INF, -INF
     for log in (False, True):
         check(Case(x, 1, log=log), name)
+        check(Case(x.transpose(1, 2), 2, log=log), name)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_sums_over_elements_that_lie_apart(one_pass: bool, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for other dimensions than the last, on every layout, in one pass and in two."""
+    if not one_pass:
+        monkeypatch.setattr(family, "STRIDED_FORWARD", 1)
+        monkeypatch.setattr(family, "STRIDED_BACKWARD", 1)
+        monkeypatch.setattr(family, "STRIDED_LOOP", 512)
+    x = normal(4, 37, 66, dtype=BF16)
+    x[0] = -INF
+    x[1, :30] = -INF
+    x[2, 5, 3], x[2, 6, 4] = NAN, INF
+    for view, dim in (
+        (x, 1),
+        (x, 0),
+        (x.transpose(1, 2), 2),
+        (x.permute(2, 0, 1), 2),
+        (x[:, ::2, 1:], 1),
+        (x[..., ::3], 1),
+        (x[:, None].transpose(1, 3), 2),
+        (x[..., :1], 1),
+        (x[:, :1].expand(4, 5, 66), 1),
+        (normal(2, 3, 2, 3, 2, 9).transpose(0, 4).transpose(1, 3), 2),
+    ):
+        masks = normal(*view.shape), normal(view.shape[-1]) > 0, normal(view.shape[dim], *[1] * (view.ndim - 1 - dim))
+        for mask, out in ((None, BF16), (masks[0], FP32), (masks[1], None), (masks[2].to(BF16), None)):
+            check(Case(view, dim, scale=0.5, mask=mask, dtype=out, log=log), "triton")
 
 
 # ------------------------------------------------------------------------------------------------- generated cases

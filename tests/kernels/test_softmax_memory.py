@@ -1,0 +1,227 @@
+"""What softmax reads and writes: addresses that the interpreter sees for Triton, pages without access for C++.
+
+NaN in what is dropped proves that it does not count (test_softmax.py); only this proves that it is not loaded.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from implementations import using
+
+import halfstep
+from halfstep.kernels import backend
+from halfstep.kernels import softmax as family
+
+INTERPRETED = pytest.mark.skipif(
+    backend.triton is None or not backend.interpreting(), reason="needs TRITON_INTERPRET=1"
+)
+REACH = 16  # elements: a limit is rounded up to so many columns, or to a 16-byte boundary
+
+
+@dataclass
+class Traffic:
+    """Addresses in bytes of every element loaded and stored."""
+
+    loaded: list[np.ndarray] = field(default_factory=list)
+    stored: list[np.ndarray] = field(default_factory=list)
+
+    @staticmethod
+    def counts(of: list[np.ndarray], tensor: torch.Tensor) -> np.ndarray:
+        """How often each element of a contiguous tensor's storage was touched; any other address is left out."""
+        size = tensor.element_size()
+        start, length = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes() // size
+        index = (np.concatenate(of).astype(np.int64) - start) // size
+        return np.bincount(index[(index >= 0) & (index < length)], minlength=length)
+
+
+@contextmanager
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    traffic = Traffic()
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        traffic.loaded.append(ptrs.data[mask.data].ravel())
+        return load(self, ptrs, mask, *rest)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        traffic.stored.append(ptrs.data[mask.data].ravel())
+        return store(self, ptrs, value, mask, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_masked_load", masked_load)
+        patch.setattr(InterpreterBuilder, "create_masked_store", masked_store)
+        yield traffic
+
+
+def near(kept: np.ndarray) -> np.ndarray:
+    """True less than REACH elements from a True."""
+    return np.convolve(kept, np.ones(2 * REACH - 1), mode="same") > 0
+
+
+@pytest.fixture(params=["one pass", "two passes", "pieces"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way through the kernels for rows, at sizes that the interpreter finishes in seconds."""
+    if request.param != "one pass":
+        monkeypatch.setattr(family, "FORWARD_ONE_PASS", 64)
+        monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 64)
+        monkeypatch.setattr(family, "LOOP_BLOCK", 64)
+        monkeypatch.setattr(family, "_programs_at_once", lambda device: 1 if request.param == "two passes" else 400)
+    return request.param
+
+
+@INTERPRETED
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+@pytest.mark.parametrize(("queries", "keys"), [(12, 208), (7, 205), (45, 130)])
+def test_columns_that_causal_drops_are_not_loaded(
+    path: str, queries: int, keys: int, log: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = halfstep.log_softmax if log else halfstep.softmax
+    x = torch.randn(2, queries, keys, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16, device="cpu")
+    kept = torch.ones(queries, keys).tril().expand(2, queries, keys).flatten().numpy() > 0
+    with using("triton", "softmax"):
+        with recording(monkeypatch) as traffic:
+            y = function(x, causal=True)
+        loads = traffic.counts(traffic.loaded, x)
+        assert (loads[kept] > 0).all()
+        assert not loads[~near(kept)].any()
+        dy = torch.randn(2, queries, keys, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        with recording(monkeypatch) as traffic:
+            family._backward(dy, y, -1, 1.0, True, log, torch.bfloat16)
+        for tensor in (dy, y):
+            loads = traffic.counts(traffic.loaded, tensor)
+            assert (loads[kept] > 0).all()
+            assert not loads[~near(kept)].any()
+
+
+@INTERPRETED
+@pytest.mark.parametrize("columns", [208, 205])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_each_element_of_the_result_is_stored_once_and_reads_stay_near_the_rows(
+    path: str,
+    columns: int,
+    source: torch.dtype,
+    target: torch.dtype,
+    offset: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row that begins off a boundary is stored in three parts; the reads below it end at the boundary."""
+    rows, pad = 5, 100
+    storage = torch.randn(pad + rows * columns + pad, generator=torch.Generator().manual_seed(0)).to(source)
+    begin = pad - pad % 16 + offset
+    x = storage[begin : begin + rows * columns].view(rows, columns)
+    inside = np.zeros(len(storage), dtype=bool)
+    inside[begin : begin + rows * columns] = True
+    with using("triton", "softmax"):
+        with recording(monkeypatch) as traffic:
+            y = halfstep.softmax(x, dtype=target)
+        assert (traffic.counts(traffic.stored, y) == 1).all()
+        if path != "pieces":
+            assert sum(map(len, traffic.stored)) == y.numel()
+        loads = traffic.counts(traffic.loaded, x)
+        assert (loads[inside] > 0).all()
+        lines = 32 // source.itemsize * np.arange(len(storage) * source.itemsize // 32 + 1)
+        touched = np.add.reduceat(inside.astype(int), lines[lines < len(storage)]) > 0
+        assert not loads[~np.repeat(touched, 32 // source.itemsize)[: len(storage)]].any()
+        grad = torch.ones_like(y)
+        with recording(monkeypatch) as traffic:
+            dx = family._backward(grad, y, -1, 1.0, False, False, source)
+        assert (traffic.counts(traffic.stored, dx) == 1).all()
+        for tensor in (grad, y):
+            assert (traffic.counts(traffic.loaded, tensor) > 0).all()
+
+
+@INTERPRETED
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_strided_tiles_touch_each_element_as_often_as_the_docstring_says(
+    one_pass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not one_pass:
+        monkeypatch.setattr(family, "STRIDED_FORWARD", 1)
+        monkeypatch.setattr(family, "STRIDED_BACKWARD", 1)
+        monkeypatch.setattr(family, "STRIDED_LOOP", 512)
+    x = torch.randn(3, 50, 70, generator=torch.Generator().manual_seed(0))
+    trips = 1 if one_pass else 2
+    with using("triton", "softmax"):
+        for view, dim in ((x, -2), (x, -3), (x.transpose(1, 2), -1), (x.permute(2, 0, 1), -2)):
+            with recording(monkeypatch) as traffic:
+                y = halfstep.softmax(view, dim)
+            assert (traffic.counts(traffic.loaded, x) == trips).all()
+            assert (traffic.counts(traffic.stored, y) == 1).all()
+        for dim in (-3, -2):
+            y = halfstep.softmax(x, dim)
+            with recording(monkeypatch) as traffic:
+                dx = family._backward(x, y, dim, 1.0, False, False, x.dtype)
+            for tensor in (x, y):
+                assert (traffic.counts(traffic.loaded, tensor) == trips).all()
+            assert (traffic.counts(traffic.stored, dx) == 1).all()
+
+
+# Each row's last kept element is the last of a page, and the next page cannot be read.
+GUARDED = """
+import ctypes, mmap, sys
+import torch
+import halfstep
+from halfstep.kernels import softmax as family
+
+PAGE, QUERIES, PAGES = mmap.PAGESIZE, 8, 4
+dtype, direction, log, excess = getattr(torch, sys.argv[1]), sys.argv[2], sys.argv[3] == "log", int(sys.argv[4])
+libc = ctypes.CDLL(None, use_errno=True)
+size = dtype.itemsize
+columns = PAGES * PAGE // size - 1
+
+
+def guarded():
+    \"\"\"(QUERIES, columns): row r + 1 begins one element nearer to a page's end than row r.\"\"\"
+    memory = mmap.mmap(-1, (QUERIES * PAGES + 2) * PAGE)
+    whole = torch.frombuffer(memory, dtype=dtype)
+    begin = PAGE // size - 1
+    x = whole[begin : begin + QUERIES * columns].view(QUERIES, columns)
+    for row in range(QUERIES):
+        x[row, : row + 1] = torch.linspace(0.1, 0.9, row + 1)
+    for row in range(QUERIES):  # row `row` ends where page 1 + row * PAGES begins
+        end = whole.data_ptr() + (1 + row * PAGES) * PAGE
+        assert end == x[row, row + 1 :].data_ptr()
+        assert libc.mprotect(ctypes.c_void_p(end), (PAGES - 1) * PAGE, 0) == 0
+    return x
+
+
+x = guarded()
+if excess:
+    float(x[3, 3 + excess])
+if direction == "forward":
+    y = (halfstep.log_softmax if log else halfstep.softmax)(x, causal=True)
+    total = (y.float().exp() if log else y.float()).sum(-1)
+    assert (total - 1).abs().max() < 0.02, total
+else:
+    dx = family._backward(x, guarded(), -1, 1.0, True, log, dtype)
+    assert dx[:, QUERIES:].eq(0).all() and dx.isfinite().all()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects pages with Linux's mprotect")
+@pytest.mark.parametrize("log", ["softmax", "log"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_compiled_kernels_do_not_touch_pages_of_dropped_columns(dtype: str, direction: str, log: str) -> None:
+    with using("native", "softmax"):
+        pass
+    run: Callable[[int], subprocess.CompletedProcess[str]] = lambda excess: subprocess.run(  # noqa: E731
+        [sys.executable, "-c", GUARDED, dtype, direction, log, str(excess)], capture_output=True, text=True
+    )
+    done = run(0)
+    assert done.returncode == 0, done.stderr
+    if (dtype, direction, log) == ("float32", "forward", "softmax"):
+        assert run(1).returncode < 0, "the guard does not guard"
