@@ -98,7 +98,6 @@ def departures(
     for row in rows:
         bound = bounds.entries.get(key(row))
         if bound is None:
-            found.append(f"{key(row)}: no bounds are recorded; look at the row, and record it: {remedy}")
             continue
         for measure in MEASURES if strict else EVERYWHERE:
             value, limit = row[measure], bound[measure]
@@ -112,12 +111,19 @@ def departures(
                 slack = f" + {REGISTER_SLACK}" if measure == "registers" else ""
                 found.append(f"{key(row)}: {measure} {value} is {relation} the recorded {limit}{slack}")
     audited = {key(row) for row in rows}
-    found += [
-        f"{name}: recorded, but no variant has this name any more; record again: {remedy}"
-        for name in bounds.entries
-        if name not in audited and _covers(name, families, targets)
-    ]
+    covered = {name for name in bounds.entries if _covers(name, families, targets)}
+    found += _by_variant(audited - bounds.entries.keys(), f"no bounds are recorded; look at it, and record: {remedy}")
+    found += _by_variant(covered - audited, f"recorded, but no variant has this name any more; record: {remedy}")
     return sorted(found)
+
+
+def _by_variant(names: Collection[str], sentence: str) -> list[str]:
+    """One line per variant, its targets together."""
+    targets: dict[str, list[str]] = {}
+    for name in sorted(names):
+        variant, _, target = name.rpartition(" | ")
+        targets.setdefault(variant, []).append(target)
+    return [f"{variant} | {', '.join(of)}: {sentence}" for variant, of in targets.items()]
 
 
 def record(

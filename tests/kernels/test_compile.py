@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,19 @@ SUPPORT = Path(__file__).parents[1] / "support"
 BOUNDS = Path(__file__).parent / "audit_bounds.json"
 PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
 
-# (rule, kernel, start of the variant's name): why the rule does not hold there.
+# (rule, kernel, pattern of the variant's name): why the rule does not hold there.
 EXCEPTIONS = {
-    ("moves the least bytes", "adam.prepare_kernel", ""): "runs once per step over parameter groups, not over elements",
-    ("moves the least bytes", "unscale.finish_kernel", ""): "adds up one number per chunk, not per element",
-    ("accesses 64 bits", "adam.prepare_kernel", ""): "the same: a few hundred bytes in all",
-    ("accesses fp32 by 128 bits", "adam.prepare_kernel", ""): "the same: a few hundred bytes in all",
+    (
+        "moves the least bytes",
+        "adam.prepare_kernel",
+        "*",
+    ): "runs once per step over parameter groups, not over elements",
+    ("moves the least bytes", "unscale.finish_kernel", "*"): "adds up one number per chunk, not per element",
+    ("accesses 64 bits", "adam.prepare_kernel", "*"): "the same: a few hundred bytes in all",
+    ("accesses fp32 by 128 bits", "adam.prepare_kernel", "*"): "the same: a few hundred bytes in all",
+    ("accesses 64 bits", "softmax.forward_long_kernel", "*out of step"): (
+        "its operands' rows start at different distances from 16 bytes, so only one of them can be aligned"
+    ),
 }
 
 
@@ -98,9 +106,9 @@ def test_every_variant_obeys_the_rules_or_is_named(audited: subprocess.Completed
             if holds(row):
                 continue
             excepted = {
-                (of, kernel, start)
-                for of, kernel, start in EXCEPTIONS
-                if (of, kernel) == (rule, row["kernel"]) and row["variant"].startswith(start)
+                (of, kernel, pattern)
+                for of, kernel, pattern in EXCEPTIONS
+                if (of, kernel) == (rule, row["kernel"]) and fnmatchcase(row["variant"], pattern)
             }
             used |= excepted
             if not excepted:
@@ -222,9 +230,8 @@ def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
     assert [line for line in done.stderr.splitlines() if line.startswith("FAIL")] == [
         "FAIL sample_kernels.convert_kernel | converted | sm_90: layout_conversions 1 is above the recorded 0",
         "FAIL sample_kernels.loop_kernel | loop of old | sm_90: recorded, but no variant has this name any more; "
-        f"record again: {record}",
-        "FAIL sample_kernels.loop_kernel | loop | sm_90: no bounds are recorded; look at the row, and record it: "
-        f"{record}",
+        f"record: {record}",
+        f"FAIL sample_kernels.loop_kernel | loop | sm_90: no bounds are recorded; look at it, and record: {record}",
     ]
 
 
