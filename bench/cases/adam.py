@@ -1,0 +1,328 @@
+"""AdamW over many tensors and over one large one, for three jobs.
+
+========================  ====================================================  ================
+job                       kept beside the gradient                              bytes per weight
+========================  ====================================================  ================
+fp32                      fp32 weight and moments, fp32 gradient                28
+bf16, fp32 master         bf16 weight exact as an fp32 master, fp32 moments     26
+bf16, small moments       the same in at most 16 bits per moment                18
+========================  ====================================================  ================
+
+Bytes are those of halfstep's layout, which has the fewest that the job allows; for the third, peers with 8-bit moments
+or 24-bit masters move fewer. torch's parts of the second and third job are fp32 masters with the copies between them
+and bf16 weights and gradients.
+
+Errors: after three steps with different gradients, of the exact weight (master included) against float64, as a share of
+how far it moved; 2-norm per tensor, the worst tensor. eps is as large as the gradients, so that an error in their scale
+shows, which it else would not in Adam. Bounds: moments of 16 bits lose 2^-9 each, of 8 bits some percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.bench.cases.grid import Grid
+from halfstep.bench.cases.peers import compiled, loops, needs, needs_gpu
+from halfstep.bench.harness import Case, Job
+
+BETAS, DECAY = (0.9, 0.999), 0.1
+LEARNING_RATE = 1e-3
+TYPICAL = 1e-2  # root mean square of weights and gradients
+EPS = 1e-2
+FACTORS = (1.0, -0.5, 2.0)  # of the gradients of the checked steps; they change no bit of the mantissas
+HYPER = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+EXACT, ROUNDED = 1e-4, 0.1
+
+
+@dataclass
+class Inputs:
+    """Weights and gradients of all tensors, one per row."""
+
+    weights: torch.Tensor
+    grads: torch.Tensor
+
+    def exact(self, factors: Sequence[float]) -> torch.Tensor:
+        """The weights in float64 after one AdamW step with each multiple of the gradients."""
+        weights, grads = self.weights.double(), self.grads.double()
+        m, v = torch.zeros_like(grads), torch.zeros_like(grads)
+        for step, factor in enumerate(factors, 1):
+            g = grads * factor
+            m.mul_(BETAS[0]).add_(g, alpha=1 - BETAS[0])
+            v.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
+            root = (v / (1 - BETAS[1] ** step)).sqrt_().add_(EPS)
+            weights.mul_(1 - LEARNING_RATE * DECAY)
+            weights.addcdiv_(m, root, value=-LEARNING_RATE / (1 - BETAS[0] ** step))
+        return weights
+
+    @cached_property
+    def truth(self) -> torch.Tensor:
+        """After `FACTORS`."""
+        return self.exact(FACTORS)
+
+    def parameters(self, dtype: torch.dtype | None = None) -> list[torch.nn.Parameter]:
+        """A parameter of its own per row, with a gradient of its own."""
+        result = []
+        for weight, grad in zip(self.weights, self.grads, strict=True):
+            parameter = torch.nn.Parameter(weight.clone() if dtype is None else weight.to(dtype, copy=True))
+            parameter.grad = grad.clone() if dtype is None else grad.to(dtype, copy=True)
+            result.append(parameter)
+        return result
+
+    def load(self, grads: list[torch.Tensor], factor: float) -> None:
+        """Write a multiple of the gradients into `grads`."""
+        torch._foreach_copy_(grads, list((self.grads * factor).unbind()))
+
+
+def prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> Inputs:
+    """Normal weights and gradients of size `TYPICAL`."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal() -> torch.Tensor:
+        return (TYPICAL * torch.randn(tensors, numel, generator=generator, device=device)).to(dtype)
+
+    return Inputs(normal(), normal())
+
+
+def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> float:
+    """Of the worst tensor: distance from the truth over the distance that the truth moved, 2-norms."""
+    found = torch.stack([one.detach().double() for one in got])
+    moved = (truth - start.double()).norm(dim=1)
+    return float(((found - truth).norm(dim=1) / moved).max())
+
+
+def _error(inputs: Inputs, got: list[torch.Tensor]) -> float:
+    return error(inputs.weights, got, inputs.truth)
+
+
+def _job(
+    inputs: Inputs, grads: list[torch.Tensor], step: Callable[[], Any], weights: Callable[[], list[torch.Tensor]]
+) -> Job:
+    def values() -> list[torch.Tensor]:
+        for factor in FACTORS:
+            inputs.load(grads, factor)
+            step()
+        return weights()
+
+    return Job(step, values)
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Their gradients, which all are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+class Masters:
+    """fp32 masters beside bf16 weights and gradients, and the copies between them: how torch's parts do it."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.parameters = inputs.parameters(torch.float32)
+        self.wide = gradients_of(self.parameters)
+        self.low = list(inputs.grads.clone().unbind())
+        self.visible = [weight.clone() for weight in inputs.weights]
+        self._masters = [parameter.detach() for parameter in self.parameters]
+
+    def widen(self) -> None:
+        """bf16 gradients to fp32 ones."""
+        torch._foreach_copy_(self.wide, self.low)
+
+    def narrow(self) -> None:
+        """fp32 masters to bf16 weights."""
+        torch._foreach_copy_(self.visible, self._masters)
+
+
+# ---------------------------------------------------------------------------------------------------------- providers
+
+
+def exact_weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Of halfstep's optimizers: the masters, or the parameters where they are their own."""
+    state = optimizer.state_dict()["state"]
+    return [state[index].get("master", parameter) for index, parameter in enumerate(parameters)]
+
+
+def _halfstep(inputs: Inputs, **options: Any) -> Job:
+    parameters = inputs.parameters()
+    optimizer = halfstep.AdamW(parameters, **HYPER, **options)
+    return _job(inputs, gradients_of(parameters), optimizer.step, lambda: list(exact_weights(optimizer, parameters)))
+
+
+def torch_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.AdamW:
+    """torch's, on a GPU with its step counter there."""
+    capturable = parameters[0].device.type == "cuda"
+    return torch.optim.AdamW(parameters, **HYPER, capturable=capturable, **options)
+
+
+def _with_masters(
+    make: Callable[[list[torch.nn.Parameter]], Any], inputs: Inputs, wrap: Callable[..., Any] = lambda step: step
+) -> Job:
+    """An optimizer on fp32: the job as it is for fp32 weights, with masters and copies for others."""
+    if inputs.weights.dtype == torch.float32:
+        parameters = inputs.parameters()
+        return _job(inputs, gradients_of(parameters), wrap(make(parameters).step), lambda: list(parameters))
+    masters = Masters(inputs)
+    optimizer = make(masters.parameters)
+
+    @torch.no_grad()
+    def step() -> None:
+        masters.widen()
+        optimizer.step()
+        masters.narrow()
+
+    return _job(inputs, masters.low, wrap(step), lambda: list(masters.parameters))
+
+
+def _compiled(grid: Grid, inputs: Inputs) -> Job:
+    count = len(inputs.weights)
+    return _with_masters(partial(torch_adamw, foreach=True), inputs, lambda step: compiled(step, grid, count))
+
+
+def _loop(grid: Grid, inputs: Inputs) -> Job:
+    loops(grid, len(inputs.weights))
+    return _with_masters(partial(torch_adamw, foreach=False, fused=False), inputs)
+
+
+def _optimi(inputs: Inputs) -> Job:
+    optimi = needs("torch-optimi")
+    parameters, on_gpu = inputs.parameters(), inputs.weights.device.type == "cuda"
+    low = inputs.weights.dtype != torch.float32
+    optimizer = optimi.AdamW(parameters, **HYPER, kahan_sum=low, triton=on_gpu, foreach=not on_gpu)
+
+    def weights() -> list[torch.Tensor]:
+        if not low:
+            return list(parameters)
+        return [parameter.float() + optimizer.state[parameter]["kahan_comp"].float() for parameter in parameters]
+
+    return _job(inputs, gradients_of(parameters), optimizer.step, weights)
+
+
+def _flashoptim(inputs: Inputs, **options: Any) -> Job:
+    needs_gpu(inputs.weights.device)
+    flashoptim = needs("flashoptim")
+    parameters = inputs.parameters()
+    low = inputs.weights.dtype != torch.float32
+    optimizer = flashoptim.FlashAdamW(parameters, **HYPER, **(options if low else {"quantize": False}))
+
+    def weights() -> list[torch.Tensor]:
+        if not low:
+            return list(parameters)
+        return [
+            flashoptim.reconstruct_fp32_param(parameter.detach(), optimizer.state[parameter]["error_bits"])
+            for parameter in parameters
+        ]
+
+    return _job(inputs, gradients_of(parameters), optimizer.step, weights)
+
+
+def _torchao(grid: Grid, name: str, inputs: Inputs) -> Job:
+    loops(grid, len(inputs.weights))
+    compiled(len, grid, len(inputs.weights))  # it compiles its step, one tensor at a time
+    optimizer = getattr(needs("torchao", "torchao.optim"), name)
+    return _with_masters(partial(optimizer, **HYPER), inputs)
+
+
+def _apex(inputs: Inputs) -> Job:
+    needs_gpu(inputs.weights.device)
+    return _fused_adam(needs("apex", "apex.optimizers").FusedAdam, inputs)
+
+
+def _transformer_engine(inputs: Inputs) -> Job:
+    needs_gpu(inputs.weights.device)
+    return _fused_adam(needs("transformer-engine", "transformer_engine.pytorch.optimizers").FusedAdam, inputs)
+
+
+def _fused_adam(optimizer_class: Any, inputs: Inputs) -> Job:
+    """apex's interface, which transformer-engine shares; with masters of its own for low precision."""
+    parameters = inputs.parameters()
+    low = inputs.weights.dtype != torch.float32
+    # Both take master weights only in the form that also works in CUDA graphs.
+    options = {"capturable": True, "master_weights": True} if low else {}
+    optimizer = optimizer_class(parameters, **HYPER, adam_w_mode=True, **options)
+
+    def weights() -> list[torch.Tensor]:
+        if not low:
+            return list(parameters)
+        kept = getattr(optimizer, "param_groups_master", None)
+        if kept is not None:
+            return [master for group in kept for master in group["params"]]
+        return [optimizer.state[parameter]["master_param"] for parameter in parameters]
+
+    return _job(inputs, gradients_of(parameters), optimizer.step, weights)
+
+
+def cases(grid: Grid) -> Iterator[Case]:
+    """Every job over the number of tensors, then for the large tensor."""
+    fused = partial(_with_masters, partial(torch_adamw, fused=True))
+    foreach = partial(_with_masters, partial(torch_adamw, foreach=True))
+    of_torch: dict[str, Callable[[Any], Job]] = {
+        "torch fused": fused,
+        "torch foreach": foreach,
+        "torch.compile": partial(_compiled, grid),
+        "torch naive": partial(_loop, grid),
+    }
+    # The job, its dtype, bytes per weight, bound, and providers.
+    jobs: tuple[tuple[str, torch.dtype, int, float, dict[str, Callable[[Any], Job]]], ...] = (
+        (
+            "fp32",
+            torch.float32,
+            28,
+            EXACT,
+            {
+                "halfstep": _halfstep,
+                **of_torch,
+                "torch-optimi": _optimi,
+                "flashoptim": _flashoptim,
+                "torchao": partial(_torchao, grid, "_AdamW"),
+                "apex": _apex,
+                "transformer-engine": _transformer_engine,
+            },
+        ),
+        (
+            "bf16, fp32 master",
+            torch.bfloat16,
+            26,
+            EXACT,
+            {
+                "halfstep": _halfstep,
+                "halfstep full master": partial(_halfstep, master_weights="full"),
+                **of_torch,
+                "flashoptim": partial(_flashoptim, quantize=False, master_weight_bits=32),
+                "apex": _apex,
+                "transformer-engine": _transformer_engine,
+            },
+        ),
+        (
+            "bf16, small moments",
+            torch.bfloat16,
+            18,
+            ROUNDED,
+            {
+                "halfstep": partial(_halfstep, state_dtype=torch.bfloat16),
+                "torch fused": fused,
+                "torch-optimi": _optimi,
+                "flashoptim": _flashoptim,
+                "torchao 8 bit": partial(_torchao, grid, "AdamW8bit"),
+            },
+        ),
+    )
+    for job, dtype, bytes_each, bound, providers in jobs:
+        shapes = [(tensors, grid.elements // tensors) for tensors in grid.tensors]
+        for tensors, numel in [*shapes, *([(1, grid.large)] if grid.large else [])]:
+            large = numel == grid.large
+            yield Case(
+                group="adam",
+                operation="adamw of one large tensor" if large else "adamw",
+                dtype=job,
+                size={"tensors": tensors, "elements": tensors * numel},
+                axis="elements" if large else "tensors",
+                bytes_moved=tensors * numel * bytes_each,
+                bound=bound,
+                error_unit="of the update",
+                prepare=partial(prepare, tensors=tensors, numel=numel, dtype=dtype),
+                providers=providers,
+                error=_error,
+            )

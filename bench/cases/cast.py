@@ -1,0 +1,116 @@
+"""Casting: one tensor into a new one, and a list of tensors into a given list.
+
+Bytes: the source is read once and the target written once. Errors are in units of the target's eps relative to each
+value (to the smallest normal number below that): rounding to nearest stays within 0.5, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.bench.cases.grid import Grid
+from halfstep.bench.cases.peers import compiled, loops
+from halfstep.bench.harness import Case, Job
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8 e4m3": torch.float8_e4m3fn,
+}
+PAIRS = (("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32"), ("fp32", "fp8 e4m3"))
+NEAREST = 0.5
+
+
+def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(numel, generator=generator, device=device).to(dtype) for _ in range(tensors)]
+
+
+def _one(function: Callable[[torch.Tensor], torch.Tensor], sources: list[torch.Tensor]) -> Job:
+    (source,) = sources
+    return Job(lambda: function(source), lambda: [function(source)])
+
+
+def _to(target: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    return x.to(target)
+
+
+def _compiled(target: torch.dtype, grid: Grid, sources: list[torch.Tensor]) -> Job:
+    return _one(compiled(partial(_to, target), grid), sources)
+
+
+def _list(function: Callable[..., Any], target: torch.dtype, sources: list[torch.Tensor]) -> Job:
+    targets = [torch.empty_like(source, dtype=target) for source in sources]
+
+    def values() -> list[torch.Tensor]:
+        function(targets, sources)
+        return targets
+
+    return Job(lambda: function(targets, sources), values)
+
+
+def _halfstep_list(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    halfstep.foreach_cast(sources, targets[0].dtype, out=targets)
+
+
+def _copy_each(grid: Grid, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    loops(grid, len(sources))
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _error(sources: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+    limits = torch.finfo(got[0].dtype)
+    want = torch.cat([source.double() for source in sources])
+    found = torch.cat([one.double() for one in got])
+    error = (found - want).abs_().div_(want.abs().clamp_(min=limits.smallest_normal))
+    return float(error.max()) / limits.eps
+
+
+def cases(grid: Grid) -> Iterator[Case]:
+    """Every pair of dtypes over the number of elements, and a list of gradients over the number of tensors."""
+    for source, target in PAIRS:
+        for elements in grid.cast_elements:
+            yield Case(
+                group="cast",
+                operation="cast",
+                dtype=f"{source} to {target}",
+                size={"elements": elements},
+                axis="elements",
+                bytes_moved=elements * (DTYPES[source].itemsize + DTYPES[target].itemsize),
+                bound=NEAREST,
+                error_unit="eps",
+                prepare=partial(_prepare, tensors=1, numel=elements, dtype=DTYPES[source]),
+                providers={
+                    "halfstep": partial(_one, partial(halfstep.cast, dtype=DTYPES[target])),
+                    "torch eager": partial(_one, partial(_to, DTYPES[target])),
+                    "torch.compile": partial(_compiled, DTYPES[target], grid),
+                },
+                error=_error,
+            )
+    source, target = "fp32", "bf16"
+    for tensors in grid.tensors:
+        numel = grid.elements // tensors
+        yield Case(
+            group="cast",
+            operation="cast of a list",
+            dtype=f"{source} to {target}",
+            size={"tensors": tensors, "elements": tensors * numel},
+            axis="tensors",
+            bytes_moved=tensors * numel * (DTYPES[source].itemsize + DTYPES[target].itemsize),
+            bound=NEAREST,
+            error_unit="eps",
+            prepare=partial(_prepare, tensors=tensors, numel=numel, dtype=DTYPES[source]),
+            providers={
+                "halfstep": partial(_list, _halfstep_list, DTYPES[target]),
+                "torch foreach": partial(_list, torch._foreach_copy_, DTYPES[target]),
+                "torch naive": partial(_list, partial(_copy_each, grid), DTYPES[target]),
+            },
+            error=_error,
+        )

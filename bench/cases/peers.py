@@ -1,0 +1,59 @@
+"""Who else can do a job: found at run time, and said plainly where it cannot."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from halfstep.bench.cases.grid import Grid
+from halfstep.bench.harness import Unavailable
+
+# Distribution, module and what else has to be on the machine.
+PEERS = {
+    "liger-kernel": "liger_kernel",
+    "torch-optimi": "optimi",
+    "flashoptim": "flashoptim",
+    "torchao": "torchao",
+    "apex": "apex",
+    "transformer-engine": "transformer_engine",
+}
+# Dynamo unrolls over lists: compiling a step takes time in proportion to the tensors.
+COMPILED_TENSORS = 100
+
+
+def needs_gpu(device: torch.device) -> None:
+    """Raise unless `device` is a GPU."""
+    if device.type != "cuda":
+        raise Unavailable("needs a GPU")
+
+
+def needs(distribution: str, module: str = "") -> Any:
+    """Import a module of a peer, or raise `Unavailable`."""
+    root = PEERS[distribution]
+    if importlib.util.find_spec(root) is None:
+        raise Unavailable("not installed")
+    try:
+        return importlib.import_module(module or root)
+    except (ImportError, OSError, AttributeError) as error:
+        raise Unavailable(f"does not import here: {str(error).strip().splitlines()[0]}") from error
+
+
+def compiled(function: Callable[..., Any], grid: Grid, tensors: int = 1) -> Callable[..., Any]:
+    """`torch.compile` with fixed shapes, forgetting what earlier cases compiled."""
+    if not grid.slow:
+        raise Unavailable("compiles for seconds: run without --quick")
+    if tensors > COMPILED_TENSORS:
+        raise Unavailable(f"compiles for minutes above {COMPILED_TENSORS} tensors")
+    torch._dynamo.reset()
+    result: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return result
+
+
+def loops(grid: Grid, tensors: int) -> None:
+    """Raise if a Python loop over so many tensors is too slow for this run."""
+    if not grid.slow and tensors > COMPILED_TENSORS:
+        raise Unavailable("loops over tensors for seconds: run without --quick")

@@ -1,0 +1,127 @@
+"""Softmax over the last dimension, forward and backward.
+
+Bytes: forward reads x and writes y; backward reads y and the gradient and writes the gradient of x. Errors are in units
+of the output dtype's eps: forward relative to each value; backward relative to ``y_i * (|g_i| + sum_j y_j |g_j|)``, the
+sum of the magnitudes that enter, since the difference itself may be 0. Rounding once to the output dtype costs 0.5, a
+saved y in 16 bits costs backward up to 1 more, and fp32 leaves room for the exponential and long sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.bench.cases.grid import Grid
+from halfstep.bench.cases.peers import compiled, needs, needs_gpu
+from halfstep.bench.harness import Case, Job
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BOUNDS = {"bf16": 2.0, "fp32": 32.0}
+
+
+@dataclass
+class Inputs:
+    """A matrix, a gradient for its softmax, and the truth."""
+
+    x: torch.Tensor
+    grad: torch.Tensor
+
+    @cached_property
+    def exact(self) -> torch.Tensor:
+        """The softmax in float64."""
+        return torch.softmax(self.x.detach().double(), -1)
+
+
+def _prepare(device: torch.device, rows: int, columns: int, dtype: torch.dtype) -> Inputs:
+    generator = torch.Generator(device).manual_seed(0)
+    x = (2 * torch.randn(rows, columns, generator=generator, device=device)).to(dtype)
+    grad = torch.randn(rows, columns, generator=generator, device=device).to(dtype)
+    return Inputs(x.requires_grad_(), grad)
+
+
+def _textbook(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    powers = torch.exp(wide - wide.amax(-1, keepdim=True))
+    return (powers / powers.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def _torch(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1)
+
+
+def _liger(x: torch.Tensor) -> torch.Tensor:
+    needs_gpu(x.device)
+    result: torch.Tensor = needs("liger-kernel", "liger_kernel.ops.softmax").LigerSoftmaxFunction.apply(x)
+    return result
+
+
+def _forward(function: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> Job:
+    x = inputs.x.detach()
+    return Job(lambda: function(x), lambda: function(x))
+
+
+def _backward(function: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> Job:
+    y = function(inputs.x)
+
+    def call() -> torch.Tensor:
+        return torch.autograd.grad(y, inputs.x, inputs.grad, retain_graph=True)[0]
+
+    return Job(call, call)
+
+
+def _compiled(way: Callable[..., Job], grid: Grid, inputs: Inputs) -> Job:
+    # Else the compiled backward frees or reuses what it saved, and cannot be called again.
+    with torch._functorch.config.patch(donated_buffer=False):
+        return way(compiled(_torch, grid), inputs)
+
+
+def _in_eps(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor) -> float:
+    limits = torch.finfo(got.dtype)
+    error = (got.detach().double() - want).abs_().div_(magnitude.clamp(min=limits.smallest_normal))
+    return float(error.max()) / limits.eps
+
+
+def _forward_error(inputs: Inputs, got: torch.Tensor) -> float:
+    return _in_eps(got, inputs.exact, inputs.exact)
+
+
+def _backward_error(inputs: Inputs, got: torch.Tensor) -> float:
+    y, grad = inputs.exact, inputs.grad.double()
+    want = y * (grad - (y * grad).sum(-1, keepdim=True))
+    return _in_eps(got, want, y * (grad.abs() + (y * grad.abs()).sum(-1, keepdim=True)))
+
+
+def cases(grid: Grid) -> Iterator[Case]:
+    """Forward and backward in each dtype, over the numbers of columns."""
+    directions: dict[str, tuple[Callable[..., Job], Callable[[Any, Any], float], int]] = {
+        "forward": (_forward, _forward_error, 2),
+        "backward": (_backward, _backward_error, 3),
+    }
+    for direction, (way, error, passes) in directions.items():
+        for dtype_name, dtype in DTYPES.items():
+            for columns in grid.columns:
+                rows = max(1, grid.elements // columns)
+                yield Case(
+                    group="softmax",
+                    operation=f"softmax {direction}",
+                    dtype=dtype_name,
+                    size={"columns": columns, "rows": rows},
+                    axis="columns",
+                    bytes_moved=passes * rows * columns * dtype.itemsize,
+                    bound=BOUNDS[dtype_name],
+                    error_unit="eps",
+                    prepare=partial(_prepare, rows=rows, columns=columns, dtype=dtype),
+                    providers={
+                        "halfstep": partial(way, halfstep.softmax),
+                        "torch eager": partial(way, _torch),
+                        "torch.compile": partial(_compiled, way, grid),
+                        "torch naive": partial(way, _textbook),
+                        "liger-kernel": partial(way, _liger),
+                    },
+                    error=error,
+                )

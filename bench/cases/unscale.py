@@ -1,0 +1,200 @@
+"""Gradients before a step: looked through for infinities and NaN with their norm, read-only or unscaled in place.
+
+``check``: is anything infinite or NaN, in which tensor, and what is the sum of squares. Bytes: each gradient once.
+``unscale``: the gradients times 1 / scale in place, the flag, and the norm of the result. Bytes: each gradient read and
+written once; torch needs a second pass for the norm.
+
+Errors are relative, of the sum of squares or the norm, and infinite if an infinity or a NaN planted in a gradient is
+missed, or if an unscaled gradient is not the exact product (the scale is a power of two). The bound of bf16 gradients
+lets a norm in bf16 pass, which is what some peers return.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+import halfstep
+from halfstep.bench.cases.grid import Grid
+from halfstep.bench.cases.peers import compiled, loops, needs, needs_gpu
+from halfstep.bench.harness import Case, Job
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BOUNDS = {"bf16": 2.0**-7, "fp32": 2.0**-18}
+SCALE = 2.0**10
+
+# Found flag and sum of squares, both 0-dim or one-element tensors.
+Look = Callable[[list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+# Found flag and norm of the gradients unscaled in place by the inverse scale.
+Unscale = Callable[[list[torch.Tensor], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Answer(NamedTuple):
+    """What a provider says of clean gradients, and of ones with an infinity and with a NaN."""
+
+    found: tuple[bool, bool, bool]
+    size: float
+    gradients: list[torch.Tensor]
+
+
+def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(numel, generator=generator, device=device).to(dtype) for _ in range(tensors)]
+
+
+def _with(gradients: list[torch.Tensor], planted: float) -> list[torch.Tensor]:
+    """A copy with one bad number, last in the tensor in the middle."""
+    copies = [gradient.clone() for gradient in gradients]
+    copies[len(copies) // 2][-1] = planted
+    return copies
+
+
+def _check_job(look: Look, gradients: list[torch.Tensor]) -> Job:
+    def values() -> Answer:
+        found, squares = look(gradients)
+        bad = [bool(look(_with(gradients, planted))[0]) for planted in (math.inf, math.nan)]
+        return Answer((bool(found), bad[0], bad[1]), float(squares), [])
+
+    return Job(lambda: look(gradients), values)
+
+
+def _unscale_job(unscale: Unscale, gradients: list[torch.Tensor]) -> Job:
+    own = [gradient.clone() for gradient in gradients]
+    inverse = torch.tensor(1 / SCALE, device=own[0].device)
+
+    def values() -> Answer:
+        found, norm = unscale(own, inverse)
+        unscaled = [gradient.clone() for gradient in own]
+        bad = [bool(unscale(_with(gradients, planted), inverse)[0]) for planted in (math.inf, math.nan)]
+        inverse.fill_(1.0)  # from here on the gradients must not shrink to nothing
+        return Answer((bool(found), bad[0], bad[1]), float(norm), unscaled)
+
+    return Job(lambda: unscale(own, inverse), values)
+
+
+# ---------------------------------------------------------------------------------------------------------- providers
+
+
+def _halfstep_check(gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    answer = halfstep.foreach_check(gradients)
+    return answer.found_inf, answer.sum_of_squares
+
+
+def _foreach_check(gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+    return (~torch.isfinite(norms)).any(), norms.square().sum()
+
+
+def _naive_check(grid: Grid, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    loops(grid, len(gradients))
+    squares = torch.stack([gradient.float().square().sum() for gradient in gradients])
+    return (~torch.isfinite(squares)).any(), squares.sum()
+
+
+def _apex_check(gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    needs_gpu(gradients[0].device)
+    amp, flag = needs("apex", "amp_C"), torch.zeros(1, dtype=torch.int32, device=gradients[0].device)
+    norm, _ = amp.multi_tensor_l2norm(65536, flag, [gradients], True)
+    return ~torch.isfinite(norm).all(), norm.square().sum()
+
+
+def _halfstep_unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    answer = halfstep.foreach_unscale_(gradients, inverse)
+    return answer.found_inf, answer.norm
+
+
+def _amp_unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.zeros(1, device=inverse.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+    return found, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def _naive_unscale(
+    grid: Grid, gradients: list[torch.Tensor], inverse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    loops(grid, len(gradients))
+    for gradient in gradients:
+        gradient.mul_(inverse)
+    return _naive_check(grid, gradients)[0], _naive_check(grid, gradients)[1].sqrt()
+
+
+def _apex_unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    needs_gpu(inverse.device)
+    amp, flag = needs("apex", "amp_C"), torch.zeros(1, dtype=torch.int32, device=inverse.device)
+    amp.multi_tensor_scale(65536, flag, [gradients, gradients], float(inverse))
+    norm, _ = amp.multi_tensor_l2norm(65536, flag, [gradients], False)
+    return flag, norm
+
+
+def _compiled(make: Callable[[Any, list[torch.Tensor]], Job], function: Any, grid: Grid, grads: Any) -> Job:
+    return make(compiled(function, grid, len(grads)), grads)
+
+
+# --------------------------------------------------------------------------------------------------------------- truth
+
+
+def _flags_right(answer: Answer) -> bool:
+    return answer.found == (False, True, True)
+
+
+def _squares(gradients: list[torch.Tensor]) -> float:
+    return float(torch.cat(gradients).double().square().sum())
+
+
+def _check_error(gradients: list[torch.Tensor], answer: Answer) -> float:
+    want = _squares(gradients)
+    return abs(answer.size - want) / want if _flags_right(answer) else math.inf
+
+
+def _unscale_error(gradients: list[torch.Tensor], answer: Answer) -> float:
+    exact = torch.equal(torch.cat(answer.gradients), torch.cat(gradients) / SCALE)
+    want = math.sqrt(_squares(gradients)) / SCALE
+    return abs(answer.size - want) / want if exact and _flags_right(answer) else math.inf
+
+
+def cases(grid: Grid) -> Iterator[Case]:
+    """Both jobs in each dtype, over the number of tensors."""
+    jobs: dict[str, tuple[dict[str, Callable[[Any], Job]], Callable[[Any, Any], float], int]] = {
+        "check": (
+            {
+                "halfstep": partial(_check_job, _halfstep_check),
+                "torch foreach": partial(_check_job, _foreach_check),
+                "torch.compile": partial(_compiled, _check_job, _foreach_check, grid),
+                "torch naive": partial(_check_job, partial(_naive_check, grid)),
+                "apex": partial(_check_job, _apex_check),
+            },
+            _check_error,
+            1,
+        ),
+        "unscale": (
+            {
+                "halfstep": partial(_unscale_job, _halfstep_unscale),
+                "torch amp + foreach norm": partial(_unscale_job, _amp_unscale),
+                "torch naive": partial(_unscale_job, partial(_naive_unscale, grid)),
+                "apex": partial(_unscale_job, _apex_unscale),
+            },
+            _unscale_error,
+            2,
+        ),
+    }
+    for operation, (providers, error, passes) in jobs.items():
+        for dtype_name, dtype in DTYPES.items():
+            for tensors in grid.tensors:
+                numel = grid.elements // tensors
+                yield Case(
+                    group="unscale",
+                    operation=operation,
+                    dtype=dtype_name,
+                    size={"tensors": tensors, "elements": tensors * numel},
+                    axis="tensors",
+                    bytes_moved=passes * tensors * numel * dtype.itemsize,
+                    bound=BOUNDS[dtype_name],
+                    error_unit="relative",
+                    prepare=partial(_prepare, tensors=tensors, numel=numel, dtype=dtype),
+                    providers=providers,
+                    error=error,
+                )
