@@ -1,31 +1,102 @@
-// Cast a list of tensors, rounding to nearest even: the CPU twin of kernels/cast.py.
+// Cast a list of tensors: the CPU twin of kernels/cast.py, same bits.
 #include "native.h"
 
 using namespace halfstep;
 
 namespace {
+
 constexpr int64_t CHUNK = 4096;
 constexpr int64_t BLOCK = 512;
+
+enum Format : int32_t { TO_E4M3 = 3, TO_E5M2 = 4, FORMATS = 5 };  // after the dtypes of native.h
+enum Row { NUMEL, FIRST_CHUNK, SOURCE, TARGET, STREAM, OFFSET };
+constexpr int64_t SIZE[FORMATS] = {4, 2, 2, 1, 1};
+
+// An FP8 number, exactly. `spread` moves its code under the exponent and mantissa of fp32, biased for its own format.
+template <typename F> inline float widen8(uint8_t code) {
+    constexpr uint32_t spread = 23 - F::mantissa, bias = 127 - F::bias;
+    const uint32_t sign = uint32_t(code & 0x80u) << 24, rest = code & 0x7fu;
+    const uint32_t normal = (rest << spread) + (bias << 23);
+    const uint32_t tiny = bits_of(float(int32_t(rest)) * power_of_two(1 - int(F::bias) - int(F::mantissa)));
+    uint32_t result = rest < (1u << F::mantissa) ? tiny : normal;
+    result = rest >= F::overflow ? 0x7f800000u : result;
+    result = rest >= F::overflow + (F::overflow != F::nan) ? 0x7fc00000u : result;
+    return from_bits(sign | result);
+}
+
+// Conversions are chosen once per call: a block amortises the indirect call, and each is compiled once.
+using Load = void (*)(const void*, float*, int64_t);
+using Store = void (*)(const float*, const uint32_t*, void*, int64_t);
+
+template <typename T> void load_block(const void* from, float* to, int64_t n) { load((const T*)from, to, n); }
+template <typename F> void load_block8(const void* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = widen8<F>(((const uint8_t*)from)[i]);
+}
+constexpr Load LOAD[FORMATS] = {load_block<float>, load_block<f16>, load_block<bf16>, load_block8<E4M3>,
+                                load_block8<E5M2>};
+
+template <typename T> void nearest_block(const float* from, const uint32_t*, void* to, int64_t n) {
+    store(from, (T*)to, n);
+}
+template <typename F, typename Code, Rounding R, bool SATURATE>
+void round_block(const float* from, const uint32_t* words, void* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i)
+        ((Code*)to)[i] = Code(round_to<F, R, SATURATE>(from[i], R == STOCHASTIC ? words[i] : 0));
+}
+void saturate_block(const float* from, const uint32_t*, void* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        const uint32_t b = bits_of(from[i]);
+        ((float*)to)[i] = from_bits(b - ((b & 0x7fffffffu) == 0x7f800000u ? 1u : 0u));
+    }
+}
+
+template <typename F, typename Code, Rounding R> Store choose(bool saturate) {
+    return saturate ? round_block<F, Code, R, true> : round_block<F, Code, R, false>;
+}
+template <typename F, typename Code> Store choose(int32_t rounding, bool saturate) {
+    if (rounding == TOWARD_ZERO) return choose<F, Code, TOWARD_ZERO>(saturate);
+    return rounding == STOCHASTIC ? choose<F, Code, STOCHASTIC>(saturate) : choose<F, Code, NEAREST>(saturate);
+}
+Store choose(int32_t target, int32_t rounding, bool saturate) {
+    const bool plain = rounding == NEAREST && !saturate;
+    switch (target) {
+        case F32: return saturate ? saturate_block : nearest_block<float>;
+        case F16: return plain ? nearest_block<f16> : choose<Float16, uint16_t>(rounding, saturate);
+        case BF16: return plain ? nearest_block<bf16> : choose<BFloat16, uint16_t>(rounding, saturate);
+        case TO_E4M3: return choose<E4M3, uint8_t>(rounding, saturate);
+        default: return choose<E5M2, uint8_t>(rounding, saturate);
+    }
+}
+
 }  // namespace
 
+// `rows` is the device table of multi_tensor.py; `chunk_tensor` may be null if there is one tensor.
 extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-                              int32_t source, int32_t target, int32_t threads) {
-    with_dtype(source, [&](auto* s) {
-        with_dtype(target, [&](auto* t) {
-            using S = std::remove_pointer_t<decltype(s)>;
-            using T = std::remove_pointer_t<decltype(t)>;
+                              int32_t source, int32_t target, int32_t rounding, int32_t saturate, uint64_t seed,
+                              int32_t threads) {
+    const Load load = LOAD[source];
+    const Store store = choose(target, rounding, saturate != 0);
+    const bool copy = source == target && !saturate;
 #pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 1)
-            for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-                const int64_t tensor = chunk_tensor[chunk];
-                const int64_t start = (chunk - rows[tensors + tensor]) * CHUNK;
-                const int64_t end = rows[tensor] < start + CHUNK ? rows[tensor] : start + CHUNK;
-                alignas(64) float block[BLOCK];
-                for (int64_t done = start; done < end; done += BLOCK) {
-                    const int64_t n = end - done < BLOCK ? end - done : BLOCK;
-                    load((const S*)rows[2 * tensors + tensor] + done, block, n);
-                    store(block, (T*)rows[3 * tensors + tensor] + done, n);
-                }
-            }
-        });
-    });
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t* tensor = rows + (chunk_tensor ? chunk_tensor[chunk] : 0);
+        auto row = [&](Row which) { return tensor[which * tensors]; };
+        const int64_t start = (chunk - row(FIRST_CHUNK)) * CHUNK, left = row(NUMEL) - start;
+        const int64_t size = left < CHUNK ? left : CHUNK;
+        const char* from = (const char*)row(SOURCE) + start * SIZE[source];
+        char* to = (char*)row(TARGET) + start * SIZE[target];
+        if (copy) {
+            std::memcpy(to, from, size * SIZE[source]);
+            continue;
+        }
+        alignas(64) float block[BLOCK];
+        alignas(64) uint32_t words[BLOCK];
+        for (int64_t done = 0; done < size; done += BLOCK) {
+            const int64_t n = size - done < BLOCK ? size - done : BLOCK;
+            load(from + done * SIZE[source], block, n);
+            if (rounding == STOCHASTIC)
+                random_words<BLOCK>(seed, 0, uint32_t(row(STREAM)), row(OFFSET) + start + done, n, words);
+            store(block, words, to + done * SIZE[target], n);
+        }
+    }
 }

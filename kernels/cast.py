@@ -1,14 +1,22 @@
-"""Cast between fp32, fp16 and bf16, rounding to nearest even: one tensor, or a list of tensors in one launch.
+"""Cast between fp32, fp16, bf16, float8_e4m3fn and float8_e5m2: one tensor, or a list of tensors in one launch.
 
-IEEE 754-2019 §4.3.1 (roundTiesToEven). Overflow becomes infinity, subnormals are kept, NaN stays NaN (its payload is
-not kept). 16-bit to 16-bit goes through fp32, which holds every value of both exactly, so it rounds once.
+IEEE 754-2019 §4.3 (roundTiesToEven, roundTowardZero) and stochastic rounding, all from one fp32 value, which holds
+every value of every format here: whatever the pair, a cast rounds once. `rounding.py` has the arithmetic, `philox.py`
+the random words. A value that the target holds never moves, NaN stays NaN (its payload is not kept), subnormals are
+kept.
 
-Bytes per element: the source is read once, the target written once: 6 B between fp32 and a 16-bit format.
+Overflow becomes infinity, in E4M3, which has none, NaN; toward zero, finite numbers stop at the largest finite one.
+With `saturate` the result holds no infinity: overflow and infinities become the largest finite number of their sign.
+FP8 always goes through integers: torch's own conversion to E4M3 saturates in some versions and not in others.
+
+Bytes per element: the source is read once, the target written once: 6 B between fp32 and a 16-bit format, 5 B between
+fp32 and FP8, 3 B between 16 bits and FP8.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,135 +24,465 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
-from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, TensorTable, check_tensor, check_tensor_list, is_flat
-from halfstep.kernels.rounding import from_float32, to_float32
+from halfstep.kernels.multi_tensor import (
+    ADDRESSES,
+    DTYPE_CODES,
+    TableCache,
+    TensorTable,
+    check_tensor,
+    check_tensor_list,
+    flattened,
+    is_flat,
+)
+from halfstep.kernels.philox import check_seed, consecutive_words, reference_words, words_of
+from halfstep.kernels.rounding import (
+    FORMATS,
+    NEAREST,
+    ROUNDINGS,
+    STOCHASTIC,
+    from_float32,
+    reference_round,
+    round_float32,
+    to_float32,
+)
 from halfstep.kernels.variant import Variant
 
 CHUNK = 4096
-ROUNDINGS = ("nearest",)
+SLOW_BLOCK = 512  # elements at a time where nothing can be said of the alignment: few registers, scalar accesses
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}  # those of cast.cpp
+DTYPES = tuple(CODES)
+NAMES = {**TRITON_NAMES, torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+LARGEST_OFFSET = 2**60 - 1
+_SOURCE, _TARGET, _STREAM, _OFFSET = range(4)  # operands of the device table
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def _mode(source: torch.dtype, target: torch.dtype, rounding: str) -> int:
+    """The rounding that kernels have to do: none where the target holds every value of the source."""
+    exact = source == target or target == torch.float32 or (source in FP8 and target not in FP8)
+    return NEAREST if exact else ROUNDINGS.index(rounding)
+
 
 # --------------------------------------------------------------------------------------------------------- reference
 
 
-def _reference(source: torch.Tensor, target: torch.Tensor) -> None:
-    """torch's own conversion rounds to nearest even on every device."""
-    target.copy_(source)
+def _reference(
+    source: torch.Tensor, target: torch.Tensor, mode: int, saturate: bool, seed: int, stream: int, offset: int
+) -> None:
+    """Cast one flat tensor into another of the same strides; for `STOCHASTIC` both are row-major."""
+    x, y = (torch.as_strided(tensor, (tensor.numel(),), (1,)) for tensor in (source, target))
+    if x.dtype == y.dtype and not saturate:
+        y.copy_(x)
+    elif y.dtype == torch.float32:
+        y.copy_(x.float().clamp(-_FP32_MAX, _FP32_MAX) if saturate else x)
+    elif mode == NEAREST and y.dtype not in FP8 and not saturate:
+        y.copy_(x)  # torch's own conversion to 16 bits rounds to nearest even on every device
+    else:
+        words = None
+        if mode == STOCHASTIC:
+            words = reference_words(torch.arange(offset, offset + x.numel(), device=x.device), seed, 0, stream)
+        y.copy_(reference_round(x.float(), y.dtype, mode, saturate, words))
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
+if tl is not None:
+    _E4M3, _E5M2 = tl.constexpr(tl.float8e4nv), tl.constexpr(tl.float8e5)
+    _ROUND_NEAREST, _ROUND_STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
+    _OF_FP16, _OF_BF16 = tl.constexpr(FORMATS[torch.float16]), tl.constexpr(FORMATS[torch.bfloat16])
+    _OF_E4M3, _OF_E5M2 = tl.constexpr(FORMATS[torch.float8_e4m3fn]), tl.constexpr(FORMATS[torch.float8_e5m2])
+    _SLOW_BLOCK = tl.constexpr(SLOW_BLOCK)
+
 
 @jit
-def cast_kernel(source, target, numel, TARGET: tl.constexpr, BLOCK: tl.constexpr):
-    """One tensor; numel is an int64."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
-    x = to_float32(tl.load(source + offsets, mask=mask))
-    tl.store(target + offsets, from_float32(x, TARGET), mask=mask)
+def _widened(x, SOURCE: tl.constexpr):
+    """A block as it is stored, FP8 as uint8 codes, in fp32, exactly."""
+    if SOURCE == _E5M2:
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)  # the upper half of an fp16
+    elif SOURCE == _E4M3:
+        # As an fp16 of the same fields it is too small by the difference of the biases, subnormals included.
+        code = x.to(tl.uint16)
+        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    else:
+        return to_float32(x)
+
+
+@jit
+def _rounded(x, word, FORM: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
+    return round_float32(x, word, FORM[0], FORM[1], FORM[2], FORM[3], FORM[4], FORM[5], ROUNDING, SATURATE)
+
+
+@jit
+def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
+    """A block as it is stored in one format, as it is stored in another. `word` as in `round_float32`."""
+    if SOURCE == TARGET and not SATURATE:
+        return x
+    elif TARGET == _E4M3:
+        return _rounded(_widened(x, SOURCE), word, _OF_E4M3, ROUNDING, SATURATE).to(tl.uint8)
+    elif TARGET == _E5M2:
+        return _rounded(_widened(x, SOURCE), word, _OF_E5M2, ROUNDING, SATURATE).to(tl.uint8)
+    elif ROUNDING == _ROUND_NEAREST:
+        y = from_float32(_widened(x, SOURCE), TARGET)
+        if SATURATE:
+            # One below the code of infinity stands the largest finite number.
+            if TARGET == tl.float32:
+                bits = y.to(tl.uint32, bitcast=True)
+                bits = tl.where((bits & 0x7FFFFFFF) == 0x7F800000, bits - 1, bits)
+            else:
+                infinity: tl.constexpr = 0x7C00 if TARGET == tl.float16 else 0x7F80
+                bits = y.to(tl.uint16, bitcast=True)
+                bits = tl.where((bits & 0x7FFF) == infinity, bits - 1, bits).to(tl.uint16)
+            y = bits.to(TARGET, bitcast=True)
+        return y
+    elif TARGET == tl.float16:
+        code = _rounded(_widened(x, SOURCE), word, _OF_FP16, ROUNDING, SATURATE)
+        return code.to(tl.uint16).to(tl.float16, bitcast=True)
+    else:
+        code = _rounded(_widened(x, SOURCE), word, _OF_BF16, ROUNDING, SATURATE)
+        return code.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@jit
+def _cast_block(
+    read,
+    write,
+    mask,
+    word,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    SATURATE: tl.constexpr,
+):
+    """One block: load, convert, store."""
+    x = tl.load(read, mask=mask)
+    tl.store(write, _converted(x, word, SOURCE, TARGET, ROUNDING, SATURATE), mask=mask)
+
+
+@jit
+def _cast_chunk(
+    source,  # int64: address of the chunk's first element
+    target,
+    left,  # int32: elements in the chunk
+    index,  # int64: the first one's index in the whole tensor
+    seed,
+    stream,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    SATURATE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk. FP8 is read and written as uint8 codes, which every GPU can."""
+    READ: tl.constexpr = tl.uint8 if SOURCE == _E4M3 or SOURCE == _E5M2 else SOURCE
+    WRITE: tl.constexpr = tl.uint8 if TARGET == _E4M3 or TARGET == _E5M2 else TARGET
+    RANDOM: tl.constexpr = ROUNDING == _ROUND_STOCHASTIC
+    wide = (source | target) % 16 == 0
+    if RANDOM:
+        wide = wide & (index % 4 == 0)
+    if wide:
+        # Elements per thread: those of a store of 128 bits, or a thread would write what another has read; 8 from fp32
+        # to FP8, so that two loads of 128 bits use all of what the memory sends.
+        IN: tl.constexpr = SOURCE.primitive_bitwidth // 8
+        OUT: tl.constexpr = TARGET.primitive_bitwidth // 8
+        EACH: tl.constexpr = 8 if IN == 4 and OUT == 1 else 16 // OUT
+        read = tl.multiple_of(source.to(tl.pointer_type(READ)), min(16, EACH * IN))
+        write = tl.multiple_of(target.to(tl.pointer_type(WRITE)), min(16, EACH * OUT))
+        # The mask's bound is a multiple of 16, or it would undo the hints.
+        bulk = (left // 16) * 16
+        offsets = tl.arange(0, CHUNK)
+        _cast_block(
+            read + offsets,
+            write + offsets,
+            offsets < bulk,
+            consecutive_words(index, seed, 0, stream, CHUNK) if RANDOM else 0,
+            SOURCE,
+            TARGET,
+            ROUNDING,
+            SATURATE,
+        )
+        if bulk < left:
+            tail = bulk + tl.arange(0, 16)
+            _cast_block(
+                source.to(tl.pointer_type(READ)) + tail,
+                target.to(tl.pointer_type(WRITE)) + tail,
+                tail < left,
+                words_of(index + tail, seed, 0, stream) if RANDOM else 0,
+                SOURCE,
+                TARGET,
+                ROUNDING,
+                SATURATE,
+            )
+    else:
+        for start in range(0, left, _SLOW_BLOCK):
+            at = start + tl.arange(0, _SLOW_BLOCK)
+            _cast_block(
+                source.to(tl.pointer_type(READ)) + at,
+                target.to(tl.pointer_type(WRITE)) + at,
+                at < left,
+                words_of(index + at, seed, 0, stream) if RANDOM else 0,
+                SOURCE,
+                TARGET,
+                ROUNDING,
+                SATURATE,
+            )
+
+
+@jit
+def _plain(value):
+    """What `_disguised` hid."""
+    return (value + 4611686018427387904) >> 1
+
+
+@jit
+def cast_kernel(
+    source,  # int64 address, and so is target
+    target,
+    numel,
+    seed_low,  # as `_disguised` makes them, and so are seed_high and offset
+    seed_high,
+    offset,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    SATURATE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One tensor."""
+    start = tl.program_id(0).to(tl.int64) * CHUNK
+    _cast_chunk(
+        source + start * (SOURCE.primitive_bitwidth // 8),
+        target + start * (TARGET.primitive_bitwidth // 8),
+        tl.minimum(numel - start, CHUNK).to(tl.int32),
+        _plain(offset) + start,
+        (_plain(seed_high) << 32) | _plain(seed_low),
+        0,
+        SOURCE,
+        TARGET,
+        ROUNDING,
+        SATURATE,
+        CHUNK,
+    )
 
 
 @jit
 def multi_cast_kernel(
-    rows,  # int64 (4, tensors): see multi_tensor.py; operands are source and target
+    rows,  # int64 (6, tensors): see multi_tensor.py; operands are source, target, stream and offset
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
+    seed_low,  # as `_disguised` makes them
+    seed_high,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    SATURATE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    """A list of tensors."""
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     numel = tl.load(rows + tensor)
     start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
-    source = tl.load(rows + 2 * tensors + tensor)
-    target = tl.load(rows + 3 * tensors + tensor)
-    left = tl.minimum(numel - start, CHUNK).to(tl.int32)
-    offsets = tl.arange(0, CHUNK)
-    if ((source | target) % 16 == 0) & (left == CHUNK):
-        # 16-bit operands are told 8 bytes of alignment so that a thread reads the elements it writes.
-        read = tl.multiple_of(source.to(tl.pointer_type(SOURCE)), 16 if SOURCE == tl.float32 else 8)
-        write = tl.multiple_of(target.to(tl.pointer_type(TARGET)), 16 if TARGET == tl.float32 else 8)
-        tl.store(write + start + offsets, from_float32(to_float32(tl.load(read + start + offsets)), TARGET))
-    else:
-        mask = offsets < left
-        x = to_float32(tl.load(source.to(tl.pointer_type(SOURCE)) + start + offsets, mask=mask))
-        tl.store(target.to(tl.pointer_type(TARGET)) + start + offsets, from_float32(x, TARGET), mask=mask)
+    index, stream = start, start
+    if ROUNDING == _ROUND_STOCHASTIC:
+        stream = tl.load(rows + 4 * tensors + tensor)
+        index = start + tl.load(rows + 5 * tensors + tensor)
+    _cast_chunk(
+        tl.load(rows + 2 * tensors + tensor) + start * (SOURCE.primitive_bitwidth // 8),
+        tl.load(rows + 3 * tensors + tensor) + start * (TARGET.primitive_bitwidth // 8),
+        tl.minimum(numel - start, CHUNK).to(tl.int32),
+        index,
+        (_plain(seed_high) << 32) | _plain(seed_low),
+        stream,
+        SOURCE,
+        TARGET,
+        ROUNDING,
+        SATURATE,
+        CHUNK,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-_tables = {pair: TableCache(operands=2, chunk=CHUNK) for pair in ((s, t) for s in DTYPE_CODES for t in DTYPE_CODES)}
+
+def _disguised(value: int) -> int:
+    """A number below 2^60 as an odd negative one of 64 bits.
+
+    Triton compiles a kernel anew for an integer of another width, for 1 and for multiples of 16; this is none of them.
+    """
+    return 2 * value + 1 - 2**62
 
 
-def _triton_one(source: torch.Tensor, target: torch.Tensor) -> None:
+_tables = {pair: TableCache(operands=4, chunk=CHUNK) for pair in ((s, t) for s in DTYPES for t in DTYPES)}
+
+
+def _format(dtype: torch.dtype) -> Any:
+    """How the kernels name a dtype."""
+    if dtype in FP8:
+        return tl.float8e4nv if dtype == torch.float8_e4m3fn else tl.float8e5
+    return triton_dtype(dtype)
+
+
+def _triton_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: bool, seed: int, offset: int) -> None:
     cast_kernel[((source.numel() + CHUNK - 1) // CHUNK,)](
-        source, target, source.numel(), TARGET=triton_dtype(target.dtype), BLOCK=CHUNK, num_warps=4
+        source.data_ptr(),
+        target.data_ptr(),
+        source.numel(),
+        _disguised(seed & 0xFFFFFFFF),
+        _disguised(seed >> 32),
+        _disguised(offset),
+        SOURCE=_format(source.dtype),
+        TARGET=_format(target.dtype),
+        ROUNDING=mode,
+        SATURATE=saturate,
+        CHUNK=CHUNK,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
 
 
-def _triton_list(table: TensorTable, source: torch.dtype, target: torch.dtype) -> None:
+def _triton_list(
+    table: TensorTable, source: torch.dtype, target: torch.dtype, mode: int, saturate: bool, seed: int
+) -> None:
     multi_cast_kernel[(table.chunks,)](
         table.rows,
         table.chunk_tensor,
         table.tensors,
-        SOURCE=triton_dtype(source),
-        TARGET=triton_dtype(target),
+        _disguised(seed & 0xFFFFFFFF),
+        _disguised(seed >> 32),
+        SOURCE=_format(source),
+        TARGET=_format(target),
+        ROUNDING=mode,
+        SATURATE=saturate,
         CHUNK=CHUNK,
         num_warps=4,
+        enable_fp_fusion=False,
     )
 
 
-def _native_list(table: TensorTable, source: torch.dtype, target: torch.dtype) -> None:
+@functools.cache
+def _entry(library: ctypes.CDLL) -> Any:
+    """The C++ function, told the types of its arguments."""
+    function = library.halfstep_cast
+    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    function.argtypes = [pointer, pointer, long, long, integer, integer, integer, integer, ctypes.c_uint64, integer]
+    function.restype = None
+    return function
+
+
+def _native(
+    rows: int,
+    chunk_tensor: int | None,
+    tensors: int,
+    chunks: int,
+    source: torch.dtype,
+    target: torch.dtype,
+    mode: int,
+    saturate: bool,
+    seed: int,
+) -> None:
     library = native.library("cast")
     assert library is not None
-    library.halfstep_cast(
-        ctypes.c_void_p(table.rows.data_ptr()),
-        ctypes.c_void_p(table.chunk_tensor.data_ptr()),
-        ctypes.c_int64(table.tensors),
-        ctypes.c_int64(table.chunks),
-        ctypes.c_int32(DTYPE_CODES[source]),
-        ctypes.c_int32(DTYPE_CODES[target]),
-        ctypes.c_int32(torch.get_num_threads()),
-    )
+    threads = torch.get_num_threads()
+    _entry(library)(rows, chunk_tensor, tensors, chunks, CODES[source], CODES[target], mode, saturate, seed, threads)
 
 
-def _cast_lists(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+def _cast_lists(
+    sources: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    mode: int,
+    saturate: bool,
+    seed: int,
+    streams: list[int],
+    offsets: list[int],
+) -> None:
     """Cast each source into its target: flat tensors on one device, equal strides, one dtype each side."""
     implementation = resolve(sources[0].device, "cast")
     if implementation == "reference":
-        for source, target in zip(sources, targets, strict=True):
-            _reference(source, target)
+        for source, target, stream, offset in zip(sources, targets, streams, offsets, strict=True):
+            _reference(source, target, mode, saturate, seed, stream, offset)
         return
     pair = sources[0].dtype, targets[0].dtype
     table = _tables[pair].table(sources, targets)
-    if table.chunks:
-        with on_device(table.device):
-            (_triton_list if implementation == "triton" else _native_list)(table, *pair)
-
-
-def _cast_one(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Cast one flat tensor into another of the same strides."""
-    if resolve(source.device, "cast") == "triton" and source.numel():
-        with on_device(source.device):
-            _triton_one(source, target)
+    if mode == STOCHASTIC:
+        table.refresh(_STREAM, streams)
+        table.refresh(_OFFSET, offsets)
+    if not table.chunks:
+        return
+    if implementation == "native":
+        places = table.rows.data_ptr(), table.chunk_tensor.data_ptr()
+        _native(*places, table.tensors, table.chunks, *pair, mode, saturate, seed)
     else:
-        _reference(source, target)  # on a CPU torch's conversion is already at the speed of memory
+        with on_device(table.device):
+            _triton_list(table, *pair, mode, saturate, seed)
+
+
+def _cast_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: bool, seed: int, offset: int) -> None:
+    """Cast one flat tensor into another of the same strides."""
+    numel = source.numel()
+    if not numel:
+        return
+    implementation = resolve(source.device, "cast")
+    # Between fp32 and 16 bits torch's conversion is at the speed of memory; between the 16-bit formats it is not.
+    plain = mode == NEAREST and not saturate and not (source.dtype in FP8 or target.dtype in FP8)
+    plain = plain and (source.dtype == target.dtype or torch.float32 in (source.dtype, target.dtype))
+    if implementation == "triton":
+        with on_device(source.device):
+            _triton_one(source, target, mode, saturate, seed, offset)
+    elif implementation == "reference" or plain:
+        _reference(source, target, mode, saturate, seed, 0, offset)
+    else:
+        rows = (ctypes.c_int64 * (ADDRESSES + 4))(numel, 0, source.data_ptr(), target.data_ptr(), 0, offset)
+        chunks = (numel + CHUNK - 1) // CHUNK
+        _native(ctypes.addressof(rows), None, 1, chunks, source.dtype, target.dtype, mode, saturate, seed)
 
 
 # ------------------------------------------------------------------------------------------- registration and autograd
 
 _library = torch.library.Library("halfstep", "FRAGMENT")
-_library.define("cast(Tensor x, ScalarType dtype) -> Tensor")
+# The seed is a tensor on the CPU: a drawn one is then an operation of its own in a traced graph, which nothing merges
+# with another draw or repeats in the backward pass.
+_library.define(
+    "cast(Tensor x, ScalarType dtype, str rounding='nearest', bool saturate=False, Tensor? seed=None, "
+    "SymInt offset=0) -> Tensor"
+)
 
 
-def _cast_op(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    source = x if is_flat(x) else x.contiguous()
+def _cast_op(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rounding: str = "nearest",
+    saturate: bool = False,
+    seed: torch.Tensor | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    mode = _mode(x.dtype, dtype, rounding)
+    source = flattened(x)
     target = torch.empty_like(source, dtype=dtype)
-    _cast_one(source, target)
+    if mode != STOCHASTIC:
+        _cast_one(source, target, mode, saturate, 0, 0)
+        return target
+    if seed is None or seed.device.type != "cpu":
+        raise ValueError("seed is not a tensor on the CPU, which stochastic rounding needs: use halfstep.cast")
+    if source.is_contiguous():
+        _cast_one(source, target, mode, saturate, int(seed), offset)
+    else:  # the noise goes by rows, whatever the order in memory
+        rows = torch.empty_like(source, dtype=dtype, memory_format=torch.contiguous_format)
+        _cast_one(source.contiguous(), rows, mode, saturate, int(seed), offset)
+        target.copy_(rows)
     return target
 
 
-def _cast_fake(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast_fake(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rounding: str = "nearest",
+    saturate: bool = False,
+    seed: torch.Tensor | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
     if is_flat(x):
         return torch.empty_like(x, dtype=dtype)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -154,48 +492,94 @@ _library.impl("cast", _cast_op, "CompositeExplicitAutograd")
 torch.library.register_fake("halfstep::cast", _cast_fake, lib=_library)
 
 
-def _cast_setup(ctx: Any, inputs: tuple[torch.Tensor, torch.dtype], output: torch.Tensor) -> None:
+def _cast_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
-def _cast_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return torch.ops.halfstep.cast(grad, ctx.dtype), None
+def _cast_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return torch.ops.halfstep.cast(grad, ctx.dtype), None, None, None, None, None
 
 
 torch.library.register_autograd("halfstep::cast", _cast_backward, setup_context=_cast_setup, lib=_library)
 
 # ------------------------------------------------------------------------------------------------------------- public
 
+_ALLOWED = ", ".join(map(str, DTYPES[:-1])) + f" and {DTYPES[-1]}"
 
-def _check_options(dtype: object, rounding: object) -> None:
-    if dtype not in DTYPE_CODES:
-        raise TypeError(f"dtype is {dtype!r}; allowed are torch.float32, torch.float16 and torch.bfloat16")
+
+def _check_options(dtype: object, rounding: object, seed: object) -> None:
+    if dtype not in CODES:
+        raise TypeError(f"dtype is {dtype!r}; allowed are {_ALLOWED}")
     if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding is {rounding!r}; allowed is {', '.join(map(repr, ROUNDINGS))}")
+        raise ValueError(f"rounding is {rounding!r}; allowed are {', '.join(map(repr, ROUNDINGS))}")
+    if seed is not None:
+        if rounding != "stochastic":
+            raise ValueError(
+                f"seed is {seed!r} with rounding={rounding!r}, which draws nothing; leave it out, or pass "
+                "rounding='stochastic'"
+            )
+        check_seed(seed)
+
+
+def _check_offset(offset: object, name: str) -> int:
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"{name} is {offset!r}, a {type(offset).__name__}; allowed are integers: elements, not bytes")
+    if not 0 <= offset <= LARGEST_OFFSET:
+        raise ValueError(f"{name} is {offset}; allowed are 0 to 2^60 - 1, the index of an element in its tensor")
+    return offset
+
+
+def _drawn() -> torch.Tensor:
+    """A fresh seed from torch's default generator on the CPU."""
+    return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 
 def cast(
-    x: torch.Tensor, dtype: torch.dtype, *, rounding: str = "nearest", out: torch.Tensor | None = None
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    rounding: str = "nearest",
+    saturate: bool = False,
+    seed: int | None = None,
+    out: torch.Tensor | None = None,
+    offset: int = 0,
 ) -> torch.Tensor:
-    """Cast a tensor, rounding to nearest even. Differentiable: the gradient is cast back to ``x.dtype``.
+    """Cast a tensor to another format, rounding once. Same bits on every device.
+
+    Differentiable: whatever the rounding forward, the gradient is cast back to ``x.dtype``, to nearest and without
+    saturation. Autograd gives a tensor a gradient of its own dtype, so through an FP8 tensor, as with ``x.to``, the
+    gradient is FP8 too and should have been scaled to fit.
 
     Args:
-        x: any shape and strides; fp32, fp16 or bf16.
-        dtype: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``.
-        rounding: ``"nearest"``.
-        out: where to write; shape of `x`, dtype `dtype`, same device. Not differentiable.
+        x: any shape and strides; fp32, fp16, bf16, float8_e4m3fn or float8_e5m2.
+        dtype: one of the same.
+        rounding: ``"nearest"`` (ties to even), ``"toward_zero"``, or ``"stochastic"``: up or down with probabilities
+            that make the expectation `x` itself, in the subnormal range too. Values that `dtype` holds never move.
+        saturate: overflow and infinities become the largest finite number, and the result holds no infinity. Without
+            it overflow becomes infinity, or NaN in float8_e4m3fn, which has no infinity. NaN stays NaN either way.
+        seed: for ``"stochastic"``, 0 to 2^63 - 1; by default drawn from torch's CPU generator, so that
+            ``torch.manual_seed`` governs it. The noise of an element depends on the seed and on its index, row by row,
+            alone: strides, device and launch change nothing.
+        out: where to write; shape of `x`, dtype `dtype`, same device, not overlapping `x`. Not differentiable.
+        offset: index of the first element of `x` in the tensor that it is part of, up to 2^60 - 1: with one seed,
+            ``cast(x[a:b], offset=a)`` is ``cast(x)[a:b]`` for a flat `x`.
 
     Returns:
         A new tensor (a copy even if the dtype is already right) with the strides of `x` if those are dense, or `out`.
 
     Raises:
-        TypeError: `x` or `dtype` is not fp32, fp16 or bf16.
-        ValueError: unknown `rounding`, or `out` does not fit.
+        TypeError: `x`, `dtype`, `seed` or `offset` is not of the types above.
+        ValueError: unknown `rounding`, `seed` with another rounding than stochastic or out of range, `offset` out of
+            range, or `out` does not fit.
     """
-    _check_options(dtype, rounding)
-    check_tensor(x, "x")
+    _check_options(dtype, rounding, seed)
+    _check_offset(offset, "offset")
+    check_tensor(x, "x", DTYPES)
     if out is None:
-        result: torch.Tensor = torch.ops.halfstep.cast(x, dtype)
+        token = None
+        if rounding == "stochastic":
+            token = _drawn() if seed is None else torch.tensor(seed, dtype=torch.int64, device="cpu")
+        result: torch.Tensor = torch.ops.halfstep.cast(x, dtype, rounding, saturate, token, offset)
         return result
     if out.shape != x.shape or out.dtype != dtype or out.device != x.device:
         raise ValueError(
@@ -203,8 +587,7 @@ def cast(
         )
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ValueError("out is given and a gradient is required; leave out= away, or cast under torch.no_grad()")
-    with torch.no_grad():
-        foreach_cast([x], dtype, rounding=rounding, out=[out])
+    foreach_cast([x], dtype, rounding=rounding, saturate=saturate, seed=seed, out=[out], offsets=[offset])
     return out
 
 
@@ -214,33 +597,44 @@ def foreach_cast(
     dtype: torch.dtype,
     *,
     rounding: str = "nearest",
+    saturate: bool = False,
+    seed: int | None = None,
     out: Sequence[torch.Tensor] | None = None,
+    offsets: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
     """Cast a list of tensors in one launch per source dtype. Not differentiable.
 
     Args:
-        tensors: fp32, fp16 and bf16 tensors of any shapes on one device; may be empty.
-        dtype: ``torch.float32``, ``torch.float16`` or ``torch.bfloat16``.
-        rounding: ``"nearest"``.
+        tensors: fp32, fp16, bf16, float8_e4m3fn and float8_e5m2 tensors of any shapes on one device; may be empty.
+        dtype: one of the same.
+        rounding, saturate: as in `cast`.
+        seed: as in `cast`. Each tensor has noise of its own, which depends on its place in the list and not on the
+            other tensors; a list of one gets that of `cast`.
         out: where to write, one tensor per input with its shape and dtype `dtype`, any strides; must not overlap.
+        offsets: one number per tensor, the `offset` of `cast`; by default all 0.
 
     Returns:
         The new tensors, or those of `out`, in order.
 
     Raises:
-        TypeError: an element of `tensors`, or `dtype`, is not fp32, fp16 or bf16.
-        ValueError: unknown `rounding`, tensors on different devices, or `out` does not fit.
+        TypeError: an element of `tensors`, `dtype`, `seed` or an offset is not of the types above.
+        ValueError: unknown `rounding`, tensors on different devices, `out` does not fit, `seed` or `offsets` as in
+            `cast`.
     """
-    _check_options(dtype, rounding)
-    sources = check_tensor_list(tensors, "tensors")
+    _check_options(dtype, rounding, seed)
+    sources = check_tensor_list(tensors, "tensors", DTYPES)
+    places = [0] * len(sources) if offsets is None else list(offsets)
+    if len(places) != len(sources):
+        raise ValueError(f"offsets has {len(places)} numbers; allowed is one per tensor, {len(sources)}")
+    for index, place in enumerate(places):
+        _check_offset(place, f"offsets[{index}]")
     if not sources:
         return []
-    flat = [source if is_flat(source) else source.contiguous() for source in sources]
+    flat = [flattened(source) for source in sources]
     if out is None:
         results = [torch.empty_like(source, dtype=dtype) for source in flat]
-        targets = results
     else:
-        results = check_tensor_list(out, "out")
+        results = check_tensor_list(out, "out", DTYPES)
         if len(results) != len(sources):
             raise ValueError(f"out has {len(results)} tensors; allowed is one per input, {len(sources)}")
         for index, (source, result) in enumerate(zip(sources, results, strict=True)):
@@ -249,16 +643,30 @@ def foreach_cast(
                     f"out[{index}] is {tuple(result.shape)} {result.dtype} on {result.device}; "
                     f"allowed is {tuple(source.shape)} {dtype} on {source.device}"
                 )
-        # A target whose elements lie in another order is filled by way of a copy.
-        targets = [
-            result if result.stride() == source.stride() and is_flat(result) else torch.empty_like(source, dtype=dtype)
-            for source, result in zip(flat, results, strict=True)
-        ]
+    random = rounding == "stochastic"
+    if random:  # the noise goes by rows, whatever the order in memory
+        flat = [source.contiguous() for source in flat]
+    # A target whose elements lie in another order is filled by way of a copy.
+    targets = [
+        result if result.stride() == one.stride() and is_flat(result) else torch.empty_like(one, dtype=dtype)
+        for one, result in zip(flat, results, strict=True)
+    ]
+    number = 0
+    if random:
+        number = int(_drawn()) if seed is None else seed
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, source in enumerate(flat):
         by_dtype.setdefault(source.dtype, []).append(index)
-    for indices in by_dtype.values():
-        _cast_lists([flat[index] for index in indices], [targets[index] for index in indices])
+    for source_dtype, indices in by_dtype.items():
+        _cast_lists(
+            [flat[index] for index in indices],
+            [targets[index] for index in indices],
+            _mode(source_dtype, dtype, rounding),
+            saturate,
+            number,
+            indices,
+            [places[index] for index in indices],
+        )
     for target, result in zip(targets, results, strict=True):
         if target is not result:
             result.copy_(target)
@@ -267,26 +675,47 @@ def foreach_cast(
     return results
 
 
+def _listed(source: torch.dtype, target: torch.dtype) -> list[tuple[str, bool]]:
+    """The roundings, and whether saturating, that the audit compiles for a pair: all that differ in their code."""
+    modes = [("nearest", False)]
+    if target in FP8 and source not in FP8:
+        modes.append(("nearest", True))
+    if source in (torch.float32, torch.bfloat16) and _mode(source, target, "stochastic") == STOCHASTIC:
+        modes += [("toward_zero", False), ("stochastic", False)]
+    return modes
+
+
 def variants() -> Iterator[Variant]:
-    """Every compiled form of the kernels, for the compile audit."""
+    """Every compiled form of the kernels that matters, for the compile audit."""
     for source, target in _tables:
         if source == target:
             continue
-        yield Variant(
-            kernel=cast_kernel,
-            name=f"{TRITON_NAMES[source]} to {TRITON_NAMES[target]}",
-            signature={"source": f"*{TRITON_NAMES[source]}", "target": f"*{TRITON_NAMES[target]}", "numel": "i64"},
-            constexprs={"TARGET": triton_dtype(target), "BLOCK": CHUNK},
-            divisible_by_16=("source", "target", "numel"),
-            bytes_read=source.itemsize,
-            bytes_written=target.itemsize,
-        )
-        yield Variant(
-            kernel=multi_cast_kernel,
-            name=f"list, {TRITON_NAMES[source]} to {TRITON_NAMES[target]}",
-            signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32"},
-            constexprs={"SOURCE": triton_dtype(source), "TARGET": triton_dtype(target), "CHUNK": CHUNK},
-            divisible_by_16=("rows", "chunk_tensor"),
-            bytes_read=source.itemsize,
-            bytes_written=target.itemsize,
-        )
+        for rounding, saturate in _listed(source, target):
+            constexprs = {
+                "SOURCE": _format(source),
+                "TARGET": _format(target),
+                "ROUNDING": ROUNDINGS.index(rounding),
+                "SATURATE": saturate,
+                "CHUNK": CHUNK,
+            }
+            how = "" if rounding == "nearest" else ", " + rounding.replace("_", " ")
+            name = f"{NAMES[source]} to {NAMES[target]}{how}{', saturating' if saturate else ''}"
+            seeds = {"seed_low": "i64", "seed_high": "i64"}
+            yield Variant(
+                kernel=cast_kernel,
+                name=name,
+                signature={"source": "i64", "target": "i64", "numel": "i64", **seeds, "offset": "i64"},
+                constexprs=constexprs,
+                divisible_by_16=("source", "target", "numel"),
+                bytes_read=source.itemsize,
+                bytes_written=target.itemsize,
+            )
+            yield Variant(
+                kernel=multi_cast_kernel,
+                name=f"list, {name}",
+                signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32", **seeds},
+                constexprs=constexprs,
+                divisible_by_16=("rows", "chunk_tensor"),
+                bytes_read=source.itemsize,
+                bytes_written=target.itemsize,
+            )

@@ -100,42 +100,54 @@ class TableCache(threading.local):
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory without gaps or overlaps, in whatever order of dimensions."""
-    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    """Whether the elements fill one stretch of memory without gaps or overlaps, in whatever order of dimensions.
+
+    A lazy negation (``x.conj().imag``) is not: its memory holds the opposite numbers.
+    """
+    dense: bool = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return dense and not tensor.is_neg()
 
 
-def check_tensor(tensor: object, name: str) -> None:
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it `is_flat`, else a row-major copy of its values."""
+    return tensor if is_flat(tensor) else tensor.resolve_neg().contiguous()
+
+
+def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
     """Validate one tensor for the kernels.
 
     Raises:
-        TypeError: not a tensor, not dense, or not fp32, fp16 or bf16.
+        TypeError: not a tensor, not dense, or not of one of `dtypes`.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; allowed are torch tensors")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; allowed are dense tensors: use .to_dense()")
-    if tensor.dtype not in DTYPE_CODES:
+    if tensor.dtype not in dtypes:
+        allowed = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         raise TypeError(
-            f"{name} has dtype {tensor.dtype}; allowed are float32, float16 and bfloat16: "
+            f"{name} has dtype {tensor.dtype}; allowed are {', '.join(allowed[:-1])} and {allowed[-1]}: "
             "convert it with .to() or leave it out"
         )
 
 
-def check_tensor_list(tensors: Sequence[torch.Tensor], argument: str) -> list[torch.Tensor]:
+def check_tensor_list(
+    tensors: Sequence[torch.Tensor], argument: str, dtypes: Sequence[torch.dtype] = FLOATS
+) -> list[torch.Tensor]:
     """Validate a list of tensors for a one-launch function.
 
     Returns:
         The tensors as a list.
 
     Raises:
-        TypeError: something is not a tensor, not dense, or not fp32, fp16 or bf16.
+        TypeError: something is not a tensor, not dense, or not of one of `dtypes`.
         ValueError: the tensors are on different devices.
     """
     if isinstance(tensors, torch.Tensor):
         raise TypeError(f"{argument} is one tensor; allowed is a list of tensors: pass [{argument}]")
     listed = list(tensors)
     for index, tensor in enumerate(listed):
-        check_tensor(tensor, f"{argument}[{index}]")
+        check_tensor(tensor, f"{argument}[{index}]", dtypes)
         if tensor.device != listed[0].device:
             raise ValueError(
                 f"{argument}[{index}] is on {tensor.device}, {argument}[0] on {listed[0].device}; "

@@ -1,4 +1,7 @@
-"""Casting between fp32, fp16 and bf16: rounding against three oracles, every kind of tensor, autograd, registration."""
+"""Casting to nearest between fp32, fp16 and bf16: rounding against three oracles, every kind of tensor, autograd.
+
+FP8, the other roundings and saturation: ``test_cast_modes.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import walks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import ALL, twin, twins, using
-from oracles import BF16, DTYPES, FP16, FP32, assert_same_bits
+from oracles import BF16, DTYPES, E4M3, E5M2, FP16, FP32, assert_same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
@@ -378,6 +381,8 @@ def test_it_compiles_in_one_graph() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- refusals
 
+FORMATS = "torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn and torch.float8_e5m2"
+
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
@@ -385,23 +390,23 @@ def test_it_compiles_in_one_graph() -> None:
         (
             lambda: halfstep.cast(torch.ones(3), torch.float64),
             TypeError,
-            "dtype is torch.float64; allowed are torch.float32, torch.float16 and torch.bfloat16",
+            f"dtype is torch.float64; allowed are {FORMATS}",
         ),
         (
             lambda: halfstep.cast(torch.ones(3), "fp16"),  # type: ignore[arg-type]
             TypeError,
-            "dtype is 'fp16'; allowed are torch.float32, torch.float16 and torch.bfloat16",
+            f"dtype is 'fp16'; allowed are {FORMATS}",
         ),
         (
             lambda: halfstep.cast(torch.ones(3).double(), FP16),
             TypeError,
-            "x has dtype torch.float64; allowed are float32, float16 and bfloat16: convert it with .to() or "
-            "leave it out",
+            "x has dtype torch.float64; allowed are float32, float16, bfloat16, float8_e4m3fn and float8_e5m2: "
+            "convert it with .to() or leave it out",
         ),
         (
-            lambda: halfstep.cast(torch.ones(3), FP16, rounding="stochastic"),
+            lambda: halfstep.cast(torch.ones(3), FP16, rounding="up"),
             ValueError,
-            "rounding is 'stochastic'; allowed is 'nearest'",
+            "rounding is 'up'; allowed are 'nearest', 'toward_zero', 'stochastic'",
         ),
         (
             lambda: halfstep.cast(torch.ones(3), FP16, out=torch.ones(3)),
@@ -421,7 +426,7 @@ def test_it_compiles_in_one_graph() -> None:
         (
             lambda: halfstep.foreach_cast([torch.ones(3)], torch.int8),
             TypeError,
-            "dtype is torch.int8; allowed are torch.float32, torch.float16 and torch.bfloat16",
+            f"dtype is torch.int8; allowed are {FORMATS}",
         ),
         (
             lambda: halfstep.foreach_cast([torch.ones(3)], FP16, out=[]),
@@ -456,7 +461,7 @@ def test_out_is_refused_before_anything_is_written() -> None:
 
 
 def test_tables_are_per_thread_and_per_pair() -> None:
-    assert set(module._tables) == set(PAIRS)
+    assert set(module._tables) == {(source, target) for source in module.DTYPES for target in module.DTYPES}
     assert all(isinstance(cache, TableCache) for cache in module._tables.values())
 
 
@@ -472,4 +477,18 @@ def test_all_fp32_patterns_against_torch(
     """The C++ list kernel against torch's own conversion, NaN by class and sign."""
     with using("native", "cast"):
         path = str(request.getfixturevalue("portable")) if instructions == "portable" else None
-        assert sum(walks.in_processes(capfd, walks.walk_casts, path, target)) == 2 * (2**23 - 1)
+        assert sum(walks.in_processes(capfd, walks.walk_casts, path, target, "nearest")) == 2 * (2**23 - 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("target", "rounding"),
+    [(E4M3, "nearest"), (E5M2, "nearest"), *((target, "toward_zero") for target in (FP16, BF16, E4M3, E5M2))],
+    ids=names,
+)
+def test_all_fp32_patterns_to_fp8_and_toward_zero(
+    target: torch.dtype, rounding: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same against ml_dtypes for FP8; toward zero against the nearest value, or the one below it."""
+    with using("native", "cast"):
+        assert sum(walks.in_processes(capfd, walks.walk_casts, None, target, rounding)) == 2 * (2**23 - 1)

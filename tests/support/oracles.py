@@ -16,10 +16,20 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 import torch
+from noise import Noise, stochastic
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (FP32, FP16, BF16)
-NUMPY = {FP32: np.dtype(np.float32), FP16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16)}
+FP8 = (E4M3, E5M2)
+NUMPY = {
+    FP32: np.dtype(np.float32),
+    FP16: np.dtype(np.float16),
+    BF16: np.dtype(ml_dtypes.bfloat16),
+    E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+    E5M2: np.dtype(ml_dtypes.float8_e5m2),
+}
+_UNKNOWN_TO_NUMPY = {BF16: torch.int16, E4M3: torch.uint8, E5M2: torch.uint8}  # and what carries their codes
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 # --------------------------------------------------------------------------------------------- torch, numpy and bits
@@ -28,15 +38,17 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """The elements in logical order, in numpy's type of the same format."""
     tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == BF16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype in _UNKNOWN_TO_NUMPY:
+        return tensor.view(_UNKNOWN_TO_NUMPY[tensor.dtype]).numpy().view(NUMPY[tensor.dtype])
     return tensor.numpy()
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
     """The reverse of `to_numpy`; a copy."""
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(np.ascontiguousarray(array).view(np.int16).copy()).view(BF16)
+    for dtype, carrier in _UNKNOWN_TO_NUMPY.items():
+        if array.dtype == NUMPY[dtype]:
+            codes = np.ascontiguousarray(array).view(np.int16 if carrier == torch.int16 else np.uint8).copy()
+            return torch.from_numpy(codes).view(dtype)
     return torch.from_numpy(np.ascontiguousarray(array).copy())
 
 
@@ -226,7 +238,10 @@ class AdamOptions:
 
 @dataclass
 class AdamTensor:
-    """One parameter and its state, as numpy arrays; `extra` is an fp32 master or an int16 remainder."""
+    """One parameter and its state, as numpy arrays; `extra` is an fp32 master or an int16 remainder.
+
+    With `noise`, 16-bit moments and a 16-bit parameter that stands alone are rounded stochastically.
+    """
 
     param: np.ndarray
     m: np.ndarray
@@ -235,6 +250,7 @@ class AdamTensor:
     extra: np.ndarray | None = None
     top: np.ndarray | None = None
     options: AdamOptions = field(default_factory=AdamOptions)
+    noise: Noise | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Everything a step may change, by name."""
@@ -300,8 +316,18 @@ def adam_step(
         q[q > biggest] = biggest
         v[v > biggest] = biggest
         v = v + w2 * (q - v) if w2 < 0.5 else q + beta2 * (v - q)
+        words = np.zeros(grad.size, np.uint32) if tensor.noise is None else tensor.noise.words(grad.size, count)
+        lower = words % np.uint32(65536) * np.uint32(65536)
+
+        def stored(x: np.ndarray, like: np.ndarray, word: np.ndarray) -> np.ndarray:
+            if tensor.noise is None or like.dtype == f32:
+                return x.astype(like.dtype)
+            return stochastic(x, FP16 if like.dtype == np.float16 else BF16, word)
+
+        new_m, new_v = stored(m, tensor.m, lower), stored(v, tensor.v, words ^ lower)
         a, top = v, None
         if tensor.top is not None:
+            v = v if tensor.noise is None else new_v.astype(f32)
             top = tensor.top.astype(f32)
             a = np.where(np.isnan(v), v, np.where(v > top, v, top))
         d = step_size * (m / (np.sqrt(a) * root + eps))
@@ -315,17 +341,17 @@ def adam_step(
             code, extra = split(w)
             param = code.view(ml_dtypes.bfloat16)
         else:
-            param = w.astype(tensor.param.dtype)
-            if tensor.extra is not None:
-                extra = w
+            param = stored(w, tensor.param, words) if tensor.extra is None else w.astype(tensor.param.dtype)
+            extra = None if tensor.extra is None else w
         return AdamTensor(
             param,
-            m.astype(tensor.m.dtype),
-            v.astype(tensor.v.dtype),
+            new_m,
+            new_v,
             t,
             extra,
             None if tensor.top is None else a.astype(tensor.top.dtype),
             o,
+            tensor.noise,
         )
 
 

@@ -12,6 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import oracles
 import pytest
 import torch
 
@@ -136,29 +138,50 @@ def walk_slice(implementation: str, library: str | None, start: int, end: int) -
     return nans, uneven
 
 
-def walk_casts(library: str | None, target: torch.dtype, start: int, end: int) -> int:
-    """Compare the C++ list cast with torch's for all fp32 patterns from `start` to `end`; returns how many are NaN.
+def nearest_codes(values: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    """The codes of fp32 values rounded to nearest even, by torch to 16 bits, by ml_dtypes to 8; int32."""
+    if target.itemsize == 2:
+        return values.to(target).view(torch.int16).int() & 0xFFFF
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(oracles.bits(oracles.round_to(values.numpy(), target)).astype(np.int32))
+
+
+def codes_of(result: torch.Tensor) -> torch.Tensor:
+    """The codes of a tensor of 16-bit or 8-bit numbers, as int32."""
+    return result.view(torch.int16).int() & 0xFFFF if result.itemsize == 2 else result.view(torch.uint8).int()
+
+
+def walk_casts(library: str | None, target: torch.dtype, rounding: str, start: int, end: int) -> int:
+    """Compare the C++ list cast with torch's and ml_dtypes' for fp32 patterns from `start` to `end`; returns the NaNs.
 
     Args:
         library: another compilation of cast.cpp to use; None for the package's own.
+        rounding: ``"nearest"`` or ``"toward_zero"``; the latter is the former, less one code where that is larger.
     """
     if library is not None:
         native.library = lambda family: load(library)  # type: ignore[assignment]  # this process is the walk's own
-    infinity, size, nans = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}[target], 2**17, 0
+    size, nans = 2**17, 0
+    infinity = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float8_e5m2: 0x7C, torch.float8_e4m3fn: 0x7E}
+    sign = 1 << (8 * target.itemsize - 1)
     offsets, result = torch.arange(size, dtype=torch.int32), torch.empty(size, dtype=target)
     for first in range(start, end, size):
         patterns = offsets + (first - 2**32 if first >= 2**31 else first)
         values = patterns.view(torch.float32)
         with halfstep.backend("auto"):
-            halfstep.foreach_cast([values], target, out=[result])
-        codes, torchs = result.view(torch.int16), values.to(target).view(torch.int16)
+            halfstep.foreach_cast([values], target, rounding=rounding, out=[result])
+        codes, expected = codes_of(result), nearest_codes(values, target)
+        if rounding == "toward_zero":
+            rounded = expected.to(torch.uint8 if target.itemsize == 1 else torch.int16).view(target).float()
+            # What overflowed to NaN, in E4M3, counts as larger than any number.
+            larger = (rounded.abs() > values.abs()) | (rounded.isnan() & values.isfinite())
+            expected = expected - larger.int()
         if (first & 0x7FFFFFFF) < 0x7F800000:
-            assert torch.equal(codes, torchs), f"{target}, patterns from 0x{first:08x}"
+            assert torch.equal(codes, expected), f"{target}, patterns from 0x{first:08x}"
             continue
         nan = values.isnan()
-        assert torch.equal(codes[~nan], torchs[~nan]), f"infinity, patterns from 0x{first:08x}"
-        assert bool(((codes & 0x7FFF)[nan] > infinity).all()), f"NaN lost, patterns from 0x{first:08x}"
-        assert torch.equal(codes[nan] < 0, patterns[nan] < 0), f"sign of a NaN lost, patterns from 0x{first:08x}"
+        assert torch.equal(codes[~nan], expected[~nan]), f"infinity, patterns from 0x{first:08x}"
+        assert bool(((codes & (sign - 1))[nan] > infinity[target]).all()), f"NaN lost, patterns from 0x{first:08x}"
+        assert torch.equal((codes & sign)[nan] != 0, patterns[nan] < 0), f"sign lost, patterns from 0x{first:08x}"
         nans += int(nan.count_nonzero())
     return nans
 
