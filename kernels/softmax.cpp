@@ -293,7 +293,7 @@ inline void finish_row(Out* y, int64_t n, int64_t columns, float* scratch, V hig
     });
     if (total == 0.0) total = 1.0;  // asking total > 0 instead would hide a NaN
     if constexpr (LOG) {
-        const float log_sum = float(std::log(total));
+        const float log_sum = std::log(float(total));  // in fp32: half the time of fp64, and short rows feel it
         const V shift = splat(log_sum);
         walk(
             n, [&](int64_t i) { put(y + i, (z_full(i) - m) - shift); },
@@ -353,6 +353,11 @@ void forward_plain_row(const T* x, T* y, int64_t n, int64_t columns, float scale
     finish_row<LOG>(y, n, columns, scratch, highest.larger_of_all(), z, z_some);
 }
 
+template <bool LOG> inline V gradient(V dy, V y, V total, V factor) {
+    if constexpr (LOG) return unless_constant(y, (dy - exp_negative(y) * total) * factor);
+    else return y * (dy - total) * factor;
+}
+
 template <bool LOG, typename Y, typename X>
 void backward_row(const Y* dy, const Y* y, X* dx, int64_t n, int64_t columns, float scale) {
     double total = 0.0;
@@ -369,14 +374,96 @@ void backward_row(const Y* dy, const Y* y, X* dx, int64_t n, int64_t columns, fl
         total += sum_lanes(sum.sum_of_all());
     });
     const V whole = splat(float(total)), factor = splat(scale);
-    auto result = [&](V g, V p) {
-        if constexpr (LOG) return unless_constant(p, (g - exp_negative(p) * whole) * factor);
-        else return p * (g - whole) * factor;
-    };
+    auto result = [&](V g, V p) { return gradient<LOG>(g, p, whole, factor); };
     walk(
         n, [&](int64_t i) { put(dx + i, result(get(dy + i), get(y + i))); },
         [&](int64_t i, int64_t k) { put_some(dx + i, result(get_some(dy + i, k), get_some(y + i, k)), k); });
     fill(dx + n, columns - n, 0.0f);
+}
+
+// FOUR rows side by side that follow one another, whole and no longer than a block: while one row's sum is on its way
+// across the lanes, the others go on.
+constexpr int FOUR = 4;
+static_assert(FOUR * BLOCK <= 4096, "four rows must fit Scratch::stack");
+
+template <bool LOG, typename T>
+void forward_four_rows(const T* x, T* y, int64_t n, float scale, float* scratch) {
+    float* e = sizeof(T) == 4 ? (float*)y : scratch;
+    const V factor = splat(scale);
+    V m[FOUR], sum[FOUR], last[FOUR];
+    for (int r = 0; r < FOUR; ++r) m[r] = splat(-FLT_MAX), sum[r] = V{};
+    walk(
+        n,
+        [&](int64_t i) {
+            for (int r = 0; r < FOUR; ++r) m[r] = larger(get(x + r * n + i) * factor, m[r]);
+        },
+        [&](int64_t i, int64_t k) {
+            for (int r = 0; r < FOUR; ++r) {
+                V z = get_some(x + r * n + i, k) * factor;
+                m[r] = larger(select(first_lanes(k), z, splat(-INF)), m[r]);
+            }
+        });
+    for (int r = 0; r < FOUR; ++r) m[r] = splat(max_lanes(m[r]));
+    for (int r = 0; r < FOUR; ++r)
+        walk(
+            n,
+            [&](int64_t i) {
+                V value = exp_negative(get(x + r * n + i) * factor - m[r]);
+                sum[r] += value;
+                if constexpr (!LOG) put(e + r * n + i, value);
+            },
+            [&](int64_t i, int64_t k) {
+                V value = exp_negative(get_some(x + r * n + i, k) * factor - m[r]);
+                value = (V)((I)value & first_lanes(k));
+                sum[r] += value;
+                if constexpr (!LOG) put_some(e + r * n + i, value, k);
+            });
+    float total[FOUR];
+    for (int r = 0; r < FOUR; ++r) {
+        total[r] = sum_lanes(sum[r]);
+        if (total[r] == 0.0f) total[r] = 1.0f;  // asking total > 0 instead would hide a NaN
+    }
+    for (int r = 0; r < FOUR; ++r) last[r] = splat(LOG ? std::log(total[r]) : 1.0f / total[r]);
+    for (int r = 0; r < FOUR; ++r)
+        walk(
+            n,
+            [&](int64_t i) {
+                if constexpr (LOG) put(y + r * n + i, (get(x + r * n + i) * factor - m[r]) - last[r]);
+                else put(y + r * n + i, get(e + r * n + i) * last[r]);
+            },
+            [&](int64_t i, int64_t k) {
+                if constexpr (LOG) put_some(y + r * n + i, (get_some(x + r * n + i, k) * factor - m[r]) - last[r], k);
+                else put_some(y + r * n + i, get_some(e + r * n + i, k) * last[r], k);
+            });
+}
+
+template <bool LOG, typename Y, typename X>
+void backward_four_rows(const Y* dy, const Y* y, X* dx, int64_t n, float scale) {
+    V sum[FOUR], whole[FOUR];
+    for (int r = 0; r < FOUR; ++r) sum[r] = V{};
+    auto add = [&](V g, V p, int r) {
+        if constexpr (LOG) sum[r] += unless_constant(p, g);
+        else sum[r] = fma(g, p, sum[r]);
+    };
+    walk(
+        n,
+        [&](int64_t i) {
+            for (int r = 0; r < FOUR; ++r) add(get(dy + r * n + i), get(y + r * n + i), r);
+        },
+        [&](int64_t i, int64_t k) {
+            for (int r = 0; r < FOUR; ++r) add(get_some(dy + r * n + i, k), get_some(y + r * n + i, k), r);
+        });
+    for (int r = 0; r < FOUR; ++r) whole[r] = splat(sum_lanes(sum[r]));
+    const V factor = splat(scale);
+    for (int r = 0; r < FOUR; ++r) {
+        const Y *g = dy + r * n, *p = y + r * n;
+        X* to = dx + r * n;
+        walk(
+            n, [&](int64_t i) { put(to + i, gradient<LOG>(get(g + i), get(p + i), whole[r], factor)); },
+            [&](int64_t i, int64_t k) {
+                put_some(to + i, gradient<LOG>(get_some(g + i, k), get_some(p + i, k), whole[r], factor), k);
+            });
+    }
 }
 
 // ---------------------------------------------------- one strip of columns, for a dimension that is not the last one
@@ -499,7 +586,15 @@ void forward(const In* x, Out* y, const char* mask, int32_t kind, const Geometry
     spread(g.rows(), g.columns, threads, [&](int64_t begin, int64_t end) {
         Scratch scratch;
         float* z = sizeof(Out) == 4 ? nullptr : scratch.row(g.columns);
-        for (int64_t row = begin; row < end; ++row) {
+        int64_t row = begin;
+        if constexpr (std::is_same_v<In, Out>) {
+            const bool packed = g.sizes[0] * g.sizes[1] == 1 && g.x_strides[2] == g.columns;
+            if (!mask && !g.queries && packed && g.columns <= BLOCK) {  // four of them fit the stack's scratch
+                for (; row + FOUR <= end; row += FOUR)
+                    forward_four_rows<LOG>(x + row * g.columns, y + row * g.columns, g.columns, scale, z);
+            }
+        }
+        for (; row < end; ++row) {
             const In* from = x + g.offset(g.x_strides, row);
             Out* to = y + row * g.columns;
             if constexpr (std::is_same_v<In, Out>) {
@@ -519,7 +614,16 @@ template <bool LOG, typename Y, typename X>
 void backward(const Y* dy, const Y* y, X* dx, const Geometry& g, float scale, int32_t threads) {
     spread(g.rows(), g.columns, threads, [&](int64_t begin, int64_t end) {
         Scratch scratch;
-        for (int64_t row = begin; row < end; ++row) {
+        int64_t row = begin;
+        if constexpr (sizeof(X) == 4 || std::is_same_v<X, Y>) {
+            if (!g.queries && g.columns <= BLOCK) {
+                for (; row + FOUR <= end; row += FOUR) {
+                    const int64_t at = row * g.columns;
+                    backward_four_rows<LOG>(dy + at, y + at, dx + at, g.columns, scale);
+                }
+            }
+        }
+        for (; row < end; ++row) {
             const int64_t at = row * g.columns, n = g.kept(row);
             if constexpr (sizeof(X) == 4 || std::is_same_v<X, Y>) {
                 backward_row<LOG>(dy + at, y + at, dx + at, n, g.columns, scale);
@@ -568,6 +672,13 @@ void halfstep_softmax(const void* x, const void* mask, void* y, const Geometry* 
             });
         });
     });
+}
+
+// Contiguous x and y, without a mask.
+void halfstep_softmax_rows(const void* x, void* y, int64_t rows, int64_t columns, int64_t queries, float scale,
+                           int32_t log, int32_t x_dtype, int32_t y_dtype, int32_t threads) {
+    const Geometry geometry{{1, 1, rows}, columns, {0, 0, columns}, {}, 0, queries};
+    halfstep_softmax(x, nullptr, y, &geometry, scale, log, x_dtype, y_dtype, NO_MASK, threads);
 }
 
 // Contiguous dy, y and dx.
