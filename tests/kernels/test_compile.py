@@ -39,6 +39,8 @@ EXCEPTIONS = {
     ("moves the least bytes", "unscale.finish_kernel", "*"): "adds up one number per chunk, not per element",
     ("accesses 64 bits", "adam.prepare_kernel", "*"): "the same: a few hundred bytes in all",
     ("accesses fp32 by 128 bits", "adam.prepare_kernel", "*"): "the same: a few hundred bytes in all",
+    ("accesses 64 bits", "cast.cast_kernel", "e?m? to fp32*"): "4 values of 8 bits beside 4 of fp32, which fill 128",
+    ("accesses 64 bits", "cast.multi_cast_kernel", "list, e?m? to fp32*"): "the same",
     ("accesses 64 bits", "softmax.forward_long_kernel", "*out of step"): (
         "its operands' rows start at different distances from 16 bytes, so only one of them can be aligned"
     ),
