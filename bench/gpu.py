@@ -301,7 +301,7 @@ def run_tests(seconds: float, folder: Path, tests: Path, processes: int, marker:
 
     def start(share: int) -> None:
         settings = {"RECORD": str(records[share]), "LIMIT": str(TEST_SECONDS), "SHARE": f"{share}/{processes}"}
-        variables = {**os.environ, **{watchdog.PREFIX + name: value for name, value in settings.items()}}
+        variables = {**_variables(), **{watchdog.PREFIX + name: value for name, value in settings.items()}}
         turns[share] = len(watchdog.entries(records[share]))
         running[share] = subprocess.Popen(command, env=variables, cwd=tests.parent)
 
@@ -384,24 +384,26 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _variables() -> dict[str, str]:
+    """The environment of a part. Where the package is not installed, this process found it on the path it was given."""
+    import halfstep
+
+    path = os.pathsep.join([str(Path(halfstep.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+
+
 def run_part(command: Sequence[str], limit: float, log: Path) -> tuple[int | None, float]:
     """Run a command for at most `limit` seconds with its output appended to `log`.
 
     Returns:
         (exit status, or None if it was ended at its limit; seconds).
     """
-    import halfstep
-
-    # Where the package is not installed, this process found it on the path that it was started with.
-    source = str(Path(halfstep.__file__).parents[1])
-    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     start = time.monotonic()
     with open(log, "ab") as output:
         output.write(f"\n===== {' '.join(command[1:])} (at most {limit:.0f} s)\n".encode())
         output.flush()
         process = subprocess.Popen(
-            list(command), stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+            list(command), stdout=output, stderr=subprocess.STDOUT, env=_variables(), start_new_session=True
         )
         try:
             status: int | None = process.wait(timeout=max(1.0, limit))
