@@ -355,6 +355,21 @@ def test_a_row_with_nothing_to_keep_is_zero_and_gets_no_gradient(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_a_gradient_that_is_not_finite_stays_in_its_row_and_out_of_constants(name: str) -> None:
+    x, dy = normal(9, 140), normal(9, 140, seed=1)
+    dy[0, 0], dy[1, 0], dy[2, 1], dy[2, 0], dy[8, 3] = INF, NAN, -INF, INF, NAN
+    keep = torch.arange(140) % 5 != 4
+    for log in (False, True):
+        check(Case(x, log=log), name, dy)
+        gradient = check(Case(x, mask=keep, log=log), name, dy)
+        assert gradient[3:8].isfinite().all()
+        if log:
+            assert (gradient[:, ~keep] == 0).all()
+        gradient = check(Case(x, causal=True, log=log), name, dy)
+        assert (gradient.triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_scale_is_not_rounded_to_the_input_dtype(name: str) -> None:
     x = torch.full((1, 40), 100.0, dtype=BF16)
     x[0, 0] = 101.0
@@ -436,7 +451,7 @@ def test_sums_over_elements_that_lie_apart(one_pass: bool, log: bool, monkeypatc
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Case, torch.Tensor]:
     seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    shape = (*draw(st.lists(st.integers(1, 6), max_size=3)), draw(st.integers(1, 150)))
+    shape = (*draw(st.lists(st.integers(1, 6), max_size=3)), draw(st.integers(1, 200)))
     dtype, out = draw(st.sampled_from(DTYPES)), draw(st.sampled_from((None, *DTYPES)))
     order = draw(st.permutations(range(len(shape))))
     padding = draw(st.sampled_from((0, 0, 1, 8)))
@@ -464,10 +479,19 @@ def cases(draw: st.DrawFn) -> tuple[Case, torch.Tensor]:
     return case, dy
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_generated_cases(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "path"), [*((name, "one pass") for name in ALL), ("triton", "two passes"), ("triton", "pieces")]
+)
+def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path != "one pass":
+        for limit in ("FORWARD_ONE_PASS", "BACKWARD_ONE_PASS", "STRIDED_FORWARD", "STRIDED_BACKWARD"):
+            monkeypatch.setattr(family, limit, 16)
+        monkeypatch.setattr(family, "LOOP_BLOCK", 32)
+        monkeypatch.setattr(family, "STRIDED_LOOP", 128)
+        monkeypatch.setattr(family, "_programs_at_once", lambda device: 1 if path == "two passes" else 2000)
+
     @settings(
-        max_examples=60 if name == "triton" else 300,
+        max_examples=50 if name == "triton" else 300,
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
