@@ -7,7 +7,8 @@ In this order, each part in a process of its own with a limit of its own, so tha
    overflows among them; then one captured as a CUDA graph and replayed, compared bit for bit with eager steps.
 3. `tests`: the tests marked ``gpu``, in several processes; one that hangs or breaks the GPU's context is ended, and the
    others go on.
-4. `benchmark`: ``halfstep bench run`` with CUDA graphs and a cold L2, in the time that is left.
+4. `benchmark`: the cases of ``halfstep bench run``, with CUDA graphs and a cold L2, in the time that is left; the
+   largest sizes come first, so that what there is no time for are the small ones.
 
 DIR gets at most eight files: ``results.json`` (what passed, what failed, why), ``environment.json``, ``tests.txt``,
 ``log.txt`` (all output), and from the benchmark ``benchmark.json``, ``table.md`` and two pictures. Needs torch, triton
@@ -23,7 +24,6 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +31,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_SECONDS = 60  # for one test, compiling included
+CASE_SECONDS = 0.5  # of timing
+# What is measured by one process, and its share of the time that is left when its turn comes.
+BENCHMARKS = (("step,adam", 0.45), ("softmax", 0.55), ("cast,unscale", 1.0))
 STEP_SIZES = (1, 15, 1000, 4097, 0, 65_536, 300, 1_000_003)
 
 
@@ -372,6 +376,63 @@ def _outcomes(records: Sequence[Path], ended: Sequence[int]) -> dict[str, Any]:
     return result
 
 
+def _largest_first(cases: Sequence[Any]) -> list[int]:
+    """The order in which to measure: the largest case of each operation and dtype, then the next one of each ..."""
+    lines: dict[tuple[str, str], list[int]] = {}
+    for index, case in enumerate(cases):
+        lines.setdefault((case.operation, case.dtype), []).insert(0, index)
+    turns = zip_longest(*lines.values())
+    return [index for turn in turns for index in turn if index is not None]
+
+
+def benchmark(device: torch.device, groups: Sequence[str], seconds: float, file: Path, quick: bool) -> dict[str, Any]:
+    """Measure cases until `seconds` are over, writing `file` after each, so that nothing is lost if it is ended."""
+    from halfstep.bench import report
+    from halfstep.bench.cases import cases
+    from halfstep.bench.cases.grid import grid_for
+    from halfstep.bench.harness import FAILED, WRONG, clock_for, copy_gb_per_s, measure, ours
+
+    end = time.monotonic() + seconds
+    clock = clock_for(device)
+    every = cases(groups, grid_for(device, quick))
+    about = {**report.environment(device), "quick": quick, "left_out": len(every)}
+    about["copy_gb_per_s"] = copy_gb_per_s(clock, 2**31 if device.type == "cuda" else 2**26)
+    results: dict[int, list[Any]] = {}
+    for index in _largest_first(every):
+        if time.monotonic() > end:
+            break
+        print(f"{max(0.0, end - time.monotonic()):5.0f} s left: {every[index].name}", flush=True)
+        results[index] = measure(every[index], device, seconds=CASE_SECONDS, clock=clock)
+        about["left_out"] -= 1
+        report.write_json(file, about, [result for _, found in sorted(results.items()) for result in found])
+    bad = [
+        f"{result.operation}, {result.dtype}, {result.size}: {result.provider} {result.status}: {result.reason}"
+        for found in results.values()
+        for result in found
+        if ours(result.provider) and result.status in (WRONG, FAILED)
+    ]
+    return {"cases": len(results), "left_out": about["left_out"], "failed": bad}
+
+
+def draw_report(folder: Path, out: Path) -> dict[str, Any]:
+    """Join what the benchmark's processes wrote: ``benchmark.json``, ``table.md`` and, with matplotlib, pictures."""
+    from halfstep.bench import report
+    from halfstep.bench.harness import Result
+
+    written = [json.loads(file.read_text()) for file in sorted(folder.glob("benchmark-*.json"))]
+    if not written:
+        raise RuntimeError("the benchmark measured nothing: see log.txt")
+    results = [Result(**row) for one in written for row in one.pop("results")]
+    about = {**written[0], "left_out": sum(one["left_out"] for one in written)}
+    report.write_json(out / "benchmark.json", about, results)
+    (out / "table.md").write_text(report.markdown(about, results))
+    try:
+        drawn = report.draw(out, about, results)
+    except ImportError as error:
+        return {"pictures": f"none: {error}"}
+    return {"pictures": [path.name for path in drawn]}
+
+
 # ------------------------------------------------------------------------------------------------ parts as processes
 
 
@@ -416,8 +477,9 @@ def run_part(command: Sequence[str], limit: float, log: Path) -> tuple[int | Non
     return status, time.monotonic() - start
 
 
-def _stage(name: str, folder: Path, seconds: float) -> int:
+def _stage(name: str, folder: Path, seconds: float, argument: str) -> int:
     """What a part does inside its own process: write ``NAME.json`` and return the exit status."""
+    cuda = torch.device("cuda", torch.cuda.current_device())
     # If the GPU hangs, the log shows where, before the parent ends this process.
     faulthandler.dump_traceback_later(max(1.0, seconds - 3.0), exit=False)
     try:
@@ -426,8 +488,13 @@ def _stage(name: str, folder: Path, seconds: float) -> int:
         elif name == "tests":
             processes = max(1, min(4, (os.cpu_count() or 1) // 2))
             result = run_tests(seconds - 5.0, folder, ROOT / "tests", processes)
+        elif name == "benchmark":
+            file = folder / f"benchmark-{argument.replace(',', '-')}.json"
+            result = benchmark(cuda, argument.split(","), 0.9 * seconds - 20.0, file, quick=False)
+        elif name == "report":
+            result = draw_report(folder, Path(argument))
         else:
-            result = {"smoke": smoke, "steps": steps}[name](torch.device("cuda"))
+            result = {"smoke": smoke, "steps": steps}[name](cuda)
     except Exception:
         result = {"failed": ["exception"], "error": traceback.format_exc()}
         print(result["error"], flush=True)
@@ -435,14 +502,15 @@ def _stage(name: str, folder: Path, seconds: float) -> int:
     return 1 if result.get("failed") else 0
 
 
-def _part(name: str, limit: float, scratch: Path, log: Path) -> dict[str, Any]:
+def _part(name: str, limit: float, scratch: Path, log: Path, argument: str = "") -> dict[str, Any]:
     """Run one of this module's parts in its own process and say how it went."""
-    command = [sys.executable, "-m", "halfstep", "bench", "gpu", "--stage", name]
+    command = [sys.executable, "-m", "halfstep", "bench", "gpu", "--stage", name, "--argument", argument]
     command += ["--out", str(scratch), "--minutes", f"{limit / 60:.4f}"]
-    status, seconds = run_part(command, limit, log)
     written = scratch / f"{name}.json"
+    written.unlink(missing_ok=True)
+    status, seconds = run_part(command, limit, log)
     detail = json.loads(written.read_text()) if written.exists() else {}
-    return _verdict(name, status, seconds, limit, detail, log)
+    return _verdict(f"{name} {argument}" if name == "benchmark" else name, status, seconds, limit, detail, log)
 
 
 def _verdict(
@@ -458,26 +526,6 @@ def _verdict(
         part["why"] = detail["skipped"]
     part["detail"] = detail
     return part
-
-
-def _benchmark(limit: float, scratch: Path, log: Path) -> dict[str, Any]:
-    """Run ``halfstep bench run`` for what is left of the time."""
-    out = scratch / "benchmark"
-    out.mkdir()
-    command = [sys.executable, "-m", "halfstep", "bench", "run", "--out", str(out)]
-    status, seconds = run_part(command, limit, log)
-    files = sorted(path.name for path in out.rglob("*") if path.is_file())
-    return _verdict("benchmark", status, seconds, limit, {"files": files}, log)
-
-
-def _collect(scratch: Path, out: Path) -> None:
-    """Copy what the benchmark wrote: its rows, its table, at most two pictures."""
-    written = scratch / "benchmark"
-    for pattern, name in (("*.json", "benchmark.json"), ("*.md", "table.md")):
-        for path in sorted(written.rglob(pattern))[:1]:
-            shutil.copyfile(path, out / name)
-    for path in sorted(written.rglob("*.png"))[:2]:
-        shutil.copyfile(path, out / path.name)
 
 
 def _tests_text(detail: dict[str, Any]) -> str:
@@ -509,7 +557,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="halfstep bench gpu", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the results, at most eight files")
     parser.add_argument("--minutes", type=_minutes, default=7.5, help="for everything together (default: 7.5)")
-    parser.add_argument("--stage", choices=("environment", "smoke", "steps", "tests"), help=argparse.SUPPRESS)
+    stages = ("environment", "smoke", "steps", "tests", "benchmark", "report")
+    parser.add_argument("--stage", choices=stages, help=argparse.SUPPRESS)
+    parser.add_argument("--argument", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(
@@ -520,7 +570,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     if options.stage:
-        return _stage(options.stage, options.out, 60 * options.minutes)
+        return _stage(options.stage, options.out, 60 * options.minutes, options.argument)
     options.out.mkdir(parents=True, exist_ok=True)
     return _run(options.out, 60 * options.minutes)
 
@@ -547,7 +597,7 @@ def _run(out: Path, seconds: float) -> int:
         # After every part, so that a run that is ended from outside leaves what it had.
         (out / "results.json").write_text(json.dumps(report, indent=1) + "\n")
         why = f": {part['why']}" if "why" in part else ""
-        print(f"{part['part']:12} {part['status']:8} {part['seconds']:6.1f} s{why}", flush=True)
+        print(f"{part['part']:22} {part['status']:8} {part['seconds']:6.1f} s{why}", flush=True)
         return part
 
     with tempfile.TemporaryDirectory(prefix="halfstep-gpu-") as folder:
@@ -558,8 +608,9 @@ def _run(out: Path, seconds: float) -> int:
         done(_part("steps", min(90.0, seconds / 4), scratch, log))
         tests = done(_part("tests", max(10.0, min(0.4 * seconds, left() / 2)), scratch, log))
         (out / "tests.txt").write_text(_tests_text(tests["detail"]))
-        done(_benchmark(max(1.0, left() - 8.0), scratch, log))
-        _collect(scratch, out)
+        for groups, share in BENCHMARKS:
+            done(_part("benchmark", max(1.0, share * (left() - 25.0)), scratch, log, groups))
+        done(_part("report", max(5.0, left() - 2.0), scratch, log, str(out.resolve())))
     failed = [part["part"] for part in parts if part["status"] == "failed"]
     print(
         f"{'failed: ' + ', '.join(failed) if failed else 'all passed'}, in {time.monotonic() - start:.0f} s; see {out}"

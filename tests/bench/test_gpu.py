@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,25 +163,29 @@ def test_a_part_over_its_limit_is_ended(tmp_path: Path) -> None:
     assert "begun" in part["output_tail"]
 
 
-@pytest.mark.parametrize("failing", [None, "environment", "smoke", "steps", "tests", "run"])
-def test_a_run_writes_at_most_eight_files_and_goes_on_after_a_failure(
+PARTS = ["environment", "smoke", "steps", "tests", "benchmark step,adam", "benchmark softmax"]
+PARTS += ["benchmark cast,unscale", "report"]
+
+
+@pytest.mark.parametrize("failing", [None, *PARTS])
+def test_a_run_goes_on_after_a_failure_within_its_time(
     failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = []
 
     def run_part(command: Any, limit: float, log: Path) -> tuple[int | None, float]:
         limits.append(limit)
-        out = Path(command[command.index("--out") + 1])
-        name = command[command.index("--stage") + 1] if "--stage" in command else "run"
+        folder = Path(command[command.index("--out") + 1])
+        stage, argument = (command[command.index(option) + 1] for option in ("--stage", "--argument"))
+        name = f"{stage} {argument}" if stage == "benchmark" else stage
         with open(log, "a") as file:
             file.write(f"words of {name}\n")
         if name == failing:
-            return 1, 0.1
-        if name == "run":
-            for file_name in ("a.json", "a.md", "a.png", "b.png", "c.png"):
-                (out / file_name).write_text("{}")
-        else:
-            (out / f"{name}.json").write_text("{}")
+            return None, 0.1
+        if stage == "report":
+            for file_name in ("benchmark.json", "table.md", "roofline.png", "step.png"):
+                (Path(argument) / file_name).write_text("")
+        (folder / f"{stage}.json").write_text('{"failed": []}')
         return 0, 0.1
 
     monkeypatch.setattr(gpu, "run_part", run_part)
@@ -188,16 +193,51 @@ def test_a_run_writes_at_most_eight_files_and_goes_on_after_a_failure(
     out.mkdir()
     assert gpu._run(out, 450.0) == (0 if failing is None else 1)
     report = json.loads((out / "results.json").read_text())
-    assert report["failed"] == ([] if failing is None else [failing if failing != "run" else "benchmark"])
-    assert [part["part"] for part in report["parts"]] == ["environment", "smoke", "steps", "tests", "benchmark"]
+    assert report["failed"] == ([] if failing is None else [failing])
+    assert [part["part"] for part in report["parts"]] == PARTS
     names = {path.name for path in out.iterdir()}
     assert {"results.json", "environment.json", "tests.txt", "log.txt"} <= names
     assert len(names) <= 8
-    if failing is None:
-        assert {"benchmark.json", "table.md", "a.png", "b.png"} <= names
-    else:
-        assert f"words of {failing}" in next(p for p in report["parts"] if p["status"] == "failed")["output_tail"]
+    if failing is not None:
+        (bad,) = [part for part in report["parts"] if part["status"] == "failed"]
+        assert bad["why"] == "it was ended at its time limit"
+        assert f"words of {failing}" in bad["output_tail"]
     assert max(limits) <= 450
+
+
+def test_the_benchmark_measures_the_largest_first_and_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "CASE_SECONDS", 0.01)
+    file = tmp_path / "benchmark-cast.json"
+    found = gpu.benchmark(CPU, ["cast"], 0.0, file, quick=True)
+    assert found["cases"] == 0 and found["left_out"] > 3 and not file.exists()
+    with pytest.raises(RuntimeError, match="measured nothing"):
+        gpu.draw_report(tmp_path, tmp_path)
+    found = gpu.benchmark(CPU, ["cast"], 2.0, file, quick=True)
+    assert found["failed"] == [] and found["cases"] >= 1
+    rows = json.loads(file.read_text())["results"]
+    assert rows and rows[-1]["provider"]
+    out = tmp_path / "out"
+    out.mkdir()
+    gpu.draw_report(tmp_path, out)
+    assert {"benchmark.json", "table.md"} <= {path.name for path in out.iterdir()}
+    assert len(list(out.iterdir())) <= 4
+    assert len(json.loads((out / "benchmark.json").read_text())["results"]) == len(rows)
+
+
+def test_order_of_the_benchmark() -> None:
+    cases = [
+        SimpleNamespace(operation=operation, dtype="bf16", size=size) for operation in ("a", "b") for size in (1, 2, 3)
+    ]
+    assert [(cases[at].operation, cases[at].size) for at in gpu._largest_first(cases)] == [
+        ("a", 3),
+        ("b", 3),
+        ("a", 2),
+        ("b", 2),
+        ("a", 1),
+        ("b", 1),
+    ]
 
 
 def test_the_environment_names_versions_and_no_machine() -> None:
