@@ -238,6 +238,7 @@ _AMD_FUSED = re.compile(
     r"^\s*v_(?:pk_)?(?:fma|fmac|fmamk|fmaak|mac|mad|madmk|madak)_(?:legacy_)?(f16|f32|f64)", re.MULTILINE
 )
 _LLVM_TO_INT64 = re.compile(r"\bfpto[su]i (?:<(\d+) x )?(half|float|double)>? \S+ to (?:<\d+ x )?i64")
+_LLVM_INT64_DIVISION = re.compile(r"\b[su](?:div|rem) i64\b")
 # By width: its LLVM type, the instruction that each square root starts from, and the fused multiply-adds of one root.
 _AMD_EXPANSIONS = {
     "f32": ("float", "v_sqrt_f32", 2),
@@ -257,8 +258,8 @@ def amd_inexact(llir: str, text: str) -> list[str]:
     LLVM IR shows explicit fused multiply-adds, flags that permit them and approximations (``!fpmath`` permits a
     division that is not correctly rounded). Contraction itself happens later, on the way to assembly, where correctly
     rounded operations expand into fused multiply-adds of their own (counted in what Triton 3.7 emits): a division into
-    5, a square root into 2 (fp32) or 7 (fp64), a conversion to a 64-bit integer into 1. More than these is a
-    contraction. Divisions that share a denominator need fewer, and a contraction can hide in that difference;
+    5, a square root into 2 (fp32) or 7 (fp64), a conversion to a 64-bit integer into 1, a division of 64-bit integers
+    into 2 (fp32). More than these is a contraction. Divisions that share a denominator need fewer, and a contraction can hide in that difference;
     NVIDIA's check has no such gap.
     """
     found: Counter[str] = Counter()
@@ -273,7 +274,8 @@ def amd_inexact(llir: str, text: str) -> list[str]:
         roots = len(re.findall(rf"^\s*{root}", text, re.MULTILINE))
         conversions = sum(int(lanes or 1) for lanes, of in _LLVM_TO_INT64.findall(llir) if of == kind)
         fused = _AMD_FUSED.findall(text).count(width)
-        expected = 5 * divisions + per_root * roots + conversions
+        integers = 2 * len(_LLVM_INT64_DIVISION.findall(llir)) if width == "f32" else 0
+        expected = 5 * divisions + per_root * roots + conversions + integers
         if fused > expected:
             found[f"{width} fused multiply-add beyond those of division, square root and conversion"] = fused - expected
     return [f"{count}x {name}" for name, count in sorted(found.items())]

@@ -9,6 +9,11 @@ with amsgrad ``max_exp_avg_sq``, and for a low-precision parameter ``master`` (f
 into every other one.
 `torch.optim.Optimizer.load_state_dict` would cast all of it to the parameter's dtype; ours does not call it.
 
+**Random bits.** With ``rounding="stochastic"`` every rounding is named by the seed, the parameter's number in the
+optimizer (over all groups, as in ``state_dict``), its step count and the element's place in the whole parameter, shards
+included: kernels/adam.py. The seed is saved with the groups' options, so a resumed run draws what an uninterrupted one
+would have drawn, on any number of ranks.
+
 **The master is the weight.** Loading a checkpoint sets both it and the visible parameter, its rounding. A parameter
 written from outside between steps (``copy_``, a weight swap) replaces its master.
 """
@@ -28,12 +33,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, is_flat
+from halfstep.kernels.philox import check_seed
 from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.gradients import check_gradients, is_sharded, local
 
 MASTERS = ("auto", "full", "split", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-ROUNDINGS = ("nearest",)
+ROUNDINGS = ("nearest", "stochastic")
 CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 # Options that say how state lies in memory: a checkpoint does not change them.
 LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
@@ -43,7 +49,7 @@ _address = torch.Tensor.data_ptr
 # The options of a group that a step looks at.
 _OPTIONS = (
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
-    *("decoupled_weight_decay", "master_weights", "state_dtype", "rounding"),
+    *("decoupled_weight_decay", "master_weights", "state_dtype", "rounding", "seed"),
 )
 _options_of = itemgetter(*_OPTIONS)
 
@@ -111,7 +117,8 @@ def _check_options(group: dict[str, Any]) -> None:
     if group["state_dtype"] not in STATE_DTYPES:
         raise ValueError(f"state_dtype is {group['state_dtype']!r}; allowed are {', '.join(map(str, STATE_DTYPES))}")
     if group["rounding"] not in ROUNDINGS:
-        raise ValueError(f"rounding is {group['rounding']!r}; allowed is {', '.join(map(repr, ROUNDINGS))}")
+        raise ValueError(f"rounding is {group['rounding']!r}; allowed are {', '.join(map(repr, ROUNDINGS))}")
+    check_seed(group["seed"])
 
 
 def _check_parameter(parameter: torch.Tensor, where: str, master_weights: str | None) -> None:
@@ -142,6 +149,66 @@ def _master_of(parameter: torch.Tensor, master_weights: str | None) -> str | Non
     return master_weights
 
 
+def _layout_of(parameter: torch.Tensor, grad: torch.dtype, group: dict[str, Any]) -> adam.Layout:
+    """What the kernel for this parameter is compiled for."""
+    master = _MASTER_CODES[_master_of(parameter, group["master_weights"])]
+    return adam.Layout(
+        parameter.dtype,
+        grad,
+        group["state_dtype"],
+        master,
+        bool(group["amsgrad"]),
+        not group["decoupled_weight_decay"] and bool(group["weight_decay"] != 0),
+        group["rounding"] == "stochastic" and adam.rounds_stochastically(parameter.dtype, group["state_dtype"], master),
+    )
+
+
+def _dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
+    """A parameter's local values as the kernels walk them: themselves where they can, else a copy.
+
+    Gaps between elements need one; so does, where random bits go by the row-major order, any other order.
+    """
+    return values if values.is_contiguous() or (is_flat(values) and not layout.stochastic) else values.contiguous()
+
+
+def _place(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
+    """Where a parameter's local part lies in the whole: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table.
+
+    Raises:
+        ValueError: the part is no range of rows, of another dimension, or of both.
+    """
+    if not is_sharded(parameter):
+        return 0, max(parameter.numel(), 1), max(parameter.numel(), 1)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    whole, held = tuple(parameter.shape), tuple(local(parameter).shape)
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
+    # Two mesh dimensions may cut one dimension in an interleaved order: its parts are ranges only if all are of a size.
+    ways = [1] * len(whole)
+    for placement, size in zip(placements, mesh.shape, strict=True):
+        if not placement.is_replicate() and getattr(placement, "dim", None) is not None:
+            ways[placement.dim] *= size
+    interleaved = {getattr(p, "dim", None) for p in placements if type(p).__name__ == "_StridedShard"}
+    uneven = any(whole[dim] % ways[dim] for dim in interleaved if dim is not None)
+    if tuple(shape) == held and 0 in held:
+        return 0, 1, 1
+    cut = [dim for dim, (part, all_of_it) in enumerate(zip(held, whole, strict=True)) if part != all_of_it]
+    first = next((dim for dim, size in enumerate(whole) if size != 1), 0)  # a range of rows, whatever else is cut
+    inner = [dim for dim in cut if dim != first]
+    if tuple(shape) != held or uneven or len(inner) > 1 or any(p.is_partial() for p in placements):
+        raise ValueError(
+            f"{where} has placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}, and rounding is "
+            "'stochastic'; allowed are shards that are a range of rows, of one other dimension, or of both: shard "
+            "evenly, or use rounding='nearest'"
+        )
+    beyond = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    base = sum(start * stride for start, stride in zip(offset, beyond, strict=True))
+    if not inner:
+        return base, math.prod(held), math.prod(held)
+    return base, math.prod(held[inner[0] :]), math.prod(whole[inner[0] :])
+
+
 def _scalar(value: torch.Tensor | float | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """A steering number as the kernels read it; a tensor that already fits is not copied, none is waited for."""
     if value is None:
@@ -160,8 +227,14 @@ class _Batch:
     """What one launch updates, and how to tell whether it still describes the tensors."""
 
     def __init__(
-        self, layout: adam.Layout, parameters: list[torch.Tensor], states: list[dict[str, Any]], rows: list[int]
+        self,
+        layout: adam.Layout,
+        parameters: list[torch.Tensor],
+        states: list[dict[str, Any]],
+        rows: list[int],
+        names: dict[int, list[int]],
     ):
+        """`rows` are the parameters' groups, `names` further rows of the table."""
         self.parameters, self.states = parameters, states
         self.sharded = any(map(is_sharded, parameters))
         extra = {adam.NO_MASTER: None, adam.FULL_MASTER: "master", adam.SPLIT_MASTER: "remainder"}[layout.master]
@@ -173,13 +246,15 @@ class _Batch:
         self.keys = keys
         held = [local(parameter.detach()) for parameter in parameters]
         self.device = held[0].device
-        # Parameters with gaps between their elements are updated in a dense copy.
-        self.dense = [one if is_flat(one) else one.contiguous() for one in held]
+        self.dense = [_dense(one, layout) for one in held]
         self.copied = [(one, copy) for one, copy in zip(held, self.dense, strict=True) if one is not copy]
         self.held = held
         self.addresses = list(map(_address, held))
         self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
-        table = TensorTable([one.numel() for one in held], adam.OPERANDS, adam.CHUNK, self.device)
+        operands = adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS
+        table = TensorTable([one.numel() for one in held], operands, adam.CHUNK, self.device)
+        for row, values in names.items():
+            table.refresh(row, values)
         lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
         lists[adam.PARAM] = self.dense
         table.refresh(adam.PARAM, list(map(_address, self.dense)))
@@ -278,12 +353,14 @@ class _AdamBase(Optimizer):
             _number(max_grad_norm, "Invalid max_grad_norm value", "None and finite numbers above 0", lambda x: x > 0)
         self.max_grad_norm = max_grad_norm
         self._squares: torch.Tensor | None = None
+        self._checked_norm: float | None = None
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("max_grad_norm", None)
         self.__dict__.setdefault("_squares", None)
+        self.__dict__.setdefault("_checked_norm", None)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -361,7 +438,7 @@ class _AdamBase(Optimizer):
         Numbers are compared as objects, which is exact and compares no tensors. What can change in place always may.
         """
         now = list(map(_options_of, self.param_groups))
-        if len(now) != len(self._checked):
+        if len(now) != len(self._checked) or self.max_grad_norm != self._checked_norm:
             return True
         for values, before in zip(now, self._checked, strict=True):
             if not all(map(is_, values, before)) or type(values[1]) is not tuple:
@@ -374,7 +451,9 @@ class _AdamBase(Optimizer):
         """Sort parameters into batches by device and layout, after checking that every one can be stepped."""
         row_of = {id(p): row for row, group in enumerate(self.param_groups) for p in group["params"]}
         rows = [row_of[id(parameter)] for parameter in parameters]
-        names: dict[tuple[Any, ...], list[int]] = {}
+        stream_of = {id(parameter): number for number, parameter in enumerate(self._parameters())}
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        names: dict[int, tuple[int, ...]] = {}
         for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             group = self.param_groups[rows[index]]
             where = f"parameter {index} with a gradient (group {rows[index]})"
@@ -389,29 +468,32 @@ class _AdamBase(Optimizer):
                     f"{where} has a gradient of dtype {grad.dtype}; allowed are float32, float16 and bfloat16"
                 )
             state = self._complete_state(parameter, group)
+            layout = _layout_of(parameter, grad.dtype, group)
             for key, value in state.items():
                 if key in CANONICAL_KEYS or key == "remainder":
-                    self._check_state(where, key, value, parameter, group)
-            layout = adam.Layout(
-                parameter.dtype,
-                grad.dtype,
-                group["state_dtype"],
-                _MASTER_CODES[_master_of(parameter, group["master_weights"])],
-                bool(group["amsgrad"]),
-                not group["decoupled_weight_decay"] and self._decays(group),
-            )
-            names.setdefault((local(parameter).device, layout), []).append(index)
+                    self._check_state(where, key, value, parameter, group, layout)
+            if layout.stochastic:
+                seed = group["seed"]
+                names[index] = (stream_of[id(parameter)], *_place(parameter, where), seed)
+            kinds.setdefault((local(parameter).device, layout), []).append(index)
         self._members = []
-        for (_, layout), indices in names.items():
+        for (_, layout), indices in kinds.items():
             members = [parameters[index] for index in indices]
             states = [self.state[parameter] for parameter in members]
-            self._members.append((_Batch(layout, members, states, [rows[index] for index in indices]), indices))
+            named = list(zip(*(names[index] for index in indices), strict=True)) if layout.stochastic else []
+            further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
+            batch = _Batch(layout, members, states, [rows[index] for index in indices], further)
+            self._members.append((batch, indices))
 
-    @staticmethod
-    def _decays(group: dict[str, Any]) -> bool:
-        return bool(group["weight_decay"] != 0)
-
-    def _check_state(self, where: str, key: str, value: Any, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _check_state(
+        self,
+        where: str,
+        key: str,
+        value: Any,
+        parameter: torch.Tensor,
+        group: dict[str, Any],
+        layout: adam.Layout,
+    ) -> None:
         """Raise unless a state tensor can stand beside its parameter in one launch."""
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"state {key!r} of {where} is a {type(value).__name__}; allowed is a tensor")
@@ -426,7 +508,7 @@ class _AdamBase(Optimizer):
                 f"state {key!r} of {where} is {tuple(held.shape)} {held.dtype} on {held.device}; allowed is {shape} "
                 f"{dtype} on {own.device}: move it back, or load it with load_state_dict"
             )
-        dense = own if is_flat(own) else own.contiguous()
+        dense = _dense(own, layout)
         same_order = held.stride() == dense.stride() or (held.is_contiguous() and dense.is_contiguous())
         if key != "step" and not same_order:
             # Elements in another order than the parameter's: lay them out as the kernels walk them.
@@ -449,6 +531,7 @@ class _AdamBase(Optimizer):
                     columns[column] = float(value)
             columns[adam.MAXIMIZE] = float(bool(group["maximize"]))
             columns[adam.DECOUPLED] = float(bool(group["decoupled_weight_decay"]))
+            columns[adam.MAX_NORM] = 0.0 if self.max_grad_norm is None else float(self.max_grad_norm)
             values.append(columns)
         known, table = self._group_tables.get(device, (None, None))
         if known != values or table is None:
@@ -478,7 +561,7 @@ class _AdamBase(Optimizer):
             assert check is not None
             squares = check.sum_of_squares
         self._squares = squares
-        return adam.Control(scale, found_inf, squares, float(self.max_grad_norm))
+        return adam.Control(scale, found_inf, squares)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -515,7 +598,10 @@ class _AdamBase(Optimizer):
             for group in self.param_groups:
                 _check_options(group)
             kinds = [
-                (group["amsgrad"], group["decoupled_weight_decay"], self._decays(group), group["master_weights"])
+                (
+                    *(group["amsgrad"], group["decoupled_weight_decay"], bool(group["weight_decay"] != 0)),
+                    *(group["master_weights"], group["state_dtype"], group["rounding"], group["seed"]),
+                )
                 for group in self.param_groups
             ]
             if kinds != self._kinds:
@@ -550,10 +636,10 @@ class _AdamBase(Optimizer):
                 _scalar(control.grad_scale, torch.float32, device),
                 _scalar(control.found_inf, torch.float32, device),
                 _scalar(control.sum_of_squares, torch.float64, device),
-                control.max_norm,
             )
             batch.step(own, contiguous, self._group_table(device, changed), here)
         self._checked = list(map(_options_of, self.param_groups))
+        self._checked_norm = self.max_grad_norm
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
@@ -744,61 +830,20 @@ _ARGUMENTS = """
 {extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
             ``"full"`` (fp32 copy, 4 B), ``None`` (round the weight every step), or ``"auto"``: split for bf16, full
             for fp16. fp32 parameters need none.
-        state_dtype: of the moments: fp32, or bf16 rounded to nearest (a second moment with beta2 near 1 then stops
-            moving once its steps fall below half a bf16 ulp).
-        rounding: ``"nearest"``.
+        state_dtype: of the moments: fp32, or bf16. Rounded to nearest, a bf16 second moment with beta2 near 1 stops
+            moving once its steps fall below half an ulp: with bf16 use ``rounding="stochastic"``.
+        rounding: ``"nearest"``, or ``"stochastic"``: bf16 moments and 16-bit parameters without a master are rounded to
+            either neighbour with the probability that makes the mean right. fp32 numbers and masters are not rounded,
+            so where there is nothing else the steps are those of ``"nearest"``. The bits depend on the seed, the
+            parameter's number, its step and the element's place in the whole parameter; with FSDP1, whose flat shards
+            do not say where they lie, in the shard.
+        seed: of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the groups' options.
         max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
 
     Raises:
         ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
-        TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor.
+        TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor, or `seed` not an integer.
 """
-
-
-class AdamW(_AdamBase):
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: Literal["auto", "full", "split"] | None = "auto",
-        state_dtype: torch.dtype = torch.float32,
-        rounding: str = "nearest",
-        max_grad_norm: float | None = None,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": True,
-            "master_weights": master_weights,
-            "state_dtype": state_dtype,
-            "rounding": rounding,
-        }
-        super().__init__(params, defaults, max_grad_norm)
-
-    __doc__ = (
-        "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
-        + _ARGUMENTS.format(
-            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step", extra=""
-        )
-    )
 
 
 class Adam(_AdamBase):
@@ -819,8 +864,9 @@ class Adam(_AdamBase):
         decoupled_weight_decay: bool = False,
         master_weights: Literal["auto", "full", "split"] | None = "auto",
         state_dtype: torch.dtype = torch.float32,
-        rounding: str = "nearest",
+        rounding: Literal["nearest", "stochastic"] = "nearest",
         max_grad_norm: float | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -837,6 +883,7 @@ class Adam(_AdamBase):
             "master_weights": master_weights,
             "state_dtype": state_dtype,
             "rounding": rounding,
+            "seed": seed,
         }
         super().__init__(params, defaults, max_grad_norm)
 
@@ -845,5 +892,54 @@ class Adam(_AdamBase):
         + _ARGUMENTS.format(
             decay="L2 penalty: ``weight_decay`` times the weight is added to the gradient",
             extra="        decoupled_weight_decay: decay the weight as AdamW does.\n",
+        )
+    )
+
+
+class AdamW(Adam):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: Literal["auto", "full", "split"] | None = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            rounding=rounding,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        )
+
+    __doc__ = (
+        "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
+        + _ARGUMENTS.format(
+            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step", extra=""
         )
     )

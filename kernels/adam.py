@@ -26,8 +26,31 @@ Per tensor and step, in fp64, t the step count after this step, rounded to fp32 
 and beta^t by repeated squaring, which needs no pow and so has the same bits everywhere. If found_inf != 0 nothing
 is written, the step count included.
 
+Stochastic rounding. What is stored in 16 bits with nothing beside it is rounded by chance, so that steps below half a
+unit in the last place arrive in the mean: bf16 moments, and an fp16 or bf16 parameter without a master. A weight beside
+its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was stored: the larger of two
+bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step by step.
+
+The random bits are named by (seed, stream, step, index): the words of philox.py, where stream is the parameter's number
+in the optimizer, step its t, and index the element's place, row by row, in the whole parameter. Hence the same bits
+whatever the launch shape, the batch, the number of ranks and the sharding. One 32-bit word w serves up to three
+roundings:
+
+    parameter   w                 bf16 looks at the upper 16 bits, fp16 at the upper 13 (below 2^-14: at 31)
+    m           w << 16           its lower 16 bits
+    v           w ^ (w << 16)     the exclusive or of both halves
+
+Halves of a uniform word are uniform and independent, and so is their exclusive or of either: no two roundings of one
+element share chance. (An fp16 parameter below 2^-14 looks at the lower half too, where the upper one is a tie.)
+A shard is a part of its parameter: element i of it is element
+
+    base + i // inner * inner_whole + i % inner
+
+of the whole, which describes a range of rows (inner = numel), a range of any other dimension, or both.
+
 Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master
-14 + 14 = 28, no master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. amsgrad adds 8.
+14 + 14 = 28, no master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. bf16 state saves 8, amsgrad adds 8 (4 in
+bf16): split 18, no master 14. Random bits are computed, not read.
 """
 
 from __future__ import annotations
@@ -44,13 +67,18 @@ import torch
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import ADDRESSES, DTYPE_CODES, FLOATS, TensorTable
+from halfstep.kernels.philox import reference_words, words_of, words_of_groups
 from halfstep.kernels.rounding import (
+    FORMATS,
+    STOCHASTIC,
     exact_sqrt,
     from_float32,
     join_float32,
     join_master,
+    reference_round,
     split_float32,
     split_master,
+    stochastic_float32,
     to_float32,
 )
 from halfstep.kernels.variant import Variant
@@ -65,9 +93,12 @@ NO_MASTER, FULL_MASTER, SPLIT_MASTER = 0, 1, 2
 # Operands of a tensor table, in the order of its address rows. `extra` is the master or the remainder, `top` amsgrad's.
 GRAD, PARAM, EXTRA, M, V, TOP, STEP = range(7)
 OPERANDS = 7
+# With stochastic rounding, five more rows: the parameter's number, where its shard lies in it, and the seed.
+STREAM, BASE, INNER, INNER_WHOLE, SEED = range(OPERANDS, OPERANDS + 5)
+STOCHASTIC_OPERANDS = OPERANDS + 5
 
 # Columns of the fp64 hyper-parameters that the host writes per parameter group ...
-LR, BETA1, BETA2, EPS, DECAY, MAXIMIZE, DECOUPLED = range(7)
+LR, BETA1, BETA2, EPS, DECAY, MAXIMIZE, DECOUPLED, MAX_NORM = range(8)
 GROUP_COLUMNS = 8
 # ... and of the fp32 numbers that every tensor's elements need.
 GSCALE, DECAY_FACTOR, W1, W2, ROOT, EPS_, STEP_SIZE, SKIP, BETA1_, BETA2_ = range(10)
@@ -85,6 +116,7 @@ class Layout:
         master: `NO_MASTER`, `FULL_MASTER` (fp32 copy) or `SPLIT_MASTER` (bf16 parameter with a 16-bit remainder).
         amsgrad: keep the maximum of the second moment.
         l2: add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW).
+        stochastic: round what `rounds_stochastically` by chance.
     """
 
     param: torch.dtype
@@ -93,6 +125,12 @@ class Layout:
     master: int
     amsgrad: bool
     l2: bool
+    stochastic: bool = False
+
+
+def rounds_stochastically(param: torch.dtype, state: torch.dtype, master: int) -> bool:
+    """Whether there is anything that stochastic rounding applies to: 16 bits that no others complete."""
+    return state != torch.float32 or (param != torch.float32 and master == NO_MASTER)
 
 
 @dataclass
@@ -101,7 +139,8 @@ class Batch:
 
     Attributes:
         layout: what they have in common.
-        table: their addresses; the launcher's caller keeps it fresh.
+        table: their addresses, and with stochastic rounding what names their random bits; the launcher's caller keeps
+            it fresh.
         lists: the tensors themselves, for the reference.
         groups: int64, one per tensor: its row in the group table.
         hyper: fp32, shape ``(tensors, HYPER_COLUMNS)``, scratch that the step fills.
@@ -121,14 +160,12 @@ class Control:
     Attributes:
         grad_scale: what the gradients were multiplied by.
         found_inf: the step is skipped if it is not 0.
-        sum_of_squares: of the unscaled gradients; with `max_norm` it makes the clip factor.
-        max_norm: clip the unscaled gradients to this 2-norm.
+        sum_of_squares: of the unscaled gradients, which are then clipped to the 2-norm in their group's row.
     """
 
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     sum_of_squares: torch.Tensor | None = None
-    max_norm: float | None = None
 
 
 # --------------------------------------------------------------------------------------------------------- reference
@@ -162,13 +199,13 @@ def _reference_prepare(batch: Batch, groups: torch.Tensor, control: Control) -> 
         step.copy_(value.reshape(step.shape))
     # A step count of 0 (its first step skipped) would divide by zero; nothing is done with the result.
     count = steps.clamp(1.0, 2.0**30).long()
-    lr, beta1, beta2, eps, decay, maximize, decoupled = groups[batch.groups].T[:7]
+    lr, beta1, beta2, eps, decay, maximize, decoupled, max_norm = groups[batch.groups].T
     scale = torch.ones((), dtype=torch.float64, device=device)
     if control.grad_scale is not None:
         scale = 1.0 / control.grad_scale.reshape(()).double()
-    if control.max_norm is not None and control.sum_of_squares is not None:
+    if control.sum_of_squares is not None:
         norm = _exact_sqrt_fp64(control.sum_of_squares.reshape(()))
-        scale = scale * torch.clamp(control.max_norm / (norm + 1e-6), max=1.0)
+        scale = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     hyper[:, GSCALE] = torch.where(maximize != 0, -scale, scale).float()
     hyper[:, DECAY_FACTOR] = torch.where(decoupled != 0, lr * decay, decay).float()
     hyper[:, W1] = (1.0 - beta1).float()
@@ -190,8 +227,28 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
-def _reference_update(layout: Layout, tensors: Sequence[torch.Tensor | None], hyper: torch.Tensor) -> None:
-    """One tensor's step; `tensors` by operand, `hyper` its row."""
+def _reference_noise(batch: Batch, tensor: int) -> torch.Tensor | None:
+    """The random words of a tensor's elements, or None if nothing is rounded by chance."""
+    if not batch.layout.stochastic:
+        return None
+    column = batch.table.rows[ADDRESSES:, tensor]
+    local = torch.arange(batch.lists[PARAM][tensor].numel(), device=column.device)
+    row = local // column[INNER]
+    index = column[BASE] + row * column[INNER_WHOLE] + (local - row * column[INNER])
+    step = batch.lists[STEP][tensor].reshape(()).clamp(1.0, 2.0**30).long()
+    return reference_words(index, column[SEED], step, column[STREAM])
+
+
+def _reference_rounded(x: torch.Tensor, dtype: torch.dtype, words: torch.Tensor | None) -> torch.Tensor:
+    if words is None or dtype not in FORMATS:
+        return x.to(dtype)
+    return reference_round(x, dtype, STOCHASTIC, words=words & 0xFFFFFFFF)
+
+
+def _reference_update(
+    layout: Layout, tensors: Sequence[torch.Tensor | None], hyper: torch.Tensor, words: torch.Tensor | None
+) -> None:
+    """One tensor's step; `tensors` by operand, `hyper` its row, `words` its random bits."""
     gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2 = hyper.unbind()
     grad, param, extra, first, second, top = (None if t is None else _flat(t) for t in tensors)
     assert grad is not None and param is not None and first is not None and second is not None
@@ -208,6 +265,10 @@ def _reference_update(layout: Layout, tensors: Sequence[torch.Tensor | None], hy
     square = torch.where(square > MAX, MAX, square)
     v = second.float()
     v = _average(torch.where(v > MAX, MAX, v), square, w2, beta2)
+    new_first = _reference_rounded(m, first.dtype, None if words is None else words << 16)
+    new_second = _reference_rounded(v, second.dtype, None if words is None else words ^ (words << 16))
+    if words is not None and layout.amsgrad:
+        v = new_second.float()
     used = v
     if layout.amsgrad:
         assert top is not None
@@ -222,8 +283,8 @@ def _reference_update(layout: Layout, tensors: Sequence[torch.Tensor | None], hy
     def write(target: torch.Tensor, value: torch.Tensor) -> None:
         target.copy_(torch.where(skipped, target, value.to(target.dtype)))
 
-    write(first, m)
-    write(second, v)
+    write(first, new_first)
+    write(second, new_second)
     if layout.amsgrad and top is not None:
         write(top, used)
     if layout.master == SPLIT_MASTER:
@@ -234,13 +295,14 @@ def _reference_update(layout: Layout, tensors: Sequence[torch.Tensor | None], hy
     else:
         if layout.master == FULL_MASTER and extra is not None:
             write(extra, new)
-        write(param, new)
+        write(param, _reference_rounded(new, param.dtype, words if layout.master == NO_MASTER else None))
 
 
 def _reference_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
     _reference_prepare(batch, groups, control)
     for index, row in enumerate(batch.hyper):
-        _reference_update(batch.layout, [tensors[index] if tensors else None for tensors in batch.lists[:STEP]], row)
+        tensors = [operand[index] if operand else None for operand in batch.lists[:STEP]]
+        _reference_update(batch.layout, tensors, row, _reference_noise(batch, index))
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -265,7 +327,6 @@ def prepare_kernel(
     grad_scale,  # fp32 scalar, read if HAS_SCALE
     found_inf,  # fp32 scalar, read if HAS_FOUND
     sum_of_squares,  # fp64 scalar, read if CLIP
-    max_norm,  # fp64 scalar, read if CLIP
     HAS_SCALE: tl.constexpr,
     HAS_FOUND: tl.constexpr,
     CLIP: tl.constexpr,
@@ -296,7 +357,7 @@ def prepare_kernel(
         scale = one / tl.load(grad_scale).to(tl.float64)
     if CLIP:
         norm = tl.sqrt(one * tl.load(sum_of_squares))
-        clip = tl.load(max_norm) / (norm + 1e-6)
+        clip = tl.load(group + 7, mask=here, other=0.0) / (norm + 1e-6)
         # Written as a choice so that a NaN norm stays NaN.
         scale = scale * tl.where(clip > 1.0, 1.0, clip)
     out = hyper + tensor * 10
@@ -313,22 +374,56 @@ def prepare_kernel(
 
 
 @jit
+def _pointer(address, dtype: tl.constexpr, HINTED: tl.constexpr):
+    """A pointer, with the alignment that the compiler may rely on; the hint must come after the cast to survive.
+
+    16-bit operands are told 8 bytes: each thread then holds the same elements of every operand, and no value has to
+    move between threads.
+    """
+    pointer = address.to(tl.pointer_type(dtype))
+    if HINTED:
+        pointer = tl.multiple_of(pointer, 16 if dtype == tl.float32 else 8)
+    return pointer
+
+
+@jit
+def _rounded(x, word, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC and dtype != tl.float32:
+        return stochastic_float32(x, word, dtype)
+    else:
+        return from_float32(x, dtype)
+
+
+@jit
 def _adam_block(
-    at_grad,
-    at_param,
-    at_extra,
-    at_first,
-    at_second,
-    at_top,
+    grad,
+    param,
+    extra,
+    first,
+    second,
+    top,
+    start,
+    offsets,
     mask,
+    word,  # random uint32, looked at if STOCHASTIC
     hyper,
     PARAM_T: tl.constexpr,
+    GRAD_T: tl.constexpr,
     STATE_T: tl.constexpr,
+    EXTRA_T: tl.constexpr,
     MASTER: tl.constexpr,
     AMSGRAD: tl.constexpr,
     L2: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HINTED: tl.constexpr,
 ):
     """One block: load, update, store."""
+    at_grad = _pointer(grad, GRAD_T, HINTED) + start + offsets
+    at_param = _pointer(param, PARAM_T, HINTED) + start + offsets
+    at_extra = _pointer(extra, EXTRA_T, HINTED) + start + offsets
+    at_first = _pointer(first, STATE_T, HINTED) + start + offsets
+    at_second = _pointer(second, STATE_T, HINTED) + start + offsets
+    at_top = _pointer(top, STATE_T, HINTED) + start + offsets
     gscale = tl.load(hyper)
     decay = tl.load(hyper + 1)
     w1 = tl.load(hyper + 2)
@@ -354,9 +449,12 @@ def _adam_block(
     v = to_float32(tl.load(at_second, mask=mask))
     v = tl.where(v > 3.4028234663852886e38, 3.4028234663852886e38, v)
     v = tl.where(w2 < 0.5, v + w2 * (square - v), square + beta2 * (v - square))
-    tl.store(at_first, from_float32(m, STATE_T), mask=mask)
-    tl.store(at_second, from_float32(v, STATE_T), mask=mask)
+    tl.store(at_first, _rounded(m, word << 16, STATE_T, STOCHASTIC), mask=mask)
+    stored = _rounded(v, word ^ (word << 16), STATE_T, STOCHASTIC)
+    tl.store(at_second, stored, mask=mask)
     if AMSGRAD:
+        if STOCHASTIC:
+            v = to_float32(stored)
         top = to_float32(tl.load(at_top, mask=mask))
         v = tl.where((v > top) | (v != v), v, top)
         tl.store(at_top, from_float32(v, STATE_T), mask=mask)
@@ -371,17 +469,14 @@ def _adam_block(
     else:
         if MASTER == 1:
             tl.store(at_extra, w, mask=mask)
-        tl.store(at_param, from_float32(w, PARAM_T), mask=mask)
+        tl.store(at_param, _rounded(w, word, PARAM_T, STOCHASTIC and MASTER == 0), mask=mask)
 
 
 @jit
-def _hinted(address, dtype: tl.constexpr):
-    """A pointer with the alignment the compiler may rely on; the hint must come after the cast to survive.
-
-    16-bit operands are told 8 bytes: each thread then holds the same elements of every operand, and no value has to
-    move between threads.
-    """
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16 if dtype == tl.float32 else 8)
+def _ahead(offsets, to_end, run, jump):
+    """How far behind a chunk's first element others lie in the whole parameter, from how far they do in the shard."""
+    ends = tl.where(offsets < to_end, 0, (offsets - to_end) // run + 1)
+    return offsets + ends.to(tl.int64) * jump
 
 
 @jit
@@ -397,6 +492,7 @@ def adam_kernel(
     MASTER: tl.constexpr,
     AMSGRAD: tl.constexpr,
     L2: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
@@ -414,60 +510,53 @@ def adam_kernel(
     if tl.load(hyper + 7) == 0:
         left = tl.minimum(numel - start, CHUNK).to(tl.int32)
         every = grad | param | extra | first | second | top
-        if every % 16 == 0:
+        wide = every % 16 == 0
+        if STOCHASTIC:
+            step = tl.load(tl.load(table + 6 * tensors).to(tl.pointer_type(tl.float32)))
+            step = tl.minimum(tl.maximum(step, 1.0), 1073741824.0).to(tl.int64)
+            stream = tl.load(table + 7 * tensors)
+            inner = tl.load(table + 9 * tensors)
+            inner_whole = tl.load(table + 10 * tensors)
+            seed = tl.load(table + 11 * tensors)
+            row = start * 0
+            if start >= inner:  # a 64-bit division costs more than the branch around it
+                row = start // inner
+            column = start - row * inner
+            index = tl.load(table + 8 * tensors) + row * inner_whole + column
+            jump = inner_whole - inner
+            # A chunk is short: within it, 32 bits say where runs end.
+            to_end = tl.minimum(inner - column, 1048576).to(tl.int32)
+            run = tl.minimum(inner, 1048576).to(tl.int32)
+            # Four elements side by side can then share one call of Philox.
+            wide = wide & (index % 4 == 0) & ((to_end >= left) | ((to_end | run | jump) % 4 == 0))
+        if wide:
             # The mask's bound is a multiple of 16, or it would undo the hint.
             bulk = (left // 16) * 16
             offsets = tl.arange(0, CHUNK)
+            if STOCHASTIC:
+                group = (index + _ahead(tl.arange(0, CHUNK // 4) * 4, to_end, run, jump)) >> 2
+                word = words_of_groups(group, seed, step, stream, CHUNK)
             _adam_block(
-                _hinted(grad, GRAD_T) + start + offsets,
-                _hinted(param, PARAM_T) + start + offsets,
-                _hinted(extra, EXTRA_T) + start + offsets,
-                _hinted(first, STATE_T) + start + offsets,
-                _hinted(second, STATE_T) + start + offsets,
-                _hinted(top, STATE_T) + start + offsets,
-                offsets < bulk,
-                hyper,
-                PARAM_T,
-                STATE_T,
-                MASTER,
-                AMSGRAD,
-                L2,
-            )
+                grad, param, extra, first, second, top, start, offsets, offsets < bulk, word if STOCHASTIC else 0,
+                hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINTED=True,
+            )  # fmt: skip
             if bulk < left:
                 tail = bulk + tl.arange(0, 16)
+                if STOCHASTIC:
+                    few = words_of(index + _ahead(tail, to_end, run, jump), seed, step, stream)
                 _adam_block(
-                    grad.to(tl.pointer_type(GRAD_T)) + start + tail,
-                    param.to(tl.pointer_type(PARAM_T)) + start + tail,
-                    extra.to(tl.pointer_type(EXTRA_T)) + start + tail,
-                    first.to(tl.pointer_type(STATE_T)) + start + tail,
-                    second.to(tl.pointer_type(STATE_T)) + start + tail,
-                    top.to(tl.pointer_type(STATE_T)) + start + tail,
-                    tail < left,
-                    hyper,
-                    PARAM_T,
-                    STATE_T,
-                    MASTER,
-                    AMSGRAD,
-                    L2,
-                )
+                    grad, param, extra, first, second, top, start, tail, tail < left, few if STOCHASTIC else 0,
+                    hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINTED=False,
+                )  # fmt: skip
         else:
             for begin in range(0, left, 512):
                 offsets = begin + tl.arange(0, 512)
+                if STOCHASTIC:
+                    word = words_of(index + _ahead(offsets, to_end, run, jump), seed, step, stream)
                 _adam_block(
-                    grad.to(tl.pointer_type(GRAD_T)) + start + offsets,
-                    param.to(tl.pointer_type(PARAM_T)) + start + offsets,
-                    extra.to(tl.pointer_type(EXTRA_T)) + start + offsets,
-                    first.to(tl.pointer_type(STATE_T)) + start + offsets,
-                    second.to(tl.pointer_type(STATE_T)) + start + offsets,
-                    top.to(tl.pointer_type(STATE_T)) + start + offsets,
-                    offsets < left,
-                    hyper,
-                    PARAM_T,
-                    STATE_T,
-                    MASTER,
-                    AMSGRAD,
-                    L2,
-                )
+                    grad, param, extra, first, second, top, start, offsets, offsets < left, word if STOCHASTIC else 0,
+                    hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINTED=False,
+                )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- launchers
@@ -482,15 +571,13 @@ def _constexprs(layout: Layout) -> dict[str, Any]:
         "MASTER": layout.master,
         "AMSGRAD": layout.amsgrad,
         "L2": layout.l2,
+        "STOCHASTIC": layout.stochastic,
         "CHUNK": CHUNK,
     }
 
 
 def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
     table, hyper = batch.table, batch.hyper
-    clip, max_norm = False, hyper
-    if control.max_norm is not None and control.sum_of_squares is not None:
-        clip, max_norm = True, torch.full((), control.max_norm, dtype=torch.float64, device=hyper.device)
     prepare_kernel[((table.tensors + LANES - 1) // LANES,)](
         table.rows,
         table.tensors,
@@ -500,10 +587,9 @@ def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
         hyper if control.grad_scale is None else control.grad_scale,
         hyper if control.found_inf is None else control.found_inf,
         hyper if control.sum_of_squares is None else control.sum_of_squares,
-        max_norm,
         HAS_SCALE=control.grad_scale is not None,
         HAS_FOUND=control.found_inf is not None,
-        CLIP=clip,
+        CLIP=control.sum_of_squares is not None,
         STEP_ROW=ADDRESSES + STEP,
         LANES=LANES,
         enable_fp_fusion=False,
@@ -539,14 +625,14 @@ def _native_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
         address(batch.hyper),
         address(control.grad_scale),
         address(control.found_inf),
-        address(control.sum_of_squares if control.max_norm is not None else None),
-        ctypes.c_double(0.0 if control.max_norm is None else control.max_norm),
+        address(control.sum_of_squares),
         ctypes.c_int32(DTYPE_CODES[layout.param]),
         ctypes.c_int32(DTYPE_CODES[layout.grad]),
         ctypes.c_int32(DTYPE_CODES[layout.state]),
         ctypes.c_int32(layout.master),
         ctypes.c_int32(layout.amsgrad),
         ctypes.c_int32(layout.l2),
+        ctypes.c_int32(layout.stochastic),
         ctypes.c_int32(torch.get_num_threads()),
     )
 
@@ -573,6 +659,9 @@ def variants() -> Iterator[Variant]:
     layouts += [Layout(bf16, grad, f32, master, False, False) for grad in (bf16, f32) for master in (0, 1, 2)]
     layouts += [Layout(bf16, bf16, bf16, master, False, False) for master in (0, 2)]
     layouts += [Layout(bf16, bf16, f32, SPLIT_MASTER, True, False)]
+    layouts += [Layout(param, param, f32, NO_MASTER, False, False, True) for param in (f16, bf16)]
+    layouts += [Layout(bf16, bf16, bf16, master, False, False, True) for master in (NO_MASTER, SPLIT_MASTER)]
+    layouts += [Layout(bf16, bf16, bf16, NO_MASTER, True, False, True)]
     for layout in layouts:
         p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
         state = s * (3 if layout.amsgrad else 2)
@@ -587,6 +676,7 @@ def variants() -> Iterator[Variant]:
                     f"{('no', 'full', 'split')[layout.master]} master",
                     *(["amsgrad"] if layout.amsgrad else []),
                     *(["L2"] if layout.l2 else []),
+                    *(["stochastic"] if layout.stochastic else []),
                 ]
             ),
             signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32", "hyper": "*fp32"},
@@ -609,7 +699,6 @@ def variants() -> Iterator[Variant]:
                 "grad_scale": "*fp32",
                 "found_inf": "*fp32",
                 "sum_of_squares": "*fp64",
-                "max_norm": "*fp64",
             },
             constexprs={
                 "HAS_SCALE": True,

@@ -40,13 +40,13 @@ def check_seed(seed: object) -> int:
 
 
 def reference_words(
-    index: torch.Tensor, seed: int, step: int | torch.Tensor = 0, stream: int | torch.Tensor = 0
+    index: torch.Tensor, seed: int | torch.Tensor, step: int | torch.Tensor = 0, stream: int | torch.Tensor = 0
 ) -> torch.Tensor:
     """The words of elements, in plain torch on any device.
 
     Args:
         index: int64, any shape: the elements' indices, from 0.
-        seed: 64 bits.
+        seed: 64 bits, or a 0-dim int64 tensor.
         step, stream: 32 bits each, or int64 tensors that broadcast with `index`.
 
     Returns:
@@ -87,12 +87,17 @@ def words_of(index, seed, step, stream):
 
 
 @jit
-def consecutive_words(first, seed, step, stream, BLOCK: tl.constexpr):
-    """The words of elements `first` (int64, a multiple of 4) to ``first + BLOCK``: one Philox call per four."""
-    group = (first >> 2) + tl.arange(0, BLOCK // 4)
+def words_of_groups(group, seed, step, stream, BLOCK: tl.constexpr):
+    """The words of four consecutive elements for each of a block of int64 groups, an element's index // 4."""
     low = group.to(tl.uint32)
     high = (group >> 32).to(tl.uint32)
     fill = tl.zeros_like(low)
     a, b, c, d = tl.philox(seed, low, high, (fill + step).to(tl.uint32), (fill + stream).to(tl.uint32))
     # join puts its operands side by side in a new last dimension: (a, b, c, d) of each group in this order.
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK,))
+
+
+@jit
+def consecutive_words(first, seed, step, stream, BLOCK: tl.constexpr):
+    """The words of elements `first` (int64, a multiple of 4) to ``first + BLOCK``: one Philox call per four."""
+    return words_of_groups((first >> 2) + tl.arange(0, BLOCK // 4), seed, step, stream, BLOCK)

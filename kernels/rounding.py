@@ -242,6 +242,16 @@ def round_float32(
 
 
 @jit
+def stochastic_float32(x, word, dtype: tl.constexpr):
+    """A block of fp32 rounded stochastically to fp16 or bf16."""
+    if dtype == tl.bfloat16:
+        code = round_float32(x, word, 16, 7, 127, 0x7F7F, 0x7F80, 0x7FC0, 2, False)
+    else:
+        code = round_float32(x, word, 16, 10, 15, 0x7BFF, 0x7C00, 0x7E00, 2, False)
+    return code.to(tl.uint16).to(dtype, bitcast=True)
+
+
+@jit
 def split_float32(x):
     """A block of fp32 as (bf16 weight, int16 remainder); see the module's docstring."""
     bits = x.to(tl.uint32, bitcast=True)

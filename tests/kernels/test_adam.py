@@ -3,237 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from itertools import combinations, product
 
 import numpy as np
 import oracles
 import pytest
 import torch
+from adam_cases import FEW, LAYOUTS, USUAL, WEIGHTS, Memory, Step, examine, label, make, standard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import ALL, using
-from oracles import BF16, DTYPES, FP16, FP32, NUMPY, AdamOptions, AdamTensor, adam_step, assert_same_bits
+from oracles import BF16, FP16, FP32, NUMPY, AdamOptions, AdamTensor, assert_same_bits
 from tolerances import ADAM_STEP_UNITS, ROUNDOFF
 
 from halfstep.kernels import adam
-from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT_MASTER, Layout
-from halfstep.kernels.multi_tensor import TensorTable
+from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
 
 INF, NAN = float("inf"), float("nan")
-WEIGHTS = [(FP32, NO_MASTER), (FP16, NO_MASTER), (FP16, FULL_MASTER), *((BF16, master) for master in range(3))]
-LAYOUTS = [
-    Layout(param, grad, state, master, amsgrad, l2)
-    for (param, master), grad, state, amsgrad, l2 in product(
-        WEIGHTS, DTYPES, (FP32, BF16), (False, True), (False, True)
-    )
-]
-USUAL = [Layout(FP32, FP32, FP32, NO_MASTER, False, False), Layout(BF16, BF16, FP32, SPLIT_MASTER, False, False)]
-
-
-def pairwise(layouts: list[Layout]) -> list[Layout]:
-    """A few layouts in which any two choices that occur together in some layout occur together."""
-
-    def pairs(layout: Layout) -> set[object]:
-        weight = (layout.param, layout.master)
-        return set(combinations(enumerate((weight, layout.grad, layout.state, layout.amsgrad, layout.l2)), 2))
-
-    missing, chosen = set().union(*map(pairs, layouts)), []
-    while missing:
-        chosen.append(max(layouts, key=lambda layout: len(pairs(layout) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
-
-
-FEW = pairwise(LAYOUTS)
-
-
-def label(layout: object) -> str:
-    if not isinstance(layout, Layout):
-        return str(layout)
-    names = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
-    parts = [f"p {names[layout.param]}", f"g {names[layout.grad]}", f"s {names[layout.state]}"]
-    parts.append(("none", "full", "split")[layout.master])
-    return " ".join(parts + ["amsgrad"] * layout.amsgrad + ["L2"] * layout.l2)
-
-
-# ------------------------------------------------------------------------------------------------- making and running
-
-
-@dataclass
-class Step:
-    """The gradients of one step, in numpy, and what steers it."""
-
-    grads: list[np.ndarray]
-    grad_scale: float | None = None
-    found_inf: float | None = None
-    sum_of_squares: float | None = None
-    max_norm: float | None = None
-
-    def expected(self, tensors: list[AdamTensor]) -> list[AdamTensor]:
-        """The oracle's answer."""
-        return [
-            adam_step(
-                tensor,
-                grad,
-                grad_scale=self.grad_scale,
-                found_inf=0.0 if self.found_inf is None else self.found_inf,
-                sum_of_squares=self.sum_of_squares,
-                max_norm=self.max_norm,
-            )
-            for tensor, grad in zip(tensors, self.grads, strict=True)
-        ]
-
-
-def make(
-    layout: Layout, weights: np.ndarray, rng: np.random.Generator, step: float = 0.0, **options: object
-) -> AdamTensor:
-    """A tensor of a layout from fp32 weights, with random moments unless its step count is 0."""
-    size = len(weights)
-    extra: np.ndarray | None = None
-    with np.errstate(all="ignore"):
-        if layout.master == SPLIT_MASTER:
-            code, extra = oracles.split(weights)
-            param = code.view(NUMPY[BF16])
-        else:
-            param = weights.astype(NUMPY[layout.param])
-            extra = weights if layout.master == FULL_MASTER else None
-    started = np.float32(step > 0)
-    state = NUMPY[layout.state]
-    m = (rng.standard_normal(size).astype(np.float32) * started).astype(state)
-    v, top = ((rng.random(size).astype(np.float32) * started).astype(state) for _ in range(2))
-    known = {"decay": 0.01, **options, "decoupled": not layout.l2}
-    return AdamTensor(
-        param,
-        m,
-        v,
-        np.float32(step),
-        extra,
-        top if layout.amsgrad else None,
-        AdamOptions(**known),  # type: ignore[arg-type]
-    )
-
-
-class Memory:
-    """The tensors of a batch on a device, each in a buffer of its own with a margin that must stay as it is."""
-
-    NAMES = ("param", "extra", "m", "v", "top")
-    OPERANDS = (adam.PARAM, adam.EXTRA, adam.M, adam.V, adam.TOP)
-
-    def __init__(self, layout: Layout, tensors: list[AdamTensor], device: torch.device, offset: int) -> None:
-        self.device, self.offset = device, offset
-        self.buffers: list[tuple[torch.Tensor, int]] = []
-        self.lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
-        for name, operand in zip(self.NAMES, self.OPERANDS, strict=True):
-            arrays = [getattr(tensor, name) for tensor in tensors]
-            if arrays[0] is not None:
-                self.lists[operand] = [self.place(array) for array in arrays]
-        self.lists[adam.STEP] = [torch.tensor(float(tensor.step), device=device) for tensor in tensors]
-        self.table = TensorTable([tensor.param.size for tensor in tensors], adam.OPERANDS, adam.CHUNK, device)
-        for operand, held in enumerate(self.lists):
-            if held:
-                self.table.refresh(operand, [tensor.data_ptr() for tensor in held])
-        rows: list[AdamOptions] = []
-        for tensor in tensors:
-            if tensor.options not in rows:
-                rows.append(tensor.options)
-        columns = [[o.lr, o.beta1, o.beta2, o.eps, o.decay, float(o.maximize), float(o.decoupled), 0.0] for o in rows]
-        self.groups = torch.tensor(columns, dtype=torch.float64, device=device)
-        indices = torch.tensor([rows.index(tensor.options) for tensor in tensors], device=device)
-        hyper = torch.full((len(tensors), adam.HYPER_COLUMNS), NAN, device=device)
-        self.batch = adam.Batch(layout, self.table, self.lists, indices, hyper)
-
-    def place(self, array: np.ndarray) -> torch.Tensor:
-        values = oracles.to_torch(array)
-        buffer = torch.full((self.offset + values.numel() + 17,), 42, dtype=values.dtype, device=self.device)
-        self.buffers.append((buffer, values.numel()))
-        view = buffer[self.offset : self.offset + values.numel()]
-        view.copy_(values)
-        return view
-
-    def step(self, step: Step) -> None:
-        self.lists[adam.GRAD] = [self.place(grad) for grad in step.grads]
-        self.table.refresh(adam.GRAD, [grad.data_ptr() for grad in self.lists[adam.GRAD]])
-
-        def scalar(value: float | None, dtype: torch.dtype) -> torch.Tensor | None:
-            return None if value is None else torch.tensor(value, dtype=dtype, device=self.device)
-
-        control = adam.Control(
-            scalar(step.grad_scale, FP32),
-            scalar(step.found_inf, FP32),
-            scalar(step.sum_of_squares, torch.float64),
-            step.max_norm,
-        )
-        adam.step(self.batch, self.groups, control)
-        for grad, passed in zip(self.lists[adam.GRAD], step.grads, strict=True):
-            assert (oracles.bits(grad) == oracles.bits(passed)).all(), "a gradient was written"
-        for buffer, size in self.buffers:
-            assert (buffer[: self.offset] == 42).all() and (buffer[self.offset + size :] == 42).all(), "wrote outside"
-
-    def compare(self, expected: list[AdamTensor], what: str, exactly: bool = False) -> None:
-        """Every array against the oracle's, NaN by class unless `exactly`."""
-        names = {**dict(zip(self.NAMES, self.OPERANDS, strict=True)), "step": adam.STEP}
-        for index, tensor in enumerate(expected):
-            for name, array in tensor.arrays().items():
-                held = self.lists[names[name]][index]
-                if exactly:
-                    assert (oracles.bits(held) == oracles.bits(array)).all(), (
-                        f"{what}: {name} of tensor {index} changed"
-                    )
-                else:
-                    assert_same_bits(held.reshape(array.shape), array, f"{what}: {name} of tensor {index}")
-
-
-def examine(
-    names: tuple[str, ...], layout: Layout, tensors: list[AdamTensor], steps: list[Step], offset: int = 0
-) -> list[AdamTensor]:
-    """Take the steps in each implementation, compare with the oracle after each; returns the oracle's last state."""
-    expected, history = tensors, []
-    for step in steps:
-        expected = step.expected(expected)
-        history.append(expected)
-    for name in names:
-        with using(name, "adam") as device:
-            memory = Memory(layout, tensors, device, offset)
-            for number, (step, after) in enumerate(zip(steps, history, strict=True), 1):
-                memory.step(step)
-                memory.compare(after, f"{name}, step {number}")
-    return expected
-
-
-def standard(layout: Layout, seed: int = 0) -> tuple[list[AdamTensor], list[Step]]:
-    """Tensors and steps that reach every branch: three groups, odd sizes, empty, hostile values, a skip, a clip."""
-    rng = np.random.default_rng(seed)
-
-    def normal(size: int, scale: float = 1.0) -> np.ndarray:
-        return (rng.standard_normal(size) * scale).astype(np.float32)
-
-    hostile = rng.integers(0, 2**32, 64, dtype=np.uint32).view(np.float32)
-    edges = np.array([0.0, -0.0, INF, -INF, NAN, 1e-45, -1e-45, 1e-38, 3e38, -3.4028234e38, 65504, 1e20, 1e-20])
-    weights = np.concatenate([hostile, edges.astype(np.float32), oracles.specials()])
-    tensors = [
-        make(layout, normal(37), rng),
-        make(layout, normal(0), rng, step=3),
-        make(layout, normal(2048 + 21), rng, step=9, lr=0.1, beta1=0.5, beta2=0.5, maximize=True, decay=0.3),
-        make(layout, weights, rng, step=2, beta1=0.0, beta2=0.0, eps=0.0),
-        make(layout, weights[::-1].copy(), rng, step=1000, beta2=0.25),
-    ]
-
-    def gradients(scale: float) -> list[np.ndarray]:
-        made = [normal(tensor.param.size, scale) for tensor in tensors]
-        for grad in made[3:]:
-            grad[: len(edges)] = rng.permutation(edges)
-        with np.errstate(all="ignore"):
-            return [grad.astype(NUMPY[layout.grad]) for grad in made]
-
-    return tensors, [
-        Step(gradients(1.0)),
-        Step(gradients(100.0), grad_scale=1024.0, found_inf=0.0, sum_of_squares=12.5, max_norm=1.0),
-        Step(gradients(1.0), grad_scale=3.0, found_inf=1.0),
-        Step(gradients(1e-3), grad_scale=1.0 / 3.0, found_inf=0.0),
-    ]
 
 
 # --------------------------------------------------------------------------------------------------------- all layouts
@@ -395,10 +182,16 @@ def test_grad_scale_and_clipping(name: str, scale: float | None, total: float | 
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_sum_of_squares_without_a_limit_does_nothing(name: str) -> None:
+def test_every_group_is_clipped_to_its_own_limit(name: str) -> None:
     layout, rng = USUAL[0], np.random.default_rng(9)
-    tensors = [make(layout, rng.standard_normal(5).astype(np.float32), rng)]
-    examine((name,), layout, tensors, [Step([np.ones(5, np.float32)], sum_of_squares=1e9)])
+    tensors = [make(layout, rng.standard_normal(5).astype(np.float32), rng, lr=lr) for lr in (0.1, 0.2)]
+    step = Step([np.ones(5, np.float32)] * 2, sum_of_squares=16.0)
+    limits = (1.0, 2.0)
+    with using(name, "adam") as device:
+        memory = Memory(layout, tensors, device, 0)
+        memory.step(step, limits)
+        both = [dataclasses.replace(step, max_norm=limit).expected(tensors)[i] for i, limit in enumerate(limits)]
+        memory.compare(both, name)
 
 
 # ------------------------------------------------------------------------------------------------------------ extremes

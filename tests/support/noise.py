@@ -1,0 +1,84 @@
+"""Random bits and stochastic rounding by other means than the kernels': 64-bit products in numpy, real arithmetic.
+
+Nothing here imports halfstep. `words` is checked against Python integers and `stochastic` against fractions, one number
+at a time, in tests/kernels/test_adam_stochastic.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import torch
+
+LOWER = np.uint64(0xFFFFFFFF)
+# Stored mantissa bits, smallest normal exponent, largest finite number.
+GRIDS = {torch.float16: (10, -14, 65504.0), torch.bfloat16: (7, -126, float.fromhex("0x1.fep127"))}
+NUMPY = {torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What names the random bits of a tensor, which may be a part of a larger one.
+
+    Attributes:
+        seed, stream: of the optimizer and the parameter.
+        base, inner, inner_whole: element i is element ``base + i // inner * inner_whole + i % inner`` of the whole;
+            `inner` 0 stands for the tensor's size: one run.
+    """
+
+    seed: int
+    stream: int
+    base: int = 0
+    inner: int = 0
+    inner_whole: int = 0
+
+    def place(self, size: int) -> tuple[int, int, int]:
+        return (self.base, self.inner or max(size, 1), self.inner_whole or max(size, 1))
+
+    def words(self, size: int, step: int) -> np.ndarray:
+        """uint32, one per element."""
+        base, inner, inner_whole = self.place(size)
+        index = np.array([base + i // inner * inner_whole + i % inner for i in range(size)], dtype=np.uint64)
+        return words(index, self.seed, step, self.stream)
+
+
+def words(index: np.ndarray, seed: int, step: int, stream: int) -> np.ndarray:
+    """The words of kernels/philox.py for uint64 indices, as uint32."""
+    group = index // np.uint64(4)
+    counter = [group & LOWER, group >> np.uint64(32), *(np.full_like(group, value) for value in (step, stream))]
+    key = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32)]
+    for number in range(10):
+        k0, k1 = ((key[i] + np.uint64(number * weyl)) & LOWER for i, weyl in ((0, 0x9E3779B9), (1, 0xBB67AE85)))
+        left, right = counter[0] * np.uint64(0xD2511F53), counter[2] * np.uint64(0xCD9E8D57)
+        high = np.uint64(32)
+        counter = [(right >> high) ^ counter[1] ^ k0, right & LOWER, (left >> high) ^ counter[3] ^ k1, left & LOWER]
+    chosen = np.choose((index % np.uint64(4)).astype(np.int64), counter)
+    return np.asarray(chosen).astype(np.uint32)
+
+
+def stochastic(values: np.ndarray, dtype: torch.dtype, random: np.ndarray) -> np.ndarray:
+    """fp32 values rounded stochastically to fp16 or bf16: units, the part of one left, does chance fill it.
+
+    Args:
+        random: uint32, shape of `values`.
+    """
+    mantissa, least, largest = GRIDS[dtype]
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        exact = values.astype(np.float64)
+    magnitude = np.abs(exact)
+    finite = np.where(np.isfinite(magnitude), magnitude, 1.0)
+    exponent = np.frexp(finite)[1].astype(np.int64) - 1  # finite = f * 2^exponent, 1 <= f < 2
+    unit = np.ldexp(1.0, np.maximum(exponent, least) - mantissa)
+    whole = np.floor(finite / unit)
+    part = finite / unit - whole
+    dropped = 23 - mantissa
+    up = part + (random >> np.uint32(32 - dropped)).astype(np.float64) / 2**dropped >= 1
+    if least > -126:  # below the smallest normal number a unit may be cut finer than that
+        up = np.where(finite < 2.0**least, (random >> np.uint32(1)) < np.floor(part * 2**31), up)
+    result = (whole + up) * unit
+    result = np.where(result > largest, np.inf, result)
+    result = np.copysign(np.where(np.isfinite(magnitude), result, magnitude), exact)
+    with np.errstate(all="ignore"):
+        return result.astype(np.float32).astype(NUMPY[dtype])
