@@ -58,6 +58,41 @@ def test_casting_a_list_has_the_bits_of_the_reference(where: str, source: torch.
             assert_same_bits(results[index], expected, f"tensor {index}")
 
 
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+OPTIONS = {
+    "nearest": {},
+    "saturating": {"saturate": True},
+    "toward zero": {"rounding": "toward_zero"},
+    "stochastic": {"rounding": "stochastic", "seed": 2**40 + 7},
+    "stochastic, saturating": {"rounding": "stochastic", "seed": 3, "saturate": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, *EIGHT_BITS])
+@pytest.mark.parametrize("where", WHERE)
+def test_every_rounding_has_the_bits_of_the_reference(where: str, target: torch.dtype, options: str) -> None:
+    values = patterns(many(where), torch.float32)
+    with halfstep.backend("reference"):
+        expected = halfstep.cast(values, target, **OPTIONS[options])  # type: ignore[arg-type]
+    with kernels_on(where) as device:
+        mine = halfstep.cast(values.to(device), target, **OPTIONS[options])  # type: ignore[arg-type]
+        (listed,) = halfstep.foreach_cast([placed(values, device, 1)], target, **OPTIONS[options])  # type: ignore[arg-type]
+    assert_same_bits(mine, expected)
+    assert_same_bits(listed, expected, "in a list, misaligned")
+
+
+@pytest.mark.parametrize("source", EIGHT_BITS)
+@pytest.mark.parametrize("where", WHERE)
+def test_all_codes_of_fp8_have_the_bits_of_the_reference(where: str, source: torch.dtype) -> None:
+    codes = torch.arange(256).to(torch.uint8).view(source)
+    for target in (*FLOATS, *EIGHT_BITS):
+        with halfstep.backend("reference"):
+            expected = halfstep.cast(codes, target)
+        with kernels_on(where) as device:
+            assert_same_bits(halfstep.cast(codes.to(device), target), expected, target)
+
+
 # ------------------------------------------------------------------------------------------------------------- unscale
 
 
