@@ -30,6 +30,13 @@ LAYOUTS: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
     "bf16 none": (BF16, BF16, {"master_weights": None}),
     "bf16 none, bf16 moments": (BF16, BF16, {"master_weights": None, "state_dtype": BF16}),
     "fp16 full": (FP16, FP16, {"master_weights": "full"}),
+    "bf16 none, stochastic": (BF16, BF16, {"master_weights": None, "rounding": "stochastic", "seed": 2**40 + 7}),
+    "fp16 none, stochastic": (FP16, FP16, {"master_weights": None, "rounding": "stochastic"}),
+    "bf16 split, bf16 moments, stochastic": (
+        BF16,
+        BF16,
+        {"master_weights": "split", "state_dtype": BF16, "rounding": "stochastic"},
+    ),
 }
 
 gpu = pytest.mark.gpu
