@@ -19,8 +19,8 @@ On a CPU a sample is the mean of as many calls as fill a millisecond, caches as 
 is one call between two events, after a write to a buffer larger than the L2 cache ("cold"), queued behind it so that
 the host is ahead; `graph_us` is the same for the replay of a CUDA graph of the call, that is without the host.
 
-**JSON.** `report` writes ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick",
-"copy_gb_per_s", "results": [Result as a dictionary, ...]}``.
+**JSON.** `report` writes ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick", "left_out",
+"copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ LEARNING_RATE = 1e-3
 TYPICAL = 1e-2  # root mean square of weights and gradients
 EPS = 1e-2
 FACTORS = (1.0, -0.5, 2.0)  # of the gradients of the checked steps; they change no bit of the mantissas
-HYPER = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+HYPER: dict[str, Any] = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 EXACT, ROUNDED = 1e-4, 0.1
 
 
@@ -321,7 +321,7 @@ def cases(grid: Grid) -> Iterator[Case]:
                 axis="elements" if large else "tensors",
                 bytes_moved=tensors * numel * bytes_each,
                 bound=bound,
-                error_unit="of the update",
+                error_unit="as a share of the update",
                 prepare=partial(prepare, tensors=tensors, numel=numel, dtype=dtype),
                 providers=providers,
                 error=_error,

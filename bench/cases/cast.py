@@ -85,7 +85,7 @@ def cases(grid: Grid) -> Iterator[Case]:
                 axis="elements",
                 bytes_moved=elements * (DTYPES[source].itemsize + DTYPES[target].itemsize),
                 bound=NEAREST,
-                error_unit="eps",
+                error_unit="in eps",
                 prepare=partial(_prepare, tensors=1, numel=elements, dtype=DTYPES[source]),
                 providers={
                     "halfstep": partial(_one, partial(halfstep.cast, dtype=DTYPES[target])),
@@ -105,7 +105,7 @@ def cases(grid: Grid) -> Iterator[Case]:
             axis="tensors",
             bytes_moved=tensors * numel * (DTYPES[source].itemsize + DTYPES[target].itemsize),
             bound=NEAREST,
-            error_unit="eps",
+            error_unit="in eps",
             prepare=partial(_prepare, tensors=tensors, numel=numel, dtype=DTYPES[source]),
             providers={
                 "halfstep": partial(_list, _halfstep_list, DTYPES[target]),

@@ -3,7 +3,8 @@
 Bytes: forward reads x and writes y; backward reads y and the gradient and writes the gradient of x. Errors are in units
 of the output dtype's eps: forward relative to each value; backward relative to ``y_i * (|g_i| + sum_j y_j |g_j|)``, the
 sum of the magnitudes that enter, since the difference itself may be 0. Rounding once to the output dtype costs 0.5, a
-saved y in 16 bits costs backward up to 1 more, and fp32 leaves room for the exponential and long sums.
+saved y in 16 bits costs backward up to 1 more. fp32 leaves room for the exponential and for long sums: torch's on the
+CPU are 50 eps off at 2^20 columns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 
 import halfstep
 from halfstep.bench.cases.grid import Grid
@@ -21,7 +23,7 @@ from halfstep.bench.cases.peers import compiled, needs, needs_gpu
 from halfstep.bench.harness import Case, Job
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-BOUNDS = {"bf16": 2.0, "fp32": 32.0}
+BOUNDS = {"bf16": 2.0, "fp32": 128.0}
 
 
 @dataclass
@@ -114,7 +116,7 @@ def cases(grid: Grid) -> Iterator[Case]:
                     axis="columns",
                     bytes_moved=passes * rows * columns * dtype.itemsize,
                     bound=BOUNDS[dtype_name],
-                    error_unit="eps",
+                    error_unit="in eps",
                     prepare=partial(_prepare, rows=rows, columns=columns, dtype=dtype),
                     providers={
                         "halfstep": partial(way, halfstep.softmax),

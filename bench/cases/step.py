@@ -161,7 +161,7 @@ def cases(grid: Grid) -> Iterator[Case]:
                 axis="tensors",
                 bytes_moved=tensors * numel * bytes_each,
                 bound=EXACT,
-                error_unit="of the update",
+                error_unit="as a share of the update",
                 prepare=partial(_prepare, tensors=tensors, numel=numel, dtype=dtype),
                 providers=providers,
                 error=_error,

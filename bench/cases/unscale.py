@@ -5,8 +5,8 @@
 written once; torch needs a second pass for the norm.
 
 Errors are relative, of the sum of squares or the norm, and infinite if an infinity or a NaN planted in a gradient is
-missed, or if an unscaled gradient is not the exact product (the scale is a power of two). The bound of bf16 gradients
-lets a norm in bf16 pass, which is what some peers return.
+missed, or if an unscaled gradient is not the exact product (the scale is a power of two). The bounds
+let pass what others take for a norm: one in bf16, and torch's fp32 sum on the CPU, which is 2^-15 off at 2^20 elements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from halfstep.bench.cases.peers import compiled, loops, needs, needs_gpu
 from halfstep.bench.harness import Case, Job
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-BOUNDS = {"bf16": 2.0**-7, "fp32": 2.0**-18}
+BOUNDS = {"bf16": 2.0**-7, "fp32": 2.0**-12}
 SCALE = 2.0**10
 
 # Found flag and sum of squares, both 0-dim or one-element tensors.
@@ -193,7 +193,7 @@ def cases(grid: Grid) -> Iterator[Case]:
                     axis="tensors",
                     bytes_moved=passes * tensors * numel * dtype.itemsize,
                     bound=BOUNDS[dtype_name],
-                    error_unit="relative",
+                    error_unit="relative to the answer",
                     prepare=partial(_prepare, tensors=tensors, numel=numel, dtype=dtype),
                     providers=providers,
                     error=error,

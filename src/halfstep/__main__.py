@@ -26,6 +26,7 @@ COMMANDS = (
     _Command(("bench", "audit"), "halfstep.bench.audit", "compile every kernel for four GPU generations, with none"),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "test and measure everything that needs a GPU, in minutes"),
     _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, with no GPU"),
+    _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step against every peer here"),
     _Command(("bench", "step"), "halfstep.bench.step", "time the optimizer step on this machine against torch's"),
 )
 

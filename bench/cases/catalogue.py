@@ -1,0 +1,22 @@
+"""All groups of cases by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from halfstep.bench.cases import adam, cast, softmax, step, unscale
+from halfstep.bench.cases.grid import Grid
+from halfstep.bench.harness import Case
+
+GROUPS: dict[str, Callable[[Grid], Iterable[Case]]] = {
+    "softmax": softmax.cases,
+    "cast": cast.cases,
+    "unscale": unscale.cases,
+    "adam": adam.cases,
+    "step": step.cases,
+}
+
+
+def cases(groups: Sequence[str], grid: Grid) -> list[Case]:
+    """All cases of `groups`, in their order; one case may need as much memory as it moves, several times over."""
+    return [case for group in groups for case in GROUPS[group](grid)]

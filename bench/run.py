@@ -1,0 +1,165 @@
+"""``halfstep bench run``: every kernel and the whole AMP step against everyone who does the same job.
+
+Checks each provider against float64, times those that pass in interleaved rounds next to a plain copy, and prints a
+table; with ``--out DIR`` also writes ``results.json``, ``table.md``, ``roofline.png`` and ``step.png``. How it is
+measured: ``harness.py``; what is measured: ``cases/``.
+
+Exit status: 0, also if some peer failed; 1 if a provider of halfstep was wrong or raised; 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfstep.bench.harness import Result
+
+GROUPS = ("softmax", "cast", "unscale", "adam", "step")
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
+SECONDS = {True: 0.25, False: 1.0}  # of timing per case, by --quick
+
+
+def _group(text: str) -> str:
+    if text not in GROUPS:
+        near = difflib.get_close_matches(text, GROUPS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise argparse.ArgumentTypeError(f"unknown case group {text!r}; {hint}Allowed are {', '.join(GROUPS)}")
+    return text
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a file; allowed is a folder, which is made if it is not there")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror
+    else:
+        if os.access(path, os.W_OK):
+            return path
+        reason = "not writable"
+    raise argparse.ArgumentTypeError(f"{text!r}: {reason}; allowed is a folder that can be made and written to")
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed are numbers above 0")
+    return value
+
+
+def _threads(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from 1")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="halfstep bench run",
+        description="Measure every kernel and the whole AMP step against everyone who does the same job: torch eager, "
+        "fused, foreach and compiled, and the peers that are installed. On a GPU if there is one, else on the CPU.",
+    )
+    parser.add_argument(
+        "groups", nargs="*", type=_group, metavar="GROUP", help=f"of {', '.join(GROUPS)} (default: all)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
+    parser.add_argument("--out", type=_folder, metavar="DIR", help="also write JSON, Markdown and pictures to DIR")
+    parser.add_argument("--minutes", type=_above_zero, help="start no further case after so long (default: no limit)")
+    parser.add_argument("--threads", type=_threads, help="of the CPU (default: torch's)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def run(
+    groups: Sequence[str], quick: bool, minutes: float | None = None, out: Path | None = None
+) -> tuple[dict[str, Any], list[Result]]:
+    """Measure the cases of `groups`, writing down what is there after each, so that nothing is lost if it is ended.
+
+    Returns:
+        What the figures depend on, and all results. Cases for which there was no time have none.
+    """
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from halfstep.bench import report
+    from halfstep.bench.cases.catalogue import cases
+    from halfstep.bench.cases.grid import grid_for
+    from halfstep.bench.harness import clock_for, copy_gb_per_s, measure
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    clock, start = clock_for(device), time.monotonic()
+    every = cases(list(dict.fromkeys(groups)) or GROUPS, grid_for(device, quick))
+    about = {**report.environment(device), "quick": quick, "left_out": 0}
+    about["copy_gb_per_s"] = copy_gb_per_s(clock, COPY_BYTES[device.type])
+    results: list[Result] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(every))
+        for number, case in enumerate(every):
+            if minutes is not None and time.monotonic() - start > 60 * minutes:
+                about["left_out"] = len(every) - number
+                break
+
+            def say(doing: str) -> None:
+                progress.update(task, description=doing)
+
+            results += measure(case, device, seconds=SECONDS[quick], clock=clock, progress=say)
+            progress.advance(task)
+            if out is not None:
+                report.write_json(out / "results.json", about, results)
+    return about, results
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``halfstep bench run`` with the arguments `argv`. Returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    # Before torch loads: its allocator else remarks on memory that the memory profile has not seen allocated.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch
+    from rich.console import Console
+
+    from halfstep.bench import report
+    from halfstep.bench.harness import FAILED, WRONG, ours
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    about, results = run(arguments.groups, arguments.quick, arguments.minutes, arguments.out)
+    errors = Console(stderr=True, soft_wrap=True)
+    if arguments.json:
+        print(report.as_json(about, results))
+    else:
+        console = Console()
+        report.print_tables(console if console.is_terminal else Console(width=160), about, results)
+    if about["left_out"]:
+        errors.print(f"--minutes {arguments.minutes:g} were over: {about['left_out']} cases left out", style="yellow")
+    if arguments.out is not None:
+        report.write_json(arguments.out / "results.json", about, results)
+        (arguments.out / "table.md").write_text(report.markdown(about, results))
+        try:
+            report.draw(arguments.out, about, results)
+        except ImportError:
+            errors.print("no pictures: matplotlib is not installed; pip install 'halfstep[plots]'", style="yellow")
+    bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]
+    for result in bad:
+        errors.print(
+            f"{result.operation}, {result.dtype}: {result.provider} {result.status}: {result.reason}",
+            style="red",
+            markup=False,
+        )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
