@@ -13,8 +13,9 @@ counted apart, as `torch_kernels`: on a GPU each costs a launch more. ``torch.cu
 pinned copies are plain ones. The real driver's part of a launch is in no figure. torch's own optimizers launch
 from C++ and cannot be measured like this, so they are left out.
 
-Step times are medians over repetitions, providers in turn, gradients where they lay the step before; the rows marked
-"moved" have gradients at other addresses each step.
+Times are processor time of the calling thread, which waits for nothing here, so that other work on the machine counts
+little: medians over repetitions, providers in turn, gradients where they lay the step before; the rows marked "moved"
+have gradients at other addresses each step.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Row:
     """What a job costs the host.
 
     Attributes:
-        host_us: median microseconds per call; `low_us` and `high_us` are the 20th and 80th percentile.
+        host_us: median microseconds of processor time per call; `low_us` and `high_us` are the 20th and 80th percentile.
         launches: of Triton kernels, per call.
         torch_kernels: operations of torch per call that would each be a kernel or a copy on a GPU.
         problem: why there is no figure, in words; else empty.
@@ -388,9 +389,9 @@ def _measure(case: Case, tensors: int, seconds: float, launches: Callable[[], in
         end = time.perf_counter() + seconds
         while len(times) < 5 or (time.perf_counter() < end and len(times) < 2000):
             prepare()
-            start = time.perf_counter()
+            start = time.thread_time_ns()
             call()
-            times.append(1e6 * (time.perf_counter() - start))
+            times.append(1e-3 * (time.thread_time_ns() - start))
     finally:
         gc.enable()
     row.low_us, row.host_us, row.high_us = (statistics.quantiles(times, n=10)[at] for at in (1, 4, 7))
