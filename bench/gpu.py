@@ -388,7 +388,7 @@ def _largest_first(cases: Sequence[Any]) -> list[int]:
 def benchmark(device: torch.device, groups: Sequence[str], seconds: float, file: Path, quick: bool) -> dict[str, Any]:
     """Measure cases until `seconds` are over, writing `file` after each, so that nothing is lost if it is ended."""
     from halfstep.bench import report
-    from halfstep.bench.cases import cases
+    from halfstep.bench.cases.catalogue import cases
     from halfstep.bench.cases.grid import grid_for
     from halfstep.bench.harness import FAILED, WRONG, clock_for, copy_gb_per_s, measure, ours
 

@@ -97,7 +97,7 @@ class Row:
     """What a job costs the host.
 
     Attributes:
-        host_us: median microseconds of processor time per call; `low_us` and `high_us` are the 20th and 80th percentile.
+        host_us: median microseconds per call; `low_us` and `high_us` are the 20th and 80th percentile.
         launches: of Triton kernels, per call.
         torch_kernels: operations of torch per call that would each be a kernel or a copy on a GPU.
         problem: why there is no figure, in words; else empty.
