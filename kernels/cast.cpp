@@ -77,7 +77,7 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
     const Load load = LOAD[source];
     const Store store = choose(target, rounding, saturate != 0);
     const bool copy = source == target && !saturate;
-#pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 1)
+#pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 8)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t* tensor = rows + (chunk_tensor ? chunk_tensor[chunk] : 0);
         auto row = [&](Row which) { return tensor[which * tensors]; };

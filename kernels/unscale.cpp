@@ -6,12 +6,23 @@ using namespace halfstep;
 namespace {
 
 constexpr int64_t CHUNK = 4096;
+constexpr int64_t LANES = 1024;
 
 // The smallest power of two that holds n. Padding with zeros beyond it would change no bit of the tree sum.
 int64_t tree_width(int64_t n) {
     int64_t width = 1;
     while (width < n) width *= 2;
     return width;
+}
+
+// Sum an array, as long as a power of two, by adding its second half to its first until one is left.
+template <typename T> T tree_sum(T* values, int64_t width) {
+    for (int64_t half = width / 2; half > 0; half /= 2) {
+        T* upper = values + half;
+#pragma GCC ivdep
+        for (int64_t i = 0; i < half; ++i) values[i] += upper[i];
+    }
+    return values[0];
 }
 
 template <typename T>
@@ -46,15 +57,10 @@ void check_chunk(T* data, int64_t n, const float* inv_scale, bool write, int32_t
         y[i] = scaled * scaled;
     }
     for (int64_t i = n; i < width; ++i) y[i] = 0.0f;
-    for (int64_t half = width / 2; half > 0; half /= 2) {
-        float* upper = y + half;
-#pragma GCC ivdep
-        for (int64_t i = 0; i < half; ++i) y[i] += upper[i];
-    }
     uint64_t back_bits = uint64_t(1023 + 2 * (127 - exponent)) << 52;
     double back;
     std::memcpy(&back, &back_bits, 8);
-    *sum = double(y[0]) * back;
+    *sum = double(tree_sum(y, width)) * back;
 }
 
 }  // namespace
@@ -64,7 +70,7 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
                                int32_t threads) {
     with_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-#pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 1)
+#pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 8)
         for (int64_t chunk = 0; chunk < chunks; ++chunk) {
             const int64_t tensor = chunk_tensor[chunk];
             const int64_t start = (chunk - rows[tensors + tensor]) * CHUNK;
@@ -73,4 +79,25 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
                         flags + rows[3 * tensors + tensor], sums + chunk);
         }
     });
+}
+
+// Add the chunks and gather the flags, which are zero afterwards.
+extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_t* flags, int64_t tensors,
+                                      float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out) {
+    alignas(64) double lanes[LANES];
+    const int64_t width = tree_width(chunks < LANES ? chunks : LANES);  // the other lanes hold zeros
+    for (int64_t i = 0; i < width; ++i) lanes[i] = 0.0;
+    for (int64_t start = 0; start < chunks; start += LANES) {
+        const int64_t n = chunks - start < LANES ? chunks - start : LANES;
+        for (int64_t i = 0; i < n; ++i) lanes[i] += sums[start + i];
+    }
+    *sum_of_squares = tree_sum(lanes, width);
+    *norm = float(std::sqrt(*sum_of_squares));
+    int32_t any = 0;
+    for (int64_t i = 0; i < tensors; ++i) {
+        any |= flags[i];
+        flags_out[i] = flags[i];
+        flags[i] = 0;
+    }
+    *found_inf = any ? 1.0f : 0.0f;
 }

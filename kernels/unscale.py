@@ -16,26 +16,34 @@ two that brings its largest magnitude into [1, 4) (exactly: no square overflows,
 to count), squared in fp32 and summed in a fixed tree: element i with element i + 2048, then i with i + 1024, and so on.
 The chunk's sum goes back to its scale in fp64, whose range holds every square of an fp32. The chunks' sums are added in
 fp64: 1024 lanes, lane j taking chunks j, j + 1024, ... in order, then the same tree over the lanes. Zeros pad a short
-chunk and change no bit.
+chunk and change no bit. So 1e30 sums to 1e60 where fp32 has infinity, and 1e-30 to 1e-60 where it has 0.
+
+A call is one launch per dtype and one that gathers: chunks into the sum, flags into the answer. What lies between, one
+fp64 per chunk and one int32 per tensor, is kept per thread and stream and used again; answers are new tensors, or those
+given as `out`. The gathering launch leaves the flags zero, as the next call needs them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
-from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, TensorTable, check_tensor_list, is_flat
+from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, check_tensor_list, flattened
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
 
 CHUNK = 4096
 LANES = 1024
+UNROLLED = 8  # loads of all lanes under way at a time while gathering
 CHECK_WARPS = 8  # with 4, the bf16 check spills 3 registers on sm_100
+FINISH_WARPS = 8
 
 HAS_INF, HAS_NAN = 1, 2
 
@@ -52,6 +60,12 @@ class Check(NamedTuple):
     found_inf: torch.Tensor
     sum_of_squares: torch.Tensor
     flags: torch.Tensor
+
+    def first_bad(self) -> torch.Tensor:
+        """0-dim int64: the index of the first tensor that holds a non-finite element; -1 if none does."""
+        bad = self.flags != 0
+        # A leading entry that is true only if no other is, at index -1.
+        return torch.cat([~bad.any().reshape(1), bad]).int().argmax() - 1
 
 
 class Unscaled(NamedTuple):
@@ -149,29 +163,32 @@ def check_kernel(
     rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's place in `flags`
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
-    inv_scale,  # fp32 scalar, read if SCALED
+    inv_scale,  # fp32 scalar's address, or the number itself, as SCALED says
     flags,  # int32, zero on entry
     sums,  # fp64 (chunks,)
     DTYPE: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr,  # 0: not, 1: by what lies at `inv_scale`, 2: by `inv_scale`
     WRITE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
     numel = tl.load(rows + tensor)
-    within = chunk - tl.load(rows + tensors + tensor)
+    start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
     address = tl.load(rows + 2 * tensors + tensor)
     flag = flags + tl.load(rows + 3 * tensors + tensor)
-    start = within * CHUNK
     left = tl.minimum(numel - start, CHUNK).to(tl.int32)
     offsets = tl.arange(0, CHUNK)
-    factor = tl.load(inv_scale) if SCALED else 1.0
+    factor = 1.0
+    if SCALED == 1:
+        factor = tl.load(inv_scale)
+    elif SCALED == 2:
+        factor = (tl.full((), 1.0, tl.float32) * inv_scale).to(tl.float32)
     if (address % 16 == 0) & (left == CHUNK):
         # A full, aligned chunk: the hint must come after the cast to survive, and no mask may hide it.
         at = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + start + offsets
         y = to_float32(tl.load(at))
-        if SCALED:
+        if SCALED != 0:
             y = y * factor
         if WRITE:
             stored = from_float32(y, DTYPE)
@@ -179,9 +196,11 @@ def check_kernel(
             y = to_float32(stored)
         _check_block(y, flag, sums + chunk, CHUNK)
     else:
+        # One element per thread and access, side by side. Vectors for the first part of a short chunk were tried: the
+        # kernel then holds up to 40 registers more, for at most one chunk per tensor.
         at = address.to(tl.pointer_type(DTYPE)) + start + offsets
         y = to_float32(tl.load(at, mask=offsets < left, other=0.0))
-        if SCALED:
+        if SCALED != 0:
             y = y * factor
         if WRITE:
             stored = from_float32(y, DTYPE)
@@ -193,16 +212,35 @@ def check_kernel(
 
 
 @jit
-def finish_kernel(sums, chunks, flags, tensors, found_inf, sum_of_squares, LANES: tl.constexpr):
+def finish_kernel(
+    sums,  # fp64 (chunks,)
+    chunks,
+    flags,  # int32 (tensors,); zero on return
+    tensors,
+    found_inf,  # fp32 scalar, and what follows is written
+    sum_of_squares,  # fp64 scalar
+    norm,  # fp32 scalar
+    flags_out,  # int32 (tensors,)
+    LANES: tl.constexpr,
+    UNROLLED: tl.constexpr,
+):
     """Add the chunks and gather the flags, in one program."""
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), dtype=tl.float64)
-    for start in range(0, chunks, LANES):
-        total += tl.load(sums + start + lane, mask=start + lane < chunks, other=0.0)
-    tl.store(sum_of_squares, _tree_sum_block(total, LANES))
+    for start in range(0, chunks, LANES * UNROLLED):
+        for row in tl.static_range(UNROLLED):
+            at = start + row * LANES + lane
+            total += tl.load(sums + at, mask=at < chunks, other=0.0)
+    result = _tree_sum_block(total, LANES)
+    tl.store(sum_of_squares, result)
+    tl.store(norm, tl.sqrt(result).to(tl.float32))
     any_flag = tl.zeros((LANES,), dtype=tl.int32)
     for start in range(0, tensors, LANES):
-        any_flag |= tl.load(flags + start + lane, mask=start + lane < tensors, other=0)
+        at = start + lane
+        flag = tl.load(flags + at, mask=at < tensors, other=0)
+        any_flag |= flag
+        tl.store(flags_out + at, flag, mask=at < tensors)
+        tl.store(flags + at, tl.zeros_like(flag), mask=at < tensors)
     tl.store(found_inf, (tl.max(any_flag, axis=0) != 0).to(tl.float32))
 
 
@@ -211,96 +249,212 @@ def finish_kernel(sums, chunks, flags, tensors, found_inf, sum_of_squares, LANES
 _tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in DTYPE_CODES}
 
 
-def _triton_pass(
-    table: TensorTable,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None,
-    write: bool,
-    flags: torch.Tensor,
-    sums: torch.Tensor,
-) -> None:
-    check_kernel[(table.chunks,)](
-        table.rows,
-        table.chunk_tensor,
-        table.tensors,
-        flags if inv_scale is None else inv_scale,
-        flags,
-        sums,
-        DTYPE=triton_dtype(dtype),
-        SCALED=inv_scale is not None,
-        WRITE=write,
-        CHUNK=CHUNK,
-        num_warps=CHECK_WARPS,
-        enable_fp_fusion=False,
-    )
+class _Answer(NamedTuple):
+    """Where a call writes: `Check`, and the norm in fp32 if it is asked for."""
+
+    found_inf: torch.Tensor
+    sum_of_squares: torch.Tensor
+    flags: torch.Tensor
+    norm: torch.Tensor | None
 
 
-def _native_pass(
-    table: TensorTable,
-    dtype: torch.dtype,
-    inv_scale: torch.Tensor | None,
+class _Scratch:
+    """What lies between the launches of a call.
+
+    Attributes:
+        sums: fp64, of each chunk.
+        flags: int32, of each tensor; 0 between calls.
+        norm: fp32 scalar, for calls whose answer has none.
+    """
+
+    def __init__(self, device: torch.device, chunks: int, tensors: int) -> None:
+        self.sums = torch.empty(chunks, dtype=torch.float64, device=device)
+        self.flags = torch.zeros(tensors, dtype=torch.int32, device=device)
+        self.norm = torch.empty((), dtype=torch.float32, device=device)
+
+
+class _Scratches(threading.local):
+    """One `_Scratch` per thread and stream, used again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.device, int], _Scratch] = {}
+
+    def take(self, device: torch.device, chunks: int, tensors: int) -> _Scratch:
+        """At least so long.
+
+        What a graph captures stays in the graph's own memory, or a replay would write where another call does.
+        """
+        stream = 0
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return _Scratch(device, chunks, tensors)
+            stream = torch.cuda.current_stream(device).cuda_stream
+        key = (device, stream)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = _Scratch(device, chunks, tensors)
+        elif kept.sums.numel() < chunks or kept.flags.numel() < tensors:
+            # Half as much again, so that a list that grows one by one is not a new allocation every time.
+            room = max(chunks, kept.sums.numel() * 3 // 2), max(tensors, kept.flags.numel() * 3 // 2)
+            kept = self._kept[key] = _Scratch(device, *room)
+        return kept
+
+    def drop(self) -> None:
+        """Forget everything: a call that failed half-way leaves flags behind."""
+        self._kept.clear()
+
+
+_scratches = _Scratches()
+
+
+@functools.cache
+def _entries(library: ctypes.CDLL) -> tuple[Any, Any]:
+    """The two C++ functions, told the types of their arguments."""
+    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    check, finish = library.halfstep_check, library.halfstep_check_finish
+    check.argtypes = [pointer, pointer, long, long, pointer, integer, integer, pointer, pointer, integer]
+    finish.argtypes = [pointer, long, pointer, long, pointer, pointer, pointer, pointer]
+    check.restype = finish.restype = None
+    return check, finish
+
+
+def _launch_triton(
+    group: list[torch.Tensor],
+    indices: list[int],
+    inv_scale: torch.Tensor | float | None,
     write: bool,
-    flags: torch.Tensor,
-    sums: torch.Tensor,
-) -> None:
+    scratch: _Scratch,
+    first: int,
+) -> int:
+    """Check tensors of one dtype, `first` chunks being those of others; returns how many chunks they make."""
+    table = _tables[group[0].dtype].table(group)
+    table.refresh(1, indices)
+    if table.chunks:
+        check_kernel[(table.chunks,)](
+            table.rows,
+            table.chunk_tensor,
+            table.tensors,
+            1.0 if inv_scale is None else inv_scale,
+            scratch.flags,
+            scratch.sums[first:] if first else scratch.sums,
+            DTYPE=triton_dtype(group[0].dtype),
+            SCALED=0 if inv_scale is None else 1 if isinstance(inv_scale, torch.Tensor) else 2,
+            WRITE=write,
+            CHUNK=CHUNK,
+            num_warps=CHECK_WARPS,
+            enable_fp_fusion=False,
+        )
+    return table.chunks
+
+
+def _launch_native(
+    group: list[torch.Tensor],
+    indices: list[int],
+    inv_scale: torch.Tensor | float | None,
+    write: bool,
+    scratch: _Scratch,
+    first: int,
+) -> int:
+    """Check tensors of one dtype, `first` chunks being those of others; returns how many chunks they make."""
+    table = _tables[group[0].dtype].table(group)
+    table.refresh(1, indices)
+    number = ctypes.c_float(inv_scale) if isinstance(inv_scale, float) else None
+    factor = None if number is None else ctypes.addressof(number)
+    if isinstance(inv_scale, torch.Tensor):
+        factor = inv_scale.data_ptr()
     library = native.library("unscale")
     assert library is not None
-    library.halfstep_check(
-        ctypes.c_void_p(table.rows.data_ptr()),
-        ctypes.c_void_p(table.chunk_tensor.data_ptr()),
-        ctypes.c_int64(table.tensors),
-        ctypes.c_int64(table.chunks),
-        ctypes.c_void_p(None if inv_scale is None else inv_scale.data_ptr()),
-        ctypes.c_int32(write),
-        ctypes.c_int32(DTYPE_CODES[dtype]),
-        ctypes.c_void_p(flags.data_ptr()),
-        ctypes.c_void_p(sums.data_ptr()),
-        ctypes.c_int32(torch.get_num_threads()),
+    _entries(library)[0](
+        table.rows.data_ptr(),
+        table.chunk_tensor.data_ptr(),
+        table.tensors,
+        table.chunks,
+        factor,
+        write,
+        DTYPE_CODES[group[0].dtype],
+        scratch.flags.data_ptr(),
+        scratch.sums.data_ptr() + 8 * first,
+        torch.get_num_threads(),
     )
+    return table.chunks
 
 
-def _run(tensors: list[torch.Tensor], inv_scale: torch.Tensor | None, write: bool) -> Check:
-    """One pass over tensors on one device: a launch per dtype, and one to gather."""
+def _run_reference(
+    tensors: list[torch.Tensor],
+    by_dtype: dict[torch.dtype, list[int]],
+    inv_scale: torch.Tensor | float | None,
+    write: bool,
+    answer: _Answer,
+) -> None:
+    if isinstance(inv_scale, float):
+        inv_scale = torch.full((), inv_scale, dtype=torch.float32, device=tensors[0].device)
+    sums: list[torch.Tensor] = []
+    for indices in by_dtype.values():
+        group_sums, group_flags = _reference_pass([tensors[index] for index in indices], inv_scale, write)
+        sums.append(group_sums)
+        answer.flags[indices] = group_flags
+    found_inf, sum_of_squares = _reference_finish(torch.cat(sums), answer.flags)
+    answer.found_inf.copy_(found_inf)
+    answer.sum_of_squares.copy_(sum_of_squares)
+    if answer.norm is not None:
+        answer.norm.copy_(sum_of_squares.sqrt())
+
+
+def _run(tensors: list[torch.Tensor], inv_scale: torch.Tensor | float | None, write: bool, answer: _Answer) -> None:
+    """One pass over flat tensors on one device: a launch per dtype, and one to gather."""
     device = tensors[0].device
-    implementation = resolve(device, "unscale")
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_dtype.setdefault(tensor.dtype, []).append(index)
-    flags = torch.zeros(len(tensors), dtype=torch.int32, device=device)
-    all_sums: list[torch.Tensor] = []
-    for dtype, indices in by_dtype.items():
-        group = [tensors[index] for index in indices]
-        if implementation == "reference":
-            sums, group_flags = _reference_pass(group, inv_scale, write)
-            flags[indices] = group_flags
-        else:
-            table = _tables[dtype].table(group)
-            table.refresh(1, indices)
-            sums = torch.empty(table.chunks, dtype=torch.float64, device=device)
-            if table.chunks:
-                launch = _triton_pass if implementation == "triton" else _native_pass
-                with on_device(device):
-                    launch(table, dtype, inv_scale, write, flags, sums)
-        all_sums.append(sums)
-    sums = all_sums[0] if len(all_sums) == 1 else torch.cat(all_sums)
+    implementation = resolve(device, "unscale")
+    if implementation == "reference":
+        _run_reference(tensors, by_dtype, inv_scale, write, answer)
+        return
+    count = len(tensors)
+    most = sum((tensor.numel() + CHUNK - 1) // CHUNK for tensor in tensors)
+    with on_device(device):
+        scratch = _scratches.take(device, most, count)
+        launch = _launch_triton if implementation == "triton" else _launch_native
+        chunks = 0
+        try:
+            for indices in by_dtype.values():
+                group = tensors if len(by_dtype) == 1 else [tensors[index] for index in indices]
+                chunks += launch(group, indices, inv_scale, write, scratch, chunks)
+            _gather(implementation, scratch, chunks, count, answer)
+        except BaseException:
+            _scratches.drop()
+            raise
+
+
+def _gather(implementation: str, scratch: _Scratch, chunks: int, tensors: int, answer: _Answer) -> None:
+    norm = scratch.norm if answer.norm is None else answer.norm
+    places = answer.found_inf, answer.sum_of_squares, norm, answer.flags
     if implementation == "triton":
-        found_inf = torch.empty((), dtype=torch.float32, device=device)
-        sum_of_squares = torch.empty((), dtype=torch.float64, device=device)
-        with on_device(device):
-            finish_kernel[(1,)](
-                sums, sums.numel(), flags, flags.numel(), found_inf, sum_of_squares, LANES=LANES, enable_fp_fusion=False
-            )
-    else:
-        found_inf, sum_of_squares = _reference_finish(sums, flags)
-    return Check(found_inf, sum_of_squares, flags)
+        finish_kernel[(1,)](
+            scratch.sums,
+            chunks,
+            scratch.flags,
+            tensors,
+            *places,
+            LANES=LANES,
+            UNROLLED=UNROLLED,
+            num_warps=FINISH_WARPS,
+            enable_fp_fusion=False,
+        )
+        return
+    library = native.library("unscale")
+    assert library is not None
+    addresses = [place.data_ptr() for place in places]
+    _entries(library)[1](scratch.sums.data_ptr(), chunks, scratch.flags.data_ptr(), tensors, *addresses)
 
 
 # ------------------------------------------------------------------------------------------------------------- public
 
 
-def _checked_inv_scale(inv_scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+def _checked_inv_scale(inv_scale: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
+    """A 0-dim fp32 tensor on `device`, or a number that fp32 holds, which needs no launch."""
     if not isinstance(inv_scale, torch.Tensor):
-        return torch.full((), float(inv_scale), dtype=torch.float32, device=device)
+        return ctypes.c_float(float(inv_scale)).value
     if inv_scale.numel() != 1:
         raise ValueError(
             f"inv_scale has shape {tuple(inv_scale.shape)}; allowed is one number: a float or a one-element tensor"
@@ -308,51 +462,98 @@ def _checked_inv_scale(inv_scale: torch.Tensor | float, device: torch.device) ->
     if inv_scale.is_complex() or inv_scale.dtype == torch.bool:
         raise TypeError(f"inv_scale has dtype {inv_scale.dtype}; allowed are real dtypes")
     if inv_scale.dtype == torch.float32 and inv_scale.device == device:
-        return inv_scale.detach().reshape(())
+        return inv_scale.detach().resolve_neg().reshape(())
     return inv_scale.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True)
+
+
+def _checked_out(out: Check, tensors: int, device: torch.device) -> None:
+    for name, tensor, dtype, shape in (
+        ("found_inf", out.found_inf, torch.float32, ()),
+        ("sum_of_squares", out.sum_of_squares, torch.float64, ()),
+        ("flags", out.flags, torch.int32, (tensors,)),
+    ):
+        if (tensor.dtype, tuple(tensor.shape), tensor.device) != (dtype, shape, device) or not tensor.is_contiguous():
+            raise ValueError(
+                f"out.{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; allowed is contiguous {shape} "
+                f"{dtype} on {device}"
+            )
+
+
+def _answer(tensors: int, device: torch.device, norm: bool) -> _Answer:
+    return _Answer(
+        torch.empty((), dtype=torch.float32, device=device),
+        torch.empty((), dtype=torch.float64, device=device),
+        torch.empty(tensors, dtype=torch.int32, device=device),
+        torch.empty((), dtype=torch.float32, device=device) if norm else None,
+    )
 
 
 CHECK_OF_NOTHING = Check(torch.zeros(()), torch.zeros((), dtype=torch.float64), torch.zeros(0, dtype=torch.int32))
 
 
 @torch.no_grad()
-def foreach_check(grads: Sequence[torch.Tensor], *, inv_scale: torch.Tensor | float | None = None) -> Check:
+def foreach_check(
+    grads: Sequence[torch.Tensor], *, inv_scale: torch.Tensor | float | None = None, out: Check | None = None
+) -> Check:
     """Find non-finite elements and sum the squares of a list of tensors in one read-only pass.
 
     Args:
-        grads: fp32, fp16 and bf16 tensors of any shapes on one device; may be empty.
+        grads: fp32, fp16 and bf16 tensors of any shapes and strides on one device; may be empty.
         inv_scale: if given, what is checked and summed is ``grad * inv_scale`` in fp32, still without writing.
+        out: an answer of an earlier call for as many tensors, to be written again: the call then allocates nothing.
 
     Returns:
-        `Check`: ``(found_inf, sum_of_squares, flags)`` on the device; nothing waits for it.
+        `Check`: ``(found_inf, sum_of_squares, flags)`` on the device, new tensors that no later call changes, or `out`;
+        nothing waits for it.
 
     Raises:
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
-        ValueError: the tensors are on different devices, or `inv_scale` is not one number.
+        ValueError: the tensors are on different devices, `inv_scale` is not one number, or `out` does not fit.
     """
     tensors = check_tensor_list(grads, "grads")
     if not tensors:
         return Check(*(part.clone() for part in CHECK_OF_NOTHING))
-    factor = None if inv_scale is None else _checked_inv_scale(inv_scale, tensors[0].device)
-    return _run([t if is_flat(t) else t.contiguous() for t in tensors], factor, write=False)
+    device = tensors[0].device
+    factor = None if inv_scale is None else _checked_inv_scale(inv_scale, device)
+    if out is not None:
+        _checked_out(out, len(tensors), device)
+    answer = _answer(len(tensors), device, norm=False) if out is None else _Answer(*out, None)
+    _run([flattened(tensor) for tensor in tensors], factor, False, answer)
+    if out is not None:
+        torch.autograd.graph.increment_version(list(out))
+        return out
+    return Check(*answer[:3])
+
+
+def _unscale(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | None, norm: bool) -> _Answer | None:
+    """Unscale in place and check; None if there is nothing to do it to."""
+    tensors = check_tensor_list(grads, "grads")
+    if not tensors:
+        return None
+    device = tensors[0].device
+    factor = None if inv_scale is None else _checked_inv_scale(inv_scale, device)
+    flat = [flattened(tensor) for tensor in tensors]
+    answer = _answer(len(tensors), device, norm)
+    _run(flat, factor, factor is not None, answer)
+    if factor is not None:
+        for tensor, copy in zip(tensors, flat, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
+        torch.autograd.graph.increment_version(tensors)
+    return answer
 
 
 @torch.no_grad()
 def foreach_unscale_and_check_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | None) -> Check:
-    """`foreach_unscale_` with the answer of `foreach_check`: found_inf, sum of squares and flags of the result."""
-    tensors = check_tensor_list(grads, "grads")
-    if not tensors:
-        return Check(*(part.clone() for part in CHECK_OF_NOTHING))
-    factor = _checked_inv_scale(1.0 if inv_scale is None else inv_scale, tensors[0].device)
-    flat = [t if is_flat(t) else t.contiguous() for t in tensors]
-    check = _run(flat, factor, write=True)
-    for tensor, copy in zip(tensors, flat, strict=True):
-        if copy is not tensor:
-            tensor.copy_(copy)
-    torch.autograd.graph.increment_version(tensors)
-    return check
+    """`foreach_unscale_` with the answer of `foreach_check`: found_inf, sum of squares and flags of the result.
+
+    With `inv_scale` None nothing is written.
+    """
+    answer = _unscale(grads, inv_scale, norm=False)
+    return Check(*(part.clone() for part in CHECK_OF_NOTHING)) if answer is None else Check(*answer[:3])
 
 
+@torch.no_grad()
 def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float) -> Unscaled:
     """Multiply a list of tensors by `inv_scale` in place, and check the result, in the same pass.
 
@@ -369,8 +570,10 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
         ValueError: the tensors are on different devices, or `inv_scale` is not one number.
     """
-    check = foreach_unscale_and_check_(grads, inv_scale)
-    return Unscaled(check.found_inf, check.sum_of_squares.sqrt().float())
+    answer = _unscale(grads, inv_scale, norm=True)
+    if answer is None or answer.norm is None:
+        return Unscaled(torch.zeros(()), torch.zeros(()))
+    return Unscaled(answer.found_inf, answer.norm)
 
 
 def variants() -> Iterator[Variant]:
@@ -388,7 +591,7 @@ def variants() -> Iterator[Variant]:
                     "flags": "*i32",
                     "sums": "*fp64",
                 },
-                constexprs={"DTYPE": triton_dtype(dtype), "SCALED": True, "WRITE": write, "CHUNK": CHUNK},
+                constexprs={"DTYPE": triton_dtype(dtype), "SCALED": 1, "WRITE": write, "CHUNK": CHUNK},
                 divisible_by_16=("rows", "chunk_tensor", "sums"),
                 num_warps=CHECK_WARPS,
                 bytes_read=dtype.itemsize,
@@ -404,7 +607,10 @@ def variants() -> Iterator[Variant]:
             "tensors": "i32",
             "found_inf": "*fp32",
             "sum_of_squares": "*fp64",
+            "norm": "*fp32",
+            "flags_out": "*i32",
         },
-        constexprs={"LANES": LANES},
-        divisible_by_16=("sums",),
+        constexprs={"LANES": LANES, "UNROLLED": UNROLLED},
+        divisible_by_16=("sums", "flags", "flags_out"),
+        num_warps=FINISH_WARPS,
     )

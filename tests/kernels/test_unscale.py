@@ -175,12 +175,19 @@ def test_more_chunks_than_lanes() -> None:
             flags[marked] = HAS_NAN
         found, total = unscale._reference_finish(sums, flags)
         with using("triton", "unscale") as device:
-            by_kernel = torch.empty((), device=device), torch.empty((), dtype=torch.float64, device=device)
+            answer = [torch.empty((), dtype=dtype, device=device) for dtype in (FP32, torch.float64, FP32)]
+            copied = torch.empty(chunks, dtype=torch.int32, device=device)
+            between = flags.to(device, copy=True)
             unscale.finish_kernel[(1,)](
-                sums.to(device), chunks, flags.to(device), chunks, *by_kernel, LANES=LANES, enable_fp_fusion=False
+                *(sums.to(device), chunks, between, chunks, *answer, copied),
+                LANES=LANES,
+                UNROLLED=unscale.UNROLLED,
+                enable_fp_fusion=False,
             )
-        assert by_kernel[0].item() == found.item() == float(marked is not None)
-        assert_same_bits(by_kernel[1], total, f"{chunks} chunks")
+        assert answer[0].item() == found.item() == float(marked is not None)
+        assert_same_bits(answer[1], total, f"{chunks} chunks")
+        assert_same_bits(answer[2], total.sqrt().float(), f"{chunks} chunks")
+        assert torch.equal(copied.cpu(), flags) and not between.any(), "flags are handed over and left zero"
 
 
 @settings(deadline=None, max_examples=40)
