@@ -37,7 +37,8 @@ EXCEPTIONS = {
         "*",
     ): "runs once per step over parameter groups, not over elements",
     ("moves the least bytes", "unscale.finish_kernel", "*"): "adds up one number per chunk, not per element",
-    ("accesses 64 bits", "adam.prepare_kernel", "*"): "the same: a few hundred bytes in all",
+    ("accesses 64 bits", "unscale.finish_kernel", "*"): "hands over one 32-bit flag per tensor",
+    ("accesses 64 bits", "adam.prepare_kernel", "*"): "a few hundred bytes in all",
     ("accesses fp32 by 128 bits", "adam.prepare_kernel", "*"): "the same: a few hundred bytes in all",
     ("accesses 64 bits", "cast.cast_kernel", "e?m? to fp32*"): "4 values of 8 bits beside 4 of fp32, which fill 128",
     ("accesses 64 bits", "cast.multi_cast_kernel", "list, e?m? to fp32*"): "the same",
@@ -58,8 +59,8 @@ EXCEPTIONS = {
 
 
 def keeps_its_values_in_registers(row: dict[str, Any]) -> bool:
-    """What Adam must: a barrier or a conversion between its dtypes costs more than narrower accesses."""
-    update = row["kernel"].startswith("adam.") and row["floor_bytes"] > 0
+    """What Adam and casts must: a barrier or a conversion between dtypes costs more than narrower accesses."""
+    update = row["kernel"].startswith(("adam.", "cast.")) and row["floor_bytes"] > 0
     return not update or row["barriers"] == row["shared_bytes"] == row["layout_conversions"] == 0
 
 
