@@ -81,6 +81,7 @@ def _digits(value: float | None) -> str:
         return f"{value:.0f}"
     if not 1e-3 <= abs(value) < 1e7:
         return f"{value:.1e}"
+    value = float(f"{value:.3g}") if abs(value) < 1000 else value
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 

@@ -124,7 +124,7 @@ def run(
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``halfstep bench run`` with the arguments `argv`. Returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     # Before torch loads: its allocator else remarks on memory that the memory profile has not seen allocated.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch

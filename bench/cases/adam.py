@@ -19,6 +19,7 @@ shows, which it else would not in Adam. Bounds: moments of 16 bits lose 2^-9 eac
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -190,7 +191,9 @@ def _optimi(inputs: Inputs) -> Job:
     optimi = needs("torch-optimi")
     parameters, on_gpu = inputs.parameters(), inputs.weights.device.type == "cuda"
     low = inputs.weights.dtype != torch.float32
-    optimizer = optimi.AdamW(parameters, **HYPER, kahan_sum=low, triton=on_gpu, foreach=not on_gpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # foreach is deprecated there for Triton, which is not for CPUs
+        optimizer = optimi.AdamW(parameters, **HYPER, kahan_sum=low, triton=on_gpu, foreach=not on_gpu)
 
     def weights() -> list[torch.Tensor]:
         if not low:

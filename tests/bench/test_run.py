@@ -1,0 +1,177 @@
+"""`halfstep bench run`: what it refuses, prints and writes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import halfstep
+from halfstep.__main__ import main as halfstep_main
+from halfstep.bench import report, run
+from halfstep.bench.cases import catalogue, grid
+from halfstep.bench.harness import FAILED, OK, UNAVAILABLE, WRONG, Result
+
+TINY = grid.Grid(elements=2**10, columns=(16, 64), cast_elements=(64, 256), tensors=(1, 3), large=0, slow=False)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "grid_for", lambda device, quick: TINY)
+    monkeypatch.setattr(run, "COPY_BYTES", {"cpu": 2**16, "cuda": 2**16})
+    monkeypatch.setattr(run, "SECONDS", {True: 0.0, False: 0.0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sofmax"], "unknown case group 'sofmax'; did you mean 'softmax'? Allowed are softmax, cast, unscale, adam"),
+        (["qqq"], "unknown case group 'qqq'; Allowed are softmax, cast, unscale, adam, step"),
+        (["--minutes", "0"], "argument --minutes: '0'; allowed are numbers above 0"),
+        (["--minutes", "inf"], "argument --minutes: 'inf'; allowed are numbers above 0"),
+        (["--minutes", "soon"], "argument --minutes: 'soon'; allowed are numbers above 0"),
+        (["--threads", "0"], "argument --threads: '0'; allowed are whole numbers from 1"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        halfstep_main(["bench", "run", *arguments])
+    assert stopped.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_that_is_a_file_or_lies_in_one_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for given, reason in ((file, "is a file; allowed is a folder"), (file / "deeper", "Not a directory; allowed is a")):
+        with pytest.raises(SystemExit) as stopped:
+            run.main(["--out", str(given)])
+        assert stopped.value.code == 2
+        assert reason in " ".join(capsys.readouterr().err.split())
+    assert file.read_text() == "kept"
+
+
+def test_everything_is_measured_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    assert run.main(["--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["results.json", "roofline.png", "step.png", "table.md"]
+    written = json.loads((out / "results.json").read_text())
+    about = {key: value for key, value in written.items() if key != "results"}
+    assert set(about) == {
+        *("halfstep", "torch", "triton", "python", "device", "threads", "date", "quick", "left_out", "copy_gb_per_s")
+    }
+    assert about["halfstep"] == halfstep.__version__ and about["copy_gb_per_s"] > 0
+    results = [Result(**row) for row in written["results"]]
+    assert {result.group for result in results} == set(catalogue.GROUPS)
+    assert {field.name for field in fields(Result)} == set(written["results"][0])
+    for result in results:
+        assert (result.p50_us is not None) == (result.status == OK), result
+        assert (result.reason == "") == (result.status == OK), result
+    printed = capsys.readouterr().out
+    table = (out / "table.md").read_text()
+    for text in (printed, table):
+        for words in ("softmax forward, bf16", "AMP step, fp32", "halfstep full master", "torch-optimi", "of copy"):
+            assert words in text
+        assert "liger-kernel: needs a GPU" in " ".join(text.split())
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("roofline.png", "step.png"))
+
+
+def test_groups_choose_cases_and_json_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["cast", "--quick", "--json", "cast"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["quick"] is True
+    assert {row["group"] for row in printed["results"]} == {"cast"}
+    assert sum(row["operation"] == "cast" and row["provider"] == "halfstep" for row in printed["results"]) == 8
+
+
+def test_a_wrong_kernel_of_ours_has_no_figure_and_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good: Callable[..., Any] = halfstep.cast
+    monkeypatch.setattr(halfstep, "cast", lambda x, dtype: good(x, dtype) * 1.5)
+    assert run.main(["cast"]) == 1
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines() if "halfstep (WRONG: error" in line]
+    assert len(lines) == 6, "three pairs of dtypes at two sizes; FP8 cannot be multiplied and fails"
+    assert "cast, fp32 to bf16: halfstep wrong: error" in captured.err
+    assert "halfstep failed" in captured.err
+
+
+def test_cases_beyond_the_time_are_left_out_and_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run.main(["softmax", "--minutes", "1e-9", "--out", str(tmp_path)]) == 0
+    assert "8 cases left out" in capsys.readouterr().err
+    assert json.loads((tmp_path / "results.json").read_text())["left_out"] == 8
+
+
+def test_without_matplotlib_everything_but_the_pictures_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run.main(["cast", "--out", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "table.md"]
+    assert "no pictures: matplotlib is not installed" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def result(provider: str, status: str = OK, **given: Any) -> Result:
+    shared = ("cast", "cast", "a to b", {"elements": 2048}, "elements")
+    return Result(*shared, provider, 10, 0.5, "in eps", status, **given)
+
+
+VERSIONS = {"halfstep": "1", "torch": "2", "triton": None}
+ABOUT = {**VERSIONS, "device": "chip", "threads": 1, "date": "day", "quick": False, "copy_gb_per_s": 12.345}
+
+
+def test_the_markdown_table_shows_figures_failures_and_who_is_away() -> None:
+    results = [
+        result("halfstep", p50_us=1234.5, copy_fraction=0.5, speedup=1.25, error=0.25, extra_bytes=3 << 20),
+        result("torch eager", WRONG, reason="error 3", error=3.0),
+        result("apex", UNAVAILABLE, reason="not installed"),
+        result("torchao", FAILED, reason="TypeError: a | b"),
+    ]
+    lines = report.markdown(ABOUT, results).splitlines()
+    assert lines[0] == "halfstep 1, torch 2, chip, 1 thread, day."
+    assert lines[2:5] == ["### cast, a to b", "", "Errors in eps, at most 0.500."]
+    assert lines[6] == "| elements | provider | p50 µs | of copy | extra MiB | error | vs best other |"
+    assert lines[8:11] == [
+        "| 2,048 | halfstep | 1,234 | 50% | 3.00 | 0.250 | 1.25 |",
+        "| 2,048 | torch eager (wrong: error 3) |  |  |  | 3.00 |  |",
+        "| 2,048 | torchao (failed: TypeError: a / b) |  |  |  |  |  |",
+    ]
+    assert lines[-2:] == ["Not measured: apex: not installed.", ""] or lines[-1] == "Not measured: apex: not installed."
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (0.0, "0"),
+        (0.5, "0.500"),
+        (12.34, "12.3"),
+        (123.4, "123"),
+        (1234567.0, "1,234,567"),
+        (1e-5, "1.0e-05"),
+        (float("inf"), "inf"),
+        (0.9996, "1.00"),
+        (999.7, "1,000"),
+    ],
+)
+def test_numbers_have_three_digits(value: float | None, text: str) -> None:
+    assert report._digits(value) == text
+
+
+def test_an_operation_at_one_size_is_not_drawn(tmp_path: Path) -> None:
+    assert report.draw(tmp_path, ABOUT, [result("halfstep", p50_us=1.0, copy_fraction=0.5)]) == []
+    assert list(tmp_path.iterdir()) == []
