@@ -28,8 +28,8 @@ is written, the step count included.
 
 Stochastic rounding. What is stored in 16 bits with nothing beside it is rounded by chance, so that steps below half a
 unit in the last place arrive in the mean: bf16 moments, and an fp16 or bf16 parameter without a master. A weight beside
-its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was stored: the larger of two
-bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step by step.
+its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was stored: the larger of
+two bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step by step.
 
 The random bits are named by (seed, stream, step, index): the words of philox.py, where stream is the parameter's number
 in the optimizer, step its t, and index the element's place, row by row, in the whole parameter. Hence the same bits
@@ -651,6 +651,21 @@ def step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
         run(batch, groups, control)
 
 
+def variant_name(layout: Layout) -> str:
+    """What the compile audit calls a layout."""
+    return ", ".join(
+        [
+            f"{TRITON_NAMES[layout.param]} param",
+            f"{TRITON_NAMES[layout.grad]} grad",
+            f"{TRITON_NAMES[layout.state]} state",
+            f"{('no', 'full', 'split')[layout.master]} master",
+            *(["amsgrad"] if layout.amsgrad else []),
+            *(["L2"] if layout.l2 else []),
+            *(["stochastic"] if layout.stochastic else []),
+        ]
+    )
+
+
 def variants() -> Iterator[Variant]:
     """Every compiled form of the kernels, for the compile audit."""
     f32, f16, bf16 = FLOATS
@@ -668,17 +683,7 @@ def variants() -> Iterator[Variant]:
         weight = {NO_MASTER: (p, p), FULL_MASTER: (4, 4 + p), SPLIT_MASTER: (4, 4)}[layout.master]
         yield Variant(
             kernel=adam_kernel,
-            name=", ".join(
-                [
-                    f"{TRITON_NAMES[layout.param]} param",
-                    f"{TRITON_NAMES[layout.grad]} grad",
-                    f"{TRITON_NAMES[layout.state]} state",
-                    f"{('no', 'full', 'split')[layout.master]} master",
-                    *(["amsgrad"] if layout.amsgrad else []),
-                    *(["L2"] if layout.l2 else []),
-                    *(["stochastic"] if layout.stochastic else []),
-                ]
-            ),
+            name=variant_name(layout),
             signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32", "hyper": "*fp32"},
             constexprs=_constexprs(layout),
             divisible_by_16=("rows", "chunk_tensor", "hyper"),

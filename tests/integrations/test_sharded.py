@@ -46,3 +46,11 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks: list[dict[str
         for key, value in before[name].items():
             assert value.dtype == torch.float32
             assert torch.equal(value, after[name][key]), (name, key)
+
+
+def test_stochastic_rounding_has_the_bits_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    whole = sharded_training.stochastic_steps(shard=False)
+    for rank in ranks:
+        assert rank["stochastic"].keys() == whole.keys()
+        for name, value in whole.items():
+            assert torch.equal(rank["stochastic"][name].view(torch.int16), value.view(torch.int16)), name

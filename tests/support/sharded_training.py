@@ -16,10 +16,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import halfstep
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+STOCHASTIC: dict[str, Any] = {
+    "lr": 1e-2,
+    "seed": 5,
+    "master_weights": None,
+    "state_dtype": torch.bfloat16,
+    "rounding": "stochastic",
+}
 
 
 def model_of(dtype: torch.dtype, seed: int = 0) -> torch.nn.Module:
@@ -39,7 +49,12 @@ def run(rank: int, world: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
-        result = {"overflow": overflow_on_one_rank(rank), "norm": clipped_norm(), "resumed": save_and_resume(world)}
+        result = {
+            "overflow": overflow_on_one_rank(rank),
+            "norm": clipped_norm(),
+            "resumed": save_and_resume(world),
+            "stochastic": stochastic_steps(shard=True),
+        }
         torch.save(result, os.path.join(folder, f"rank{rank}.pt"))
         # A rank that leaves while its mesh still lives in a reference cycle, or while the other is still talking to it,
         # aborts now and then in torch's own teardown.
@@ -79,6 +94,22 @@ def clipped_norm() -> float:
     optimizer.step()
     assert optimizer.grad_norm is not None
     return float(optimizer.grad_norm)
+
+
+def stochastic_steps(shard: bool) -> dict[str, torch.Tensor]:
+    """Three steps that round by chance, sharded or not; the whole parameters."""
+    model = model_of(torch.bfloat16)
+    if shard:
+        model = fully_shard(model)
+    optimizer = halfstep.AdamW(model.parameters(), **STOCHASTIC)
+    for step in range(3):
+        # Whole gradients that are the same everywhere, so that nothing but the rounding can differ.
+        for index, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + index)
+            grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+            parameter.grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements) if shard else grad
+        optimizer.step()
+    return {name: getattr(p.detach(), "full_tensor", p.detach)() for name, p in model.named_parameters()}
 
 
 def save_and_resume(world: int) -> dict[str, Any]:

@@ -1,0 +1,342 @@
+"""Stochastic rounding as a user of AdamW meets it: the same bits for any grouping, sharding, order and restart."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sharded_noise
+import torch
+import torch.multiprocessing
+from oracles import bits
+from sharded_noise import gradient
+
+import halfstep
+from halfstep.kernels import adam
+
+BF16 = torch.bfloat16
+LEAST = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic"}
+LAYOUTS = {
+    "bf16, fp32 state": (BF16, {"master_weights": None, "rounding": "stochastic"}),
+    "bf16, bf16 state": (BF16, LEAST),
+    "bf16 split, bf16 state": (BF16, {"state_dtype": BF16, "rounding": "stochastic"}),
+    "bf16 full, bf16 state": (BF16, {"master_weights": "full", "state_dtype": BF16, "rounding": "stochastic"}),
+    "fp16": (torch.float16, {"master_weights": None, "rounding": "stochastic"}),
+    "fp32, bf16 state": (torch.float32, {"state_dtype": BF16, "rounding": "stochastic"}),
+}
+SHAPES = ((3, 5), (64,), (1,), (33, 17), (0,), (), (70, 40))
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def parameters_of(dtype: torch.dtype, shapes: Any = SHAPES) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def train(optimizer: Any, parameters: list[Any], steps: Any, without: tuple[int, ...] = ()) -> None:
+    for step in steps:
+        for index, p in enumerate(parameters):
+            p.grad = None if index in without else gradient(index, step, p.shape, p.dtype)
+        optimizer.step()
+
+
+def held(optimizer: Any, parameters: list[Any]) -> list[Any]:
+    """Bits of all parameters and of everything in the checkpoint."""
+    state = optimizer.state_dict()["state"]
+    found = [bits(p.detach()) for p in parameters]
+    for index in sorted(state):
+        found += [bits(state[index][key]) for key in sorted(state[index])]
+    return found
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all((a == b).all() for a, b in zip(left, right, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------- the option
+
+
+@layouts
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_every_backend_gives_the_bits_of_the_default(layout: str, backend: str, amsgrad: bool) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    dtype, options = LAYOUTS[layout]
+    results = []
+    for name in ("auto", backend):
+        parameters = parameters_of(dtype)
+        with halfstep.backend(name):
+            optimizer = halfstep.AdamW(parameters, lr=1e-2, amsgrad=amsgrad, **options)
+            train(optimizer, parameters, range(3))
+        results.append(held(optimizer, parameters))
+    assert same(*results)
+
+
+@layouts
+def test_the_option_changes_the_bits_and_the_seed_does(layout: str) -> None:
+    dtype, options = LAYOUTS[layout]
+    results = []
+    for more in ({}, {"seed": 0}, {"seed": 1}, {"seed": 2**62}, {"rounding": "nearest"}):
+        parameters = parameters_of(dtype)
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, **{**options, **more})
+        train(optimizer, parameters, range(3))
+        results.append(held(optimizer, parameters))
+    assert same(results[0], results[1])
+    for left, right in itertools.combinations(results[1:], 2):
+        assert not same(left, right)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, "auto"), (BF16, "split"), (BF16, "full"), (torch.float16, "full")]
+)
+def test_where_there_is_nothing_to_round_by_chance_it_is_nearest(dtype: torch.dtype, master: Any) -> None:
+    results = []
+    for rounding in ("nearest", "stochastic"):
+        parameters = parameters_of(dtype)
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, master_weights=master, rounding=rounding)
+        train(optimizer, parameters, range(3))
+        results.append(held(optimizer, parameters))
+    assert same(*results)
+
+
+def test_the_layouts_of_the_table_move_its_bytes() -> None:
+    """Every row of the design's table is reached through the public class and audited at its bytes."""
+    wanted = {
+        (torch.float32, (), "nearest"): 28,
+        (BF16, (("master_weights", "full"),), "nearest"): 28,
+        (torch.float16, (), "nearest"): 28,
+        (BF16, (), "nearest"): 26,
+        (BF16, (("state_dtype", BF16),), "nearest"): 18,
+        (BF16, (("state_dtype", BF16),), "stochastic"): 18,
+        (BF16, (("master_weights", None),), "stochastic"): 22,
+        (torch.float16, (("master_weights", None),), "stochastic"): 22,
+        (BF16, (("master_weights", None), ("state_dtype", BF16)), "stochastic"): 14,
+    }
+    audited = {variant.name: variant.bytes_read + variant.bytes_written for variant in adam.variants()}
+    for (dtype, options, rounding), bytes_moved in wanted.items():
+        parameter = torch.nn.Parameter(torch.ones(8, dtype=dtype))
+        optimizer = halfstep.AdamW([parameter], rounding=rounding, **dict(options))
+        train(optimizer, [parameter], range(1))
+        ((batch, _),) = optimizer._members
+        assert audited[adam.variant_name(batch.batch.layout)] == bytes_moved
+
+
+def test_exact_weights_never_move_and_small_steps_arrive() -> None:
+    still, moved, lost = (torch.nn.Parameter(torch.ones(4096, dtype=BF16)) for _ in range(3))
+    optimizers = [
+        halfstep.AdamW([still], lr=0.0, weight_decay=0.0, **LEAST),
+        halfstep.AdamW([moved], lr=1e-4, weight_decay=0.0, **{**LEAST, "state_dtype": torch.float32}),
+        halfstep.AdamW([lost], lr=1e-4, weight_decay=0.0, **{**LEAST, "rounding": "nearest"}),
+    ]
+    for _ in range(100):
+        for p, optimizer in zip((still, moved, lost), optimizers, strict=True):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+    assert (still == 1).all()
+    assert (lost == 1).all()
+    values = moved.detach().double()
+    assert abs(values.mean().item() - 0.99) <= 5 * values.std().item() / 64
+
+
+# ------------------------------------------------------------------------------------------------------------ grouping
+
+
+def test_groups_do_not_change_the_bits() -> None:
+    """One group, groups in the same order, groups of other options in between: the number of a parameter counts."""
+    results = []
+    for cuts in ((), (2,), (1, 4, 6)):
+        parameters = parameters_of(BF16)
+        ends = (0, *cuts, len(parameters))
+        groups = [{"params": parameters[a:b]} for a, b in itertools.pairwise(ends)]
+        optimizer = halfstep.AdamW(groups, lr=1e-2, **LEAST)
+        train(optimizer, parameters, range(3))
+        results.append(held(optimizer, parameters))
+    assert same(results[0], results[1])
+    assert same(results[0], results[2])
+
+
+def test_neighbours_of_another_dtype_or_without_gradients_do_not_change_the_bits() -> None:
+    plain = parameters_of(BF16)
+    optimizer = halfstep.AdamW(plain, lr=1e-2, **LEAST)
+    train(optimizer, plain, range(3))
+    other = parameters_of(BF16)
+    other[1] = torch.nn.Parameter(other[1].detach().float())
+    mixed = halfstep.AdamW(other, lr=1e-2, **LEAST)
+    train(mixed, other, range(3), without=(3,))
+    for index in (0, 2, 4, 5, 6):
+        assert (bits(plain[index].detach()) == bits(other[index].detach())).all()
+    train(mixed, other, range(3))  # parameter 3 takes its first steps now
+    assert (bits(plain[3].detach()) == bits(other[3].detach())).all()
+
+
+def test_a_group_added_later_has_the_numbers_that_follow() -> None:
+    together, later = parameters_of(BF16), parameters_of(BF16)
+    joint = halfstep.AdamW(together, lr=1e-2, **LEAST)
+    grown = halfstep.AdamW(later[:4], lr=1e-2, **LEAST)
+    train(joint, together, range(2), without=(4, 5, 6))
+    train(grown, later, range(2), without=(4, 5, 6))
+    grown.add_param_group({"params": later[4:]})
+    train(joint, together, range(2, 5))
+    train(grown, later, range(2, 5))
+    assert same(held(joint, together), held(grown, later))
+
+
+def test_a_group_may_have_its_own_rounding_and_seed_and_change_them() -> None:
+    parameters = parameters_of(BF16)
+    groups = [{"params": parameters[:3], "seed": 5}, {"params": parameters[3:], "rounding": "nearest"}]
+    optimizer = halfstep.AdamW(groups, lr=1e-2, **LEAST)
+    train(optimizer, parameters, range(1))
+    optimizer.param_groups[0]["seed"] = 6
+    optimizer.param_groups[1]["rounding"] = "stochastic"
+    train(optimizer, parameters, range(1, 2))
+    others = parameters_of(BF16)
+    first = halfstep.AdamW([{"params": others[:3], "seed": 5}, {"params": others[3:]}], lr=1e-2, **LEAST)
+    first.param_groups[1]["rounding"] = "nearest"
+    train(first, others, range(1))
+    fresh = halfstep.AdamW([{"params": others[:3]}, {"params": others[3:]}], **LEAST)
+    saved = first.state_dict()
+    saved["param_groups"][0]["seed"] = 6
+    fresh.load_state_dict(saved)
+    train(fresh, others, range(1, 2))
+    assert same(held(optimizer, parameters), held(fresh, others))
+    optimizer.param_groups[0]["seed"] = -1
+    with pytest.raises(ValueError, match="seed is -1; allowed are 0 to 2"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["transposed", "channels_last", "gaps", "misaligned", "gradient in another order"])
+def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
+    value = torch.randn(2, 6, 4, 10).to(BF16)
+    make = {
+        "transposed": lambda v: v.transpose(0, 3).contiguous().transpose(0, 3),
+        "channels_last": lambda v: v.to(memory_format=torch.channels_last),
+        "gaps": lambda v: torch.cat([v, v], dim=3)[..., :10],
+        "misaligned": lambda v: torch.cat([v.flatten()[:1], v.flatten()])[1:].view(v.shape),
+    }.get(kind, lambda v: v.clone())
+    plain, other = torch.nn.Parameter(value.clone()), torch.nn.Parameter(make(value))
+    optimizers = [halfstep.AdamW([p], lr=1e-2, **LEAST) for p in (plain, other)]
+    for step in range(4):
+        grad = gradient(0, step, value.shape, BF16)
+        plain.grad = grad
+        other.grad = grad.contiguous(memory_format=torch.channels_last) if kind.startswith("gradient") else make(grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert same(held(optimizers[0], [plain]), held(optimizers[1], [other]))
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@layouts
+def test_a_resumed_run_draws_what_an_uninterrupted_one_would(layout: str) -> None:
+    """The seed comes with the checkpoint, whatever the new optimizer was made with."""
+    dtype, options = LAYOUTS[layout]
+    parameters = parameters_of(dtype)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, seed=77, **options)
+    train(optimizer, parameters, range(4))
+    file = io.BytesIO()
+    torch.save([[p.detach().clone() for p in parameters], optimizer.state_dict()], file)
+    train(optimizer, parameters, range(4, 8))
+    file.seek(0)
+    weights, saved = torch.load(file, weights_only=True)
+    assert "rounding" not in saved["param_groups"][0] and saved["param_groups"][0]["seed"] == 77
+    fresh = [torch.nn.Parameter(value) for value in weights]
+    other = halfstep.AdamW(fresh, lr=5.0, seed=1, **options)
+    other.load_state_dict(saved)
+    train(other, fresh, range(4, 8))
+    assert same(held(optimizer, parameters), held(other, fresh))
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_go_on_alike(copier: Callable[[Any], Any]) -> None:
+    parameters = parameters_of(BF16)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, seed=3, **LEAST)
+    train(optimizer, parameters, range(3))
+    fresh, other = copier((parameters, optimizer))
+    train(optimizer, parameters, range(3, 6))
+    train(other, fresh, range(3, 6))
+    assert same(held(optimizer, parameters), held(other, fresh))
+
+
+def test_a_checkpoint_of_torch_leaves_the_seed_alone() -> None:
+    parameters = parameters_of(torch.float32)
+    torchs = torch.optim.AdamW(parameters)
+    train(torchs, parameters, range(1))
+    mine = halfstep.AdamW(parameters, seed=9, state_dtype=BF16, rounding="stochastic")
+    mine.load_state_dict(torchs.state_dict())
+    assert mine.param_groups[0]["seed"] == 9
+
+
+# ------------------------------------------------------------------------------------------------------------ sharding
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(sharded_noise.run, (str(folder),), nprocs=sharded_noise.WORLD)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(sharded_noise.WORLD)]
+
+
+@pytest.mark.parametrize(("cut", "shape"), sharded_noise.CASES)
+def test_shards_of_every_kind_have_the_bits_of_the_whole(
+    ranks: list[dict[str, Any]], cut: str, shape: tuple[int, ...]
+) -> None:
+    whole = sharded_noise.train(shape, lambda value: value)
+    for rank, result in enumerate(ranks):
+        shard = result["steps"][f"{cut} of {shape}"]
+        assert shard.keys() == whole.keys() == {"parameter", "step", "exp_avg", "exp_avg_sq"}
+        for name, tensor in whole.items():
+            expected = tensor if name == "step" else sharded_noise.piece(tensor, rank, cut)
+            assert shard[name].shape == expected.shape
+            assert (bits(shard[name]) == bits(expected)).all(), (rank, name)
+
+
+def test_rows_cut_in_the_order_of_fsdp_over_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:
+    whole = sharded_noise.train(sharded_noise.INTERLEAVED, lambda value: value)
+    for rank, result in enumerate(ranks):
+        shard = result["steps"]["interleaved"]
+        for name in ("parameter", "exp_avg", "exp_avg_sq"):
+            expected = sharded_noise.interleaved_piece(whole[name], rank)
+            assert (bits(shard[name]) == bits(expected)).all(), (rank, name)
+
+
+def test_parts_that_lie_in_no_range_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        first, second = result["refused"]
+        assert "placements (Shard(dim=1), Shard(dim=2)) on a mesh of shape (2, 2)" in first
+        for message in (first, second):
+            assert message.startswith("parameter 0 with a gradient (group 0) has placements ")
+            assert message.endswith(
+                "and rounding is 'stochastic'; allowed are shards that are a range of rows, of one other dimension, or "
+                "of both: shard evenly, or use rounding='nearest'"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ clipping
+
+
+def test_a_changed_limit_is_followed_and_a_sum_of_squares_without_one_is_not() -> None:
+    p, q = torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.ones(8))
+    always, changed = halfstep.AdamW([p], max_grad_norm=2.0), halfstep.AdamW([q], max_grad_norm=1.0)
+    for parameter, optimizer in ((p, always), (q, changed)):
+        parameter.grad = torch.zeros(8)
+        optimizer.step()
+        optimizer.max_grad_norm = 2.0
+        parameter.grad = torch.full((8,), 100.0)
+        optimizer.step()
+    assert (bits(always.state[p]["exp_avg"]) == bits(changed.state[q]["exp_avg"])).all()
+    p, q = torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.ones(8))
+    plain, told = halfstep.AdamW([p]), halfstep.AdamW([q])
+    told.sum_of_squares = torch.tensor(1e9, dtype=torch.float64)
+    for parameter, optimizer in ((p, plain), (q, told)):
+        parameter.grad = torch.ones(8)
+        optimizer.step()
+    assert (bits(p.detach()) == bits(q.detach())).all()
