@@ -192,11 +192,12 @@ def test_rows_longer_than_one_block(name: str, masked: str, log: bool, monkeypat
     monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 256)
     monkeypatch.setattr(family, "LOOP_BLOCK", 128)
     for columns in (257, 384, 1000):
-        x = normal(4, columns, dtype=BF16)
+        x = normal(5, columns, dtype=BF16)
         x[1, :300] = -INF  # whole blocks of -inf first
         x[2, 128:] = -INF
         x[3] = -INF
-        mask = {"boolean": normal(columns) > 0, "additive": normal(4, 1)}.get(masked)
+        x[4, 2] = NAN
+        mask = {"boolean": normal(columns) > 0, "additive": normal(5, 1)}.get(masked)
         check(Case(x, mask=mask, causal=masked == "causal", scale=0.5, log=log, dtype=FP32), name)
     tall = normal(400, 300, dtype=BF16)[:, :270]
     if name != "triton" or masked == "causal":
