@@ -38,7 +38,7 @@ import torch
 
 OK, WRONG, FAILED, UNAVAILABLE = "ok", "wrong", "failed", "unavailable"
 SAMPLE_SECONDS = 1e-3  # of one sample on a CPU, so that the clock's own cost does not count
-LEAST_ROUNDS, MOST_ROUNDS = 5, 50
+LEAST_ROUNDS, MOST_ROUNDS = 7, 50
 # The profiler's library else writes several lines to standard error each time. Read when it is first used.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -417,7 +417,7 @@ def measure(
     Args:
         case: what to measure.
         device: where.
-        seconds: of timing, about; at least five rounds are taken, however long they last.
+        seconds: of timing, about; at least seven rounds are taken, however long they last.
         clock: of that device; pass one on to use it for many cases.
         details: also measure launches, host time, memory and graph replay.
         progress: is told what is being done, in a few words.

@@ -6,7 +6,8 @@ fp32 weights 4 + 28. torch's parts are `torch.amp.GradScaler` (``unscale_``, ``s
 `torch.nn.utils.clip_grad_norm_` and its AdamW, with copies to and from the masters.
 
 Errors are those of the Adam cases after four steps: two are clipped, one is not, and in one a gradient is infinite, so
-that nothing may change but the scale, which must halve; else the error is infinite.
+that nothing may change but the scale, which must halve; else the error is infinite. The bound leaves room for torch's
+norm, whose fp32 sum on the CPU is 2^-13 off at 2^22 elements and which clips by as much.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import torch
 
 import halfstep
 from halfstep.bench.cases.adam import (
-    EXACT,
     HYPER,
     TYPICAL,
     Masters,
@@ -38,6 +38,7 @@ from halfstep.bench.harness import Case, Job
 SCALE = 2.0**10
 FACTORS = (1.0, math.inf, -0.5, 2.0)
 CLIPPED_AT = 0.7  # of the norm of all gradients
+BOUND = 1e-3
 NEVER = 2**30  # steps until the scale grows: timed steps must stay alike
 
 
@@ -160,7 +161,7 @@ def cases(grid: Grid) -> Iterator[Case]:
                 size={"tensors": tensors, "elements": tensors * numel},
                 axis="tensors",
                 bytes_moved=tensors * numel * bytes_each,
-                bound=EXACT,
+                bound=BOUND,
                 error_unit="as a share of the update",
                 prepare=partial(_prepare, tensors=tensors, numel=numel, dtype=dtype),
                 providers=providers,
