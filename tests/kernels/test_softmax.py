@@ -301,10 +301,17 @@ def test_rectangular_causal_counts_from_the_upper_left_corner(name: str) -> None
         torch.testing.assert_close(weights, attended)
 
 
+@pytest.mark.parametrize(("queries", "keys", "one_pass"), [(40, 40, True), (20, 133, True), (20, 133, False)])
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_dropped_is_not_looked_at(name: str) -> None:
-    x, dy = normal(2, 40, 40), normal(2, 40, 40, seed=1)
-    above = torch.ones(40, 40, dtype=torch.bool).triu(1)
+def test_what_is_dropped_is_not_looked_at(
+    name: str, queries: int, keys: int, one_pass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not one_pass:
+        monkeypatch.setattr(family, "FORWARD_ONE_PASS", 64)
+        monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 64)
+        monkeypatch.setattr(family, "LOOP_BLOCK", 64)
+    x, dy = normal(2, queries, keys), normal(2, queries, keys, seed=1)
+    above = torch.ones(queries, keys, dtype=torch.bool).triu(1)
     for log in (False, True):
         clean = check(Case(x, causal=True, log=log), name, dy)
         dirty = check(Case(x.masked_fill(above, NAN), causal=True, log=log), name, dy.masked_fill(above, NAN))
