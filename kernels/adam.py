@@ -524,9 +524,9 @@ def adam_kernel(
             column = start - row * inner
             index = tl.load(table + 8 * tensors) + row * inner_whole + column
             jump = inner_whole - inner
-            # A chunk is short: within it, 32 bits say where runs end.
-            to_end = tl.minimum(inner - column, 1048576).to(tl.int32)
-            run = tl.minimum(inner, 1048576).to(tl.int32)
+            # Within a chunk all that lies beyond it is equally far, so 32 bits say where runs end.
+            to_end = tl.minimum(inner - column, 2 * CHUNK).to(tl.int32)
+            run = tl.minimum(inner, 2 * CHUNK).to(tl.int32)
             # Four elements side by side can then share one call of Philox.
             wide = wide & (index % 4 == 0) & ((to_end >= left) | ((to_end | run | jump) % 4 == 0))
         if wide:

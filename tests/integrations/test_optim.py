@@ -281,6 +281,27 @@ def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
         assert_same_state(*optimizers)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch wants gradients of their tensor's dtype"
+)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_of_another_dtype_than_the_parameter(name: str, grad_dtype: torch.dtype) -> None:
+    """The masters have the bits of fp32 parameters with the same gradients in fp32, amsgrad included."""
+    results = []
+    for dtype, master, of in ((*LAYOUTS[name], grad_dtype), (torch.float32, "auto", torch.float32)):
+        parameters = parameters_of(dtype)
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, amsgrad=True, master_weights=master)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for p in parameters:
+                p.grad_dtype = None
+                p.grad = torch.randn(p.shape, generator=generator).to(grad_dtype).to(of)
+            optimizer.step()
+        results.append(masters(optimizer, parameters))
+    assert all(map(same_bits, *results))
+
+
 # ------------------------------------------------------------------------------------------------------- as in a loop
 
 

@@ -183,14 +183,17 @@ def test_shards_have_the_bits_of_the_whole(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("inner", [1, 3, 4, 20, 2044, 2048, 2052, 5000])
-def test_runs_of_every_length_across_chunks(name: str, inner: int) -> None:
+@pytest.mark.parametrize(
+    ("inner", "chunks"), [(1, 2), (3, 2), (4, 2), (20, 2), (2044, 2), (2048, 2), (2052, 2), (5000, 8)]
+)
+def test_runs_of_every_length_across_chunks(name: str, inner: int, chunks: int) -> None:
     """A column block of a wide matrix, longer than a chunk: runs end anywhere in it."""
     rng = np.random.default_rng(4)
+    size = 2048 * chunks + 37
     for base, gap in ((0, 4), (8, 2**33 + 4), (2, 3)):
         noise = Noise(2**62 + 3, 2**31 + 7, base, inner, inner + gap)
-        tensors = [make(LEAST, rng.standard_normal(2048 * 2 + 37).astype(np.float32), rng, noise=noise)]
-        grads = [rng.standard_normal(2048 * 2 + 37).astype(np.float32).astype(NUMPY[BF16])]
+        tensors = [make(LEAST, rng.standard_normal(size).astype(np.float32), rng, noise=noise)]
+        grads = [rng.standard_normal(size).astype(np.float32).astype(NUMPY[BF16])]
         examine((name,), LEAST, tensors, [Step(grads)])
 
 

@@ -40,8 +40,9 @@ class Noise:
     def words(self, size: int, step: int) -> np.ndarray:
         """uint32, one per element."""
         base, inner, inner_whole = self.place(size)
-        index = np.array([base + i // inner * inner_whole + i % inner for i in range(size)], dtype=np.uint64)
-        return words(index, self.seed, step, self.stream)
+        i = np.arange(size, dtype=np.int64)
+        index = base + i // inner * inner_whole + i % inner
+        return words(index.astype(np.uint64), self.seed, step, self.stream)
 
 
 def words(index: np.ndarray, seed: int, step: int, stream: int) -> np.ndarray:
