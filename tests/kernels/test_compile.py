@@ -38,6 +38,7 @@ EXCEPTIONS = {
     ): "runs once per step over parameter groups, not over elements",
     ("moves the least bytes", "unscale.finish_kernel", "*"): "adds up one number per chunk, not per element",
     ("accesses 64 bits", "unscale.finish_kernel", "*"): "hands over one 32-bit flag per tensor",
+    ("accesses fp32 by 128 bits", "unscale.finish_kernel", "*"): "the same",
     ("accesses 64 bits", "adam.prepare_kernel", "*"): "a few hundred bytes in all",
     ("accesses fp32 by 128 bits", "adam.prepare_kernel", "*"): "the same: a few hundred bytes in all",
     ("accesses 64 bits", "cast.cast_kernel", "e?m? to fp32*"): "4 values of 8 bits beside 4 of fp32, which fill 128",
