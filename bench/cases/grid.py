@@ -17,7 +17,8 @@ class Grid:
         cast_elements: of casts of one tensor.
         tensors: numbers of tensors among which `elements` are divided.
         large: elements of the one large tensor of the Adam cases; 0 leaves it out.
-        slow: whether to include providers that take seconds to compile or loop over tensors in Python.
+        slow: whether to include providers that take seconds to compile or loop over many tensors in Python.
+        compiled: the most tensors for which a list is compiled: time grows with them, a second each on a CPU.
     """
 
     elements: int
@@ -26,6 +27,7 @@ class Grid:
     tensors: tuple[int, ...]
     large: int
     slow: bool = True
+    compiled: int = 1
 
 
 FULL_COLUMNS = tuple(2**power for power in range(8, 21, 2))
@@ -37,7 +39,9 @@ def grid_for(device: torch.device, quick: bool) -> Grid:
     if device.type == "cuda":
         if quick:
             return Grid(2**24, (256, 2**14, 2**20), (2**20, 2**24), (1, 1_000), 0)
-        return Grid(2**26, FULL_COLUMNS, tuple(2**power for power in range(14, 29, 2)), FULL_TENSORS, 2**28)
+        return Grid(
+            2**26, FULL_COLUMNS, tuple(2**power for power in range(14, 29, 2)), FULL_TENSORS, 2**28, compiled=100
+        )
     if quick:
         return Grid(2**20, (256, 2**14, 2**20), (2**14, 2**22), (1, 1_000), 0, slow=False)
     return Grid(2**22, FULL_COLUMNS, tuple(2**power for power in range(12, 25, 4)), FULL_TENSORS, 2**24)

@@ -21,8 +21,7 @@ PEERS = {
     "apex": "apex",
     "transformer-engine": "transformer_engine",
 }
-# Dynamo unrolls over lists: compiling a step takes time in proportion to the tensors.
-COMPILED_TENSORS = 100
+LOOPED_TENSORS = 100  # that a Python loop walks fast enough for a quick run
 
 
 def needs_gpu(device: torch.device) -> None:
@@ -46,8 +45,9 @@ def compiled(function: Callable[..., Any], grid: Grid, tensors: int = 1) -> Call
     """`torch.compile` with fixed shapes, forgetting what earlier cases compiled."""
     if not grid.slow:
         raise Unavailable("compiles for seconds: run without --quick")
-    if tensors > COMPILED_TENSORS:
-        raise Unavailable(f"compiles for minutes above {COMPILED_TENSORS} tensors")
+    if tensors > grid.compiled:
+        # Dynamo unrolls over lists.
+        raise Unavailable(f"compiles too long for more than {grid.compiled} tensors")
     torch._dynamo.reset()
     result: Callable[..., Any] = torch.compile(function, dynamic=False)
     return result
@@ -55,5 +55,5 @@ def compiled(function: Callable[..., Any], grid: Grid, tensors: int = 1) -> Call
 
 def loops(grid: Grid, tensors: int) -> None:
     """Raise if a Python loop over so many tensors is too slow for this run."""
-    if not grid.slow and tensors > COMPILED_TENSORS:
+    if not grid.slow and tensors > LOOPED_TENSORS:
         raise Unavailable("loops over tensors for seconds: run without --quick")
