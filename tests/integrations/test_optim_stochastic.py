@@ -188,24 +188,29 @@ def test_a_group_added_later_has_the_numbers_that_follow() -> None:
     assert same(held(joint, together), held(grown, later))
 
 
-def test_a_group_may_have_its_own_rounding_and_seed_and_change_them() -> None:
+@pytest.mark.parametrize("change", [{"seed": 6}, {"rounding": "stochastic"}, {"master_weights": "split"}])
+def test_a_group_may_have_options_of_its_own_and_change_them(change: dict[str, Any]) -> None:
+    """What a step after the change does is what an optimizer does that was made with it and given the same state."""
+    options = {"lr": 1e-2, "seed": 5, **LEAST, "rounding": "stochastic" if "seed" in change else "nearest"}
     parameters = parameters_of(BF16)
-    groups = [{"params": parameters[:3], "seed": 5}, {"params": parameters[3:], "rounding": "nearest"}]
-    optimizer = halfstep.AdamW(groups, lr=1e-2, **LEAST)
-    train(optimizer, parameters, range(1))
-    optimizer.param_groups[0]["seed"] = 6
-    optimizer.param_groups[1]["rounding"] = "stochastic"
-    train(optimizer, parameters, range(1, 2))
-    others = parameters_of(BF16)
-    first = halfstep.AdamW([{"params": others[:3], "seed": 5}, {"params": others[3:]}], lr=1e-2, **LEAST)
-    first.param_groups[1]["rounding"] = "nearest"
-    train(first, others, range(1))
-    fresh = halfstep.AdamW([{"params": others[:3]}, {"params": others[3:]}], **LEAST)
-    saved = first.state_dict()
-    saved["param_groups"][0]["seed"] = 6
+    optimizer = halfstep.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}], **options)
+    train(optimizer, parameters, range(2))
+    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    groups = [{"params": others[:3], **change}, {"params": others[3:]}]
+    fresh = halfstep.AdamW(groups, **options)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update({key: value for key, value in change.items() if key == "seed"})
     fresh.load_state_dict(saved)
-    train(fresh, others, range(1, 2))
+    optimizer.param_groups[0].update(change)
+    train(optimizer, parameters, range(2, 4))
+    train(fresh, others, range(2, 4))
     assert same(held(optimizer, parameters), held(fresh, others))
+
+
+def test_a_bad_seed_of_a_group_is_named_in_the_next_step() -> None:
+    parameters = parameters_of(BF16)
+    optimizer = halfstep.AdamW(parameters, **LEAST)
+    train(optimizer, parameters, range(1))
     optimizer.param_groups[0]["seed"] = -1
     with pytest.raises(ValueError, match="seed is -1; allowed are 0 to 2"):
         optimizer.step()
