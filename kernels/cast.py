@@ -55,7 +55,6 @@ CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}  # those o
 DTYPES = tuple(CODES)
 NAMES = {**TRITON_NAMES, torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 LARGEST_OFFSET = 2**60 - 1
-_SOURCE, _TARGET, _STREAM, _OFFSET = range(4)  # operands of the device table
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -405,10 +404,7 @@ def _cast_lists(
             _reference(source, target, mode, saturate, seed, stream, offset)
         return
     pair = sources[0].dtype, targets[0].dtype
-    table = _tables[pair].table(sources, targets)
-    if mode == STOCHASTIC:
-        table.refresh(_STREAM, streams)
-        table.refresh(_OFFSET, offsets)
+    table = _tables[pair].table(sources, targets, numbers=(streams, offsets) if mode == STOCHASTIC else ())
     if not table.chunks:
         return
     if implementation == "native":

@@ -50,6 +50,7 @@ class TensorTable:
         host[FIRST_CHUNK] = ends - counts
         owner = torch.repeat_interleave(torch.arange(self.tensors, dtype=torch.int32, device="cpu"), counts)
         self._known: list[list[int] | None] = [None] * operands
+        self._copied: list[torch.Tensor] = []
         self.rows = host.to(device)
         self.chunk_tensor = owner.to(device)
 
@@ -68,34 +69,57 @@ class TensorTable:
         fresh = torch.tensor(addresses, dtype=torch.int64, device="cpu")
         if self.device.type == "cpu":
             self.rows[ADDRESSES + operand] = fresh
-        else:
-            self.rows[ADDRESSES + operand].copy_(fresh.pin_memory(), non_blocking=True)
+            return
+        fresh = fresh.pin_memory()
+        if capturing(self.device):
+            self._copied.append(fresh)  # a replay reads it again
+        self.rows[ADDRESSES + operand].copy_(fresh, non_blocking=True)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether launches on the current stream of `device` are recorded into a CUDA graph and not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class TableCache(threading.local):
     """The last few tables of one kernel family, so that the same tensors step after step build and send nothing.
 
     Each thread has its own: while one runs a kernel over a table, with Python's lock released, another must not refresh
-    it.
+    it. A table that a CUDA graph has recorded is set aside for good: the graph reads it at every replay, so nobody may
+    write or free it.
     """
 
     def __init__(self, operands: int, chunk: int, capacity: int = 8) -> None:
         self._operands, self._chunk, self._capacity = operands, chunk, capacity
         self._tables: OrderedDict[tuple[object, ...], TensorTable] = OrderedDict()
+        self._recorded: dict[tuple[object, ...], list[TensorTable]] = {}
 
-    def table(self, *operands: Sequence[torch.Tensor]) -> TensorTable:
-        """The table of these tensors: `operands` lists of equal length, sizes equal across lists, one device."""
+    def table(self, *operands: Sequence[torch.Tensor], numbers: Sequence[list[int]] = ()) -> TensorTable:
+        """The table of these tensors: `operands` lists of equal length, sizes equal across lists, one device.
+
+        Args:
+            operands: what the first rows hold the addresses of.
+            numbers: what the rows after them hold, one number per tensor.
+        """
         device = operands[0][0].device
         numels = [tensor.numel() for tensor in operands[0]]
+        contents = [[tensor.data_ptr() for tensor in tensors] for tensors in operands]
+        contents += numbers
         key = (device, tuple(numels))
-        table = self._tables.pop(key, None)
-        if table is None:
-            table = TensorTable(numels, self._operands, self._chunk, device)
-        self._tables[key] = table
+        recording = capturing(device)
+        for table in self._recorded.get(key, ()) if recording else ():
+            if all(table.known(row) == content for row, content in enumerate(contents)):
+                return table
+        found = self._tables.pop(key, None)
+        table = TensorTable(numels, self._operands, self._chunk, device) if found is None else found
+        if recording:
+            self._recorded.setdefault(key, []).append(table)
+        else:
+            self._tables[key] = table
         while len(self._tables) > self._capacity:
             self._tables.popitem(last=False)
-        for row, tensors in enumerate(operands):
-            table.refresh(row, [tensor.data_ptr() for tensor in tensors])
+        for row, content in enumerate(contents):
+            table.refresh(row, content)
         return table
 
 

@@ -35,7 +35,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
-from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, check_tensor_list, flattened
+from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, capturing, check_tensor_list, flattened
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
 
@@ -285,9 +285,9 @@ class _Scratches(threading.local):
         What a graph captures stays in the graph's own memory, or a replay would write where another call does.
         """
         stream = 0
+        if capturing(device):
+            return _Scratch(device, chunks, tensors)
         if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return _Scratch(device, chunks, tensors)
             stream = torch.cuda.current_stream(device).cuda_stream
         key = (device, stream)
         kept = self._kept.get(key)
@@ -327,8 +327,7 @@ def _launch_triton(
     first: int,
 ) -> int:
     """Check tensors of one dtype, `first` chunks being those of others; returns how many chunks they make."""
-    table = _tables[group[0].dtype].table(group)
-    table.refresh(1, indices)
+    table = _tables[group[0].dtype].table(group, numbers=(indices,))
     if table.chunks:
         check_kernel[(table.chunks,)](
             table.rows,
@@ -356,8 +355,7 @@ def _launch_native(
     first: int,
 ) -> int:
     """Check tensors of one dtype, `first` chunks being those of others; returns how many chunks they make."""
-    table = _tables[group[0].dtype].table(group)
-    table.refresh(1, indices)
+    table = _tables[group[0].dtype].table(group, numbers=(indices,))
     number = ctypes.c_float(inv_scale) if isinstance(inv_scale, float) else None
     factor = None if number is None else ctypes.addressof(number)
     if isinstance(inv_scale, torch.Tensor):

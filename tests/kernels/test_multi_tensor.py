@@ -141,6 +141,25 @@ def test_the_cache_does_not_keep_tensors_alive() -> None:
     assert cache.table([fresh]).rows[ADDRESSES].item() == fresh.data_ptr(), f"was {address}"
 
 
+def test_a_table_that_a_graph_recorded_is_never_written_or_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays read it: a later call with other tensors of the same sizes, or with many other sizes, must leave it."""
+    cache = TableCache(operands=2, chunk=4, capacity=1)
+    ours, others = [torch.ones(5)], [torch.ones(5)]
+    warm = cache.table(ours, numbers=([7],))
+    with monkeypatch.context() as patch:
+        patch.setattr(multi_tensor, "capturing", lambda device: True)
+        assert cache.table(ours, numbers=([7],)) is warm
+        version = warm.rows._version
+        assert cache.table(ours, numbers=([7],)) is warm, "recorded twice in one graph"
+        moved = cache.table(ours, numbers=([8],))
+        assert moved is not warm and moved.rows[ADDRESSES + 1].tolist() == [8]
+    after = cache.table(others, numbers=([9],))
+    assert after is not warm and after is not moved
+    cache.table([torch.ones(6)])
+    assert cache.table(ours, numbers=([7],)) is not warm
+    assert warm.rows._version == version and warm.rows[ADDRESSES].item() == ours[0].data_ptr()
+
+
 @pytest.mark.parametrize("name", ["reference", "native"])
 def test_threads_do_not_read_each_others_tables(name: str) -> None:
     """Lists of the same sizes at the same time: a table shared between threads gave one thread the other's sums."""
