@@ -26,7 +26,10 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from halfstep.kernels import loss_scale
+from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
 from halfstep.numerics.gradients import GradientCheck, check_gradients
+from halfstep.numerics.mirror import Mirror
 
 # 1 / scale must be finite too.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -59,7 +62,11 @@ class GradScaler(torch.amp.GradScaler):
         enabled: if False, every method passes through.
         min_scale: S never falls below this. Default: 2^-126, the least whose inverse is finite.
         max_scale: S never rises above this. Default: 2^126.
-        hysteresis: overflows tolerated before S backs off; each still skips its step. Refilled when S grows (Megatron).
+        hysteresis: S backs off at the overflow of this number; each still skips its step.
+        hysteresis_refill: when the overflows tolerated are counted anew: ``"growth"``, when S grows (Megatron-LM and
+            DeepSpeed), or ``"clean_step"``, after any clean step (apex, DeepSpeed's ``consecutive_hysteresis``).
+        write_back: leave unscaled gradients in ``.grad`` after `step`, as torch's fused optimizers do; a further write
+            of every gradient. By default `step` only reads them.
         process_group: ranks that must skip together although nothing shows that they share a model (pipeline stages).
 
     Raises:
@@ -68,7 +75,7 @@ class GradScaler(torch.amp.GradScaler):
     Note:
         `step` with an optimizer of halfstep waits for nothing. Other optimizers that do not take the found_inf flag
         themselves (``fused=True`` does) make `step` read one flag from the device, as torch's scaler does.
-        After `step`, ``.grad`` still holds the scaled gradients; call `unscale_` first to have them unscaled in place.
+        After `step`, ``.grad`` still holds the scaled gradients; `unscale_` or `write_back` unscale them in place.
         An fp16 gradient unscaled in place is rounded to fp16 again; inside the step it is not.
     """
 
@@ -84,8 +91,12 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int = 1,
+        hysteresis_refill: str = "growth",
+        write_back: bool = False,
         process_group: Any = None,
     ) -> None:
+        if hysteresis_refill not in ("growth", "clean_step"):
+            raise ValueError(f"hysteresis_refill is {hysteresis_refill!r}; allowed are 'growth' and 'clean_step'")
         if enabled:
             in_range = f"numbers from {SMALLEST_SCALE} to {LARGEST_SCALE}"
             _checked("growth_factor", growth_factor, "finite numbers above 1", lambda x: x > 1)
@@ -106,9 +117,20 @@ class GradScaler(torch.amp.GradScaler):
             self._min_scale, self._max_scale = float(low), float(high)
         super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
         self._hysteresis = hysteresis
+        self._refill_on_clean = hysteresis_refill == "clean_step"
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: torch.Tensor | None = None
+        self._skipped: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._mirror = Mirror()
         self._process_group = process_group
+        self._write_back = write_back
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+        self._skipped = torch.zeros((), dtype=torch.float32, device=dev)
+        self._counts = torch.zeros(3, dtype=torch.int64, device=dev)
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or an iterable of losses, by the scale, in fp32 at least."""
@@ -177,7 +199,10 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY:
+        if state["stage"] is OptState.READY and self._write_back:
+            self.unscale_(optimizer)
+        folded = state["stage"] is OptState.READY
+        if folded and "gradient_check" not in state:
             self._check_inf_per_device(optimizer)
         if not state["found_inf_per_device"]:
             raise AssertionError(
@@ -186,25 +211,73 @@ class GradScaler(torch.amp.GradScaler):
         check: GradientCheck = state["gradient_check"]
         # torch's protocol for optimizers that unscale and skip by themselves, and the sum of squares for clipping. Once
         # unscaled in place, gradients may have been changed since: the optimizer then sums them again if it clips.
-        untouched = state["stage"] is OptState.READY
-        optimizer.grad_scale = self._scale if untouched else None  # type: ignore[attr-defined]
-        optimizer.found_inf = check.found_inf  # type: ignore[attr-defined]
-        optimizer.sum_of_squares = check.sum_of_squares if untouched else None  # type: ignore[attr-defined]
+        handed: dict[str, Any] = {
+            "grad_scale": self._scale if folded else None,
+            "found_inf": check.found_inf,
+            "sum_of_squares": check.sum_of_squares if folded or "max_norm" in state else None,
+        }
+        own_limit = optimizer.max_grad_norm  # type: ignore[attr-defined]
+        vars(optimizer).update(handed)
+        if "max_norm" in state:
+            optimizer.max_grad_norm = min(state["max_norm"], own_limit or math.inf)  # type: ignore[attr-defined]
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
-            del optimizer.grad_scale, optimizer.found_inf, optimizer.sum_of_squares  # type: ignore[attr-defined]
+            optimizer.max_grad_norm = own_limit  # type: ignore[attr-defined]
+            for name in handed:
+                delattr(optimizer, name)
         state["stage"] = OptState.STEPPED
         return result
 
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        """Have the coming `step` clip the unscaled gradients of an optimizer, all together, to a 2-norm.
+
+        With an optimizer of halfstep no gradient is written and none is read once more: the norm comes from the check
+        that `step` needs anyway, and the factor goes into the step. Gradients must not change between here and `step`.
+        Other optimizers have their gradients unscaled and clipped in place, as `unscale_` followed by
+        `torch.nn.utils.clip_grad_norm_` would.
+
+        Args:
+            optimizer: whose gradients; call before ``step(optimizer)``.
+            max_norm: a finite number above 0.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, 0-dim fp32 on their device; not finite if they
+            overflowed, in which case the step is skipped.
+
+        Raises:
+            ValueError: `max_norm` is out of range.
+            RuntimeError: `step` was called already since the last `update`.
+        """
+        _checked("max_norm", max_norm, "finite numbers above 0", lambda x: x > 0)
+        if not self._enabled or not getattr(optimizer, "_accepts_sum_of_squares", False):
+            if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        self._check_scale_growth_tracker("clip_grad_norm_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("clip_grad_norm_() is being called after step().")
+        if state["stage"] is OptState.READY and self._write_back:
+            self.unscale_(optimizer)
+        elif state["stage"] is OptState.READY and "gradient_check" not in state:
+            self._check_inf_per_device(optimizer)
+        if state["gradient_check"] is None:
+            return torch.zeros(())
+        state["max_norm"] = float(max_norm)
+        norm: torch.Tensor = state["gradient_check"].sum_of_squares.sqrt().float()
+        return norm
+
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale after the step; see `torch.amp.GradScaler.update`.
+        """Update the scale after the step, in one launch; see `torch.amp.GradScaler.update`.
 
         Args:
             new_scale: set the scale to this instead.
 
         Raises:
             ValueError: `new_scale` is a number out of range.
+            AssertionError: no optimizer was stepped or unscaled since the last update.
         """
         if not self._enabled:
             return
@@ -215,37 +288,63 @@ class GradScaler(torch.amp.GradScaler):
                 _checked("new_scale", new_scale, allowed, lambda x: self._min_scale <= x <= self._max_scale)
                 new_scale = float(new_scale)
             super().update(new_scale)
-        elif self._hysteresis == 1:
-            super().update()
-        else:
-            self._update_with_hysteresis(scale, growth_tracker)
-        scale.clamp_(self._min_scale, self._max_scale)
-
-    def _update_with_hysteresis(self, scale: torch.Tensor, growth_tracker: torch.Tensor) -> None:
-        """Back off only when the budget of overflows is spent; any overflow restarts the count of clean steps."""
-        if self._hysteresis_tracker is None:
-            self._hysteresis_tracker = torch.full_like(growth_tracker, self._init_hysteresis_tracker)
+            scale.clamp_(self._min_scale, self._max_scale)
+            return
         found = [
-            flag.to(scale.device, non_blocking=True)
-            for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
         if not found:
             raise AssertionError("No inf checks were recorded prior to update.")
-        overflow = torch.stack(found).amax() != 0
-        tracker = self._hysteresis_tracker
-        tracker.sub_(overflow.to(tracker.dtype)).clamp_(min=0)
-        spent = overflow & (tracker <= 0)
-        old = scale.clone()
-        torch._amp_update_scale_(
-            scale, growth_tracker, spent.float(), self._growth_factor, self._backoff_factor, self._growth_interval
-        )
-        # A tolerated overflow must not count as a clean step.
-        tolerated = overflow & ~spent
-        scale.copy_(torch.where(tolerated, old, scale))
-        growth_tracker.mul_((~overflow).to(growth_tracker.dtype))
-        tracker.copy_(torch.where(scale > old, self._hysteresis, tracker))
+        if len(found) > 1:
+            overflow = torch.stack([flag.reshape(()).to(scale.device, non_blocking=True) for flag in found]).amax()
+        else:
+            overflow = found[0].to(scale.device, torch.float32, non_blocking=True)
+        assert self._hysteresis_tracker is not None and self._skipped is not None and self._counts is not None
+        state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)
+        loss_scale.update(state, overflow, self._rules())
+        self._mirror.take(self._counts)
         self._per_optimizer_states.clear()
+
+    def _rules(self) -> loss_scale.Rules:
+        return loss_scale.Rules(
+            self._growth_factor,
+            self._backoff_factor,
+            min(self._growth_interval, 2**31 - 1),
+            self._hysteresis,
+            self._refill_on_clean,
+            self._min_scale,
+            self._max_scale,
+        )
+
+    # ----------------------------------------------------------------------------------------------- what was skipped
+
+    @property
+    def step_skipped(self) -> torch.Tensor:
+        """Whether the last step that `update` decided on was skipped: 0-dim fp32, 1.0 or 0.0, on the scale's device.
+
+        Overwritten by the next `update`; clone it to keep it. With several optimizers: whether any of them skipped.
+        """
+        return torch.zeros(()) if self._skipped is None else self._skipped
+
+    def last_step_skipped(self) -> bool | None:
+        """Whether the last step was skipped, as far as the host knows without waiting for the device.
+
+        On a CPU that is always the last step. On a GPU the first call asks for the answer to be copied after each
+        `update` from then on, and each call returns the newest that has arrived: one or two steps behind, as a rule.
+
+        Returns:
+            The answer, or None while there is none.
+        """
+        known = self._known()
+        return None if known is None or known[DECIDED] == 0 else known[LAST_SKIPPED] == known[DECIDED]
+
+    def skips_known(self) -> int:
+        """How many steps were skipped, as far as the host knows without waiting; see `last_step_skipped`."""
+        known = self._known()
+        return 0 if known is None else known[SKIPPED]
+
+    def _known(self) -> list[int] | None:
+        return None if self._counts is None else self._mirror.newest(self._counts)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
@@ -279,3 +378,10 @@ class GradScaler(torch.amp.GradScaler):
         self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled and self._hysteresis_tracker is not None:
+            state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker.item())
+        # Made anew with the scale, at first use.
+        return {**state, "_hysteresis_tracker": None, "_skipped": None, "_counts": None, "_mirror": Mirror()}

@@ -12,6 +12,7 @@ from halfstep._version import __version__
 
 if TYPE_CHECKING:
     from halfstep.integrations.optim import Adam, AdamW
+    from halfstep.integrations.scheduler import SkipAwareScheduler
     from halfstep.kernels.backend import backend
     from halfstep.kernels.cast import cast, foreach_cast
     from halfstep.kernels.softmax import log_softmax, softmax
@@ -22,6 +23,7 @@ _HOME = {
     "Adam": "halfstep.integrations.optim",
     "AdamW": "halfstep.integrations.optim",
     "GradScaler": "halfstep.numerics.scaler",
+    "SkipAwareScheduler": "halfstep.integrations.scheduler",
     "backend": "halfstep.kernels.backend",
     "cast": "halfstep.kernels.cast",
     "foreach_cast": "halfstep.kernels.cast",
@@ -35,6 +37,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "GradScaler",
+    "SkipAwareScheduler",
     "__version__",
     "backend",
     "cast",

@@ -1,0 +1,54 @@
+"""Numbers on the device, as the host last heard of them: read without ever waiting."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+
+class Mirror:
+    """Copies of a few integers on their way to the host.
+
+    On a CPU the tensor itself is read. On a GPU nothing is copied before somebody has asked; from then on each `take`
+    queues a copy into pinned memory behind the work that made the numbers, and `newest` looks which ones have arrived.
+    """
+
+    SLOTS = 4  # copies under way at most; a host that is further ahead leaves numbers out
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._free: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+        self._known: list[int] | None = None
+
+    def take(self, numbers: torch.Tensor) -> None:
+        """Queue a copy of what `numbers` (int64, 1-dim) holds at this point of the current stream."""
+        if numbers.device.type == "cpu" or not self._asked or torch.cuda.is_current_stream_capturing():
+            return
+        self._look()
+        if not self._free:
+            if len(self._under_way) == self.SLOTS:
+                return
+            place = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._free.append((torch.cuda.Event(), place))
+        event, place = self._free.pop()
+        with torch.cuda.device(numbers.device):
+            place.copy_(numbers, non_blocking=True)
+            event.record()
+        self._under_way.append((event, place))
+
+    def _look(self) -> None:
+        while self._under_way and self._under_way[0][0].query():
+            event, place = self._under_way.popleft()
+            self._known = place.tolist()
+            self._free.append((event, place))
+
+    def newest(self, numbers: torch.Tensor) -> list[int] | None:
+        """The newest values that the host has; None if there are none yet."""
+        if numbers.device.type == "cpu":
+            known: list[int] = numbers.tolist()
+            return known
+        self._asked = True
+        self._look()
+        return self._known
