@@ -98,6 +98,50 @@ template <typename F, Rounding R, bool SATURATE> inline uint32_t round_to(float 
 }
 
 // The random words of elements first to first + n of kernels/philox.py, n at most `LIMIT`.
+#if defined(__AVX512F__)
+// Sixteen groups of four words, in order. What the compiler makes of the loop below takes 1.8 times as long.
+inline void sixteen_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64_t group, uint32_t* words) {
+    constexpr auto ODD = _MM_PERM_ENUM(0xf5), EVEN = _MM_PERM_ENUM(0xa0);
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i low = _mm512_set1_epi32(int(uint32_t(group))), high = _mm512_set1_epi32(int(uint32_t(group >> 32)));
+    const __m512i a = _mm512_set1_epi64(0xd2511f53u), b = _mm512_set1_epi64(0xcd9e8d57u), one = _mm512_set1_epi32(1);
+    __m512i c0 = _mm512_add_epi32(low, lane);
+    __m512i c1 = _mm512_mask_add_epi32(high, _mm512_cmplt_epu32_mask(c0, lane), high, one);  // where c0 wrapped
+    __m512i c2 = _mm512_set1_epi32(int(step)), c3 = _mm512_set1_epi32(int(stream));
+    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+        // 64-bit products of the even lanes and of the odd ones, then their upper and lower halves side by side.
+        const __m512i p0 = _mm512_mul_epu32(c0, a), q0 = _mm512_mul_epu32(_mm512_shuffle_epi32(c0, ODD), a);
+        const __m512i p1 = _mm512_mul_epu32(c2, b), q1 = _mm512_mul_epu32(_mm512_shuffle_epi32(c2, ODD), b);
+        const __m512i upper0 = _mm512_mask_shuffle_epi32(q0, 0x5555, p0, ODD);
+        const __m512i upper1 = _mm512_mask_shuffle_epi32(q1, 0x5555, p1, ODD);
+        c0 = _mm512_xor_si512(_mm512_xor_si512(upper1, c1), _mm512_set1_epi32(int(k0)));
+        c2 = _mm512_xor_si512(_mm512_xor_si512(upper0, c3), _mm512_set1_epi32(int(k1)));
+        c1 = _mm512_mask_shuffle_epi32(p1, 0xaaaa, q1, EVEN);
+        c3 = _mm512_mask_shuffle_epi32(p0, 0xaaaa, q0, EVEN);
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    // From one word of all groups per register to all words of four groups per register.
+    const __m512i u = _mm512_unpacklo_epi32(c0, c1), v = _mm512_unpacklo_epi32(c2, c3);
+    const __m512i x = _mm512_unpackhi_epi32(c0, c1), y = _mm512_unpackhi_epi32(c2, c3);
+    const __m512i g0 = _mm512_unpacklo_epi64(u, v), g1 = _mm512_unpackhi_epi64(u, v);  // groups 0 4 8 12, 1 5 9 13
+    const __m512i g2 = _mm512_unpacklo_epi64(x, y), g3 = _mm512_unpackhi_epi64(x, y);  // groups 2 6 10 14, 3 7 11 15
+    const __m512i s = _mm512_shuffle_i32x4(g0, g1, 0x44), t = _mm512_shuffle_i32x4(g2, g3, 0x44);
+    const __m512i m = _mm512_shuffle_i32x4(g0, g1, 0xee), n = _mm512_shuffle_i32x4(g2, g3, 0xee);
+    _mm512_store_si512(words, _mm512_shuffle_i32x4(s, t, 0x88));
+    _mm512_store_si512(words + 16, _mm512_shuffle_i32x4(s, t, 0xdd));
+    _mm512_store_si512(words + 32, _mm512_shuffle_i32x4(m, n, 0x88));
+    _mm512_store_si512(words + 48, _mm512_shuffle_i32x4(m, n, 0xdd));
+}
+template <int64_t LIMIT>
+inline void random_words(uint64_t seed, uint32_t step, uint32_t stream, int64_t first, int64_t n, uint32_t* words) {
+    alignas(64) uint32_t all[(LIMIT + 6 + 63) / 64 * 64];
+    const int64_t group = first / 4, groups = n > 0 ? (first + n - 1) / 4 - group + 1 : 0;
+    for (int64_t i = 0; i < groups; i += 16) sixteen_groups(seed, step, stream, uint64_t(group + i), all + 4 * i);
+    std::memcpy(words, all + (first - 4 * group), n * sizeof(uint32_t));
+}
+#else
 template <int64_t LIMIT>
 inline void random_words(uint64_t seed, uint32_t step, uint32_t stream, int64_t first, int64_t n, uint32_t* words) {
     constexpr int64_t MOST = LIMIT / 4 + 2;
@@ -130,6 +174,7 @@ inline void random_words(uint64_t seed, uint32_t step, uint32_t stream, int64_t 
     }
     std::memcpy(words, all + (first - 4 * group), n * sizeof(uint32_t));
 }
+#endif
 
 template <typename T> inline void load(const T* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);

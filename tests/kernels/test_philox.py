@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -123,14 +124,17 @@ extern "C" void words(uint64_t seed, uint32_t step, uint32_t stream, int64_t fir
 """
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+@pytest.fixture(scope="module", params=["as built", "portable"])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     command = native.compiler()
     if command is None:
         pytest.skip("needs a C++ compiler")
     folder = tmp_path_factory.mktemp("philox")
     source, target = folder / "wrapper.cpp", folder / "wrapper.so"
     source.write_text(WRAPPER.replace("native.h", str(Path(native.__file__).resolve().parent / "native.h")))
+    if request.param == "portable":  # without this machine's own instructions
+        subprocess.run([command, *native._EXACT, str(source), "-o", str(target)], check=True)
+        return ctypes.CDLL(str(target))
     complaint = native._build(source, target, command)
     assert not complaint, complaint
     return ctypes.CDLL(str(target))
