@@ -103,8 +103,9 @@ def _widened(x, SOURCE: tl.constexpr):
     elif SOURCE == _E4M3:
         # As an fp16 of the same fields it is too small by the difference of the biases, subnormals included.
         code = x.to(tl.uint16)
-        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        return tl.where((code & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+        rest = code & 0x7F
+        half = ((code & 0x80) << 8) | tl.where(rest == 0x7F, 0x7E00, rest << 7).to(tl.uint16)
+        return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
         return to_float32(x)
 

@@ -231,7 +231,10 @@ def test_no_function_waits_for_the_device() -> None:
         try:
             halfstep.cast(x, torch.float32)
             halfstep.foreach_cast([x, x[1:100]], torch.float16)
-            halfstep.foreach_check([x, x[1:100]], inv_scale=inverse)
+            halfstep.cast(x, torch.float8_e4m3fn, rounding="stochastic")
+            halfstep.foreach_cast([x], torch.float8_e5m2, rounding="stochastic")
+            check = halfstep.foreach_check([x, x[1:100]], inv_scale=inverse)
+            halfstep.foreach_check([x, x[1:100]], inv_scale=0.5, out=check)
             halfstep.foreach_unscale_([x, x[1:100]], 0.5)
             halfstep.softmax(wide, scale=0.5, causal=True).sum().backward()
         finally:
