@@ -373,6 +373,7 @@ class _AdamBase(Optimizer):
         """Drop what is derived from parameters and state."""
         self._stepped: list[torch.Tensor] | None = None
         self._stepped_dtypes: list[torch.dtype] = []
+        self._stepped_state: tuple[Any, int] = (None, 0)
         self._checked: list[tuple[Any, ...]] = []
         self._kinds: list[tuple[Any, ...]] = []
         self._members: list[tuple[_Batch, list[int]]] = []
@@ -621,6 +622,9 @@ class _AdamBase(Optimizer):
             and len(parameters) == len(self._stepped)
             and all(map(is_, parameters, self._stepped))
             and dtypes == self._stepped_dtypes
+            # Somebody may have cleared the state, or put another in its place, to start anew.
+            and self.state is self._stepped_state[0]
+            and len(self.state) == self._stepped_state[1]
             # Sparse gradients never say that they are contiguous.
             and (contiguous or all(grad.layout == torch.strided for grad in grads))
             and all(batch.still_describes() for batch, _ in self._members)
@@ -628,6 +632,7 @@ class _AdamBase(Optimizer):
             self._stepped = None
             self._regroup(parameters, grads)
             self._stepped, self._stepped_dtypes = parameters, dtypes
+            self._stepped_state = (self.state, len(self.state))
         control = self._control(grads)
         for batch, indices in self._members:
             device = batch.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import inspect
@@ -443,6 +444,27 @@ def test_weights_written_from_outside_are_not_overwritten(name: str) -> None:
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert ((p.float() - 7).abs() < 0.05).all()
+
+
+@pytest.mark.parametrize("how", ["cleared", "replaced", "one removed"])
+def test_a_state_that_was_cleared_starts_anew(how: str) -> None:
+    parameters = parameters_of(torch.bfloat16)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, master_weights="full")
+    train(optimizer, parameters, range(3))
+    fresh = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    if how == "cleared":
+        optimizer.state.clear()
+    elif how == "replaced":
+        optimizer.state = collections.defaultdict(dict)
+    else:
+        del optimizer.state[parameters[1]]
+    other = halfstep.AdamW(fresh, lr=1e-2, master_weights="full")
+    train(optimizer, parameters, range(3, 5))
+    train(other, fresh, range(3, 5))
+    for index in range(len(parameters)) if how != "one removed" else [1]:
+        mine, theirs = optimizer.state_dict()["state"][index], other.state_dict()["state"][index]
+        assert mine.keys() == theirs.keys()
+        assert all(same_bits(mine[key], theirs[key]) for key in mine)
 
 
 def test_parameter_moved_to_other_memory_and_state_replaced() -> None:
