@@ -220,6 +220,26 @@ def _scalar(value: torch.Tensor | float | None, dtype: torch.dtype, device: torc
     return value.to(device=device, dtype=dtype, non_blocking=True)
 
 
+def _is_zero(lr: torch.Tensor | float) -> bool:
+    """Whether a learning rate is known to be 0; device tensors are not read."""
+    return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
+
+
+def _skipping_zeros(control: adam.Control, grads: list[torch.Tensor]) -> adam.Control:
+    """The same control, but the step is skipped, step counts included, if all gradients on all ranks are 0.
+
+    Moments would stay as they are, but for L2 decay, and 0 / (0 + eps) is NaN at eps = 0.
+    """
+    # Scaled up so far that the square of the smallest subnormal number is not lost.
+    check = check_gradients(grads, torch.full((), 2.0**100, device=grads[0].device))
+    assert check is not None
+    nothing = (check.sum_of_squares == 0).float()
+    if control.found_inf is not None:
+        found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
+        nothing = torch.maximum(nothing, found_inf)
+    return adam.Control(control.grad_scale, nothing, control.sum_of_squares)
+
+
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
@@ -608,6 +628,8 @@ class _AdamBase(Optimizer):
             if kinds != self._kinds:
                 self._stepped = None
                 self._kinds = kinds
+        # torch.distributed.checkpoint takes such a step, with gradients of 0, to find out what state there is.
+        first_at_rest = not self.state and all(_is_zero(group["lr"]) for group in self.param_groups)
         parameters = self._parameters()
         grads = list(map(attrgetter("grad"), parameters))
         if any(map(is_, grads, repeat(None))):
@@ -634,6 +656,8 @@ class _AdamBase(Optimizer):
             self._stepped, self._stepped_dtypes = parameters, dtypes
             self._stepped_state = (self.state, len(self.state))
         control = self._control(grads)
+        if first_at_rest:
+            control = _skipping_zeros(control, grads)
         for batch, indices in self._members:
             device = batch.device
             own = grads if len(self._members) == 1 else [grads[index] for index in indices]

@@ -1,4 +1,4 @@
-"""Adam and AdamW as users call them, against float64: a thousand random configurations, a thousand steps, their memory."""
+"""Adam and AdamW against float64: a thousand random configurations, a thousand steps; and the memory they need."""
 
 from __future__ import annotations
 
