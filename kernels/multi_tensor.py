@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
@@ -102,8 +103,8 @@ class TableCache(threading.local):
             numbers: what the rows after them hold, one number per tensor.
         """
         device = operands[0][0].device
-        numels = [tensor.numel() for tensor in operands[0]]
-        contents = [[tensor.data_ptr() for tensor in tensors] for tensors in operands]
+        numels = list(map(torch.Tensor.numel, operands[0]))
+        contents = [list(map(torch.Tensor.data_ptr, tensors)) for tensors in operands]
         contents += numbers
         key = (device, tuple(numels))
         recording = capturing(device)
@@ -135,6 +136,13 @@ def is_flat(tensor: torch.Tensor) -> bool:
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it `is_flat`, else a row-major copy of its values."""
     return tensor if is_flat(tensor) else tensor.resolve_neg().contiguous()
+
+
+def all_flattened(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`flattened` of each; the list itself if nothing needs a copy, which is told without a loop in Python."""
+    if all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors)):
+        return tensors
+    return list(map(flattened, tensors))
 
 
 def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
@@ -170,6 +178,14 @@ def check_tensor_list(
     if isinstance(tensors, torch.Tensor):
         raise TypeError(f"{argument} is one tensor; allowed is a list of tensors: pass [{argument}]")
     listed = list(tensors)
+    # The usual case, at the speed of C: with thousands of tensors the loop below takes longer than the kernels.
+    if (
+        set(map(type, listed)) <= {torch.Tensor, torch.nn.Parameter}
+        and set(map(attrgetter("layout"), listed)) <= {torch.strided}
+        and set(map(attrgetter("dtype"), listed)) <= set(dtypes)
+        and len(set(map(attrgetter("device"), listed))) <= 1
+    ):
+        return listed
     for index, tensor in enumerate(listed):
         check_tensor(tensor, f"{argument}[{index}]", dtypes)
         if tensor.device != listed[0].device:

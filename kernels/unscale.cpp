@@ -66,8 +66,13 @@ void check_chunk(T* data, int64_t n, const float* inv_scale, bool write, int32_t
 }  // namespace
 
 extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-                               const float* inv_scale, int32_t write, int32_t dtype, int32_t* flags, double* sums,
-                               int32_t threads) {
+                               const float* inv_scale, int32_t inverted, int32_t write, int32_t dtype, int32_t* flags,
+                               double* sums, int32_t threads) {
+    float reciprocal;
+    if (inv_scale && inverted) {
+        reciprocal = 1.0f / *inv_scale;
+        inv_scale = &reciprocal;
+    }
     with_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
 #pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 8)
@@ -81,9 +86,10 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
     });
 }
 
-// Add the chunks and gather the flags, which are zero afterwards.
+// Add the chunks and gather the flags, which are zero afterwards; note the bad tensors in `tally` unless it is null.
 extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_t* flags, int64_t tensors,
-                                      float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out) {
+                                      float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
+                                      int32_t* tally, const int64_t* step) {
     alignas(64) double lanes[LANES];
     const int64_t width = tree_width(chunks < LANES ? chunks : LANES);  // the other lanes hold zeros
     for (int64_t i = 0; i < width; ++i) lanes[i] = 0.0;
@@ -97,6 +103,13 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
     for (int64_t i = 0; i < tensors; ++i) {
         any |= flags[i];
         flags_out[i] = flags[i];
+        if (tally && flags[i]) {
+            int32_t* row = tally + 4 * i;
+            row[0] += flags[i] & 1;
+            row[1] += flags[i] >> 1;
+            if (row[2] == 0) row[2] = int32_t(*step + 1);
+            row[3] = int32_t(*step + 1);
+        }
         flags[i] = 0;
     }
     *found_inf = any ? 1.0f : 0.0f;

@@ -1,6 +1,7 @@
 """Unscale gradients, find non-finite ones, sum their squares: one pass over a list of tensors.
 
-    y = x * inv_scale                      fp32, rounded once to x's dtype when written back
+    y = x * inv_scale                      fp32, rounded once to x's dtype when written back; inv_scale may be given as
+                                           its reciprocal, the loss scale, and is then 1 / scale rounded once
     flag_t = 1 if tensor t holds an Inf, + 2 if it holds a NaN
     found_inf = 1.0 if any flag is set, else 0.0
     sum_of_squares = sum over all y of y^2
@@ -29,13 +30,21 @@ import ctypes
 import functools
 import threading
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
-from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, capturing, check_tensor_list, flattened
+from halfstep.kernels.multi_tensor import (
+    DTYPE_CODES,
+    TableCache,
+    TensorTable,
+    all_flattened,
+    capturing,
+    check_tensor_list,
+)
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
 
@@ -66,6 +75,18 @@ class Check(NamedTuple):
         bad = self.flags != 0
         # A leading entry that is true only if no other is, at index -1.
         return torch.cat([~bad.any().reshape(1), bad]).int().argmax() - 1
+
+
+class Tally(NamedTuple):
+    """Where checks of the same tensors, step after step, note which of them were bad.
+
+    Attributes:
+        counts: int32 (tensors, 4): steps with an Inf, steps with a NaN, the first bad step, the last one, from 1.
+        step: int64, one element: how many steps there were before this one.
+    """
+
+    counts: torch.Tensor
+    step: torch.Tensor
 
 
 class Unscaled(NamedTuple):
@@ -123,6 +144,15 @@ def _reference_pass(
     return torch.cat(sums), torch.stack(flags)
 
 
+def note(flags: torch.Tensor, tally: Tally) -> None:
+    """Note in `tally` the tensors whose flags (int32, one per row) are set."""
+    bad, counts, step = flags != 0, tally.counts, (tally.step.reshape(()) + 1).int()
+    counts[:, 0] += flags & HAS_INF
+    counts[:, 1] += (flags & HAS_NAN) // HAS_NAN
+    counts[:, 2] = torch.where(bad & (counts[:, 2] == 0), step, counts[:, 2])
+    counts[:, 3] = torch.where(bad, step, counts[:, 3])
+
+
 def _reference_finish(sums: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(found_inf, sum of squares) from all chunks and tensors."""
     lanes = torch.zeros(LANES, dtype=torch.float64, device=sums.device)
@@ -137,11 +167,10 @@ def _reference_finish(sums: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Te
 @jit
 def _tree_sum_block(values, LENGTH: tl.constexpr):
     """Sum a block in the reference's order. A reduction over two elements has only one order."""
-    values = tl.sum(tl.reshape(values, (2, LENGTH // 2)), axis=0)
-    if LENGTH > 2:
-        return _tree_sum_block(values, LENGTH // 2)
-    else:
-        return tl.sum(values, axis=0)
+    for level in tl.static_range(1, 16):  # LENGTH is at most 2^15
+        if LENGTH >> level:
+            values = tl.sum(tl.reshape(values, (2, LENGTH >> level)), axis=0)
+    return tl.sum(values, axis=0)  # one is left
 
 
 @jit
@@ -167,7 +196,7 @@ def check_kernel(
     flags,  # int32, zero on entry
     sums,  # fp64 (chunks,)
     DTYPE: tl.constexpr,
-    SCALED: tl.constexpr,  # 0: not, 1: by what lies at `inv_scale`, 2: by `inv_scale`
+    SCALED: tl.constexpr,  # 0: not, 1: by what lies at `inv_scale`, 2: by `inv_scale`, 3: by one over what lies there
     WRITE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -184,6 +213,9 @@ def check_kernel(
         factor = tl.load(inv_scale)
     elif SCALED == 2:
         factor = (tl.full((), 1.0, tl.float32) * inv_scale).to(tl.float32)
+    elif SCALED == 3:
+        # Through fp64, where division is exact enough on every compiler: older ones flush subnormals in fp32's.
+        factor = (1.0 / tl.load(inv_scale).to(tl.float64)).to(tl.float32)
     if (address % 16 == 0) & (left == CHUNK):
         # A full, aligned chunk: the hint must come after the cast to survive, and no mask may hide it.
         at = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + start + offsets
@@ -221,8 +253,11 @@ def finish_kernel(
     sum_of_squares,  # fp64 scalar
     norm,  # fp32 scalar
     flags_out,  # int32 (tensors,)
+    tally,  # int32 (tensors, 4), and what follows, if TALLY: see `Tally`
+    step,  # int64 scalar
     LANES: tl.constexpr,
     UNROLLED: tl.constexpr,
+    TALLY: tl.constexpr,
 ):
     """Add the chunks and gather the flags, in one program."""
     lane = tl.arange(0, LANES)
@@ -241,6 +276,14 @@ def finish_kernel(
         any_flag |= flag
         tl.store(flags_out + at, flag, mask=at < tensors)
         tl.store(flags + at, tl.zeros_like(flag), mask=at < tensors)
+        if TALLY:
+            bad = (at < tensors) & (flag != 0)  # of the others nothing is read or written
+            row = tally + at * 4
+            now = (tl.load(step) + 1).to(tl.int32)
+            tl.store(row, tl.load(row, mask=bad, other=0) + (flag & 1), mask=bad)
+            tl.store(row + 1, tl.load(row + 1, mask=bad, other=0) + (flag >> 1), mask=bad)
+            tl.store(row + 2, now, mask=bad & (tl.load(row + 2, mask=bad, other=0) == 0))
+            tl.store(row + 3, tl.zeros_like(flag) + now, mask=bad)
     tl.store(found_inf, (tl.max(any_flag, axis=0) != 0).to(tl.float32))
 
 
@@ -250,12 +293,27 @@ _tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=2, chunk=CH
 
 
 class _Answer(NamedTuple):
-    """Where a call writes: `Check`, and the norm in fp32 if it is asked for."""
+    """Where a call writes: `Check`, the norm in fp32 and the `Tally` if they are asked for."""
 
     found_inf: torch.Tensor
     sum_of_squares: torch.Tensor
     flags: torch.Tensor
     norm: torch.Tensor | None
+    tally: Tally | None = None
+    places: Sequence[int] | None = None  # of the tensors in `flags`; None: as they come
+
+
+class _Factor(NamedTuple):
+    """What gradients are multiplied by: a number, what lies at a tensor, or one over that."""
+
+    value: torch.Tensor | float
+    inverted: bool = False
+
+    def for_reference(self, device: torch.device) -> torch.Tensor:
+        """As a 0-dim fp32 tensor. A quotient of fp32 numbers rounded to fp64 and then to fp32 is rounded right."""
+        if isinstance(self.value, float):
+            return torch.full((), self.value, dtype=torch.float32, device=device)
+        return self.value.double().reciprocal().float() if self.inverted else self.value
 
 
 class _Scratch:
@@ -312,54 +370,43 @@ def _entries(library: ctypes.CDLL) -> tuple[Any, Any]:
     """The two C++ functions, told the types of their arguments."""
     pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     check, finish = library.halfstep_check, library.halfstep_check_finish
-    check.argtypes = [pointer, pointer, long, long, pointer, integer, integer, pointer, pointer, integer]
-    finish.argtypes = [pointer, long, pointer, long, pointer, pointer, pointer, pointer]
+    check.argtypes = [pointer, pointer, long, long, pointer, integer, integer, integer, pointer, pointer, integer]
+    finish.argtypes = [pointer, long, pointer, long, *[pointer] * 6]
     check.restype = finish.restype = None
     return check, finish
 
 
 def _launch_triton(
-    group: list[torch.Tensor],
-    indices: list[int],
-    inv_scale: torch.Tensor | float | None,
-    write: bool,
-    scratch: _Scratch,
-    first: int,
-) -> int:
-    """Check tensors of one dtype, `first` chunks being those of others; returns how many chunks they make."""
-    table = _tables[group[0].dtype].table(group, numbers=(indices,))
-    if table.chunks:
-        check_kernel[(table.chunks,)](
-            table.rows,
-            table.chunk_tensor,
-            table.tensors,
-            1.0 if inv_scale is None else inv_scale,
-            scratch.flags,
-            scratch.sums[first:] if first else scratch.sums,
-            DTYPE=triton_dtype(group[0].dtype),
-            SCALED=0 if inv_scale is None else 1 if isinstance(inv_scale, torch.Tensor) else 2,
-            WRITE=write,
-            CHUNK=CHUNK,
-            num_warps=CHECK_WARPS,
-            enable_fp_fusion=False,
-        )
-    return table.chunks
+    table: TensorTable, dtype: torch.dtype, factor: _Factor | None, write: bool, scratch: _Scratch, first: int
+) -> None:
+    """Check tensors of one dtype, `first` chunks being those of others."""
+    mode = 0
+    if factor is not None:
+        mode = 2 if isinstance(factor.value, float) else 3 if factor.inverted else 1
+    check_kernel[(table.chunks,)](
+        table.rows,
+        table.chunk_tensor,
+        table.tensors,
+        1.0 if factor is None else factor.value,
+        scratch.flags,
+        scratch.sums[first:] if first else scratch.sums,
+        DTYPE=triton_dtype(dtype),
+        SCALED=mode,
+        WRITE=write,
+        CHUNK=CHUNK,
+        num_warps=CHECK_WARPS,
+        enable_fp_fusion=False,
+    )
 
 
 def _launch_native(
-    group: list[torch.Tensor],
-    indices: list[int],
-    inv_scale: torch.Tensor | float | None,
-    write: bool,
-    scratch: _Scratch,
-    first: int,
-) -> int:
-    """Check tensors of one dtype, `first` chunks being those of others; returns how many chunks they make."""
-    table = _tables[group[0].dtype].table(group, numbers=(indices,))
-    number = ctypes.c_float(inv_scale) if isinstance(inv_scale, float) else None
-    factor = None if number is None else ctypes.addressof(number)
-    if isinstance(inv_scale, torch.Tensor):
-        factor = inv_scale.data_ptr()
+    table: TensorTable, dtype: torch.dtype, factor: _Factor | None, write: bool, scratch: _Scratch, first: int
+) -> None:
+    """Check tensors of one dtype, `first` chunks being those of others."""
+    number = ctypes.c_float(factor.value) if factor is not None and isinstance(factor.value, float) else None
+    address = None if number is None else ctypes.addressof(number)
+    if factor is not None and isinstance(factor.value, torch.Tensor):
+        address = factor.value.data_ptr()
     library = native.library("unscale")
     assert library is not None
     _entries(library)[0](
@@ -367,58 +414,78 @@ def _launch_native(
         table.chunk_tensor.data_ptr(),
         table.tensors,
         table.chunks,
-        factor,
+        address,
+        factor is not None and factor.inverted,
         write,
-        DTYPE_CODES[group[0].dtype],
+        DTYPE_CODES[dtype],
         scratch.flags.data_ptr(),
         scratch.sums.data_ptr() + 8 * first,
         torch.get_num_threads(),
     )
-    return table.chunks
 
 
 def _run_reference(
     tensors: list[torch.Tensor],
     by_dtype: dict[torch.dtype, list[int]],
-    inv_scale: torch.Tensor | float | None,
+    factor: _Factor | None,
     write: bool,
     answer: _Answer,
 ) -> None:
-    if isinstance(inv_scale, float):
-        inv_scale = torch.full((), inv_scale, dtype=torch.float32, device=tensors[0].device)
+    inv_scale = None if factor is None else factor.for_reference(tensors[0].device)
+    answer.flags.zero_()
     sums: list[torch.Tensor] = []
     for indices in by_dtype.values():
         group_sums, group_flags = _reference_pass([tensors[index] for index in indices], inv_scale, write)
         sums.append(group_sums)
-        answer.flags[indices] = group_flags
+        answer.flags[_placed(indices, answer)] = group_flags
     found_inf, sum_of_squares = _reference_finish(torch.cat(sums), answer.flags)
     answer.found_inf.copy_(found_inf)
     answer.sum_of_squares.copy_(sum_of_squares)
     if answer.norm is not None:
         answer.norm.copy_(sum_of_squares.sqrt())
+    if answer.tally is not None:
+        note(answer.flags, answer.tally)
 
 
-def _run(tensors: list[torch.Tensor], inv_scale: torch.Tensor | float | None, write: bool, answer: _Answer) -> None:
+def _by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    """Positions of the tensors of each dtype."""
+    dtypes = list(map(attrgetter("dtype"), tensors))
+    if len(set(dtypes)) == 1:
+        return {dtypes[0]: list(range(len(tensors)))}
+    found: dict[torch.dtype, list[int]] = {}
+    for index, dtype in enumerate(dtypes):
+        found.setdefault(dtype, []).append(index)
+    return found
+
+
+def _placed(indices: list[int], answer: _Answer) -> list[int]:
+    """The places in the answer's flags of the tensors at `indices`."""
+    return indices if answer.places is None else [answer.places[index] for index in indices]
+
+
+def _run(tensors: list[torch.Tensor], factor: _Factor | None, write: bool, answer: _Answer) -> None:
     """One pass over flat tensors on one device: a launch per dtype, and one to gather."""
     device = tensors[0].device
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_dtype.setdefault(tensor.dtype, []).append(index)
+    by_dtype = _by_dtype(tensors)
     implementation = resolve(device, "unscale")
     if implementation == "reference":
-        _run_reference(tensors, by_dtype, inv_scale, write, answer)
+        _run_reference(tensors, by_dtype, factor, write, answer)
         return
-    count = len(tensors)
-    most = sum((tensor.numel() + CHUNK - 1) // CHUNK for tensor in tensors)
     with on_device(device):
-        scratch = _scratches.take(device, most, count)
+        tables = []
+        for dtype, indices in by_dtype.items():
+            group = tensors if len(by_dtype) == 1 else [tensors[index] for index in indices]
+            tables.append((_tables[dtype].table(group, numbers=[_placed(indices, answer)]), dtype))
+        slots = answer.flags.numel()
+        scratch = _scratches.take(device, sum(table.chunks for table, _ in tables), slots)
         launch = _launch_triton if implementation == "triton" else _launch_native
         chunks = 0
         try:
-            for indices in by_dtype.values():
-                group = tensors if len(by_dtype) == 1 else [tensors[index] for index in indices]
-                chunks += launch(group, indices, inv_scale, write, scratch, chunks)
-            _gather(implementation, scratch, chunks, count, answer)
+            for table, dtype in tables:
+                if table.chunks:
+                    launch(table, dtype, factor, write, scratch, chunks)
+                    chunks += table.chunks
+            _gather(implementation, scratch, chunks, slots, answer)
         except BaseException:
             _scratches.drop()
             raise
@@ -426,7 +493,8 @@ def _run(tensors: list[torch.Tensor], inv_scale: torch.Tensor | float | None, wr
 
 def _gather(implementation: str, scratch: _Scratch, chunks: int, tensors: int, answer: _Answer) -> None:
     norm = scratch.norm if answer.norm is None else answer.norm
-    places = answer.found_inf, answer.sum_of_squares, norm, answer.flags
+    tally = (scratch.flags, scratch.flags) if answer.tally is None else answer.tally
+    places = answer.found_inf, answer.sum_of_squares, norm, answer.flags, *tally
     if implementation == "triton":
         finish_kernel[(1,)](
             scratch.sums,
@@ -436,32 +504,35 @@ def _gather(implementation: str, scratch: _Scratch, chunks: int, tensors: int, a
             *places,
             LANES=LANES,
             UNROLLED=UNROLLED,
+            TALLY=answer.tally is not None,
             num_warps=FINISH_WARPS,
             enable_fp_fusion=False,
         )
         return
     library = native.library("unscale")
     assert library is not None
-    addresses = [place.data_ptr() for place in places]
+    addresses: list[int | None] = [place.data_ptr() for place in places]
+    if answer.tally is None:
+        addresses[-2:] = [None, None]
     _entries(library)[1](scratch.sums.data_ptr(), chunks, scratch.flags.data_ptr(), tensors, *addresses)
 
 
 # ------------------------------------------------------------------------------------------------------------- public
 
 
-def _checked_inv_scale(inv_scale: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
+def _checked_factor(value: torch.Tensor | float, device: torch.device, name: str = "inv_scale") -> torch.Tensor | float:
     """A 0-dim fp32 tensor on `device`, or a number that fp32 holds, which needs no launch."""
-    if not isinstance(inv_scale, torch.Tensor):
-        return ctypes.c_float(float(inv_scale)).value
-    if inv_scale.numel() != 1:
+    if not isinstance(value, torch.Tensor):
+        return ctypes.c_float(float(value)).value
+    if value.numel() != 1:
         raise ValueError(
-            f"inv_scale has shape {tuple(inv_scale.shape)}; allowed is one number: a float or a one-element tensor"
+            f"{name} has shape {tuple(value.shape)}; allowed is one number: a float or a one-element tensor"
         )
-    if inv_scale.is_complex() or inv_scale.dtype == torch.bool:
-        raise TypeError(f"inv_scale has dtype {inv_scale.dtype}; allowed are real dtypes")
-    if inv_scale.dtype == torch.float32 and inv_scale.device == device:
-        return inv_scale.detach().resolve_neg().reshape(())
-    return inv_scale.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True)
+    if value.is_complex() or value.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {value.dtype}; allowed are real dtypes")
+    if value.dtype == torch.float32 and value.device == device:
+        return value.detach().resolve_neg().reshape(())
+    return value.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True)
 
 
 def _checked_out(out: Check, tensors: int, device: torch.device) -> None:
@@ -474,6 +545,33 @@ def _checked_out(out: Check, tensors: int, device: torch.device) -> None:
             raise ValueError(
                 f"out.{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; allowed is contiguous {shape} "
                 f"{dtype} on {device}"
+            )
+
+
+def _checked_places(places: Sequence[int], tensors: int, out: Check | None) -> int:
+    """How many flags there are."""
+    slots = 0 if out is None else out.flags.numel()
+    if (
+        len(places) != tensors
+        or len(set(places)) != tensors
+        or (tensors and not 0 <= min(places) <= max(places) < slots)
+    ):
+        raise ValueError(
+            f"places are {len(places)} for {tensors} tensors and {slots} flags in out; allowed is another one for each "
+            "tensor, from 0 to below the number of flags"
+        )
+    return slots
+
+
+def _checked_tally(tally: Tally, tensors: int, device: torch.device) -> None:
+    for name, tensor, dtype, numel in (
+        ("counts", tally.counts, torch.int32, 4 * tensors),
+        ("step", tally.step, torch.int64, 1),
+    ):
+        if (tensor.dtype, tensor.numel(), tensor.device) != (dtype, numel, device) or not tensor.is_contiguous():
+            raise ValueError(
+                f"tally.{name} has {tensor.numel()} elements of {tensor.dtype} on {tensor.device}; allowed are {numel} "
+                f"contiguous ones of {dtype} on {device}"
             )
 
 
@@ -491,14 +589,23 @@ CHECK_OF_NOTHING = Check(torch.zeros(()), torch.zeros((), dtype=torch.float64), 
 
 @torch.no_grad()
 def foreach_check(
-    grads: Sequence[torch.Tensor], *, inv_scale: torch.Tensor | float | None = None, out: Check | None = None
+    grads: Sequence[torch.Tensor],
+    *,
+    inv_scale: torch.Tensor | float | None = None,
+    scale: torch.Tensor | None = None,
+    out: Check | None = None,
+    tally: Tally | None = None,
+    places: Sequence[int] | None = None,
 ) -> Check:
     """Find non-finite elements and sum the squares of a list of tensors in one read-only pass.
 
     Args:
         grads: fp32, fp16 and bf16 tensors of any shapes and strides on one device; may be empty.
         inv_scale: if given, what is checked and summed is ``grad * inv_scale`` in fp32, still without writing.
+        scale: a one-element tensor; the same with its reciprocal, which costs no launch of its own.
         out: an answer of an earlier call for as many tensors, to be written again: the call then allocates nothing.
+        tally: where to note which tensors were bad, a row per flag; on the tensors' device.
+        places: for each tensor its place in ``out.flags``, which may then be longer; the others are set to 0.
 
     Returns:
         `Check`: ``(found_inf, sum_of_squares, flags)`` on the device, new tensors that no later call changes, or `out`;
@@ -506,17 +613,29 @@ def foreach_check(
 
     Raises:
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
-        ValueError: the tensors are on different devices, `inv_scale` is not one number, or `out` does not fit.
+        ValueError: the tensors are on different devices, `inv_scale` or `scale` is not one number, both are given, or
+            `out` or `tally` does not fit.
     """
+    if inv_scale is not None and scale is not None:
+        raise ValueError("inv_scale and scale are both given; allowed is one of them: they are each other's reciprocal")
     tensors = check_tensor_list(grads, "grads")
     if not tensors:
         return Check(*(part.clone() for part in CHECK_OF_NOTHING))
     device = tensors[0].device
-    factor = None if inv_scale is None else _checked_inv_scale(inv_scale, device)
+    factor = None
+    if inv_scale is not None:
+        factor = _Factor(_checked_factor(inv_scale, device))
+    elif scale is not None:
+        factor = _Factor(_checked_factor(scale, device, "scale"), inverted=True)
+    slots = len(tensors)
+    if places is not None:
+        slots = _checked_places(places, len(tensors), out)
     if out is not None:
-        _checked_out(out, len(tensors), device)
-    answer = _answer(len(tensors), device, norm=False) if out is None else _Answer(*out, None)
-    _run([flattened(tensor) for tensor in tensors], factor, False, answer)
+        _checked_out(out, slots, device)
+    if tally is not None:
+        _checked_tally(tally, slots, device)
+    answer = _answer(slots, device, norm=False) if out is None else _Answer(*out, None)
+    _run(all_flattened(tensors), factor, False, answer._replace(tally=tally, places=places))
     if out is not None:
         torch.autograd.graph.increment_version(list(out))
         return out
@@ -529,8 +648,8 @@ def _unscale(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | No
     if not tensors:
         return None
     device = tensors[0].device
-    factor = None if inv_scale is None else _checked_inv_scale(inv_scale, device)
-    flat = [flattened(tensor) for tensor in tensors]
+    factor = None if inv_scale is None else _Factor(_checked_factor(inv_scale, device))
+    flat = all_flattened(tensors)
     answer = _answer(len(tensors), device, norm)
     _run(flat, factor, factor is not None, answer)
     if factor is not None:
@@ -589,7 +708,7 @@ def variants() -> Iterator[Variant]:
                     "flags": "*i32",
                     "sums": "*fp64",
                 },
-                constexprs={"DTYPE": triton_dtype(dtype), "SCALED": 1, "WRITE": write, "CHUNK": CHUNK},
+                constexprs={"DTYPE": triton_dtype(dtype), "SCALED": 1 if write else 3, "WRITE": write, "CHUNK": CHUNK},
                 divisible_by_16=("rows", "chunk_tensor", "sums"),
                 num_warps=CHECK_WARPS,
                 bytes_read=dtype.itemsize,
@@ -607,8 +726,10 @@ def variants() -> Iterator[Variant]:
             "sum_of_squares": "*fp64",
             "norm": "*fp32",
             "flags_out": "*i32",
+            "tally": "*i32",
+            "step": "*i64",
         },
-        constexprs={"LANES": LANES, "UNROLLED": UNROLLED},
-        divisible_by_16=("sums", "flags", "flags_out"),
+        constexprs={"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": True},
+        divisible_by_16=("sums", "flags", "flags_out", "tally"),
         num_warps=FINISH_WARPS,
     )

@@ -295,3 +295,84 @@ def test_an_answer_that_does_not_fit_is_refused(out: Check, message: str) -> Non
     with pytest.raises(ValueError) as raised:
         halfstep.foreach_check([torch.ones(3), torch.ones(3, dtype=BF16)], out=out)
     assert str(raised.value) == message
+
+
+# ------------------------------------------------------------------------------------------------- scale and tally
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("scale", [65536.0, 3.0, 1e-3, 7.7e30, 2.0**-126, 1e-40])
+def test_a_scale_is_its_reciprocal_rounded_once(name: str, scale: float) -> None:
+    values = torch.from_numpy(np.random.default_rng(0).standard_normal(5000).astype(np.float32))
+    with using(name, "unscale") as device:
+        tensor = torch.tensor(scale)
+        with np.errstate(over="ignore"):
+            inverse = float(np.float32(1.0) / np.float32(scale))
+        here = [values.to(device)]
+        mine = halfstep.foreach_check(here, scale=tensor.to(device))
+        theirs = halfstep.foreach_check(here, inv_scale=torch.tensor(inverse, device=device))
+        for part, want in zip(mine, theirs, strict=True):
+            assert_same_bits(part, want)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_tally_notes_which_tensors_were_bad_when_and_how_often(name: str) -> None:
+    bad = {1: {0: [NAN]}, 3: {0: [INF], 2: [INF, NAN]}, 4: {2: [-INF]}}  # step: tensor: values
+    with using(name, "unscale") as device:
+        tally = unscale.Tally(
+            torch.zeros(3, 4, dtype=torch.int32, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        )
+        for step in range(1, 6):
+            tensors = [torch.ones(4), torch.ones(CHUNK + 9), torch.ones(2, dtype=BF16)]
+            for index, values in bad.get(step, {}).items():
+                tensors[index][: len(values)] = torch.tensor(values, dtype=tensors[index].dtype)
+            check = halfstep.foreach_check([tensor.to(device) for tensor in tensors], tally=tally)
+            assert check.found_inf.item() == float(step in bad)
+            tally.step.add_(1)
+        assert tally.counts.tolist() == [[1, 1, 1, 3], [0, 0, 0, 0], [2, 1, 3, 4]]
+
+
+def test_scale_and_tally_that_do_not_fit_are_refused() -> None:
+    one, two = torch.ones(()), torch.ones(2)
+    counts, step = torch.zeros(1, 4, dtype=torch.int32), torch.zeros((), dtype=torch.int64)
+    for options, message in (
+        ({"scale": one, "inv_scale": 1.0}, "inv_scale and scale are both given; allowed is one of them"),
+        ({"scale": two}, "scale has shape (2,); allowed is one number"),
+        (
+            {"tally": unscale.Tally(counts[:, :3], step)},
+            "tally.counts has 3 elements of torch.int32 on cpu; allowed are 4 contiguous ones of torch.int32 on cpu",
+        ),
+        ({"tally": unscale.Tally(counts, step.int())}, "tally.step has 1 elements of torch.int32 on cpu"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            halfstep.foreach_check([two], **options)  # type: ignore[arg-type]
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tensors_may_have_places_of_their_own_among_the_flags(name: str) -> None:
+    with using(name, "unscale") as device:
+        out = Check(
+            torch.empty((), device=device),
+            torch.empty((), dtype=torch.float64, device=device),
+            torch.full((6,), 9, dtype=torch.int32, device=device),
+        )
+        counts = torch.zeros(6, 4, dtype=torch.int32, device=device)
+        tally = unscale.Tally(counts, torch.zeros((), dtype=torch.int64, device=device))
+        tensors = [torch.tensor([INF]), torch.ones(3, dtype=FP16), torch.tensor([NAN])]
+        here = [tensor.to(device) for tensor in tensors]
+        halfstep.foreach_check(here, out=out, tally=tally, places=[4, 0, 1])
+        assert out.flags.tolist() == [0, HAS_NAN, 0, 0, HAS_INF, 0]
+        assert counts[:, 3].tolist() == [0, 1, 0, 0, 1, 0]
+        halfstep.foreach_check(here[1:2], out=out, places=[3])
+        assert out.flags.tolist() == [0] * 6 and out.found_inf.item() == 0
+
+
+@pytest.mark.parametrize("places", [[0], [0, 0], [0, 2], [-1, 0]])
+def test_places_that_do_not_fit_are_refused(places: list[int]) -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    out = halfstep.foreach_check(tensors)
+    with pytest.raises(ValueError, match=f"places are {len(places)} for 2 tensors and 2 flags in out"):
+        halfstep.foreach_check(tensors, out=out, places=places)
+    with pytest.raises(ValueError, match="and 0 flags in out"):
+        halfstep.foreach_check(tensors, places=[0, 1])
