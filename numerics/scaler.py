@@ -18,6 +18,7 @@ What differs from torch's, each because torch's goes wrong there:
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from numbers import Real
 from operator import attrgetter
@@ -28,8 +29,9 @@ from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
-from halfstep.numerics.gradients import GradientCheck, check_gradients
+from halfstep.numerics.gradients import CheckMemory, GradientCheck, check_gradients
 from halfstep.numerics.mirror import Mirror
+from halfstep.numerics.overflow import Overflow, OverflowReport, names_of, read
 
 # 1 / scale must be finite too.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -123,6 +125,7 @@ class GradScaler(torch.amp.GradScaler):
         self._skipped: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         self._mirror = Mirror()
+        self._memories: dict[int, tuple[weakref.ref[torch.optim.Optimizer], CheckMemory]] = {}
         self._process_group = process_group
         self._write_back = write_back
 
@@ -138,8 +141,10 @@ class GradScaler(torch.amp.GradScaler):
 
     # ----------------------------------------------------------------------------------------------------- checking
 
-    def _check(self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, write: bool) -> GradientCheck | None:
-        """Check an optimizer's gradients times `inv_scale`, and remember the answer until `update`."""
+    def _check(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor | None, write: bool
+    ) -> GradientCheck | None:
+        """Check an optimizer's gradients times `inv_scale` (None: over the scale); the answer is kept until `update`."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
         if any(map(attrgetter("is_sparse"), grads)):
@@ -148,16 +153,32 @@ class GradScaler(torch.amp.GradScaler):
                     # Duplicates may overflow in their sum, which is what the optimizer will see.
                     parameter.grad = parameter.grad.coalesce()
             grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
-        check = check_gradients(grads, inv_scale, write=write, process_group=self._process_group)
+        places = None
+        if len(grads) != len(parameters):
+            places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
+        check = check_gradients(
+            grads,
+            inv_scale,
+            scale=self._scale if inv_scale is None else None,
+            write=write,
+            process_group=self._process_group,
+            memory=self._memory(optimizer),
+            places=places,
+            slots=len(parameters),
+            step=None if self._counts is None else self._counts[DECIDED],
+        )
         state = self._per_optimizer_states[id(optimizer)]
         # One entry, so that sums over devices stay 0 or 1.
         state["found_inf_per_device"] = {} if check is None else {check.found_inf.device: check.found_inf}
         state["gradient_check"] = check
         return check
 
-    def _inverse(self) -> torch.Tensor:
-        assert self._scale is not None
-        return self._scale.double().reciprocal().float()
+    def _memory(self, optimizer: torch.optim.Optimizer) -> CheckMemory:
+        """What is kept for an optimizer as long as it lives."""
+        known = self._memories.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
+            known = self._memories[id(optimizer)] = (weakref.ref(optimizer), CheckMemory())
+        return known[1]
 
     def _unscale_grads_(
         self,
@@ -172,7 +193,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self._check_scale_growth_tracker("_check_inf_per_device")
-        self._check(optimizer, self._inverse(), write=False)
+        self._check(optimizer, None, write=False)
         result: dict[str, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return result
 
@@ -346,6 +367,27 @@ class GradScaler(torch.amp.GradScaler):
     def _known(self) -> list[int] | None:
         return None if self._counts is None else self._mirror.newest(self._counts)
 
+    def overflow_report(self, named_parameters: Iterable[tuple[str, torch.Tensor]] = ()) -> OverflowReport:
+        """Which parameters overflowed, with Inf or NaN, how often and since when. Waits for the device.
+
+        It is noted on the device in the launch that gathers each check, at no further cost. With sharded parameters
+        each rank knows of its own shards. A pickled scaler starts anew.
+
+        Args:
+            named_parameters: ``model.named_parameters()``, for names. Without it, an optimizer that was given names
+                knows them, and others' parameters are called by their place.
+        """
+        named = list(named_parameters)
+        found: list[Overflow] = []
+        for number, (reference, memory) in enumerate(self._memories.values()):
+            optimizer = reference()
+            if optimizer is not None:
+                names = names_of(optimizer, number, named)
+                found += [one for counts in memory.counts.values() for one in read(counts, names)]
+        found.sort(key=lambda one: (-one.inf_steps - one.nan_steps, one.first_step, one.name))
+        counts = [0, 0, 0] if self._counts is None else self._counts.tolist()
+        return OverflowReport(counts[DECIDED], counts[SKIPPED], counts[LAST_SKIPPED], found)
+
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -384,4 +426,11 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and self._hysteresis_tracker is not None:
             state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker.item())
         # Made anew with the scale, at first use.
-        return {**state, "_hysteresis_tracker": None, "_skipped": None, "_counts": None, "_mirror": Mirror()}
+        return {
+            **state,
+            "_hysteresis_tracker": None,
+            "_skipped": None,
+            "_counts": None,
+            "_mirror": Mirror(),
+            "_memories": {},
+        }

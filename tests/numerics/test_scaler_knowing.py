@@ -75,6 +75,86 @@ def test_copies_go_on_with_scale_and_tolerance(copier: Any) -> None:
     assert twin.get_scale() == 4.0, "the second overflow backs off"
 
 
+# ---------------------------------------------------------------------------------------------------- overflow report
+
+
+def test_the_report_names_parameters_counts_and_steps() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = halfstep.AdamW([("a", parameters[0]), ("b", parameters[1]), ("c", parameters[2])])
+    scaler = halfstep.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    assert str(scaler.overflow_report()) == "0 of 0 steps skipped"
+    for values in ([1, 1, 1], [INF, 1, 1], [NAN, 1, INF], [1, 1, 1], [-INF, 1, 1]):
+        give_all(parameters, values)
+        scaler.step(optimizer)
+        scaler.update()
+    report = scaler.overflow_report()
+    assert (report.steps, report.skipped, report.last_skipped) == (5, 3, 5)
+    assert [tuple(vars(one).values()) for one in report.parameters] == [("a", 2, 1, 2, 5), ("c", 1, 0, 3, 3)]
+    assert str(report) == (
+        "3 of 5 steps skipped, the last one step 5\n"
+        "  a  Inf 2, NaN 1  first at step 2, last at 5\n"
+        "  c  Inf 1       first at step 3, last at 3"
+    )
+    assert report.as_dict()["parameters"][1]["name"] == "c"
+    renamed = scaler.overflow_report([("weight", parameters[0])])
+    assert [one.name for one in renamed.parameters] == ["weight", "c"]
+
+
+def give_all(parameters: list[torch.nn.Parameter], values: list[Any]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = None if value is None else torch.tensor([1.0, value])
+
+
+def test_a_parameter_keeps_its_place_while_others_have_no_gradient() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = halfstep.AdamW(parameters)
+    scaler = halfstep.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    for values in ([None, INF, None], [None, None, NAN], [INF, 1, 1], [1, None, INF]):
+        give_all(parameters, values)
+        scaler.step(optimizer)
+        scaler.update()
+    late = torch.nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [late]})
+    give_all([*parameters, late], [1, 1, 1, NAN])
+    scaler.step(optimizer)
+    scaler.update()
+    found = {one.name: tuple(vars(one).values())[1:] for one in scaler.overflow_report().parameters}
+    assert found == {
+        "optimizer 0, group 0, parameter 0": (1, 0, 3, 3),
+        "optimizer 0, group 0, parameter 1": (1, 0, 1, 1),
+        "optimizer 0, group 0, parameter 2": (1, 1, 2, 4),
+        "optimizer 0, group 1, parameter 0": (0, 1, 5, 5),
+    }
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_report_covers_torchs_optimizers(unscale: bool, dtype: torch.dtype) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scaler = halfstep.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    for parameter, value in zip(parameters, (1.0, NAN), strict=True):
+        parameter.grad = torch.tensor([1.0, value], dtype=dtype)
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    names = list(zip(("first", "second"), parameters, strict=True))
+    assert [tuple(vars(one).values()) for one in scaler.overflow_report(names).parameters] == [("second", 0, 1, 1, 1)]
+
+
+def test_an_optimizer_that_is_gone_is_not_reported() -> None:
+    scaler, optimizer, _ = training([INF])
+    scaler.step(optimizer)
+    scaler.update()
+    assert len(scaler.overflow_report().parameters) == 1
+    del optimizer
+    assert scaler.overflow_report().parameters == []
+
+
 # ---------------------------------------------------------------------------------------------------------- schedules
 
 

@@ -1,0 +1,84 @@
+"""Which parameters overflowed, how often and since when: what a loss scaler has noted, read on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """One parameter whose gradient was not finite.
+
+    Attributes:
+        name: of the parameter.
+        inf_steps, nan_steps: in how many steps its gradient held an Inf, a NaN (a step may count in both).
+        first_step, last_step: the first and the last of these steps, from 1, as `GradScaler.update` counts them.
+    """
+
+    name: str
+    inf_steps: int
+    nan_steps: int
+    first_step: int
+    last_step: int
+
+
+@dataclass(frozen=True)
+class OverflowReport:
+    """What a scaler knows of overflows.
+
+    Attributes:
+        steps: decided so far.
+        skipped: how many of them were skipped.
+        last_skipped: the number of the last skipped step; 0 if none was.
+        parameters: those that overflowed, the ones that did so most often first.
+    """
+
+    steps: int
+    skipped: int
+    last_skipped: int
+    parameters: list[Overflow]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = f"{self.skipped} of {self.steps} steps skipped"
+        if not self.parameters:
+            return head
+        width = max(len(one.name) for one in self.parameters)
+        lines = [
+            f"  {one.name:{width}}  {kind(one):10}  first at step {one.first_step}, last at {one.last_step}"
+            for one in self.parameters
+        ]
+        return "\n".join([f"{head}, the last one step {self.last_skipped}", *lines])
+
+
+def kind(overflow: Overflow) -> str:
+    """For example ``"Inf 3, NaN 1"``."""
+    counts = (("Inf", overflow.inf_steps), ("NaN", overflow.nan_steps))
+    return ", ".join(f"{name} {count}" for name, count in counts if count)
+
+
+def names_of(
+    optimizer: torch.optim.Optimizer, number: int, named_parameters: Iterable[tuple[str, torch.Tensor]]
+) -> list[str]:
+    """A name for every parameter of an optimizer: one given, else the optimizer's own, else its place."""
+    given = {id(parameter): name for name, parameter in named_parameters}
+    names = []
+    for place, group in enumerate(optimizer.param_groups):
+        own = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            fallback = own[index] if own else f"optimizer {number}, group {place}, parameter {index}"
+            names.append(given.get(id(parameter), fallback))
+    return names
+
+
+def read(counts: torch.Tensor, names: list[str]) -> list[Overflow]:
+    """The rows of `kernels.unscale.Tally.counts` that hold something. Waits for the device."""
+    rows = counts.tolist()
+    return [Overflow(name, *row) for name, row in zip(names, rows, strict=False) if row[3]]
