@@ -144,7 +144,7 @@ class GradScaler(torch.amp.GradScaler):
     def _check(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor | None, write: bool
     ) -> GradientCheck | None:
-        """Check an optimizer's gradients times `inv_scale` (None: over the scale); the answer is kept until `update`."""
+        """Check an optimizer's gradients times `inv_scale` (None: over the scale); kept until `update`."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
         if any(map(attrgetter("is_sparse"), grads)):
