@@ -15,18 +15,23 @@ included: kernels/adam.py. The seed is saved with the groups' options, so a resu
 would have drawn, on any number of ranks.
 
 **The master is the weight.** Loading a checkpoint sets both it and the visible parameter, its rounding. A parameter
-written from outside between steps (``copy_``, a weight swap) replaces its master.
+written from outside between steps (``load_state_dict`` of the model, ``copy_``, a weight swap) is never overwritten by
+a stale master. A full master is compared with the parameter once its version or address has changed, and replaced
+where it no longer rounds to it. A split master is the parameter and 16 bits more, which stay: it keeps every bit where
+the same was written again, and lies within half a bf16 ulp of the parameter everywhere. Which elements were written
+cannot be told, and to drop the bits of all would, in a training that writes after each step (masks, weight clipping),
+lose every update below that ulp. `refresh_master` drops them on demand.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from numbers import Real
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -243,6 +248,34 @@ def _skipping_zeros(control: adam.Control, grads: list[torch.Tensor]) -> adam.Co
 # ------------------------------------------------------------------------------------------------------------ batches
 
 
+def _version(parameter: torch.Tensor) -> int:
+    """A number that grows whenever a parameter is written, through its DTensor or its local part."""
+    return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
+
+
+class _Agreed(NamedTuple):
+    """When a parameter and its full master last held the same weight."""
+
+    version: int
+    address: int
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, parameter: torch.Tensor) -> _Agreed:
+        return cls(_version(parameter), local(parameter).data_ptr(), parameter.dtype)
+
+    def may_be_written(self, parameter: torch.Tensor) -> bool:
+        """Whether somebody may have written the parameter since. A change of dtype is none: the master says more."""
+        if parameter.dtype != self.dtype:
+            return False
+        return (self.version, self.address) != (_version(parameter), local(parameter).data_ptr())
+
+
+def _take_written(parameter: torch.Tensor, master: torch.Tensor) -> None:
+    """Let local values replace the full master where they are not its rounding; nothing waits for the device."""
+    master.copy_(torch.where(parameter != master.to(parameter.dtype), parameter.float(), master))
+
+
 class _Batch:
     """What one launch updates, and how to tell whether it still describes the tensors."""
 
@@ -254,7 +287,7 @@ class _Batch:
         rows: list[int],
         names: dict[int, list[int]],
     ):
-        """`rows` are the parameters' groups, `names` further rows of the table."""
+        """`rows` are the parameters' groups, `names` further rows of the table; full masters agree now."""
         self.parameters, self.states = parameters, states
         self.sharded = any(map(is_sharded, parameters))
         extra = {adam.NO_MASTER: None, adam.FULL_MASTER: "master", adam.SPLIT_MASTER: "remainder"}[layout.master]
@@ -286,7 +319,15 @@ class _Batch:
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        return list(map(attrgetter("_version"), self.parameters))
+        return list(map(_version if self.sharded else attrgetter("_version"), self.parameters))
+
+    def agreed(self) -> dict[int, _Agreed]:
+        """By the parameter's id, when it and its full master agreed."""
+        if self.batch.layout.master != adam.FULL_MASTER:
+            return {}
+        dtype = self.batch.layout.param
+        entries = [_Agreed(*known, dtype) for known in zip(self.versions, self.addresses, strict=True)]
+        return dict(zip(map(id, self.parameters), entries, strict=True))
 
     def _state(self, operand: int) -> list[torch.Tensor]:
         tensors = list(map(itemgetter(self.keys[operand]), self.states))
@@ -307,11 +348,7 @@ class _Batch:
         return True
 
     def take_outside_writes(self) -> None:
-        """Let parameters that somebody wrote replace their masters.
-
-        Where the parameter still is its master's rounding, the master's further bits are kept. A split master follows
-        by itself: its upper half is the parameter.
-        """
+        """Let parameters that somebody wrote replace their full masters; a split one follows by itself."""
         if self.batch.layout.master != adam.FULL_MASTER:
             return
         now = self._versions()
@@ -320,9 +357,8 @@ class _Batch:
         masters = self.batch.lists[adam.EXTRA]
         for index, (before, after) in enumerate(zip(self.versions, now, strict=True)):
             if before != after:
-                parameter, master = self.held[index], masters[index]
-                written = parameter != master.to(parameter.dtype)
-                master.copy_(torch.where(written, parameter.float(), master))
+                _take_written(self.held[index], masters[index])
+        self.versions = now
 
     def _in_order(self, gradients: list[torch.Tensor], contiguous: bool) -> list[torch.Tensor]:
         """The gradients with their elements in the parameters' order, copied where autograd chose another."""
@@ -374,6 +410,7 @@ class _AdamBase(Optimizer):
         self.max_grad_norm = max_grad_norm
         self._squares: torch.Tensor | None = None
         self._checked_norm: float | None = None
+        self._agreed: dict[int, _Agreed] = {}
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -385,12 +422,15 @@ class _AdamBase(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self._forget()
+        self._agreed = {id(parameter): _Agreed.now(parameter) for parameter in self._parameters()}
 
     def __getstate__(self) -> dict[str, Any]:
+        self._take_outside_writes()
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
 
     def _forget(self) -> None:
         """Drop what is derived from parameters and state."""
+        self._note_agreed()
         self._stepped: list[torch.Tensor] | None = None
         self._stepped_dtypes: list[torch.dtype] = []
         self._stepped_state: tuple[Any, int] = (None, 0)
@@ -422,6 +462,61 @@ class _AdamBase(Optimizer):
         """The unscaled gradients' 2-norm before clipping, from the last step with `max_grad_norm`; 0-dim, on device."""
         return None if self._squares is None else self._squares.sqrt().float()
 
+    # ------------------------------------------------------------------------------------------------------- masters
+
+    def _note_agreed(self) -> None:
+        """Take over from the batches, which are about to go, when their parameters and masters agreed."""
+        for batch, _ in self.__dict__.get("_members", ()):
+            self._agreed.update(batch.agreed())
+
+    @torch.no_grad()
+    def _take_outside_writes(self) -> None:
+        """Let parameters that somebody wrote replace their full masters, whether or not they are in a batch."""
+        self._note_agreed()
+        for parameter in self._parameters():
+            master = self.state[parameter].get("master") if parameter in self.state else None
+            if not isinstance(master, torch.Tensor):
+                continue
+            held, own = local(parameter.detach()), local(master)
+            known = self._agreed.get(id(parameter))
+            comparable = held.device == own.device and held.shape == own.shape
+            if known is not None and comparable and known.may_be_written(parameter):
+                _take_written(held, own)
+                self._agreed[id(parameter)] = _Agreed.now(parameter)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
+        """Make masters exactly the weights as they are now, dropping what they knew beyond the parameter's dtype.
+
+        To call after writing weights that have nothing to do with those before, or through ``.data``, which a full
+        master cannot notice. Nothing waits for the device.
+
+        Args:
+            parameters: of this optimizer; None for all.
+
+        Raises:
+            ValueError: a tensor is not a parameter of this optimizer; nothing was changed.
+        """
+        own = {id(parameter) for parameter in self._parameters()}
+        if parameters is None:
+            parameters = self._parameters()
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for index, parameter in enumerate(chosen):
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"parameters[{index}] has shape {tuple(parameter.shape)} and dtype {parameter.dtype} and is not in "
+                    "this optimizer; allowed are the parameters that it was given"
+                )
+        self._note_agreed()
+        for parameter in chosen:
+            state = self.state[parameter] if parameter in self.state else {}
+            if "remainder" in state:
+                local(state["remainder"]).zero_()
+            if "master" in state:
+                local(state["master"]).copy_(local(parameter.detach()))
+            self._agreed[id(parameter)] = _Agreed.now(parameter)
+
     # -------------------------------------------------------------------------------------------------------- state
 
     def _new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -447,6 +542,8 @@ class _AdamBase(Optimizer):
         for key in {"master", "remainder"} - {kept}:
             state.pop(key, None)  # of the dtype or option that this parameter had before
         if any(key not in state for key in needed):
+            if kept == "master" and kept not in state:
+                self._agreed[id(parameter)] = _Agreed.now(parameter)
             for key, value in self._new_state(parameter, group).items():
                 state.setdefault(key, value)
         return state
@@ -470,6 +567,8 @@ class _AdamBase(Optimizer):
 
     def _regroup(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """Sort parameters into batches by device and layout, after checking that every one can be stepped."""
+        self._note_agreed()
+        self._members = []
         row_of = {id(p): row for row, group in enumerate(self.param_groups) for p in group["params"]}
         rows = [row_of[id(parameter)] for parameter in parameters]
         stream_of = {id(parameter): number for number, parameter in enumerate(self._parameters())}
@@ -497,7 +596,7 @@ class _AdamBase(Optimizer):
                 seed = group["seed"]
                 names[index] = (stream_of[id(parameter)], *_place(parameter, where), seed)
             kinds.setdefault((local(parameter).device, layout), []).append(index)
-        self._members = []
+        self._take_outside_writes()
         for (_, layout), indices in kinds.items():
             members = [parameters[index] for index in indices]
             states = [self.state[parameter] for parameter in members]
@@ -681,6 +780,7 @@ class _AdamBase(Optimizer):
 
         There is no ``master`` for fp32 parameters, which are their own, nor with ``master_weights=None``.
         """
+        self._take_outside_writes()
         # Hooks registered by others see the canonical form, so they run at the end.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:

@@ -1,0 +1,283 @@
+"""Weights written from outside between steps: what becomes of the masters."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracles import BF16, FP16, bits
+from tolerances import ROUNDOFF
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+
+KEPT = {"split": (BF16, "split"), "full bf16": (BF16, "full"), "full fp16": (FP16, "full")}
+layouts = pytest.mark.parametrize("name", KEPT)
+
+
+def trained(name: str, steps: int = 5, **options: Any) -> tuple[Any, Any]:
+    dtype, master = KEPT[name]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 7)).to(dtype)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, master_weights=master, **options)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, steps: Any) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def masters(optimizer: Any) -> list[torch.Tensor]:
+    return [state["master"].clone() for state in optimizer.state_dict()["state"].values()]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all((bits(a) == bits(b)).all() for a, b in zip(left, right, strict=True))
+
+
+def weights(model: Any) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def other_weights(model: Any) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(77)
+    return {
+        key: torch.randn(value.shape, generator=generator).to(value.dtype) for key, value in model.state_dict().items()
+    }
+
+
+def copy_in(model: Any, new: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            p.copy_(new[key])
+
+
+def load_in(model: Any, new: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(new)
+
+
+def data_replaced(model: Any, new: dict[str, torch.Tensor]) -> None:
+    for key, p in model.named_parameters():
+        p.data = new[key].clone()
+
+
+def through_detach(model: Any, new: dict[str, torch.Tensor]) -> None:
+    for key, p in model.named_parameters():
+        p.detach().copy_(new[key])
+
+
+def as_vector(model: Any, new: dict[str, torch.Tensor]) -> None:
+    vector = torch.cat([new[key].flatten() for key, _ in model.named_parameters()])
+    torch.nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+WRITERS = [copy_in, load_in, data_replaced, through_detach, as_vector]
+
+
+# ----------------------------------------------------------------------------------------------------- written weights
+
+
+@layouts
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("between", ["nothing", "frozen", "group added"])
+def test_the_weights_that_were_written_are_trained_on(
+    name: str, write: Callable[[Any, Any], None], between: str
+) -> None:
+    """Whatever else happens before the next step, which an lr of 0 leaves without effect on weights and masters."""
+    model, optimizer = trained(name)
+    new = other_weights(model)
+    write(model, new)
+    assert masters(optimizer)[0].to(model[0].weight.dtype).equal(new["0.weight"]), "the state is saved as written"
+    write(model, new)
+    if between == "frozen":
+        model[0].weight.requires_grad_(False)
+    if between == "group added":
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for index, p in enumerate(model.parameters()):
+        p.grad = None if index == 0 and between == "frozen" else torch.ones_like(p)
+    optimizer.step()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer.step()
+    for p, written, master in zip(model.parameters(), new.values(), masters(optimizer), strict=False):
+        assert torch.equal(p, written)
+        assert torch.equal(master.to(p.dtype), written)
+        if name == "split":
+            assert (master - written.float()).abs().le(written.float().abs() * ROUNDOFF[BF16]).all()
+        else:
+            assert torch.equal(master, written.float())
+
+
+@layouts
+@pytest.mark.parametrize("write", WRITERS)
+def test_the_same_weights_written_again_keep_every_bit_of_the_master(
+    name: str, write: Callable[[Any, Any], None]
+) -> None:
+    """A broadcast, a weight swap that is undone, loading the model after the optimizer."""
+    model, optimizer = trained(name)
+    before = masters(optimizer)
+    assert not all(torch.equal(m, p.float()) for m, p in zip(before, model.parameters(), strict=True))
+    kept = copy.deepcopy(model.state_dict())
+    write(model, other_weights(model))
+    write(model, kept)
+    assert same(masters(optimizer), before)
+    untouched, other = trained(name)
+    for m, o in ((model, optimizer), (untouched, other)):
+        train(m, o, range(5, 8))
+    assert same(masters(optimizer), masters(other))
+
+
+@layouts
+def test_masters_go_on_where_a_mask_leaves_weights_alone(name: str) -> None:
+    """Pruning writes after every step. What it keeps is trained as if nothing had been written."""
+    dtype, master = KEPT[name]
+    ends = []
+    for masked in (True, False):
+        p = torch.nn.Parameter(torch.ones(100).to(dtype))
+        optimizer = halfstep.AdamW([p], lr=1e-5, weight_decay=0.0, master_weights=master)
+        mask = torch.arange(100) < 50
+        for _ in range(100):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            if masked:
+                with torch.no_grad():
+                    p.mul_(mask)
+        ends.append((p.detach().clone(), masters(optimizer)[0]))
+    (pruned, with_mask), (_, without) = ends
+    assert (bits(with_mask[:50]) == bits(without[:50])).all()
+    assert (with_mask[:50] < 1 - 50e-5).all()
+    assert not pruned[50:].any() and (with_mask[50:].abs() < 2.0**-120).all()
+
+
+@layouts
+def test_taking_up_what_was_written_waits_for_no_device(name: str) -> None:
+    """Nothing asks for a number on the host: neither the step, nor state_dict, nor refresh_master."""
+    model, optimizer = trained(name)
+    asked = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(function.overloadpacket)
+            return function(*args, **(kwargs or {}))
+
+    copy_in(model, other_weights(model))
+    with Watch():
+        train(model, optimizer, [5])
+        copy_in(model, other_weights(model))
+        optimizer.state_dict()
+        optimizer.refresh_master()
+    waiting = {torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero}
+    assert asked and not waiting & set(asked)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@layouts
+def test_copies_of_an_optimizer_have_seen_what_was_written(name: str, copier: Any) -> None:
+    model, optimizer = trained(name)
+    new = other_weights(model)
+    copy_in(model, new)
+    other_model, other = copier((model, optimizer))
+    train(model, optimizer, range(5, 7))
+    train(other_model, other, range(5, 7))
+    assert same(masters(optimizer), masters(other))
+    assert (masters(other)[0] - new["0.weight"].float()).abs().max() < 0.02
+
+
+# ------------------------------------------------------------------------------------------------------ refresh_master
+
+
+@layouts
+@pytest.mark.parametrize("write", [*WRITERS, "data.copy_"])
+def test_refresh_master_makes_masters_exactly_what_was_written(name: str, write: Any) -> None:
+    model, optimizer = trained(name)
+    new = other_weights(model)
+    if write == "data.copy_":  # no version tells of it
+        for key, p in model.named_parameters():
+            p.data.copy_(new[key])
+    else:
+        write(model, new)
+    optimizer.refresh_master()
+    assert same(masters(optimizer), [value.float() for value in new.values()])
+    assert same(weights(model), list(new.values()))
+    # The continued run is that of an optimizer whose masters never knew more.
+    fresh = copy.deepcopy(model)
+    other = halfstep.AdamW(fresh.parameters(), lr=1e-3, master_weights=KEPT[name][1])
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        del state["master"]
+    other.load_state_dict(saved)
+    for m, o in ((model, optimizer), (fresh, other)):
+        train(m, o, range(5, 8))
+    assert same(masters(optimizer), masters(other))
+
+
+@layouts
+def test_refresh_master_of_some_parameters_leaves_the_others(name: str) -> None:
+    model, optimizer = trained(name)
+    before, visible = masters(optimizer), weights(model)
+    optimizer.refresh_master(model[0].weight)
+    optimizer.refresh_master(iter([model[1].bias]))
+    after = masters(optimizer)
+    for index in (0, 3):
+        assert torch.equal(after[index], visible[index].float()) and not torch.equal(after[index], before[index])
+    assert same(after[1:3], before[1:3])
+
+
+def test_refresh_master_without_state_or_master_does_nothing() -> None:
+    p, q = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3).bfloat16())
+    optimizer = halfstep.AdamW([p, q])
+    optimizer.refresh_master()
+    assert not optimizer.state
+    p.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.refresh_master([p, q])
+    assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_refresh_master_refuses_tensors_that_are_not_its_own() -> None:
+    model, optimizer = trained("split")
+    before = masters(optimizer)
+    stranger = torch.nn.Parameter(torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"parameters\[1\] has shape \(2, 3\) and dtype torch.float32 and is not"):
+        optimizer.refresh_master([model[0].weight, stranger])
+    assert same(masters(optimizer), before)
+
+
+# ---------------------------------------------------------------------------------------------------------- load order
+
+
+@layouts
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_loading_the_saved_pair_in_either_order_keeps_every_bit(name: str, first: str) -> None:
+    """Checked before any step, and saved again at once; no step is needed to bring anything in order."""
+    model, optimizer = trained(name)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    resumed, other = trained(name, steps=0)
+    loads = [lambda: resumed.load_state_dict(saved[0]), lambda: other.load_state_dict(saved[1])]
+    for load in loads if first == "model" else reversed(loads):
+        load()
+    assert same(masters(other), masters(optimizer))
+    assert same(weights(resumed), weights(model))
+
+
+@layouts
+def test_other_weights_loaded_after_the_optimizer_win(name: str) -> None:
+    saved = copy.deepcopy(trained(name)[1].state_dict())
+    resumed, other = trained(name, steps=0)
+    other.load_state_dict(saved)
+    new = other_weights(resumed)
+    resumed.load_state_dict(new)
+    other.param_groups[0]["lr"] = 0.0
+    train(resumed, other, [5])
+    assert same(weights(resumed), list(new.values()))
+    assert all(torch.equal(m.to(p.dtype), p) for m, p in zip(masters(other), resumed.parameters(), strict=True))
