@@ -19,7 +19,7 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -238,3 +238,35 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         number: {key: cut(number, value) for key, value in entry.items()} for number, entry in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": cut_state})
+
+
+def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """An optimizer's `state_dict` with fp32 masters that were kept outside of it, for `halfstep.AdamW.load_state_dict`.
+
+    apex keeps them so: ``list(amp.master_params(optimizer))`` with opt_level O2, ``optimizer.master_params`` of a
+    ``FusedAdam(use_master=True)``. A parameter that never had a gradient gets state of zeros beside its master.
+
+    Args:
+        state_dict: with ``state`` and ``param_groups``; it is not changed.
+        masters: one per parameter, in the order of the groups, floating-point.
+
+    Raises:
+        ValueError: their number is not that of the parameters, or one is no floating-point tensor.
+    """
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    masters = list(masters)
+    if len(masters) != len(indices):
+        raise ValueError(
+            f"masters has {len(masters)} tensors; allowed is {len(indices)}, one for each parameter in the checkpoint, "
+            "in the order of its groups"
+        )
+    state = dict(state_dict["state"])
+    for place, (index, master) in enumerate(zip(indices, masters, strict=True)):
+        if not isinstance(master, torch.Tensor) or not master.is_floating_point():
+            what = master.dtype if isinstance(master, torch.Tensor) else type(master).__name__
+            raise ValueError(f"masters[{place}] is {what}; allowed are floating-point tensors")
+        master = master.detach().float()
+        zeros = torch.zeros_like(master)
+        entry = state.get(index) or {"step": 0.0, "exp_avg": zeros, "exp_avg_sq": zeros}
+        state[index] = {**entry, "master": master}
+    return {**state_dict, "state": state}

@@ -48,6 +48,8 @@ ROUNDINGS = ("nearest", "stochastic")
 CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 # Options that say how state lies in memory: a checkpoint does not change them.
 LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
+# What apex and TransformerEngine keep in a group beside torch's options.
+FOREIGN_OPTIONS = ("step", "bias_correction")
 
 _MASTER_CODES = {None: adam.NO_MASTER, "full": adam.FULL_MASTER, "split": adam.SPLIT_MASTER}
 _address = torch.Tensor.data_ptr
@@ -814,10 +816,16 @@ class _AdamBase(Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of halfstep's or torch's Adam or AdamW, keeping every bit.
+        """Load a state of halfstep's, torch's, apex's or TransformerEngine's Adam or AdamW, keeping every bit.
 
         Options that say how state lies in memory (`master_weights`, `state_dtype`, `rounding`) stay as they are here;
         all others are taken from the checkpoint. Where it has a master, the parameter is set to the master's rounding.
+
+        apex and TransformerEngine count steps per group: each parameter with state takes its group's count.
+        TransformerEngine's masters are taken for fp16 and bf16 parameters; those beside fp32 parameters are never
+        updated there and are left out. Its 16-bit remainders complete the parameter as it is now: load the model first.
+        apex saves no masters: `halfstep.integrations.checkpoint.with_masters` adds them. Neither checkpoint says
+        whether weight decay is decoupled; the class it is loaded into does.
 
         Raises:
             ValueError: groups, parameters, shapes or keys do not fit; the optimizer and its parameters are unchanged.
@@ -828,10 +836,15 @@ class _AdamBase(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         groups, owners = _matched_groups(self.param_groups, state_dict)
+        counts = {
+            index: group["step"] for group in state_dict["param_groups"] if "step" in group for index in group["params"]
+        }
         loaded = {
-            parameter: self._loaded_state(index, parameter, group, state_dict["state"][index])
+            parameter: self._loaded_state(
+                index, parameter, group, _canonical(index, parameter, saved, counts.get(index))
+            )
             for index, (parameter, group) in owners.items()
-            if state_dict["state"].get(index)
+            if (saved := state_dict["state"].get(index))
         }
         other = {key: value for key, value in state_dict["state"].items() if key not in owners}
         # Everything fits: from here on nothing raises.
@@ -913,6 +926,32 @@ def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], count: Any) -> dict[str, Any]:
+    """One parameter's saved state by our names, whoever saved it; `count` is the step count of its group, or None."""
+    state = {key: value for key, value in saved.items() if value is not None and key != "master_param"}
+    if count is not None:
+        state.setdefault("step", count)
+    master = saved.get("master_param")
+    if not isinstance(master, torch.Tensor) or parameter.dtype == torch.float32:
+        return state
+    if master.dtype == torch.int16:
+        # The lower half of the bits, the upper one rounded half away from 0: as `split_master` splits, but for NaN.
+        where = f"'master_param' in the state of parameter {index}"
+        if parameter.dtype != torch.bfloat16:
+            raise ValueError(
+                f"{where} has dtype torch.int16, a remainder of a bfloat16 weight, and the parameter has dtype "
+                f"{parameter.dtype}; allowed is bfloat16: load model and optimizer in bfloat16, then convert"
+            )
+        if master.shape != parameter.shape:
+            raise ValueError(
+                f"{where} has shape {tuple(master.shape)}; allowed is {tuple(parameter.shape)}: "
+                "the checkpoint is of another model, or its parameters stand in another order"
+            )
+        weight = local(parameter.detach())
+        master = _like(parameter, join_master(weight, local(master).to(weight.device)))
+    return {**state, "master": master}
+
+
 def _matched_groups(
     groups: list[dict[str, Any]], state_dict: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[Any, tuple[torch.Tensor, dict[str, Any]]]]:
@@ -935,7 +974,20 @@ def _matched_groups(
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
                 f"group {number} has {len(saved['params'])} parameters there, {len(group['params'])} here"
             )
-        merged = {**group, **saved, **{name: group[name] for name in LAYOUT_OPTIONS}, "params": group["params"]}
+        if not saved.get("bias_correction", True):
+            raise ValueError(
+                f"bias_correction is {saved['bias_correction']} in group {number} of the checkpoint; allowed is True: "
+                "train on with the optimizer that saved it"
+            )
+        names, here = saved.get("param_names"), group.get("param_names")
+        if names and here and names != here and sorted(names) == sorted(here):
+            first = next(place for place, pair in enumerate(zip(names, here, strict=True)) if pair[0] != pair[1])
+            raise ValueError(
+                f"the parameters of group {number} stand in another order in the checkpoint: parameter {first} is "
+                f"{names[first]!r} there, {here[first]!r} here; allowed is the same order: make the optimizer in it"
+            )
+        known = {name: value for name, value in saved.items() if name not in FOREIGN_OPTIONS}
+        merged = {**group, **known, **{name: group[name] for name in LAYOUT_OPTIONS}, "params": group["params"]}
         if isinstance(merged["lr"], torch.Tensor):
             merged["lr"] = merged["lr"].clone()
         _check_options(merged)
