@@ -374,15 +374,16 @@ def prepare_kernel(
 
 
 @jit
-def _pointer(address, dtype: tl.constexpr, HINTED: tl.constexpr):
+def _pointer(address, dtype: tl.constexpr, HINT: tl.constexpr):
     """A pointer, with the alignment that the compiler may rely on; the hint must come after the cast to survive.
 
-    16-bit operands are told 8 bytes: each thread then holds the same elements of every operand, and no value has to
-    move between threads.
+    HINT is what 16-bit operands are told, in bytes; 0: nothing is known. Beside fp32 operands it is 8: each thread then
+    holds the same four elements of every operand, and no value has to move between threads. So it is beside random
+    words, which come four at a time. Where all operands have 16 bits it is 16.
     """
     pointer = address.to(tl.pointer_type(dtype))
-    if HINTED:
-        pointer = tl.multiple_of(pointer, 16 if dtype == tl.float32 else 8)
+    if HINT:
+        pointer = tl.multiple_of(pointer, 16 if dtype == tl.float32 else HINT)
     return pointer
 
 
@@ -415,15 +416,15 @@ def _adam_block(
     AMSGRAD: tl.constexpr,
     L2: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    HINTED: tl.constexpr,
+    HINT: tl.constexpr,
 ):
     """One block: load, update, store."""
-    at_grad = _pointer(grad, GRAD_T, HINTED) + start + offsets
-    at_param = _pointer(param, PARAM_T, HINTED) + start + offsets
-    at_extra = _pointer(extra, EXTRA_T, HINTED) + start + offsets
-    at_first = _pointer(first, STATE_T, HINTED) + start + offsets
-    at_second = _pointer(second, STATE_T, HINTED) + start + offsets
-    at_top = _pointer(top, STATE_T, HINTED) + start + offsets
+    at_grad = _pointer(grad, GRAD_T, HINT) + start + offsets
+    at_param = _pointer(param, PARAM_T, HINT) + start + offsets
+    at_extra = _pointer(extra, EXTRA_T, HINT) + start + offsets
+    at_first = _pointer(first, STATE_T, HINT) + start + offsets
+    at_second = _pointer(second, STATE_T, HINT) + start + offsets
+    at_top = _pointer(top, STATE_T, HINT) + start + offsets
     gscale = tl.load(hyper)
     decay = tl.load(hyper + 1)
     w1 = tl.load(hyper + 2)
@@ -493,6 +494,7 @@ def adam_kernel(
     AMSGRAD: tl.constexpr,
     L2: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    HINT: tl.constexpr,  # see _pointer
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
@@ -538,7 +540,7 @@ def adam_kernel(
                 word = words_of_groups(group, seed, step, stream, CHUNK)
             _adam_block(
                 grad, param, extra, first, second, top, start, offsets, offsets < bulk, word if STOCHASTIC else 0,
-                hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINTED=True,
+                hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT,
             )  # fmt: skip
             if bulk < left:
                 tail = bulk + tl.arange(0, 16)
@@ -546,7 +548,7 @@ def adam_kernel(
                     few = words_of(index + _ahead(tail, to_end, run, jump), seed, step, stream)
                 _adam_block(
                     grad, param, extra, first, second, top, start, tail, tail < left, few if STOCHASTIC else 0,
-                    hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINTED=False,
+                    hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0,
                 )  # fmt: skip
         else:
             for begin in range(0, left, 512):
@@ -555,7 +557,7 @@ def adam_kernel(
                     word = words_of(index + _ahead(offsets, to_end, run, jump), seed, step, stream)
                 _adam_block(
                     grad, param, extra, first, second, top, start, offsets, offsets < left, word if STOCHASTIC else 0,
-                    hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINTED=False,
+                    hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0,
                 )  # fmt: skip
 
 
@@ -563,6 +565,7 @@ def adam_kernel(
 
 
 def _constexprs(layout: Layout) -> dict[str, Any]:
+    beside_fp32 = torch.float32 in (layout.param, layout.grad, layout.state) or layout.master == FULL_MASTER
     return {
         "PARAM_T": triton_dtype(layout.param),
         "GRAD_T": triton_dtype(layout.grad),
@@ -572,8 +575,14 @@ def _constexprs(layout: Layout) -> dict[str, Any]:
         "AMSGRAD": layout.amsgrad,
         "L2": layout.l2,
         "STOCHASTIC": layout.stochastic,
+        "HINT": 8 if beside_fp32 or layout.stochastic else 16,
         "CHUNK": CHUNK,
     }
+
+
+def _warps(layout: Layout) -> int:
+    """As many as leave no layout with a spill on any target: random words and eight elements at a time want 8."""
+    return 8 if layout.stochastic or _constexprs(layout)["HINT"] == 16 else 4
 
 
 def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
@@ -601,7 +610,7 @@ def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
             table.tensors,
             hyper,
             **_constexprs(batch.layout),
-            num_warps=4,
+            num_warps=_warps(batch.layout),
             num_stages=1,
             enable_fp_fusion=False,
         )
@@ -683,6 +692,7 @@ def variants() -> Iterator[Variant]:
         weight = {NO_MASTER: (p, p), FULL_MASTER: (4, 4 + p), SPLIT_MASTER: (4, 4)}[layout.master]
         yield Variant(
             kernel=adam_kernel,
+            num_warps=_warps(layout),
             name=variant_name(layout),
             signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32", "hyper": "*fp32"},
             constexprs=_constexprs(layout),
