@@ -576,7 +576,11 @@ class _AdamBase(Optimizer):
         stream_of = {id(parameter): number for number, parameter in enumerate(self._parameters())}
         kinds: dict[tuple[Any, ...], list[int]] = {}
         names: dict[int, tuple[int, ...]] = {}
+        seen: set[int] = set()
         for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+            if id(parameter) in seen:  # torch has warned; in one launch two updates of it would race
+                continue
+            seen.add(id(parameter))
             group = self.param_groups[rows[index]]
             where = f"parameter {index} with a gradient (group {rows[index]})"
             if grad.layout != torch.strided:
@@ -761,7 +765,7 @@ class _AdamBase(Optimizer):
             control = _skipping_zeros(control, grads)
         for batch, indices in self._members:
             device = batch.device
-            own = grads if len(self._members) == 1 else [grads[index] for index in indices]
+            own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
             here = adam.Control(
                 _scalar(control.grad_scale, torch.float32, device),
                 _scalar(control.found_inf, torch.float32, device),
@@ -1000,6 +1004,7 @@ _ARGUMENTS = """
 
     Args:
         params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may mix.
+            One given twice in a group is warned of, as in torch, and stepped once.
         lr: learning rate; a float, or a one-element tensor that is read on the device.
         betas: decay rates of the two moments, each from 0 to below 1.
         eps: added to the root of the second moment.

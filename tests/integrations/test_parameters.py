@@ -1,0 +1,236 @@
+"""Parameters of every kind in a training loop: tied, given twice, frozen, without elements, moved, compiled."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from oracles import BF16, FP16, FP32, bits
+from tolerances import ADAM_AGAINST_TORCH
+from torch._dynamo.utils import counters
+
+import halfstep
+
+KINDS = {"fp32": (FP32, "auto"), "split": (BF16, "split"), "full": (FP16, "full"), "none": (BF16, None)}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def held(optimizer: Any, parameters: Any) -> list[Any]:
+    found = [bits(p.detach()) for p in parameters]
+    return found + [bits(entry[key]) for entry in optimizer.state_dict()["state"].values() for key in sorted(entry)]
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all((a == b).all() for a, b in zip(left, right, strict=True))
+
+
+class Tied(torch.nn.Module):
+    """A language model's embedding, which is its output layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 6)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens))
+
+
+@kinds
+def test_a_tied_parameter_is_stepped_once_with_both_gradients(kind: str) -> None:
+    dtype, master = KINDS[kind]
+    torch.manual_seed(0)
+    model = Tied().to(BF16).to(dtype)
+    alone = torch.nn.Parameter(model.embedding.weight.detach().clone())
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master)
+    other = halfstep.AdamW([alone], lr=1e-2, master_weights=master)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.arange(11)).float().square().mean().backward()
+        alone.grad = model.embedding.weight.grad.clone()
+        optimizer.step()
+        other.step()
+        assert float(optimizer.state[model.head.weight]["step"]) == step + 1
+    assert same(held(optimizer, model.parameters()), held(other, [alone]))
+    assert model.head.weight is model.embedding.weight
+
+
+@kinds
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_a_parameter_given_twice_is_warned_of_and_stepped_once(kind: str, backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    dtype, master = KINDS[kind]
+    p, q, once = (torch.nn.Parameter(torch.ones(50, dtype=dtype)) for _ in range(3))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = halfstep.AdamW([p, q, p], lr=1e-2, master_weights=master)
+    single = halfstep.AdamW([once], lr=1e-2, master_weights=master)
+    with halfstep.backend(backend):
+        for _ in range(3):
+            for one in (p, q, once):
+                one.grad = torch.ones_like(one)
+            optimizer.step()
+            single.step()
+    assert (bits(p.detach()) == bits(once.detach())).all() and (bits(q.detach()) == bits(once.detach())).all()
+    assert float(optimizer.state[p]["step"]) == 3
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert (bits(p.detach()) == bits(once.detach())).all()
+
+
+@kinds
+def test_parameters_frozen_and_unfrozen_keep_their_own_count(kind: str) -> None:
+    """Layer by layer, as fine-tuning does: what rests does not move, decay included, and goes on where it was."""
+    dtype, master = KINDS[kind]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)]).to(BF16).to(dtype)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, master_weights=master)
+    counts = [0, 0, 0]
+    for step in range(12):
+        for number, layer in enumerate(model):
+            layer.requires_grad_((step // 2 + number) % 3 != 0)
+        before = held(optimizer, model.parameters())[: len(list(model.parameters()))]
+        optimizer.zero_grad()
+        model(torch.randn(5, 4).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+        for number, layer in enumerate(model):
+            moved = layer.weight.requires_grad
+            counts[number] += moved
+            assert moved or (bits(layer.weight.detach()) == before[2 * number]).all()
+            if counts[number]:
+                assert float(optimizer.state[layer.weight]["step"]) == counts[number]
+    assert counts == [8, 8, 8]
+
+
+@kinds
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_parameters_without_elements_or_dimensions(kind: str, backend: str) -> None:
+    """Alone, where there is nothing to launch over, and beside others."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    dtype, master = KINDS[kind]
+    with halfstep.backend(backend):
+        for shapes in ([(0,)], [()], [(0, 3), (4, 0)], [(), (0,), (3,), ()]):
+            parameters = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+            optimizer = halfstep.AdamW(parameters, lr=2**-5, weight_decay=0.0, master_weights=master, max_grad_norm=1.0)
+            for _ in range(2):
+                for p in parameters:
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+            for p, shape in zip(parameters, shapes, strict=True):
+                state = optimizer.state[p]
+                assert p.shape == shape and state["exp_avg"].shape == shape and float(state["step"]) == 2
+                assert (p < 1).all() and p.isfinite().all()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(saved)
+            assert same(held(optimizer, []), [bits(e[k]) for e in saved["state"].values() for k in sorted(e)])
+
+
+@kinds
+def test_groups_that_share_a_launch_keep_their_options(kind: str) -> None:
+    """Decay for matrices and none for the rest, as transformers are trained; each as in an optimizer of its own."""
+    dtype, master = KINDS[kind]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).to(BF16).to(dtype)
+    twin = copy.deepcopy(model)
+    split = lambda m: ([p for p in m.parameters() if p.ndim > 1], [p for p in m.parameters() if p.ndim < 2])  # noqa: E731
+    options = ({"weight_decay": 0.1}, {"weight_decay": 0.0, "lr": 1e-3, "betas": (0.8, 0.95)})
+    joint = halfstep.AdamW(
+        [{"params": ps, **o} for ps, o in zip(split(model), options, strict=True)], master_weights=master
+    )
+    apart = [halfstep.AdamW(ps, master_weights=master, **o) for ps, o in zip(split(twin), options, strict=True)]
+    for step in range(5):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+            q.grad = p.grad.clone()
+        for optimizer in (joint, *apart):
+            optimizer.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (bits(p.detach()) == bits(q.detach())).all()
+
+
+@kinds
+def test_a_module_laid_out_anew_between_steps_goes_on(kind: str) -> None:
+    dtype, master = KINDS[kind]
+    results = []
+    for moved in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(4, 6, 3).to(BF16).to(dtype)
+        optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master)
+        for step in range(6):
+            if moved and step == 3:
+                model = model.to(memory_format=torch.channels_last)
+                assert not model.weight.is_contiguous()
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+            optimizer.step()
+        results.append([p.detach().contiguous() for p in model.parameters()])
+    for plain, other in zip(*results, strict=True):
+        assert (bits(plain) == bits(other)).all()
+
+
+# -------------------------------------------------------------------------------------------------------------- compile
+
+
+def training(dtype: torch.dtype, master: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).to(BF16).to(dtype)
+    return model, halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master, max_grad_norm=1.0)
+
+
+@kinds
+def test_a_compiled_training_step_breaks_at_the_step_only(kind: str) -> None:
+    """Forward and backward are one graph each; what Dynamo does not trace of torch itself (`backward`) is not ours."""
+    dtype, master = KINDS[kind]
+    results = []
+    for compiled in (False, True):
+        model, optimizer = training(dtype, master)
+
+        def loss_of(x: torch.Tensor, model: Any = model) -> torch.Tensor:
+            return model(x).float().square().mean()
+
+        def step(x: torch.Tensor, loss_of: Any = loss_of, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = loss_of(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = step
+        if compiled:
+            torch._dynamo.reset()
+            counters.clear()
+            # With fullgraph a break inside forward or backward is an error.
+            torch.compile(loss_of, backend="aot_eager", fullgraph=True)(torch.ones(3, 8, dtype=dtype)).backward()
+            optimizer.zero_grad()
+            run = torch.compile(step, backend="aot_eager")
+        compilations = []
+        for number in range(5):
+            run(torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(dtype))
+            compilations.append(counters["frames"]["total"])
+        if compiled:
+            broken = "\n".join(counters["graph_break"])
+            assert "_step_on_device" in broken
+            for reason in counters["graph_break"]:
+                assert any(name in reason for name in ("_step_on_device", "backward", "zero_grad", "profile")), reason
+            assert compilations[-1] == compilations[-2] > 0, "compiled anew at every step"
+        results.append(held(optimizer, model.parameters()))
+    assert same(*results)
+
+
+def test_torchs_weights_are_ours_when_both_are_compiled() -> None:
+    ends = []
+    for cls in (halfstep.AdamW, torch.optim.AdamW):
+        torch._dynamo.reset()
+        model, _ = training(FP32, "auto")
+        optimizer = cls(model.parameters(), lr=1e-2)
+        forward = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for number in range(4):
+            optimizer.zero_grad()
+            forward(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+            optimizer.step()
+        ends.append([p.detach() for p in model.parameters()])
+    for ours, theirs in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, theirs, **ADAM_AGAINST_TORCH)
