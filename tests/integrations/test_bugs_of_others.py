@@ -6,12 +6,15 @@ table has to be corrected; ours is tested either way.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded_scaler
 import torch
+import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import halfstep
@@ -202,3 +205,31 @@ def test_stochastic_rounding_keeps_nan() -> None:
     torch.manual_seed(0)
     theirs = utilities._fp32_to_bf16_sr(nans[::2].contiguous())
     must_fail(bool((theirs == 0).all()), "torchao", "stochastic rounding turns NaN into -0")
+
+
+# -------------------------------------------------------------------------------------------------------------- sharded
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = Path(tmp_path_factory.mktemp("ranks"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(sharded_scaler.run, (2, port, str(folder)), nprocs=2)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: list[Any], unscale: bool) -> None:
+    """With gradients that were not unscaled before; with unscale_ torch's scaler and fused optimizer do not fit."""
+    ours = [rank["ours", unscale] for rank in ranks]
+    assert ours[0] == ours[1]
+    assert ours[0]["step"] == 1 and ours[0]["scale"] == 4.0 and ours[0]["weight"] < 1 and not ours[0]["error"]
+    theirs = [rank["torch", unscale] for rank in ranks]
+    if unscale:
+        fails = any(one["error"] for one in theirs)
+        must_fail(fails, "torch", "ShardedGradScaler.unscale_ and a fused optimizer raise an error in step")
+    else:
+        fails = theirs[0]["step"] != theirs[1]["step"] and theirs[0]["scale"] != theirs[1]["scale"]
+        must_fail(fails, "torch", "ranks of a ShardedGradScaler with a fused optimizer take different steps")

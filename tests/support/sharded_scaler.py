@@ -1,0 +1,56 @@
+"""A rank of a two-process run whose gradients overflow on rank 1 only; started by test_bugs_of_others.py.
+
+Each rank holds parameters of its own, as FSDP1's ranks do.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import halfstep
+
+
+def overflow(scaler: Any, make: Any, rank: int, unscale: bool) -> dict[str, Any]:
+    """Two steps, of which rank 1's first has an Inf: what the rank's parameter and the scale have become."""
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = make([p])
+    error = ""
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(p.sum()).backward()
+        if step == 0 and rank == 1:
+            p.grad[2] = float("inf")
+        try:
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        except RuntimeError as caught:
+            error = str(caught)
+            break
+        scaler.update()
+    steps = optimizer.state[p].get("step", 0)
+    return {"weight": p[0].item(), "scale": scaler.get_scale(), "step": float(steps), "error": error}
+
+
+def run(rank: int, world: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        result = {}
+        for unscale in (False, True):
+            ours = halfstep.GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+            theirs = ShardedGradScaler("cpu", init_scale=8.0)
+            result["ours", unscale] = overflow(ours, halfstep.AdamW, rank, unscale)
+            result["torch", unscale] = overflow(theirs, lambda ps: torch.optim.AdamW(ps, fused=True), rank, unscale)
+        torch.save(result, Path(folder) / f"rank{rank}.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    os._exit(0)  # as in sharded_training.py
