@@ -48,15 +48,19 @@ def test_no_weight_and_no_master_moves_at_an_lr_of_zero(name: str, decoupled: bo
     assert all(float(state["step"]) == 6 for state in optimizer.state.values())
 
 
-@pytest.mark.parametrize("gradient", [1.0, 2.0**-149, -(2.0**-149), float("nan")])
-def test_a_first_step_of_warm_up_with_gradients_is_torchs(gradient: float) -> None:
+@pytest.mark.parametrize("gradient", [1.0, 2.0**-149, -(2.0**-149), 1e-30, float("nan")])
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+def test_a_first_step_of_warm_up_with_gradients_is_torchs(gradient: float, backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
     states = []
     for cls in (halfstep.AdamW, torch.optim.AdamW):
         parameters = [torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(2))]
         optimizer = cls(parameters, lr=0.0)
         parameters[0].grad, parameters[1].grad = torch.zeros(5), torch.zeros(2)
         parameters[0].grad[3] = gradient
-        optimizer.step()
+        with halfstep.backend(backend):
+            optimizer.step()
         states.append([optimizer.state[p] for p in parameters])
     for ours, theirs in zip(*states, strict=True):
         assert float(ours["step"]) == float(theirs["step"]) == 1

@@ -193,6 +193,19 @@ def test_copies_of_an_optimizer_have_seen_what_was_written(name: str, copier: An
     assert (masters(other)[0] - new["0.weight"].float()).abs().max() < 0.02
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("full bf16", FP16), ("full fp16", BF16), ("full bf16", BF16)])
+def test_a_model_converted_to_another_dtype_keeps_the_masters(name: str, dtype: torch.dtype) -> None:
+    """Conversion writes nothing new: the master still knows more than either."""
+    model, optimizer = trained(name)
+    before = masters(optimizer)
+    model.to(dtype)
+    assert same(masters(optimizer), before)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, [5])
+    assert same(masters(optimizer), before)
+    assert all(torch.equal(p, m.to(dtype)) for p, m in zip(model.parameters(), before, strict=True))
+
+
 # ------------------------------------------------------------------------------------------------------ refresh_master
 
 
