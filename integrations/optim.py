@@ -423,7 +423,9 @@ class _AdamBase(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self._forget()
-        self._agreed = {id(parameter): _Agreed.now(parameter) for parameter in self._parameters()}
+        # Checkpoints may bring entries of others, under any key.
+        full = [p for p, held in self.state.items() if isinstance(p, torch.Tensor) and "master" in held]
+        self._agreed = {id(parameter): _Agreed.now(parameter) for parameter in full}
 
     def __getstate__(self) -> dict[str, Any]:
         self._take_outside_writes()
@@ -972,6 +974,8 @@ def _matched_groups(
         )
     result, owners = [], {}
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if "params" not in saved:
+            raise ValueError(f"group {number} of the checkpoint has {', '.join(map(repr, saved))}; it lacks 'params'")
         if len(group["params"]) != len(saved["params"]):
             raise ValueError(
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "

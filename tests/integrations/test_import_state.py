@@ -154,6 +154,21 @@ def test_transformer_engine_checkpoint_continues_with_every_bit(name: str, remai
     assert same_state(optimizer, other)
 
 
+@layouts
+def test_entries_of_nobody_are_carried_along(name: str) -> None:
+    """As torch does, which lets others keep numbers of their own in the state."""
+    optimizer = trained(name)[1]
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"]["whole run"] = {"master": "Ada"}
+    saved["state"][99] = {"master": torch.ones(2)}
+    saved["state"][0]["mine"] = torch.ones(3)
+    other = trained(name, steps=0)[1]
+    other.load_state_dict(saved)
+    again = other.state_dict()["state"]
+    assert again["whole run"] == {"master": "Ada"} and torch.equal(again[99]["master"], torch.ones(2))
+    assert torch.equal(again[0]["mine"], torch.ones(3))
+
+
 def test_transformer_engine_leaves_none_where_it_keeps_nothing() -> None:
     model, optimizer = trained("split")
     saved = as_apex(optimizer)
@@ -239,6 +254,7 @@ def unchanged_by(load: Any, model: Any, optimizer: Any) -> str:
             "'master' in the state of parameter 1 has dtype torch.int32; allowed are floating-point",
         ),
         (lambda s: s["state"][0].pop("exp_avg_sq"), "state of parameter 0 lacks 'exp_avg_sq'"),
+        (lambda s: s["param_groups"][1].pop("params"), "'step'; it lacks 'params'"),
         (
             lambda s: s["param_groups"][0].update(params=[2, 3]) or s["param_groups"][1].update(params=[0, 1]),
             "has shape",
