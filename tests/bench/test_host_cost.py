@@ -41,12 +41,14 @@ def test_every_job_of_ours_is_measured(rows: dict[tuple[str, str, int], dict[str
 
 
 @needs_stub
-@pytest.mark.parametrize(("job", "launches"), [("adamw", 2), ("check", 2), ("amp step", 4), ("cast", 1)])
+@pytest.mark.parametrize(("job", "launches"), [("adamw", 2), ("check", 2), ("amp step", 5), ("cast", 1)])
 def test_our_launches_do_not_grow_with_the_tensors(
     job: str, launches: int, rows: dict[tuple[str, str, int], dict[str, Any]]
 ) -> None:
     assert rows["halfstep", job, 1]["launches"] == rows["halfstep", job, 3]["launches"] == launches
-    assert rows["halfstep", job, 1]["torch_kernels"] == rows["halfstep", job, 3]["torch_kernels"]
+    # A list that is cast gets memory for its results; nothing else asks torch for anything.
+    others = 1 if job == "cast" else 0
+    assert rows["halfstep", job, 1]["torch_kernels"] == rows["halfstep", job, 3]["torch_kernels"] == others
 
 
 @needs_stub

@@ -1,0 +1,134 @@
+"""A whole AMP step with clipping, counted: each gradient read twice and never written, nothing allocated or copied.
+
+Launches are counted in tests/bench/test_host_cost.py (five, for any number of tensors) and on a GPU in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from implementations import ALL, using
+from torch.utils._python_dispatch import TorchDispatchMode
+from traffic import recording
+
+import halfstep
+from halfstep.kernels import backend
+
+SIZES = (5, 300, 4097, 0, 1)
+
+
+def training(
+    device: torch.device, dtype: torch.dtype, clip: str
+) -> tuple[Callable[[], None], list[torch.nn.Parameter], halfstep.GradScaler]:
+    """A step to repeat, its parameters and its scaler; clipping by the optimizer or by the scaler."""
+    parameters = [torch.nn.Parameter(torch.ones(size, dtype=dtype, device=device)) for size in SIZES]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 8.0)
+    optimizer = halfstep.AdamW(parameters, max_grad_norm=1.0 if clip == "optimizer" else None)
+    scaler = halfstep.GradScaler(device.type, init_scale=8.0, growth_interval=2)
+    scaler.scale(torch.zeros((), device=device))
+
+    def step() -> None:
+        if clip == "scaler":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step, parameters, scaler
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations inside the block, views left out: each would allocate, copy or launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view and function.namespace != "profiler":  # the label around Optimizer.step
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_after_the_second_step_nothing_is_allocated_or_copied(dtype: torch.dtype) -> None:
+    """In C++; Triton's interpreter copies what it works on, so its turn comes on a GPU, in test_gpu.py."""
+    with using("native", "adam") as device:
+        step, _, _ = training(device, dtype, "optimizer")
+        for _ in range(2):
+            step()
+        with Operations() as operations:
+            for number in range(4):
+                step()
+                assert operations.names == [], f"step {number + 3}"
+
+
+def test_the_norm_that_the_scaler_returns_is_all_that_its_clipping_adds() -> None:
+    with using("native", "adam") as device:
+        step, _, _ = training(device, torch.bfloat16, "scaler")
+        for _ in range(2):
+            step()
+        with Operations() as operations:
+            step()
+    assert sorted(operations.names) == ["aten._to_copy.default", "aten.sqrt.default"]
+
+
+@pytest.mark.skipif(backend.triton is None or not backend.interpreting(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("clip", ["optimizer", "scaler"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_gradient_is_read_twice_and_written_never(
+    dtype: torch.dtype, clip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with using("triton", "adam") as device:
+        step, parameters, _ = training(device, dtype, clip)
+        step()
+        with recording(monkeypatch) as traffic:
+            step()
+    for parameter in parameters:
+        assert parameter.grad is not None
+        if parameter.numel():
+            assert (traffic.counts(traffic.loaded, parameter.grad) == 2).all()
+            assert not traffic.counts(traffic.stored, parameter.grad).any()
+            assert (traffic.counts(traffic.stored, parameter.detach()) == 1).all(), "the recording sees stores"
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("clip", ["optimizer", "scaler"])
+def test_gradients_in_memory_that_must_not_be_written_can_be_stepped(name: str, clip: str) -> None:
+    """torch's own scaler ends such a process: it writes every gradient even where it changes nothing."""
+    if name == "native":
+        with using(name, "adam"):
+            pass
+    code = f"""
+import ctypes, mmap, sys
+import torch, halfstep
+halfstep.backend({"auto" if name == "native" else name!r})
+pages = mmap.mmap(-1, mmap.PAGESIZE)
+held = torch.frombuffer(pages, dtype=torch.float32)
+held.fill_(8.0)
+parameter = torch.nn.Parameter(torch.ones(held.numel()))
+parameter.grad = held
+address = held.data_ptr()
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ) == 0
+optimizer = halfstep.AdamW([parameter], lr=0.1, max_grad_norm={1.0 if clip == "optimizer" else None})
+scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+scaler.scale(torch.zeros(()))
+if {clip == "scaler"}:
+    scaler.clip_grad_norm_(optimizer, 1.0)
+scaler.step(optimizer)
+scaler.update()
+assert parameter.max().item() < 1.0
+print("stepped", flush=True)
+torch.amp.GradScaler("cpu", init_scale=1.0)._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), True)
+print("written", flush=True)
+"""
+    if name == "triton" and (backend.triton is None or not backend.interpreting()):
+        pytest.skip("needs TRITON_INTERPRET=1")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "stepped\n", done.stderr
+    assert done.returncode < 0, "the page could be written after all"
