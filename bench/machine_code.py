@@ -259,8 +259,8 @@ def amd_inexact(llir: str, text: str) -> list[str]:
     division that is not correctly rounded). Contraction itself happens later, on the way to assembly, where correctly
     rounded operations expand into fused multiply-adds of their own (counted in what Triton 3.7 emits): a division into
     5, a square root into 2 (fp32) or 7 (fp64), a conversion to a 64-bit integer into 1, a division of 64-bit integers
-    into 2 (fp32). More than these is a contraction. Divisions that share a denominator need fewer, and a contraction can hide in that difference;
-    NVIDIA's check has no such gap.
+    into 2 (fp32). More than these is a contraction. Divisions that share a denominator need fewer, and a contraction
+    can hide in that difference; NVIDIA's check has no such gap.
     """
     found: Counter[str] = Counter()
     for line in llir.splitlines():

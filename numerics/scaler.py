@@ -199,6 +199,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # ------------------------------------------------------------------------------------------------ step and update
 
+    @torch._disable_dynamo  # nothing in it can be compiled, and tracing it warns
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless its gradients overflowed; see `torch.amp.GradScaler.step`.
 
@@ -250,6 +251,7 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return result
 
+    @torch._disable_dynamo
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         """Have the coming `step` clip the unscaled gradients of an optimizer, all together, to a 2-norm.
 
@@ -290,6 +292,7 @@ class GradScaler(torch.amp.GradScaler):
         norm: torch.Tensor = state["gradient_check"].sum_of_squares.sqrt().float()
         return norm
 
+    @torch._disable_dynamo
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale after the step, in one launch; see `torch.amp.GradScaler.update`.
 

@@ -168,7 +168,7 @@ def test_stochastic_rounding_is_unbiased_over_a_thousand_seeds() -> None:
     assert (exact - 1).abs().min() > 10 * deviation / math.sqrt(size), "the test would not notice a weight that stays"
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------------------- memory
 
 # Bytes per parameter that the optimizer holds: remainder or master, and both moments.
 TABLE = {
