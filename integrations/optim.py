@@ -63,7 +63,7 @@ _options_of = itemgetter(*_OPTIONS)
 
 def _all_contiguous(tensors: list[torch.Tensor]) -> bool:
     try:
-        return all(map(torch.Tensor.is_contiguous, tensors))
+        return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
     except RuntimeError:  # what some sparse layouts answer
         return False
 
@@ -173,9 +173,11 @@ def _layout_of(parameter: torch.Tensor, grad: torch.dtype, group: dict[str, Any]
 def _dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
     """A parameter's local values as the kernels walk them: themselves where they can, else a copy.
 
-    Gaps between elements need one; so does, where random bits go by the row-major order, any other order.
+    Gaps between elements need one; so does, where random bits go by the row-major order, any other order; and a lazy
+    negation, whose memory holds the opposite numbers.
     """
-    return values if values.is_contiguous() or (is_flat(values) and not layout.stochastic) else values.contiguous()
+    keep = is_flat(values) and (values.is_contiguous() or not layout.stochastic)
+    return values if keep else values.resolve_neg().contiguous()
 
 
 def _place(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
@@ -367,6 +369,7 @@ class _Batch:
             return gradients
         ordered = []
         for grad, dense in zip(gradients, self.dense, strict=True):
+            grad = grad.resolve_neg()
             if grad.stride() != dense.stride() and not (grad.is_contiguous() and dense.is_contiguous()):
                 grad = torch.empty_strided(grad.shape, dense.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
             ordered.append(grad)

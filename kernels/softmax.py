@@ -43,6 +43,8 @@ from halfstep.kernels.variant import Variant
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _LARGEST_SCALE = torch.finfo(torch.float32).max
+# The kernels count the elements of a row in 32 bits, and look up to a few blocks beyond its end.
+LONGEST = 2**31 - 2**20
 
 # --------------------------------------------------------------------------------------------------------- reference
 
@@ -1072,8 +1074,12 @@ def _forward(
     if x.dtype == torch.float64 or dtype == torch.float64:
         return reference_forward(x, mask, dim, scale, causal, log, dtype)
     implementation = resolve(x.device, "softmax")
-    if implementation == "reference":
+    if implementation == "reference" or x.shape[dim] > LONGEST:
         return reference_forward(x, mask, dim, scale, causal, log, dtype)
+    # The memory of a lazy negation (``x.conj().imag``) holds the opposite numbers.
+    x = x.resolve_neg()
+    if mask is not None:
+        mask = mask.resolve_neg()
     plain = implementation == "native" and mask is None and dim == -1 and x.is_contiguous()
     if plain and x.numel() > 0:
         y = torch.empty_like(x, dtype=dtype)
@@ -1114,8 +1120,9 @@ def _backward(
     grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     implementation = resolve(y.device, "softmax")
-    if implementation == "reference" or torch.float64 in (grad.dtype, y.dtype, dtype):
+    if implementation == "reference" or torch.float64 in (grad.dtype, y.dtype, dtype) or y.shape[dim] > LONGEST:
         return reference_backward(grad, y, dim, scale, causal, log, dtype)
+    grad, y = grad.resolve_neg(), y.resolve_neg()
     if y.is_contiguous():
         dx = torch.empty_like(y, dtype=dtype)
     else:

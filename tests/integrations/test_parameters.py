@@ -234,3 +234,25 @@ def test_torchs_weights_are_ours_when_both_are_compiled() -> None:
         ends.append([p.detach() for p in model.parameters()])
     for ours, theirs in zip(*ends, strict=True):
         torch.testing.assert_close(ours, theirs, **ADAM_AGAINST_TORCH)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
+@pytest.mark.parametrize("master_weights", ["auto", "full", None])
+def test_lazy_negations_are_stepped_with_their_sign(backend: str, master_weights: str | None) -> None:
+    """Their memory holds the opposite numbers: gradients of ``x.conj().imag``, for example."""
+    from halfstep.kernels import backend as kernels_backend
+
+    if backend == "triton" and (kernels_backend.triton is None or not kernels_backend.interpreting()):
+        pytest.skip("needs TRITON_INTERPRET=1")
+    with halfstep.backend(backend):
+        stepped = []
+        for lazy in (False, True):
+            values = torch.arange(1.0, 20.0).bfloat16()
+            parameter = torch.nn.Parameter(torch._neg_view(values.neg()) if lazy else values.clone())
+            parameter.grad = torch._neg_view(values.neg()) if lazy else values.clone()
+            assert parameter.is_neg() == lazy == parameter.grad.is_neg()
+            optimizer = halfstep.AdamW([parameter], lr=0.1, master_weights=master_weights)
+            for _ in range(2):
+                optimizer.step()
+            stepped.append(parameter.detach().resolve_neg())
+        assert torch.equal(*stepped)

@@ -511,3 +511,37 @@ def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) 
         check(case, name, dy)
 
     run()
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_lazy_negations_are_read_with_their_sign(name: str, dim: int) -> None:
+    """Their memory holds the opposite numbers: ``x.conj().imag`` of a complex tensor, for example."""
+    with using(name, "softmax") as device:
+        x, mask, grad = (normal(5, 33, seed=seed).to(device) for seed in range(3))
+        lazy = [torch._neg_view(tensor.neg()).requires_grad_(tensor is x) for tensor in (x, mask, grad)]
+        assert all(tensor.is_neg() for tensor in lazy)
+        y = halfstep.softmax(lazy[0], dim, mask=lazy[1])
+        y.backward(lazy[2])
+        plain = x.clone().requires_grad_()
+        halfstep.softmax(plain, dim, mask=mask).backward(grad)
+        assert torch.equal(lazy[0].grad, plain.grad)
+        assert torch.equal(y, halfstep.softmax(x, dim, mask=mask))
+
+
+@pytest.mark.parametrize("name", ["native", "triton"])
+def test_rows_too_long_to_count_in_32_bits_are_left_to_the_reference(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family, "LONGEST", 9)
+    called = []
+    for function in ("reference_forward", "reference_backward"):
+        original = getattr(family, function)
+        monkeypatch.setattr(
+            family, function, lambda *args, original=original: called.append(original.__name__) or original(*args)
+        )
+    with using(name, "softmax") as device:
+        for columns, expected in ((9, []), (10, ["reference_forward", "reference_backward"])):
+            x = normal(2, columns).to(device).requires_grad_()
+            halfstep.softmax(x).sum().backward()
+            assert called == expected
