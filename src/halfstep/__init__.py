@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from halfstep.kernels.cast import cast, foreach_cast
     from halfstep.kernels.softmax import log_softmax, softmax
     from halfstep.kernels.unscale import foreach_check, foreach_unscale_
+    from halfstep.numerics.formats import formats
     from halfstep.numerics.scaler import GradScaler
 
 _HOME = {
@@ -29,6 +30,7 @@ _HOME = {
     "foreach_cast": "halfstep.kernels.cast",
     "foreach_check": "halfstep.kernels.unscale",
     "foreach_unscale_": "halfstep.kernels.unscale",
+    "formats": "halfstep.numerics.formats",
     "log_softmax": "halfstep.kernels.softmax",
     "softmax": "halfstep.kernels.softmax",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "foreach_cast",
     "foreach_check",
     "foreach_unscale_",
+    "formats",
     "log_softmax",
     "softmax",
 ]
