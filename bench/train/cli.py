@@ -304,6 +304,8 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
         if place.rank == 0:
             content = report.report(results, settings, corpus)
             console.print(report.table(content))
+            for name, known in report.overflows(content).items():
+                display.note(f"{name}: {known}")
             for note in content["notes"]:
                 display.note(note)
             written = report.write(out, content)

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -28,8 +28,9 @@ from halfstep.bench.train.model import GPT, SIZES
 from halfstep.bench.train.precision import Precision
 from halfstep.bench.train.world import World, reshard
 from halfstep.integrations import checkpoint
+from halfstep.numerics.overflow import Overflow, OverflowReport
 
-FORMAT = "halfstep train 1"
+FORMAT = "halfstep train 2"
 VALIDATION_ROWS = 128
 FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: one batch alone is noisy
 BETAS = (0.9, 0.95)  # a second moment of 20 steps: what GPTs are usually trained with
@@ -93,6 +94,10 @@ class History:
     optimizer_ms: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
 
+    def skipped_steps(self) -> list[int]:
+        """Numbers of the skipped steps, from 1."""
+        return [step for step, flag in enumerate(self.skipped, 1) if flag]
+
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in HISTORIES}
         return {**state, "validation": [list(point) for point in self.validation]}
@@ -105,7 +110,10 @@ class History:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. Losses are None if it was given up; `stopped` names the signal if one ended it early."""
+    """What a run came to. Losses are None if it was given up; `stopped` names the signal if one ended it early.
+
+    `overflow` is None where nothing is scaled.
+    """
 
     run: Run
     world: World
@@ -116,6 +124,7 @@ class Result:
     gradient_bytes: int
     optimizer_bytes: int
     tokens_per_step: int
+    overflow: OverflowReport | None
     trouble: str | None = None
     stopped: int | None = None
 
@@ -134,7 +143,7 @@ class Result:
             "steps": self.steps,
             "final_train_loss": math.fsum(tail) / len(tail) if fine else None,
             "final_val_loss": history.validation[-1][1] if fine else None,
-            "skipped_steps": int(sum(history.skipped)),
+            "skipped_steps": len(history.skipped_steps()),
             "final_scale": history.scale[-1] if self.run.scaled else None,
             "param_bytes_per_param": self.param_bytes / self.parameters,
             "gradient_bytes_per_param": self.gradient_bytes / self.parameters,
@@ -147,7 +156,8 @@ class Result:
             "train_loss": [loss if math.isfinite(loss) else None for loss in history.train_loss],
             "validation": [point for point in history.validation if math.isfinite(point[1])],
             "scale": history.scale if self.run.scaled else None,
-            "skipped": [step for step, flag in enumerate(history.skipped, 1) if flag],
+            "skipped": history.skipped_steps(),
+            "overflow": None if self.overflow is None else self.overflow.as_dict(),
         }
 
 
@@ -261,6 +271,8 @@ class Trainer:
         )
         self.history = History()
         self.step = 0
+        self._resumed_at = 0  # the scaler counts from there
+        self._overflowed_before: list[Overflow] = []
         self.gradient_bytes = 0  # counted in the first step, when there are gradients
         self._clock = _Clock(world.device)
         self._losses: list[torch.Tensor] = []
@@ -359,6 +371,7 @@ class Trainer:
             "model": checkpoint.gather(self.plain.state_dict()),
             "optimizer": checkpoint.gather(self.optimizer.state_dict()),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "overflowed": self.world.objects([asdict(one) for one in self._overflowed()]),
             "rng": self.world.objects(torch.get_rng_state()),
             "cuda_rng": self.world.objects(cuda),
             "history": self.history.state(),
@@ -376,9 +389,35 @@ class Trainer:
             if self.world.device.type == "cuda" and state["cuda_rng"][self.world.rank].numel():
                 torch.cuda.set_rng_state(state["cuda_rng"][self.world.rank], self.world.device)
         self.history = History.from_state(state["history"])
-        self.step = state["step"]
+        self.step = self._resumed_at = state["step"]
+        ranks = [[Overflow(**one) for one in rank] for rank in state["overflowed"]]
+        self._overflowed_before = ranks[self.world.rank] if len(ranks) == self.world.size else _over_ranks(ranks)
         if state["gradient_bytes"]["world_size"] == self.world.size:
             self.gradient_bytes = state["gradient_bytes"]["bytes"]
+
+    def _overflowed(self) -> list[Overflow]:
+        """The parameters that overflowed on this rank, by name, in the run's own steps. Waits for the device."""
+        if self.scaler is None:
+            return []
+        found = {one.name: one for one in self._overflowed_before}
+        for one in self.scaler.overflow_report(self.plain.named_parameters()).parameters:
+            before = found.get(one.name, Overflow(one.name, 0, 0, one.first_step + self._resumed_at, 0))
+            found[one.name] = replace(
+                before,
+                inf_steps=before.inf_steps + one.inf_steps,
+                nan_steps=before.nan_steps + one.nan_steps,
+                last_step=one.last_step + self._resumed_at,
+            )
+        return sorted(found.values(), key=lambda one: one.name)
+
+    def overflow(self) -> OverflowReport | None:
+        """What the scaler knows, from the run's first step on; None without one. Collective, waits for the device."""
+        if self.scaler is None:
+            return None
+        everywhere = _over_ranks(self.world.objects(self._overflowed()))
+        found = sorted(everywhere, key=lambda one: (-one.inf_steps - one.nan_steps, one.first_step, one.name))
+        skipped = self.history.skipped_steps()
+        return OverflowReport(self.step, len(skipped), skipped[-1] if skipped else 0, found)
 
     def result(self, trouble: str | None = None, stopped: int | None = None) -> Result:
         return Result(
@@ -391,9 +430,25 @@ class Trainer:
             gradient_bytes=self.gradient_bytes,
             optimizer_bytes=sum(_bytes(v) for entry in self.optimizer.state.values() for v in _tensors(entry)),
             tokens_per_step=self.settings.batch * self.settings.context,
+            overflow=self.overflow(),
             trouble=trouble,
             stopped=stopped,
         )
+
+
+def _over_ranks(ranks: list[list[Overflow]]) -> list[Overflow]:
+    """One entry per parameter; of its counts the largest, as shards of it overflow in the same step or do not."""
+    found: dict[str, Overflow] = {}
+    for one in (one for rank in ranks for one in rank):
+        other = found.get(one.name, one)
+        found[one.name] = Overflow(
+            one.name,
+            max(one.inf_steps, other.inf_steps),
+            max(one.nan_steps, other.nan_steps),
+            min(one.first_step, other.first_step),
+            max(one.last_step, other.last_step),
+        )
+    return list(found.values())
 
 
 def _tensors(entry: Any) -> Iterator[torch.Tensor]:

@@ -19,6 +19,7 @@ from rich.table import Table
 from halfstep.bench.train.data import Corpus
 from halfstep.bench.train.loop import Result, Settings
 from halfstep.bench.train.model import SIZES
+from halfstep.numerics.overflow import Overflow, OverflowReport, kind
 
 # One colour per run, distinguishable without red-green vision; the run without masters is the warning one.
 COLOURS = {"fp32": "#4c566a", "bf16": "#0072b2", "fp16": "#009e73", "bf16 without master": "#d55e00"}
@@ -145,6 +146,17 @@ def sentence(content: dict[str, Any]) -> str:
         f"Losses in nats per byte. Unigram entropy of the text ({data['name']}, {data['bytes']:,} bytes in "
         f"{data['files']:,} file{'s' * (data['files'] > 1)}): {content['unigram_entropy']:.4f}."
     )
+
+
+def overflows(content: dict[str, Any]) -> dict[str, OverflowReport]:
+    """What the scaler of each scaled run knows, by the run's name."""
+    return {
+        run["name"]: OverflowReport(
+            **{**run["overflow"], "parameters": [Overflow(**one) for one in run["overflow"]["parameters"]]}
+        )
+        for run in content["runs"]
+        if run["overflow"]
+    }
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -326,12 +338,23 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
         for run in content["runs"]
         if run["trouble"]
     )
+    overflowed = ""
+    for name, known in overflows(content).items():
+        lines = "".join(
+            f"<tr><td>{text(one.name)}</td><td>{text(kind(one))}</td>"
+            f"<td>{text(one.first_step)}</td><td>{text(one.last_step)}</td></tr>"
+            for one in known.parameters
+        )
+        overflowed += f"<h2>Overflows, {text(name)}</h2><p>{known.skipped:,} of {known.steps:,} steps skipped.</p>"
+        if lines:
+            top_row = "<tr><th>parameter</th><th>steps with</th><th>first step</th><th>last step</th></tr>"
+            overflowed += f'<table class="left"><thead>{top_row}</thead><tbody>{lines}</tbody></table>'
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>halfstep train</title>'
         f"<style>{_STYLE}</style></head><body><h1>halfstep train</h1>"
         f'{troubles}<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
         f"<p>{text(sentence(content))} Bytes per parameter are counted from the tensors one process holds. "
-        f"Times are medians over all steps; tokens/s follow from them.</p>{notes}{image}"
+        f"Times are medians over all steps; tokens/s follow from them.</p>{notes}{image}{overflowed}"
         f"{pairs('Model', content['model'])}{pairs('Training', content['training'])}{pairs('Text', content['data'])}"
         f"{pairs('Machine', content['machine'])}{pairs('Versions', content['versions'])}</body></html>\n"
     )

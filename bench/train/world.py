@@ -7,12 +7,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+_T = TypeVar("_T")
 
 STRATEGIES = ("single", "ddp", "fsdp")
 
@@ -43,11 +46,11 @@ class World:
         dist.all_reduce(values)
         return values / self.size
 
-    def objects(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's CPU tensor, in rank order."""
+    def objects(self, value: _T) -> list[_T]:
+        """What every rank has of something that can be pickled, in rank order. Tensors are on the CPU."""
         if self.size == 1:
             return [value]
-        everyone: list[torch.Tensor] = [value] * self.size
+        everyone = [value] * self.size
         dist.all_gather_object(everyone, value)
         return everyone
 

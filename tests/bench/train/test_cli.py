@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import halfstep
 from halfstep.__main__ import main
 from halfstep.bench.train import cli, loop, report
+from halfstep.bench.train.model import GPT, SIZES
+from halfstep.bench.train.precision import Precision
 from halfstep.integrations import checkpoint
+from halfstep.numerics.overflow import Overflow
 
 TEXT = Path(os.__file__).read_bytes()  # some 40 kB of Python
 KEYS = {
@@ -126,7 +130,78 @@ def test_skipped_steps_are_those_where_the_scale_fell(compared: Path) -> None:
     for step in range(1, 40):
         assert (scales[step] < scales[step - 1]) == (step in fp16["skipped"])
     assert any(after > before for before, after in pairwise(scales))
+    assert runs["bf16"]["overflow"] is None and runs["fp16"]["overflow"]["skipped"] == fp16["skipped_steps"]
     assert runs["bf16"]["final_scale"] is None and runs["bf16"]["skipped_steps"] == 0
+
+
+def test_the_parameters_that_overflowed_are_named_everywhere(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "picture", lambda content: None)
+    assert _train(text, tmp_path / "out", "--precision", "fp16", "--init-scale", 2.0**24) == 0
+    printed = capsys.readouterr().out
+    run = _report(tmp_path / "out")["runs"][0]
+    known, page = run["overflow"], (tmp_path / "out" / "report.html").read_text()
+    assert known["steps"] == 12 and known["skipped"] == run["skipped_steps"] == len(run["skipped"]) > 0
+    assert known["last_skipped"] == run["skipped"][-1]
+    names = {name for name, _ in _nano().named_parameters()}
+    assert known["parameters"] and {one["name"] for one in known["parameters"]} <= names
+    assert {one["first_step"] for one in known["parameters"]} >= {run["skipped"][0]}
+    assert max(one["last_step"] for one in known["parameters"]) == run["skipped"][-1]
+    assert f"fp16: {known['skipped']} of 12 steps skipped, the last one step {run['skipped'][-1]}" in printed
+    assert f"{known['skipped']} of 12 steps skipped." in page
+    for one in known["parameters"]:
+        assert 1 <= max(one["inf_steps"], one["nan_steps"]) <= known["skipped"]
+        line = next(line for line in printed.splitlines() if line.split()[:1] == [one["name"]])
+        assert line.endswith(f"first at step {one['first_step']}, last at {one['last_step']}")
+        assert f"<td>{one['name']}</td>" in page
+
+
+def _nano() -> torch.nn.Module:
+    return GPT(SIZES["nano"], Precision.on("fp16", torch.device("cpu")), 0)
+
+
+def test_the_parameter_that_was_spoiled_is_the_one_reported(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Across a resume: its first step lies before, its last one after."""
+    monkeypatch.setattr(report, "picture", lambda content: None)
+    name = list(dict(_nano().named_parameters()))[3]
+    step = halfstep.GradScaler.step
+    calls = 0
+
+    def spoiled(self: Any, optimizer: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 5, 10):
+            parameter = next(p for key, p in trainers[-1].plain.named_parameters() if key == name)
+            parameter.grad.view(-1)[0] = math.nan if calls == 5 else math.inf
+        return step(self, optimizer)
+
+    trainers: list[loop.Trainer] = []
+    init = loop.Trainer.__init__
+    monkeypatch.setattr(loop.Trainer, "__init__", lambda self, *a: (trainers.append(self), init(self, *a))[1])
+    monkeypatch.setattr(halfstep.GradScaler, "step", spoiled)
+    options = ("--precision", "fp16", "--init-scale", 64, "--save-every", 6)
+    assert _train(text, tmp_path / "out", *options) == 0
+    whole = _report(tmp_path / "out")["runs"][0]["overflow"]
+    assert whole == {
+        "steps": 12,
+        "skipped": 3,
+        "last_skipped": 10,
+        "parameters": [{"name": name, "inf_steps": 2, "nan_steps": 1, "first_step": 2, "last_step": 10}],
+    }
+    checkpoint.checkpoints(tmp_path / "out" / "checkpoints" / "fp16")[-1][1].unlink()
+    calls = 6
+    assert _train(text, tmp_path / "out", *options, "--resume") == 0
+    assert _report(tmp_path / "out")["runs"][0]["overflow"] == whole
+    assert _train(text, tmp_path / "out", *options, "--resume") == 0, "nothing left to do"
+    assert _report(tmp_path / "out")["runs"][0]["overflow"] == whole
+
+
+def test_ranks_are_put_together_by_parameter() -> None:
+    ranks = [[Overflow("a", 2, 0, 3, 7)], [Overflow("a", 1, 1, 2, 5), Overflow("b", 1, 0, 4, 4)], []]
+    assert loop._over_ranks(ranks) == [Overflow("a", 2, 1, 2, 7), Overflow("b", 1, 0, 4, 4)]
 
 
 def test_the_page_stands_alone_and_says_what_was_emulated(compared: Path) -> None:
