@@ -45,6 +45,11 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 # The kernels count the elements of a row in 32 bits, and look up to a few blocks beyond its end.
 LONGEST = 2**31 - 2**20
+# On a CPU torch's own backward of fp32 rows up to this length is the same formula and takes 4 to 30% less time, as it
+# is called without ctypes; over longer rows its sum loses digits (41 against 6 units in the last place at 2^20 columns
+# of fp32).
+# In 16-bit formats ours is the faster one.
+TORCHS_ROWS = 2**14
 
 # --------------------------------------------------------------------------------------------------------- reference
 
@@ -1123,6 +1128,10 @@ def _backward(
     if implementation == "reference" or torch.float64 in (grad.dtype, y.dtype, dtype) or y.shape[dim] > LONGEST:
         return reference_backward(grad, y, dim, scale, causal, log, dtype)
     grad, y = grad.resolve_neg(), y.resolve_neg()
+    plain = implementation == "native" and dim == -1 and scale == 1.0 and not causal and not log
+    if plain and grad.dtype == y.dtype == dtype == torch.float32 and y.shape[-1] <= TORCHS_ROWS:
+        result: torch.Tensor = torch.ops.aten._softmax_backward_data(grad, y, -1, dtype)
+        return result
     if y.is_contiguous():
         dx = torch.empty_like(y, dtype=dtype)
     else:
