@@ -1,0 +1,37 @@
+"""The random words of kernels/philox.py without torch: Philox4x32-10, keyed by seed, counted by element.
+
+The same code serves Python's integers and numpy's uint64 arrays, whose 32-bit by 32-bit products do not overflow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+
+
+def four_words(group: Any, seed: int) -> tuple[Any, Any, Any, Any]:
+    """The words of elements ``4 * group`` to ``4 * group + 3``: step 0, stream 0 of `kernels.philox`.
+
+    Args:
+        group: an int, or a numpy array of uint64.
+        seed: 0 to 2^63 - 1.
+
+    Returns:
+        Four ints or arrays like `group`, values from 0 to 2^32 - 1.
+    """
+    c0, c1, c2, c3 = group & _MASK, group >> 32 & _MASK, group & 0, group & 0
+    k0, k1 = seed & _MASK, seed >> 32
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def word(index: int, seed: int) -> int:
+    """The word of one element."""
+    return int(four_words(index // 4, seed)[index % 4])

@@ -1,0 +1,208 @@
+"""Numbers as people write them, exactly: "0.1" is one tenth, not the float64 next to it.
+
+    sum      = product {("+" | "-") product}
+    product  = signed {("*" | "/") signed}
+    signed   = ("+" | "-") signed | power
+    power    = atom [("^" | "**") signed]
+    atom     = decimal | hexadecimal float | "inf" | "nan" | "(" sum ")"
+
+So "1e-400", "0x1.8p-3", "1/3", "2^-24", "-(1 + 2^-11)/3". Nothing is evaluated by Python, and nothing gets large:
+results stay within 2^±65536, far beyond any format here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+Number = Fraction | float  # a float stands for what no Fraction is: infinities, NaN (sign and payload) and -0.0
+
+LARGEST_TEXT = 4000  # characters
+LARGEST_POWER = 65536  # of two, and about 19,700 of ten
+_LARGEST_DECIMAL_POWER = 19_000
+
+_TOKEN = re.compile(
+    r"""
+      (?P<hexadecimal> 0x (?: [0-9a-f]+ (?:\.[0-9a-f]*)? | \.[0-9a-f]+ ) (?: p [+-]?[0-9]+ )? )
+    | (?P<decimal> (?: [0-9]+ (?:_[0-9]+)* (?:\.[0-9]*)? | \.[0-9]+ ) (?: e [+-]?[0-9]+ )? )
+    | (?P<special> infinity | inf | nan )
+    | (?P<operator> \*\* | [-+*/^()] )
+    """,
+    re.VERBOSE,
+)
+_WRITTEN_OTHERWISE = str.maketrans({"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{INFINITY}": "inf"})
+
+
+def parse_number(text: str) -> Number:
+    """The exact value of a text.
+
+    Returns:
+        A Fraction; or a float: an infinity, NaN, or -0.0.
+
+    Raises:
+        ValueError: no number, or one beyond 2^±65536; the text says what and where.
+    """
+    if len(text) > LARGEST_TEXT:
+        raise ValueError(f"a number of {len(text)} characters is too long; allowed are {LARGEST_TEXT}")
+    return _Parser(text).result()
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens: list[tuple[str, str]] = []
+        plain = text.translate(_WRITTEN_OTHERWISE).lower()
+        at = 0
+        while at < len(plain):
+            if plain[at].isspace():
+                at += 1
+                continue
+            found = _TOKEN.match(plain, at)
+            if not found:
+                raise self._error(f"{plain[at:].split()[0]!r} is not understood")
+            self._tokens.append((str(found.lastgroup), found.group()))
+            at = found.end()
+        self._at = 0
+        self._depth = 0
+
+    def result(self) -> Number:
+        value = self._sum()
+        if self._at < len(self._tokens):
+            raise self._error(f"{self._tokens[self._at][1]!r} is not expected there")
+        return value
+
+    def _shown(self) -> str:
+        return repr(self._text if len(self._text) <= 60 else self._text[:57] + "...")
+
+    def _error(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self._shown()} is not a number: {why}. Allowed are decimals (1e-400), hexadecimal floats (0x1.8p-3), "
+            "inf, nan, fractions (1/3), powers (2^-24), and sums and products of these"
+        )
+
+    def _take(self, *operators: str) -> str | None:
+        """The next token if it is one of these."""
+        if self._at < len(self._tokens) and self._tokens[self._at][1] in operators:
+            self._at += 1
+            return self._tokens[self._at - 1][1]
+        return None
+
+    def _sum(self) -> Number:
+        value = self._product()
+        while sign := self._take("+", "-"):
+            other = self._product()
+            left, right = self._finite(value, sign), self._finite(other, sign)
+            if value == other == 0 and _negative(value) and _negative(other) == (sign == "+"):
+                continue  # -0 + -0 and -0 - 0 are -0; every other sum of zero is 0
+            value = self._limited(left + right if sign == "+" else left - right)
+        return value
+
+    def _product(self) -> Number:
+        value = self._signed()
+        while sign := self._take("*", "/"):
+            other = self._signed()
+            left, right = self._finite(value, sign), self._finite(other, sign)
+            if sign == "/" and right == 0:
+                raise self._error("it divides by zero; an infinity is written inf")
+            if left == 0 or right == 0:
+                value = -0.0 if _negative(value) != _negative(other) else Fraction(0)
+            else:
+                value = self._limited(left * right if sign == "*" else left / right)
+        return value
+
+    def _signed(self) -> Number:
+        negative = False
+        while sign := self._take("+", "-"):
+            negative ^= sign == "-"
+        value = self._power()
+        if not negative:
+            return value
+        if isinstance(value, Fraction) and value != 0:
+            return -value
+        return -float(value) if value or _negative(value) else -0.0
+
+    def _power(self) -> Number:
+        base = self._atom()
+        sign = self._take("^", "**")
+        if not sign:
+            return base
+        exponent = self._finite(self._deeper(self._signed), sign)
+        root = self._finite(base, sign)
+        if exponent.denominator != 1:
+            raise self._error("an exponent is not an integer")
+        if root == 0 and exponent < 0:
+            raise self._error("it divides by zero; an infinity is written inf")
+        if root in (0, 1, -1):
+            return root if exponent % 2 or root == 1 else Fraction(int(exponent == 0 or root != 0))
+        # |root|^n needs at least n bits above or below the point, so this bounds the work too.
+        if abs(exponent) * max(root.numerator.bit_length() - 1, root.denominator.bit_length() - 1) > 2 * LARGEST_POWER:
+            raise self._too_far()
+        return self._limited(root ** int(exponent))
+
+    def _atom(self) -> Number:
+        if self._take("("):
+            value = self._deeper(self._sum)
+            if not self._take(")"):
+                raise self._error("a parenthesis is not closed")
+            return value
+        if self._at == len(self._tokens):
+            raise self._error("it ends too early" if self._tokens else "it is empty")
+        kind, token = self._tokens[self._at]
+        if kind == "operator":
+            raise self._error(f"{token!r} is not expected there")
+        self._at += 1
+        if kind == "special":
+            return math.nan if token == "nan" else math.inf
+        return self._limited(self._hexadecimal(token) if kind == "hexadecimal" else self._decimal(token))
+
+    def _deeper(self, rule: object) -> Number:
+        self._depth += 1
+        if self._depth > 50:
+            raise self._error("it is nested more than 50 deep")
+        value: Number = rule()  # type: ignore[operator]
+        self._depth -= 1
+        return value
+
+    def _decimal(self, token: str) -> Fraction:
+        digits, _, power = token.replace("_", "").partition("e")
+        whole, _, part = digits.partition(".")
+        significand = int(whole + part)
+        exponent = self._exponent(power, _LARGEST_DECIMAL_POWER, significand) - len(part)
+        return Fraction(significand) * Fraction(10) ** exponent if significand else Fraction(0)
+
+    def _hexadecimal(self, token: str) -> Fraction:
+        digits, _, power = token[2:].partition("p")
+        whole, _, part = digits.partition(".")
+        significand = int(whole + part, 16)
+        exponent = self._exponent(power, LARGEST_POWER, significand) - 4 * len(part)
+        return Fraction(significand) * Fraction(2) ** exponent if significand else Fraction(0)
+
+    def _exponent(self, text: str, largest: int, significand: int) -> int:
+        if not text or not significand:
+            return 0
+        if len(text.lstrip("+-").lstrip("0")) > 9 or abs(int(text)) > largest:
+            raise self._too_far()
+        return int(text)
+
+    def _finite(self, value: Number, operator: str) -> Fraction:
+        if isinstance(value, float) and value != 0:
+            raise self._error(f"{operator!r} is not defined here for infinities and NaN, which stand alone")
+        return Fraction(value)
+
+    def _limited(self, value: Fraction) -> Fraction:
+        numerator, denominator = abs(value.numerator).bit_length(), value.denominator.bit_length()
+        far = value != 0 and abs(numerator - denominator) > LARGEST_POWER
+        if far or max(numerator, denominator) > 2 * LARGEST_POWER:
+            raise self._too_far()
+        return value
+
+    def _too_far(self) -> ValueError:
+        return ValueError(
+            f"{self._shown()} is too large or too small; allowed are magnitudes from 2^-{LARGEST_POWER} to "
+            f"2^{LARGEST_POWER}, on the way too: beyond lie only infinity (write inf) and zero (write 0)"
+        )
+
+
+def _negative(value: Number) -> bool:
+    return value < 0 or (isinstance(value, float) and math.copysign(1.0, value) < 0)
