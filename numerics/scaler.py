@@ -33,8 +33,8 @@ from halfstep.numerics.gradients import CheckMemory, GradientCheck, check_gradie
 from halfstep.numerics.mirror import Mirror
 from halfstep.numerics.overflow import Overflow, OverflowReport, names_of, read
 
-# 1 / scale must be finite too.
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
+# 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices take for 0, so no scale grows that far.
+SMALLEST_SCALE, USUAL_MAX_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126, torch.finfo(torch.float32).max
 
 
 def _in_fp32(outputs: Any) -> Any:
@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: clean steps in a row before S grows.
         enabled: if False, every method passes through.
         min_scale: S never falls below this. Default: 2^-126, the least whose inverse is finite.
-        max_scale: S never rises above this. Default: 2^126.
+        max_scale: S never rises above this. Default: 2^126, or `init_scale` if that is larger.
         hysteresis: S backs off at the overflow of this number; each still skips its step.
         hysteresis_refill: when the overflows tolerated are counted anew: ``"growth"``, when S grows (Megatron-LM and
             DeepSpeed), or ``"clean_step"``, after any clean step (apex, DeepSpeed's ``consecutive_hysteresis``).
@@ -109,7 +109,7 @@ class GradScaler(torch.amp.GradScaler):
                 if value is not None:
                     _checked(name, value, in_range, lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE)
             low = SMALLEST_SCALE if min_scale is None else min_scale
-            high = LARGEST_SCALE if max_scale is None else max_scale
+            high = max(USUAL_MAX_SCALE, init_scale) if max_scale is None else max_scale
             _checked(
                 "init_scale",
                 init_scale,

@@ -1,0 +1,296 @@
+"""The cases torch tests its scaler with, told anew: scaled training ends with the bits of training without a scaler.
+
+Scales are powers of two and nothing here leaves fp32's normal range, so scaling and unscaling lose nothing; where the
+control run leaves out the step that overflowed, weights must be equal, not close.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import halfstep
+
+SKIPPED = 2  # the step whose gradient is spoiled
+CLIP = 0.2  # below the norms that occur, so that every step is clipped
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "halfstep.AdamW": lambda p: halfstep.AdamW(p, lr=0.1),
+    "halfstep.Adam L2": lambda p: halfstep.Adam(p, lr=0.1, weight_decay=0.1, amsgrad=True),
+    "torch.AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "torch.AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "torch.AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "torch.SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+class Setting(NamedTuple):
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    data: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def spoil(self, step: int) -> None:
+        """At the step to be skipped, an infinity somewhere in the last parameter's gradient of the first model."""
+        if self.scaler.is_enabled() and step == SKIPPED:
+            *_, last = self.models[0].parameters()
+            assert last.grad is not None
+            last.grad.view(-1)[-1] = float("inf")
+
+    def step(self, step: int, index: int = 0) -> None:
+        """The optimizer's step through the scaler; the control run leaves out the one that overflows."""
+        if self.scaler.is_enabled() or step != SKIPPED or index != 0:
+            self.scaler.step(self.optimizers[index])
+
+
+def setting(make: Callable[[Any], torch.optim.Optimizer], count: int, scaler: torch.amp.GradScaler) -> Setting:
+    generator = torch.Generator().manual_seed(0)
+    models: list[torch.nn.Module] = []
+    for _ in range(count):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        for parameter in model.parameters():
+            parameter.data.uniform_(-0.5, 0.5, generator=generator)
+        models.append(model)
+    data = [(torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)) for _ in range(6)]
+    return Setting(models, [make(model.parameters()) for model in models], scaler, data)
+
+
+def plain(case: Setting) -> None:
+    for step, (x, target) in enumerate(case.data):
+        case.optimizers[0].zero_grad()
+        case.scaler.scale(mse_loss(case.models[0](x), target)).backward()
+        case.spoil(step)
+        case.step(step)
+        case.scaler.update()
+
+
+def clipping_unscaled(case: Setting) -> None:
+    """Scaled gradients are unscaled, then clipped by torch."""
+    for step, (x, target) in enumerate(case.data):
+        case.optimizers[0].zero_grad()
+        case.scaler.scale(mse_loss(case.models[0](x), target)).backward()
+        case.spoil(step)
+        case.scaler.unscale_(case.optimizers[0])
+        torch.nn.utils.clip_grad_norm_(case.models[0].parameters(), CLIP, error_if_nonfinite=False)
+        case.step(step)
+        case.scaler.update()
+
+
+def clipping_scaled(case: Setting) -> None:
+    """Gradients are clipped while they are scaled, to a limit scaled alike."""
+    for step, (x, target) in enumerate(case.data):
+        case.optimizers[0].zero_grad()
+        case.scaler.scale(mse_loss(case.models[0](x), target)).backward()
+        torch.nn.utils.clip_grad_value_(case.models[0].parameters(), CLIP * case.scaler.get_scale())
+        case.spoil(step)
+        case.step(step)
+        case.scaler.update()
+
+
+def penalty(case: Setting) -> None:
+    """A gradient penalty: a gradient of the scaled loss, unscaled by hand, is part of the loss."""
+    for step, (x, target) in enumerate(case.data):
+        case.optimizers[0].zero_grad()
+        parameters = list(case.models[0].parameters())
+        loss = mse_loss(case.models[0](x), target)
+        gradients = torch.autograd.grad(case.scaler.scale(loss), parameters, create_graph=True)
+        norm = sum(((g / case.scaler.get_scale()) ** 2).sum() for g in gradients).sqrt()
+        case.scaler.scale(loss + norm).backward()
+        case.spoil(step)
+        case.step(step)
+        case.scaler.update()
+
+
+def accumulation(case: Setting) -> None:
+    """Two backward passes for each step: the scale may move between steps only."""
+    for step in range(4):
+        case.optimizers[0].zero_grad()
+        for x, target in case.data[step : step + 2]:
+            case.scaler.scale(mse_loss(case.models[0](x), target) / 2).backward()
+        case.spoil(step)
+        case.step(step)
+        case.scaler.update()
+
+
+def several(case: Setting) -> None:
+    """Two models, two optimizers, two losses through both. One optimizer overflows, the other one steps."""
+    first, second = case.models
+    for step, (x, target) in enumerate(case.data):
+        for optimizer in case.optimizers:
+            optimizer.zero_grad()
+        one, two = first(x), second(x)
+        case.scaler.scale(mse_loss(0.3 * one + 0.7 * two, target)).backward(retain_graph=True)
+        case.scaler.scale(mse_loss(0.6 * one - 0.4 * two, target)).backward()
+        case.spoil(step)
+        case.scaler.unscale_(case.optimizers[0])  # one unscaled by hand, the other by its step
+        case.step(step, 0)
+        case.step(step, 1)
+        case.scaler.update()
+
+
+CASES: dict[str, tuple[Callable[[Setting], None], int]] = {
+    "plain": (plain, 1),
+    "unscale, then clip": (clipping_unscaled, 1),
+    "clip scaled": (clipping_scaled, 1),
+    "gradient penalty": (penalty, 1),
+    "accumulation": (accumulation, 1),
+    "several": (several, 2),
+}
+
+
+def _scaler(kind: type[torch.amp.GradScaler], enabled: bool = True) -> torch.amp.GradScaler:
+    return kind("cpu", init_scale=128.0, growth_factor=2.0, growth_interval=1, enabled=enabled)
+
+
+@pytest.mark.parametrize("kind", [halfstep.GradScaler, torch.amp.GradScaler], ids=["ours", "torchs"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_scaled_training_has_the_bits_of_training_without_a_scaler(
+    case: str, name: str, kind: type[torch.amp.GradScaler]
+) -> None:
+    run, count = CASES[case]
+    scaled = setting(OPTIMIZERS[name], count, _scaler(kind))
+    control = setting(OPTIMIZERS[name], count, _scaler(kind, enabled=False))
+    before = copy.deepcopy(control.models)
+    run(scaled)
+    run(control)
+    for left, right in zip(scaled.models, control.models, strict=True):
+        for a, b in zip(left.parameters(), right.parameters(), strict=True):
+            assert torch.equal(a, b)
+    assert not any(
+        torch.equal(a, b) for a, b in zip(before[0].parameters(), control.models[0].parameters(), strict=True)
+    )
+    steps = 4 if case == "accumulation" else 6
+    assert scaled.scaler.get_scale() == 128.0 * 2.0 ** (steps - 1) * 0.5
+    assert control.scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_bad_value_anywhere_is_found_and_the_rest_unscaled(dtype: torch.dtype, value: float) -> None:
+    """In gradients of many sizes, contiguous or not; each good list is unscaled to the bit."""
+    shapes = ((), (1,), (3, 5), (1000,), (17, 129))
+    for bad in range(-1, len(shapes)):
+        parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+        for index, parameter in enumerate(parameters):
+            grad = torch.full(parameter.shape, 4.0, dtype=dtype)
+            if index == bad:
+                grad.view(-1)[-1] = value
+            parameter.grad = grad.t().contiguous().t() if grad.dim() == 2 else grad
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        scaler = halfstep.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        found = sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())
+        assert (found != 0) == (bad >= 0)
+        if bad < 0:
+            assert all(bool((p.grad == 1.0).all()) for p in parameters)
+
+
+@pytest.mark.parametrize("duplicates", [False, True])
+def test_sparse_gradients_are_unscaled(duplicates: bool) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(5, 2))
+    index = torch.tensor([[0, 3, 3 if duplicates else 4]])
+    parameter.grad = torch.sparse_coo_tensor(index, torch.full((3, 2), 8.0), (5, 2), check_invariants=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    want = torch.zeros(5, 2)
+    want[0], want[3], want[4] = -1.0, -2.0 if duplicates else -1.0, 0.0 if duplicates else -1.0
+    assert torch.equal(parameter.detach(), want) and scaler.get_scale() == 8.0
+
+
+def test_gradients_taken_away_between_unscaling_and_the_step() -> None:
+    """Parameters replaced in between are stepped as they are then: nothing of before is held on to."""
+    for make in (OPTIMIZERS["halfstep.AdamW"], OPTIMIZERS["torch.AdamW fused"]):
+        module = torch.nn.Linear(3, 3)
+        optimizer = make(module.parameters())
+        scaler = halfstep.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(module(torch.ones(1, 3)).sum()).backward()
+        scaler.unscale_(optimizer)
+        replaced = torch.nn.Parameter(torch.zeros(3, 3))
+        replaced.grad = torch.ones(3, 3)
+        optimizer.param_groups[0]["params"][0] = replaced
+        scaler.step(optimizer)
+        scaler.update()
+        assert bool((replaced < 0).all()), type(optimizer)
+
+
+def test_the_scale_does_not_grow_to_infinity() -> None:
+    """As torch's, it stays where it is when the next larger one would be infinite."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = halfstep.AdamW([parameter], lr=1.0, weight_decay=0.0)
+    scaler = halfstep.GradScaler("cpu", growth_interval=1, growth_factor=2.0**4, init_scale=1e38)
+    first = torch.tensor(1e38).item()
+    for _ in range(3):
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.full((3,), 1e38)  # the gradient 1, scaled
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == first
+    assert torch.allclose(parameter.detach(), torch.full((3,), -3.0), rtol=1e-5)
+    parameter.grad = torch.full((3,), float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == first / 2
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_an_optimizer_that_asks_for_the_scaler_is_given_it(ours: bool) -> None:
+    """torch's first protocol, deprecated there: `step(grad_scaler=)`."""
+
+    class Asks(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]
+            self.given = grad_scaler
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    optimizer = Asks([parameter], lr=1.0)
+    scaler: Any = (halfstep.GradScaler if ours else torch.amp.GradScaler)("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
+        scaler.step(optimizer)
+    assert optimizer.given is scaler
+
+
+def test_growth_and_backoff_over_a_long_history() -> None:
+    """As torch's own, step by step, over random overflows."""
+    generator = torch.Generator().manual_seed(0)
+    spoiled = (torch.rand(200, generator=generator) < 0.15).tolist()
+    histories = []
+    for kind in (halfstep.GradScaler, torch.amp.GradScaler):
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.0)
+        scaler = kind("cpu", init_scale=1024.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=4)
+        history = []
+        for bad in spoiled:
+            scaler.scale(torch.ones(()))
+            parameter.grad = torch.full((3,), float("inf") if bad else 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            history.append((scaler.get_scale(), scaler._get_growth_tracker()))
+        histories.append(history)
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_scaling_keeps_the_structure_of_what_is_scaled(enabled: bool) -> None:
+    scaler = halfstep.GradScaler("cpu", init_scale=2.0, enabled=enabled)
+    factor = 2.0 if enabled else 1.0
+    one = torch.ones(2)
+    assert torch.equal(scaler.scale(one), one * factor)
+    pair = scaler.scale((one, [one, (one,)]))
+    assert isinstance(pair, tuple) and isinstance(pair[1], list) and isinstance(pair[1][1], tuple)
+    assert torch.equal(pair[1][1][0], one * factor)
+    if enabled:
+        with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
+            scaler.scale(1.0)
