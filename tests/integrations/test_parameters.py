@@ -220,6 +220,41 @@ def test_a_compiled_training_step_breaks_at_the_step_only(kind: str) -> None:
     assert same(*results)
 
 
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_compiled_step_with_a_scaler_has_the_same_bits_and_skips(clip: bool) -> None:
+    """The whole AMP step in one compiled function: the scaler's calls run as they are, and nothing is compiled twice."""
+    results, scales = [], []
+    for compiled in (False, True):
+        model, optimizer = training(FP32, "auto")
+        scaler = halfstep.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer, scaler: Any = scaler) -> torch.Tensor:
+            loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.clip_grad_norm_(optimizer, 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        torch._dynamo.reset()
+        counters.clear()
+        run = torch.compile(step, backend="aot_eager") if compiled else step
+        compilations, history = [], []
+        for number in range(6):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+            run(x * float("inf") if number == 3 else x)
+            history.append(scaler.get_scale())
+            compilations.append(counters["frames"]["total"])
+        if compiled:
+            assert compilations[-1] == compilations[-2] > 0, "compiled anew at every step"
+        results.append(held(optimizer, model.parameters()))
+        scales.append(history)
+    assert same(*results)
+    assert scales[0] == scales[1] == [2.0**10, 2.0**11, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
+
+
 def test_torchs_weights_are_ours_when_both_are_compiled() -> None:
     ends = []
     for cls in (halfstep.AdamW, torch.optim.AdamW):
