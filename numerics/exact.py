@@ -39,7 +39,7 @@ from typing import Any
 
 from halfstep.numerics import noise
 from halfstep.numerics.formats import Format, formats
-from halfstep.numerics.parse import Number, parse_number
+from halfstep.numerics.parse import Number, Special, parse_number
 
 __all__ = [
     "NANS",
@@ -47,6 +47,7 @@ __all__ = [
     "ROUNDINGS",
     "Neighbours",
     "Number",
+    "Special",
     "check_options",
     "decode_exact",
     "encode_exact",

@@ -16,7 +16,8 @@ import math
 import re
 from fractions import Fraction
 
-Number = Fraction | float  # a float stands for what no Fraction is: infinities, NaN (sign and payload) and -0.0
+Special = float  # what no Fraction is: an infinity, NaN (with sign and payload) or -0.0
+Number = Fraction | Special
 
 LARGEST_TEXT = 4000  # characters
 LARGEST_POWER = 65536  # of two, and about 19,700 of ten
