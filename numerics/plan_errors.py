@@ -11,7 +11,7 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Raise ValueError, with the nearest name, unless `value` is one of `allowed`."""
     names = list(allowed)
     if value not in names:
-        near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"{name} is {value!r}; {hint}Allowed are {', '.join(names)}")
 

@@ -237,7 +237,7 @@ LAYOUTS = _under_autocast(
                 FP32,
                 FP32,
                 FP32,
-                note="its BF16_Optimizer adds a whole fp32 gradient: accumulate='fp32'" if form == BF16 else "",
+                note="its BF16_Optimizer adds a whole fp32 gradient, the accumulator" if form == BF16 else "",
                 source="Rajbhandari et al., ZeRO (2020), §3.1",
             )
             for form in (BF16, FP16)

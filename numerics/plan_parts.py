@@ -98,7 +98,7 @@ def kept(
     parts += [part(name, stored, mine.states, how.states, states) for name, stored in row.states(amsgrad)]
     if shaped and row.scalars:
         size = row.scalars * sum(count for _, count in mine.states)
-        parts.append(Part("scalars", size, None, 1, ALWAYS, True, states, "step counts and scales, one per tensor"))
+        parts.append(Part("scalars", size, None, 1, ALWAYS, True, states, "step counts, scales"))
     return parts
 
 
@@ -107,16 +107,16 @@ def buckets(how: Strategy, ranks: int, local: int, row: Layout, sent: Stored, bu
         return []
     if how.by == "flat":
         size = min(_DEEPSPEED_BUCKET, local) * row.gradients.width
-        return [Part("buckets", size, None, 1, BACKWARD, False, GPU, "DeepSpeed's reduce_bucket_size, 5e8 elements")]
+        return [Part("buckets", size, None, 1, BACKWARD, False, GPU, "5e8 gradients, DeepSpeed's default")]
     parts = []
     width = row.gradients.width
     if not bucket_view:
-        note = "DDP's copy of the gradients; none with gradient_as_bucket_view=True"
+        note = "DDP's copy of the gradients"
         parts.append(Part("buckets", local * width, Fraction(width), 1, ALWAYS, True, GPU, note))
     if sent.width < width:
         # torch's default: the first bucket 1 MiB, the others 25 MiB, counted in the gradients' own format.
         size = min(25 * 2**20, local * width) * sent.width // width
-        parts.append(Part("compressed bucket", size, None, 1, BACKWARD, False, GPU, "one bucket of 25 MiB on its way"))
+        parts.append(Part("compressed bucket", size, None, 1, BACKWARD, False, GPU, "one of 25 MiB on its way"))
     return parts
 
 
@@ -133,11 +133,11 @@ def gathered(row: Layout, how: Strategy, ways: int, held: Sequence[Unit], sent: 
     return [
         Part(
             *("gathered weights", whole_units * width, None, 1, BACKWARD, False, GPU),
-            "the root, the unit computed and the one gathered ahead",
+            "the root and two units",
         ),
         Part(
             *("unreduced gradients", reduced * (width + sent.width), None, 1, BACKWARD, False, GPU),
-            "of the largest unit, whole, and copied for the reduce-scatter",
+            "largest unit, and its copy to reduce",
         ),
     ]
 
@@ -147,7 +147,7 @@ def autocast_copies(row: Layout, how: Strategy, held: Sequence[Unit], shaped: bo
     if not row.autocast or how.gathers:
         return []
     cast = sum(count * tensor.elements for tensor, count in tensors_of(held) if tensor.cast)
-    note = "of matrices and biases; autocast caches them and backward needs them"
+    note = "by autocast, kept for backward"
     size = cast * row.compute.width
     return [Part("cast weights", size, row.compute.per_parameter, 1, BACKWARD, shaped, GPU, note)]
 
@@ -167,11 +167,15 @@ def activations(
     )
     logits = batch * seq * model.vocab // t
     listed = [
-        ("activations", found.saved, "what the blocks save for backward"),
-        ("recomputed", found.recomputed, "activations of the blocks computed again at a time"),
-        ("outer activations", found.ends, "around the blocks: embedding's dropout, last norm, the head's input"),
+        ("activations", found.saved, "saved by the blocks"),
+        ("recomputed", found.recomputed, "blocks computed again at once"),
+        ("outer activations", found.ends, "around the blocks"),
         ("logits", 4 * logits, "in fp32"),
-        ("loss", logits * (4 + (width if width < 4 else 0)), "log-softmax in fp32, logits as they were computed"),
+        (
+            "loss",
+            logits * (4 + (width if width < 4 else 0)),
+            "log-softmax, and 16-bit logits" if width < 4 else "log-softmax",
+        ),
     ]
     return [Part(name, size, None, 1, BACKWARD, False, GPU, note) for name, size, note in listed if size]
 

@@ -180,3 +180,30 @@ class Transformer:
     def parameters(self) -> int:
         """All parameters, a tied matrix once."""
         return parameters_of(self.units())
+
+
+def _llama(layers: int, hidden: int, heads: int, vocab: int, seq: int, ffn: int, kv_heads: int) -> Transformer:
+    return Transformer(
+        layers,
+        hidden,
+        heads,
+        vocab,
+        seq,
+        ffn=ffn,
+        kv_heads=kv_heads,
+        gated=True,
+        biases=False,
+        norm="rms",
+        positions=False,
+        dropout=False,
+    )
+
+
+# Shapes from the papers and the published configurations.
+MODELS = {
+    "gpt2": Transformer(12, 768, 12, 50257, 1024, tied=True),
+    "gpt2-xl": Transformer(48, 1600, 25, 50257, 1024, tied=True),
+    "llama-2-7b": _llama(32, 4096, 32, 32000, 4096, ffn=11008, kv_heads=32),
+    "llama-3-8b": _llama(32, 4096, 32, 128256, 8192, ffn=14336, kv_heads=8),
+    "llama-3-70b": _llama(80, 8192, 64, 128256, 8192, ffn=28672, kv_heads=8),
+}

@@ -123,8 +123,8 @@ def over_the_bus(row: Layout, how: Strategy, mine: Shards, accumulate: int) -> t
         weights, times = sum(size * count for size, count in mine.weights), 2 * accumulate
     down = gradients * row.gradients.width * (accumulate if how.gradients else 1)
     return (
-        Collective("copy to the host", "gradients", down, None, 1, accumulate if how.gradients else 1, "over PCIe"),
-        Collective("copy from the host", "weights", weights * row.weights.width * times, None, 1, times, "over PCIe"),
+        Collective("copy to the host", "gradients", down, None, 1, accumulate if how.gradients else 1),
+        Collective("copy from the host", "weights", weights * row.weights.width * times, None, 1, times),
     )
 
 

@@ -24,7 +24,7 @@ from halfstep.numerics.plan_cards import CARDS, GIB, Card, card
 from halfstep.numerics.plan_errors import divides, one_of, whole
 from halfstep.numerics.plan_layouts import FORMATS, LAYOUTS, OPTIMIZERS, PRECISIONS, Layout, layout
 from halfstep.numerics.plan_parts import Part, Totals
-from halfstep.numerics.plan_shapes import Tensor, Transformer, Unit, parameters_of, unit
+from halfstep.numerics.plan_shapes import MODELS, Tensor, Transformer, Unit, parameters_of, unit
 from halfstep.numerics.plan_sharding import STRATEGIES, Strategy
 from halfstep.numerics.plan_traffic import Collective
 from halfstep.numerics.plan_work import CHECKPOINTING
@@ -33,6 +33,7 @@ __all__ = [
     "CARDS",
     "CHECKPOINTING",
     "LAYOUTS",
+    "MODELS",
     "OPTIMIZERS",
     "PRECISIONS",
     "RESERVE",
@@ -97,8 +98,8 @@ class Plan:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that one GPU sends in a step."""
-        return sum(each.bytes for each in self.communication)
+        """Bytes that one GPU sends to others in a step; copies to and from its host are not in it."""
+        return sum(each.bytes for each in self.communication if each.ranks > 1)
 
     @property
     def bytes_sent_per_parameter(self) -> Fraction:

@@ -22,6 +22,7 @@ class _Command(NamedTuple):
 
 
 COMMANDS = (
+    _Command(("plan",), "halfstep.bench.plan", "what a model takes of each GPU: bytes by part, messages, FLOPs"),
     _Command(("train",), "halfstep.bench.train.cli", "train a small GPT on text in fp32, bf16, fp16, or compare them"),
     _Command(("bench", "audit"), "halfstep.bench.audit", "compile every kernel for four GPU generations, with none"),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "test and measure everything that needs a GPU, in minutes"),

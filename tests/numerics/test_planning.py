@@ -16,6 +16,7 @@ from halfstep.numerics.plan_sharding import dealt
 from halfstep.numerics.planning import (
     CARDS,
     LAYOUTS,
+    MODELS,
     STRATEGIES,
     Transformer,
     card,
@@ -149,25 +150,17 @@ def test_the_worked_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters"),
+    ("name", "parameters"),
     [
-        (Transformer(12, 768, 12, 50257, 1024, tied=True), 124_439_808),  # GPT-2
-        (Transformer(48, 1600, 25, 50257, 1024, tied=True), 1_557_611_200),  # GPT-2 XL
-        (
-            Transformer(32, 4096, 32, 32000, 2048, ffn=11008, gated=True, biases=False, norm="rms", positions=False),
-            6_738_415_616,  # LLaMA-7B
-        ),
-        (
-            Transformer(
-                *(32, 4096, 32, 128256, 8192),
-                **{"ffn": 14336, "kv_heads": 8, "gated": True, "biases": False, "norm": "rms", "positions": False},
-            ),
-            8_030_261_248,  # Llama 3 8B
-        ),
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
     ],
 )
-def test_published_parameter_counts(model: Transformer, parameters: int) -> None:
-    assert model.parameters == parameters
+def test_published_parameter_counts(name: str, parameters: int) -> None:
+    assert MODELS[name].parameters == parameters
 
 
 @pytest.mark.parametrize("t", [1, 2, 4, 12])
@@ -363,6 +356,7 @@ def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     assert one.totals.host == 12 * BILLION // 8 and one.totals.state == 2 * BILLION + 2 * BILLION // 8
     everything = plan(BILLION, gpus=8, strategy="fsdp", offload=True)
     assert everything.totals.state == 0 and everything.totals.host == 14 * BILLION // 8
+    assert one.bytes_sent == 2 * 2 * BILLION * 7 // 8  # copies to the host are not sent to others
     assert [(c.name, c.bytes) for c in one.communication[-2:]] == [
         ("copy to the host", 2 * BILLION // 8),
         ("copy from the host", 2 * BILLION // 8),
@@ -436,7 +430,7 @@ def test_a_plan_is_plain_json_and_always_the_same() -> None:
         *("parameters", "settings", "layout", "parts", "totals", "communication", "bytes_sent", "work", "step_traffic")
     ]
     assert told["totals"]["state"] == sum(p["bytes"] for p in told["parts"] if p["phase"] == "always")
-    assert told["bytes_sent"] == sum(c["bytes"] for c in told["communication"])
+    assert told["bytes_sent"] == sum(c["bytes"] for c in told["communication"]) > 0
     made = plan(**arguments)
     assert plan(**{**told["settings"], "params": None, "model": WORKED}).as_dict() == made.as_dict()
 
