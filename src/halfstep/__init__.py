@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from halfstep.kernels.cast import cast, foreach_cast
     from halfstep.kernels.softmax import log_softmax, softmax
     from halfstep.kernels.unscale import foreach_check, foreach_unscale_
+    from halfstep.numerics.codec import decode, encode, round_to
     from halfstep.numerics.formats import formats
     from halfstep.numerics.scaler import GradScaler
 
@@ -27,11 +28,14 @@ _HOME = {
     "SkipAwareScheduler": "halfstep.integrations.scheduler",
     "backend": "halfstep.kernels.backend",
     "cast": "halfstep.kernels.cast",
+    "decode": "halfstep.numerics.codec",
+    "encode": "halfstep.numerics.codec",
     "foreach_cast": "halfstep.kernels.cast",
     "foreach_check": "halfstep.kernels.unscale",
     "foreach_unscale_": "halfstep.kernels.unscale",
     "formats": "halfstep.numerics.formats",
     "log_softmax": "halfstep.kernels.softmax",
+    "round_to": "halfstep.numerics.codec",
     "softmax": "halfstep.kernels.softmax",
 }
 
@@ -43,11 +47,14 @@ __all__ = [
     "__version__",
     "backend",
     "cast",
+    "decode",
+    "encode",
     "foreach_cast",
     "foreach_check",
     "foreach_unscale_",
     "formats",
     "log_softmax",
+    "round_to",
     "softmax",
 ]
 
