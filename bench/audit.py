@@ -35,7 +35,9 @@ from typing import Any
 from halfstep.bench import audit_bounds, audit_markdown
 
 PEERS = "halfstep.bench.audit_peers"
-FAMILIES = tuple(f"halfstep.kernels.{family}" for family in ("adam", "cast", "loss_scale", "softmax", "unscale"))
+FAMILIES = tuple(
+    f"halfstep.kernels.{family}" for family in ("adam", "cast", "loss_scale", "softmax", "statistics", "unscale")
+)
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 # Memory bandwidth in bytes per second, from the makers' datasheets: A100 80GB SXM, H100 SXM, H200 SXM, B200, MI300X.

@@ -1,0 +1,406 @@
+"""Count where the elements of many tensors fall in a format: one read of each, integers only, exact.
+
+    y = x * scale                         exact where `scale` is a power of two, else one fp32 product
+    |y| = (1 + fraction / 2^23) * 2^e     also for subnormals of fp32, with e down to -149
+    cell_t[e, class] += 1                 class 0: fraction is 0, 1: it is not, 2: it reaches the format's overflow
+
+Zeros, infinities and NaNs have rows of their own. What rounding to a format with m mantissa bits and exponents from
+emin to emax makes of an element follows from its cell, because each threshold lies where a cell begins:
+
+    flushed      0 < |y| <= 2^(emin - m - 1)      a tie goes to the even code, zero: class 0 of one row tells it
+    subnormal    above, and |y| < 2^emin
+    overflow     |y| from half a step above the largest number: class 2 of row emax, and all rows above
+
+so one table answers for every power of two that the scale might have been. Exponents beyond both ends of fp32, which
+only a scale can give, share the rows -151 (flushed in every format) and 128 (overflow in every format).
+
+With `errors` each element that is neither 0 nor overflows is also put into a histogram of its relative rounding error,
+
+    r = |y - round(y)| / |y|              both sides are integers below 2^25; the quotient is rounded to fp32 once
+
+one bin for r = 0, then 8 per octave from 2^-24 to 1: a bin's upper end is at most 12.5% above its lower end. What is
+flushed has r = 1. The largest r is kept exactly.
+
+Bytes per element: reads it (2 or 4 B), writes nothing; per tensor 8 B for each of the 849 or 1044 counts. Counts are
+int64, and sums of integers are the same in any order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from halfstep.kernels import native
+from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, TensorTable, all_flattened, check_tensor_list
+from halfstep.kernels.rounding import to_float32
+from halfstep.kernels.variant import Variant
+
+CHUNK = 16384  # of one program, so that its counts are handed over once for many elements
+BLOCK = 1024
+WARPS = 4
+
+LOWEST, HIGHEST = -151, 128  # exponents of the first and the last row of numbers
+CLASSES = 3
+ZERO = HIGHEST - LOWEST + 1  # rows
+INFINITE, NOT_A_NUMBER = ZERO + 1, ZERO + 2
+ROWS = NOT_A_NUMBER + 1
+CELLS = ROWS * CLASSES
+PER_OCTAVE = 8
+ERROR_BINS = 24 * PER_OCTAVE + 2  # r = 0, the octaves below 1, and r = 1
+
+
+class Grid(NamedTuple):
+    """What counting knows of a format with at least one mantissa bit, within fp32's range.
+
+    Attributes:
+        dropped: bits of an fp32 mantissa that it has not, 0 to 22.
+        emin, emax: exponents of its smallest normal and of its largest number.
+        overflow: fraction, in units of 2^-23, from which a number of exponent emax overflows; 2^23 if none does.
+    """
+
+    dropped: int
+    emin: int
+    emax: int
+    overflow: int
+
+
+def width(errors: bool) -> int:
+    """How many counts there are per tensor: cells, and with `errors` its histogram and the bits of the largest one."""
+    return CELLS + ERROR_BINS + 1 if errors else CELLS
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+
+
+def _reference_scale(scale: torch.Tensor | None, inverted: bool, device: torch.device) -> tuple[Any, Any]:
+    """(factor, shift): a power of two is added to exponents, anything else multiplies in fp32."""
+    if scale is None:
+        return 1.0, 0
+    bits = scale.view(torch.int32)
+    power = (bits & 0x7FFFFF) == 0
+    exponent = (bits >> 23) - 127
+    factor = scale.double().reciprocal().float() if inverted else scale
+    shift = torch.where(power, -exponent if inverted else exponent, 0)
+    return torch.where(power, 1.0, factor), shift
+
+
+def _reference_count(
+    x: torch.Tensor, counts: torch.Tensor, grid: Grid, scale: torch.Tensor | None, inverted: bool
+) -> None:
+    """Count one flat fp32 tensor into its row of counts."""
+    factor, shift = _reference_scale(scale, inverted, x.device)
+    given = x.view(torch.int32) & 0x7FFFFFFF
+    magnitude = (x * factor).view(torch.int32) & 0x7FFFFFFF
+    small = magnitude < 0x800000  # zero or subnormal: as a normal number, the integer that it is in units of 2^-149
+    key = torch.where(small, magnitude.float().view(torch.int32), magnitude)
+    exponent = (key >> 23) - torch.where(small, 127 + 149, 127) + shift
+    fraction = key & 0x7FFFFF
+    row = exponent.clamp(LOWEST, HIGHEST) - LOWEST
+    cell = row * CLASSES + (fraction != 0).int() + (fraction >= grid.overflow).int()
+    cell = torch.where(given >= 0x7F800000, INFINITE * CLASSES, cell)
+    cell = torch.where(given > 0x7F800000, NOT_A_NUMBER * CLASSES, cell)
+    cell = torch.where(given == 0, ZERO * CLASSES, cell)
+    ones = torch.ones((), dtype=torch.int64, device=x.device).expand(x.numel())
+    counts.scatter_add_(0, cell.long(), ones)
+    if counts.numel() == CELLS:
+        return
+    significand = fraction | 0x800000
+    # Bits below the last one that is kept; from 25 on nothing is.
+    cut = (grid.dropped + (grid.emin - exponent).clamp(min=0)).clamp(max=25)
+    unit = torch.ones_like(cut) << cut
+    rest = significand & (unit - 1)
+    error = torch.minimum(rest, unit - rest)
+    relative = (error.float() / significand.float()).view(torch.int32)
+    counted = (cell < ZERO * CLASSES) & (
+        (exponent < grid.emax) | ((exponent == grid.emax) & (fraction < grid.overflow))
+    )
+    place = torch.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
+    counts[CELLS:].scatter_add_(0, torch.where(counted, place, 0).long(), counted.long())
+    if x.numel():
+        most = torch.where(counted, relative, 0).amax().long()
+        counts[-1] = torch.maximum(counts[-1], most)
+
+
+# ----------------------------------------------------------------------------------------------------------- kernels
+
+if tl is not None:
+    _LOWEST, _HIGHEST, _CLASSES = tl.constexpr(LOWEST), tl.constexpr(HIGHEST), tl.constexpr(CLASSES)
+    _ZERO, _INFINITE = tl.constexpr(ZERO * CLASSES), tl.constexpr(INFINITE * CLASSES)
+    _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER * CLASSES)
+    _CELLS, _ERROR_BINS = tl.constexpr(CELLS), tl.constexpr(ERROR_BINS)
+    # Histograms are as long as a power of two; what is not to be counted goes to their last cell.
+    _CELL_SLOTS, _ERROR_SLOTS = tl.constexpr(1024), tl.constexpr(256)
+
+
+@jit
+def _classify(x, factor, shift, emin, emax, overflow, dropped, ERRORS: tl.constexpr):
+    """(cell, bin of the error, bits of the error) of a block; the last two are of use only with ERRORS."""
+    given = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = (x * factor).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    small = magnitude < 0x800000
+    key = tl.where(small, magnitude.to(tl.float32).to(tl.int32, bitcast=True), magnitude)
+    exponent = (key >> 23) - tl.where(small, 276, 127) + shift
+    fraction = key & 0x7FFFFF
+    row = tl.minimum(tl.maximum(exponent, _LOWEST), _HIGHEST) - _LOWEST
+    cell = row * _CLASSES + (fraction != 0).to(tl.int32) + (fraction >= overflow).to(tl.int32)
+    cell = tl.where(given >= 0x7F800000, _INFINITE, cell)
+    cell = tl.where(given > 0x7F800000, _NOT_A_NUMBER, cell)
+    cell = tl.where(given == 0, _ZERO, cell)
+    if ERRORS:
+        significand = fraction | 0x800000
+        cut = tl.minimum(dropped + tl.maximum(emin - exponent, 0), 25)
+        unit = tl.full(cut.shape, 1, tl.int32) << cut
+        rest = significand & (unit - 1)
+        error = tl.minimum(rest, unit - rest)
+        relative = tl.div_rn(error.to(tl.float32), significand.to(tl.float32)).to(tl.int32, bitcast=True)
+        counted = (cell < _ZERO) & ((exponent < emax) | ((exponent == emax) & (fraction < overflow)))
+        place = tl.where(error == 0, 0, (relative >> 20) - 823)  # (127 - 24) * 8 - 1
+        return cell, tl.where(counted, place, _ERROR_SLOTS - 1), tl.where(counted, relative, 0)
+    else:
+        return cell, cell, cell
+
+
+@jit
+def count_kernel(
+    rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's row in `counts`
+    chunk_tensor,  # int32 (chunks,)
+    tensors,  # number of tensors
+    scale,  # fp32 scalar
+    counts,  # int64 (..., width)
+    dropped,  # and what follows: see `Grid`
+    emin,
+    emax,
+    overflow,
+    DTYPE: tl.constexpr,
+    INVERTED: tl.constexpr,
+    ERRORS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunk_tensor + chunk)
+    start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
+    left = tl.minimum(tl.load(rows + tensor) - start, CHUNK).to(tl.int32)
+    address = tl.load(rows + 2 * tensors + tensor)
+    WIDTH: tl.constexpr = _CELLS + _ERROR_BINS + 1 if ERRORS else _CELLS
+    row = counts + tl.load(rows + 3 * tensors + tensor) * WIDTH
+
+    factor = tl.load(scale)
+    bits = factor.to(tl.int32, bitcast=True)
+    shift = 0
+    if (bits & 0x7FFFFF) == 0:
+        shift = (bits >> 23) - 127
+        factor = 1.0
+    if INVERTED:
+        shift = -shift
+        # Through fp64, where division is exact enough on every compiler: older ones flush subnormals in fp32's.
+        factor = (1.0 / factor.to(tl.float64)).to(tl.float32)
+
+    found = tl.zeros((_CELL_SLOTS,), tl.int32)
+    errors = tl.zeros((_ERROR_SLOTS,), tl.int32)
+    biggest = tl.full((), 0, tl.int32)
+    at = tl.arange(0, BLOCK)
+    if (address % 16 == 0) & (left == CHUNK):
+        # The hint must come after the cast to survive, and no mask may hide it.
+        data = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + start
+        for first in range(0, left, BLOCK):  # as far as the compiler knows, no constant: unrolled it spills
+            x = to_float32(tl.load(data + first + at))
+            cell, place, relative = _classify(x, factor, shift, emin, emax, overflow, dropped, ERRORS)
+            found += tl.histogram(cell, _CELL_SLOTS)
+            if ERRORS:
+                errors += tl.histogram(place, _ERROR_SLOTS)
+                biggest = tl.maximum(biggest, tl.max(relative, axis=0))
+    else:
+        data = address.to(tl.pointer_type(DTYPE)) + start
+        for first in range(0, left, BLOCK):
+            inside = first + at < left
+            x = to_float32(tl.load(data + first + at, mask=inside, other=0.0))
+            cell, place, relative = _classify(x, factor, shift, emin, emax, overflow, dropped, ERRORS)
+            found += tl.histogram(tl.where(inside, cell, _CELL_SLOTS - 1), _CELL_SLOTS)
+            if ERRORS:
+                errors += tl.histogram(tl.where(inside, place, _ERROR_SLOTS - 1), _ERROR_SLOTS)
+                biggest = tl.maximum(biggest, tl.max(tl.where(inside, relative, 0), axis=0))
+
+    slot = tl.arange(0, _CELL_SLOTS)
+    tl.atomic_add(row + slot, found.to(tl.int64), mask=(slot < _CELLS) & (found != 0))
+    if ERRORS:
+        slot = tl.arange(0, _ERROR_SLOTS)
+        tl.atomic_add(row + _CELLS + slot, errors.to(tl.int64), mask=(slot < _ERROR_BINS) & (errors != 0))
+        tl.atomic_max(row + _CELLS + _ERROR_BINS, biggest.to(tl.int64))
+
+
+# ---------------------------------------------------------------------------------------------------------- launchers
+
+_tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in DTYPE_CODES}
+
+
+@functools.cache
+def _entry(library: ctypes.CDLL) -> Any:
+    """The C++ function, told the types of its arguments."""
+    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    function = library.halfstep_count
+    function.argtypes = [pointer, pointer, long, long, pointer, *[integer] * 7, pointer, long, integer]
+    function.restype = None
+    return function
+
+
+def _launch(
+    implementation: str,
+    table: TensorTable,
+    dtype: torch.dtype,
+    counts: torch.Tensor,
+    grid: Grid,
+    scale: torch.Tensor | None,
+    inverted: bool,
+) -> None:
+    """Count tensors of one dtype."""
+    errors = counts.shape[1] > CELLS
+    if implementation == "triton":
+        given = torch.ones((), dtype=torch.float32, device=counts.device) if scale is None else scale
+        count_kernel[(table.chunks,)](
+            table.rows,
+            table.chunk_tensor,
+            table.tensors,
+            given,
+            counts,
+            *grid,
+            DTYPE=triton_dtype(dtype),
+            INVERTED=inverted,
+            ERRORS=errors,
+            CHUNK=CHUNK,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+        return
+    library = native.library("statistics")
+    assert library is not None
+    _entry(library)(
+        table.rows.data_ptr(),
+        table.chunk_tensor.data_ptr(),
+        table.tensors,
+        table.chunks,
+        None if scale is None else scale.data_ptr(),
+        inverted,
+        *grid[:],
+        errors,
+        DTYPE_CODES[dtype],
+        counts.data_ptr(),
+        counts.shape[1],
+        torch.get_num_threads(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- public
+
+
+def _check(tensors: list[torch.Tensor], counts: torch.Tensor, rows: Sequence[int], scale: torch.Tensor | None) -> None:
+    device = tensors[0].device
+    if counts.dtype != torch.int64 or counts.dim() != 2 or not counts.is_contiguous() or counts.device != device:
+        raise ValueError(
+            f"counts is {tuple(counts.shape)} {counts.dtype} on {counts.device}; allowed is contiguous "
+            f"(tensors, width(errors)) int64 on {device}"
+        )
+    if counts.shape[1] not in (CELLS, width(True)):
+        raise ValueError(f"counts has {counts.shape[1]} columns; allowed are {CELLS} and {width(True)}: width(errors)")
+    if len(rows) != len(tensors) or len(set(rows)) != len(rows) or not 0 <= min(rows) <= max(rows) < counts.shape[0]:
+        raise ValueError(
+            f"rows are {len(rows)} for {len(tensors)} tensors and {counts.shape[0]} rows of counts; allowed is another "
+            "one for each tensor, from 0 to below the number of rows"
+        )
+    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device):
+        raise ValueError(
+            f"scale is {tuple(scale.shape)} {scale.dtype} on {scale.device}; allowed is one fp32 number on {device}"
+        )
+
+
+@torch.no_grad()
+def foreach_count_(
+    tensors: Sequence[torch.Tensor],
+    counts: torch.Tensor,
+    grid: Grid,
+    *,
+    scale: torch.Tensor | None = None,
+    inverted: bool = False,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Add to `counts` where the elements of a list of tensors fall: one launch per dtype, nothing waits.
+
+    Args:
+        tensors: fp32, fp16 and bf16 tensors of any shapes and strides on one device; may be empty.
+        counts: int64 (rows, `width(errors)`), contiguous, on the tensors' device; zero before the first call. The
+            number of columns says whether errors are counted.
+        grid: the format.
+        scale: a one-element fp32 tensor on the device; what is counted is ``tensor * scale``. Must be finite and above
+            0, and if a power of two a normal number.
+        inverted: count ``tensor / scale`` instead.
+        rows: the row of each tensor; None: in order.
+
+    Returns:
+        `counts`.
+
+    Raises:
+        TypeError: an element of `tensors` is not a dense fp32, fp16 or bf16 tensor.
+        ValueError: the tensors are on different devices, or `counts`, `rows` or `scale` does not fit.
+    """
+    listed = check_tensor_list(tensors, "tensors")
+    if not listed:
+        return counts
+    places = range(len(listed)) if rows is None else rows
+    _check(listed, counts, places, scale)
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
+    for tensor, place in zip(all_flattened(listed), places, strict=True):
+        of_dtype, where = by_dtype.setdefault(tensor.dtype, ([], []))
+        of_dtype.append(tensor)
+        where.append(place)
+    device = listed[0].device
+    implementation = resolve(device, "statistics")
+    with on_device(device):
+        for dtype, (group, where) in by_dtype.items():
+            if implementation == "reference":
+                number = None if scale is None else scale.detach().reshape(())
+                for tensor, place in zip(group, where, strict=True):
+                    flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).float()
+                    _reference_count(flat, counts[place], grid, number, inverted)
+                continue
+            table = _tables[dtype].table(group, numbers=[where])
+            if table.chunks:
+                _launch(implementation, table, dtype, counts, grid, scale, inverted)
+    torch.autograd.graph.increment_version([counts])
+    return counts
+
+
+def variants() -> Iterator[Variant]:
+    """Every compiled form of the kernel, for the compile audit."""
+    for dtype, name in TRITON_NAMES.items():
+        for errors in (False, True):
+            yield Variant(
+                kernel=count_kernel,
+                name=f"{name}{' with errors' if errors else ''}",
+                signature={
+                    "rows": "*i64",
+                    "chunk_tensor": "*i32",
+                    "tensors": "i32",
+                    "scale": "*fp32",
+                    "counts": "*i64",
+                    "dropped": "i32",
+                    "emin": "i32",
+                    "emax": "i32",
+                    "overflow": "i32",
+                },
+                constexprs={
+                    "DTYPE": triton_dtype(dtype),
+                    "INVERTED": True,
+                    "ERRORS": errors,
+                    "CHUNK": CHUNK,
+                    "BLOCK": BLOCK,
+                },
+                divisible_by_16=("rows", "chunk_tensor", "counts"),
+                num_warps=WARPS,
+                bytes_read=dtype.itemsize,
+            )

@@ -1,0 +1,258 @@
+"""Counting: cells and bins against rounding in float64, and the same integers from all three implementations."""
+
+from __future__ import annotations
+
+import falling
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import ALL, twins, using
+from oracles import BF16, DTYPES, FP16, FP32
+
+from halfstep.kernels import statistics
+from halfstep.kernels.statistics import (
+    BLOCK,
+    CELLS,
+    CHUNK,
+    CLASSES,
+    ERROR_BINS,
+    HIGHEST,
+    INFINITE,
+    LOWEST,
+    NOT_A_NUMBER,
+    ZERO,
+    Grid,
+    foreach_count_,
+    width,
+)
+from halfstep.numerics.formats import formats
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on overflow and NaN
+
+# What `numerics.statistics.grid_of` makes of a format, written out by hand from the format's specification.
+GRIDS = {
+    "fp32": Grid(0, -126, 127, 1 << 23),
+    "tf32": Grid(13, -126, 127, 0x7FF000),
+    "fp16": Grid(13, -14, 15, 0x7FF000),  # 65520
+    "bf16": Grid(16, -126, 127, 0x7F8000),
+    "e4m3fn": Grid(20, -6, 8, 0x680001),  # above 464, which itself rounds to the even 448
+    "e5m2": Grid(21, -14, 15, 0x700000),  # 61440
+}
+
+
+def count_by(name: str, tensors: list[torch.Tensor], grid: Grid, scale: float | None = None, **options: object):
+    """One implementation's counts, with errors; without them it must count the same cells."""
+    with using(name, "statistics") as device:
+        placed = twins(tensors, device)
+        number = None if scale is None else torch.tensor(scale, dtype=torch.float32, device=device)
+        both = []
+        for errors in (True, False):
+            counts = torch.zeros(len(tensors), width(errors), dtype=torch.int64, device=device)
+            assert foreach_count_(placed, counts, grid, scale=number, **options) is counts  # type: ignore[arg-type]
+            both.append(counts.cpu())
+    assert torch.equal(both[0][:, :CELLS], both[1]), name
+    return both[0]
+
+
+def bin_of(errors: np.ndarray) -> np.ndarray:
+    """0 for no error, else eight bins per octave of equal width, from 2^-24 on."""
+    fraction, exponent = np.frexp(errors)
+    found = 1 + (exponent + 23) * 8 + np.floor((fraction * 2 - 1) * 8).astype(int)
+    return np.where(errors == 0, 0, found)
+
+
+def expect(row: torch.Tensor, values: np.ndarray, name: str, scale: float) -> None:
+    """One tensor's counts against its values, rounded in float64."""
+    grid, form = GRIDS[name], formats[name]
+    fallen = falling.fall(values, scale, form)
+    cells = row[:CELLS].view(-1, CLASSES)
+    rows = cells.sum(1).tolist()
+    assert (rows[ZERO], rows[INFINITE], rows[NOT_A_NUMBER]) == (fallen.zero, fallen.infinite, fallen.nan)
+    assert sum(rows) == values.size
+    numbers = {exponent: rows[exponent - LOWEST] for exponent in range(LOWEST, HIGHEST + 1) if rows[exponent - LOWEST]}
+    assert numbers == falling.exponents(values, scale)
+    flush = form.emin - form.mantissa - 1
+    flushed = sum(rows[: flush - LOWEST]) + int(cells[flush - LOWEST, 0])
+    overflow = sum(rows[grid.emax + 1 - LOWEST : ZERO]) + int(cells[grid.emax - LOWEST, 2])
+    below = sum(rows[: form.emin - LOWEST])
+    assert (flushed, below - flushed, overflow) == (fallen.flushed, fallen.subnormal, fallen.overflow)
+    bins = np.bincount(bin_of(fallen.errors.astype(np.float64)), minlength=ERROR_BINS)
+    assert row[CELLS:-1].tolist() == bins.tolist()
+    most = fallen.errors.max(initial=0.0)
+    assert row[-1:].int().view(torch.float32).item() == most
+
+
+def examine(tensors: list[torch.Tensor], name: str, scale: float | None = None, inverted: bool = False) -> None:
+    counted = [count_by(one, tensors, GRIDS[name], scale, inverted=inverted) for one in ALL]
+    for one, counts in zip(ALL, counted, strict=True):
+        assert torch.equal(counts, counted[0]), one
+    applied = 1.0 if scale is None else scale
+    if inverted:
+        applied = float(np.float32(1) / np.float32(applied)) if np.frexp(applied)[0] != 0.5 else 1 / applied
+    for row, tensor in zip(counted[0], tensors, strict=True):
+        expect(row, oracles.to_numpy(tensor).astype(np.float32).reshape(-1), name, applied)
+
+
+@pytest.fixture(scope="module")
+def thresholds() -> torch.Tensor:
+    """fp32: every code and midpoint of fp16 and bf16 with its neighbours, both signs, all specials."""
+    found = np.concatenate([oracles.thresholds(FP16)[::29], oracles.thresholds(BF16)[::29], oracles.specials()])
+    edges = []
+    for form in (formats[name] for name in GRIDS):
+        for edge in (form.min_subnormal / 2, form.min_subnormal, form.min_normal, form.max, form.overflow):
+            edges += [edge * scale for scale in (1.0, 2.0**-16, 2.0**16)]
+    with np.errstate(over="ignore"):
+        edges_fp32 = np.array(edges).astype(np.float32)
+        near = [edges_fp32, np.nextafter(edges_fp32, np.float32(0)), np.nextafter(edges_fp32, np.float32(np.inf))]
+    return torch.from_numpy(np.concatenate([found, *near, *(-part for part in near)]))
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_threshold_of_every_format(name: str, thresholds: torch.Tensor) -> None:
+    examine([thresholds], name)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn"])
+def test_every_code(name: str, dtype: torch.dtype) -> None:
+    codes = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    examine([codes], name, 2.0**-3)
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**-1, 2.0**16, 2.0**40, 2.0**126, 2.0**-126, 1000.0, 3e38, 1.1e-38])
+def test_scales(scale: float, inverted: bool, thresholds: torch.Tensor) -> None:
+    for name in ("fp16", "fp32"):
+        examine([thresholds[::3].contiguous()], name, scale, inverted)
+
+
+def test_the_rounding_of_the_oracle_is_that_of_numpy_and_ml_dtypes() -> None:
+    values = np.concatenate([oracles.thresholds(FP16), oracles.thresholds(BF16)])
+    values = values[np.isfinite(values)]
+    for name, dtype in (("fp16", FP16), ("bf16", BF16), ("e4m3fn", oracles.E4M3), ("e5m2", oracles.E5M2)):
+        theirs = oracles.round_to(values, dtype).astype(np.float64)
+        ours = falling.rounded(values.astype(np.float64), formats[name])
+        within = np.isfinite(theirs)
+        assert (within == (np.abs(ours) <= formats[name].max)).all()
+        assert (theirs[within] == ours[within]).all()
+
+
+def lists(draw: st.DrawFn) -> list[torch.Tensor]:
+    tensors = []
+    for seed in draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5)):
+        generator = torch.Generator().manual_seed(seed)
+        numel = draw(st.sampled_from([0, 1, 3, 15, 512, 513, BLOCK - 1, BLOCK + 1, 5000]))
+        dtype = draw(st.sampled_from(DTYPES))
+        first = draw(st.integers(0, 3))  # misaligned
+        bits = torch.randint(-(2**31), 2**31, (numel + first,), generator=generator)
+        if dtype is FP32:
+            values = bits.to(torch.int32).view(FP32)
+        else:
+            values = (bits >> 16).to(torch.int16).view(dtype)
+        tensors.append(values[first:])
+    return tensors
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.composite(lists)(), st.sampled_from(list(GRIDS)), st.sampled_from([None, 2.0**16, 2.0**-10, 1000.0, 0.3]))
+def test_lists_of_any_bits(tensors: list[torch.Tensor], name: str, scale: float | None) -> None:
+    examine(tensors, name, scale)
+
+
+def test_long_and_short_and_strided_tensors_in_one_call() -> None:
+    generator = torch.Generator().manual_seed(5)
+    long = torch.randn(3 * CHUNK + 7, generator=generator) * 1e-5
+    tensors = [
+        long,
+        long[1:],
+        long[:CHUNK],
+        long[: 2 * CHUNK].view(128, -1).t(),
+        long[::3],
+        torch.tensor(-0.0),
+        torch.empty(0),
+        long.view(-1)[: 2 * CHUNK].to(FP16),
+        torch.view_as_complex(long[:8].view(4, 2)).conj().imag,
+        long[:1].expand(600),
+    ]
+    examine(tensors, "fp16", 2.0**10)
+
+
+def test_counts_are_added_to_rows_of_ones_choice() -> None:
+    tensors = [torch.tensor([1.0, 0.0]), torch.full((40000,), 2.0**-30), torch.tensor([1e6], dtype=BF16)]
+    for name in ALL:
+        with using(name, "statistics") as device:
+            placed = twins(tensors, device)
+            counts = torch.zeros(5, width(True), dtype=torch.int64, device=device)
+            version = counts._version
+            for _ in range(3):
+                foreach_count_(placed, counts, GRIDS["fp16"], rows=[4, 0, 2])
+            assert counts._version > version
+            counts = counts.cpu()
+        assert counts[[1, 3]].sum() == 0, name
+        assert counts[4, :CELLS].sum() == 6
+        assert counts[4, ZERO * CLASSES] == 3
+        assert counts[0, (-30 - LOWEST) * CLASSES] == 120000
+        assert counts[0, -2] == 120000, "flushed: an error of all of it"
+        assert counts[0, -1].int().view(torch.float32) == 1
+        assert counts[2, :CELLS].sum() == 3
+        assert counts[2, CELLS:-1].sum() == 0, "what overflows has no error"
+
+
+def test_counts_hold_more_than_32_bits() -> None:
+    for name in ALL:
+        with using(name, "statistics") as device:
+            counts = torch.full((1, width(True)), 2**40, dtype=torch.int64, device=device)
+            foreach_count_([torch.ones(40000, device=device)], counts, GRIDS["fp16"])
+            assert counts[0, (0 - LOWEST) * CLASSES].item() == 2**40 + 40000
+            assert counts[0, -1].item() == 2**40
+
+
+def test_nothing_is_launched_for_nothing() -> None:
+    counts = torch.zeros(1, width(False), dtype=torch.int64)
+    assert foreach_count_([], counts, GRIDS["fp16"]) is counts
+    for name in ALL:
+        with using(name, "statistics") as device:
+            counts = torch.zeros(1, width(False), dtype=torch.int64, device=device)
+            foreach_count_([torch.empty(0, 3, device=device)], counts, GRIDS["fp16"])
+            assert counts.sum() == 0
+
+
+def test_errors_name_the_argument() -> None:
+    one, grid = torch.ones(3), GRIDS["fp16"]
+    good = torch.zeros(1, width(True), dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"tensors\[0\] has dtype torch.int32; allowed are float32, float16 and bfloat"):
+        foreach_count_([one.int()], good, grid)
+    with pytest.raises(TypeError, match=r"tensors\[0\] has layout torch.sparse_coo; .* use .to_dense"):
+        foreach_count_([one.to_sparse()], good, grid)
+    with pytest.raises(ValueError, match=r"counts is \(1, 1044\) torch.int32 on cpu; allowed is contiguous"):
+        foreach_count_([one], good.int(), grid)
+    with pytest.raises(ValueError, match=r"counts has 7 columns; allowed are 849 and 1044: width"):
+        foreach_count_([one], torch.zeros(1, 7, dtype=torch.int64), grid)
+    for rows in ([1], [-1], [0, 0], []):
+        with pytest.raises(ValueError, match=r"rows are \d for 1 tensors and 1 rows of counts"):
+            foreach_count_([one], good, grid, rows=rows)
+    with pytest.raises(ValueError, match=r"rows are 2 for 2 tensors and 1 rows of counts"):
+        foreach_count_([one, one], good, grid)
+    with pytest.raises(ValueError, match=r"scale is \(2,\) torch.float32 on cpu; allowed is one fp32 number on cpu"):
+        foreach_count_([one], good, grid, scale=torch.ones(2))
+    assert good.sum() == 0
+
+
+@pytest.mark.gpu
+def test_more_elements_than_a_32_bit_index_holds() -> None:
+    counts = torch.zeros(1, width(False), dtype=torch.int64, device="cuda")
+    foreach_count_([torch.ones(2**31 + 5, dtype=FP16, device="cuda")], counts, GRIDS["fp16"])
+    assert counts.sum().item() == 2**31 + 5
+
+
+def test_one_launch_per_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    real = statistics._launch
+    monkeypatch.setattr(statistics, "_launch", lambda *given: (launches.append(given[2]), real(*given)))
+    tensors = [torch.ones(5), torch.ones(7, dtype=FP16), torch.ones(20000), torch.ones(3, dtype=FP16)]
+    with using("native", "statistics"):
+        foreach_count_(tensors, torch.zeros(4, width(False), dtype=torch.int64), GRIDS["fp16"])
+    assert launches == [FP32, FP16]
