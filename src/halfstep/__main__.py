@@ -22,6 +22,12 @@ class _Command(NamedTuple):
 
 
 COMMANDS = (
+    _Command(("format",), "halfstep.bench.lookup.format", "what number formats hold: range, spacing, digits"),
+    _Command(("encode",), "halfstep.bench.lookup.encode", "what a number becomes in every format"),
+    _Command(("decode",), "halfstep.bench.lookup.decode", "what bits mean in every format of their width"),
+    _Command(("why",), "halfstep.bench.lookup.why", "how a number comes to be rounded as it is"),
+    _Command(("compare",), "halfstep.bench.lookup.compare", "formats side by side, and the values they share"),
+    _Command(("ladder",), "halfstep.bench.lookup.ladder", "draw range, density and codes of formats"),
     _Command(("plan",), "halfstep.bench.plan", "what a model takes of each GPU: bytes by part, messages, FLOPs"),
     _Command(("train",), "halfstep.bench.train.cli", "train a small GPT on text in fp32, bf16, fp16, or compare them"),
     _Command(("bench", "audit"), "halfstep.bench.audit", "compile every kernel for four GPU generations, with none"),
