@@ -1,0 +1,101 @@
+"""Planned bytes and messages of DDP, ZeRO-1, FSDP1, FSDP2 and HSDP against two real processes, to the byte."""
+
+from __future__ import annotations
+
+import socket
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import planned_bytes
+import pytest
+import torch
+import torch.multiprocessing
+
+from halfstep.numerics.planning import Plan, Unit, plan, unit
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = Path(tmp_path_factory.mktemp("ranks"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(planned_bytes.run, (port, str(folder)), nprocs=planned_bytes.WORLD)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(planned_bytes.WORLD)]
+
+
+def units_of(model: planned_bytes.Model) -> list[Unit]:
+    """A unit for each block, and the head as the root."""
+    blocks = [unit(f"block{i}", [p.shape for p in block.parameters()]) for i, block in enumerate(model.blocks)]
+    return [*blocks, unit("head", [p.shape for p in model.head.parameters()], root=True)]
+
+
+def planned(made: Plan) -> dict[str, int]:
+    return {part.name: part.bytes for part in made.parts if part.phase == "always" and part.name != "buckets"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("fsdp split", {"strategy": "fsdp"}),
+        ("fsdp full", {"strategy": "fsdp", "precision": "fp16"}),
+        ("fsdp torch", {"strategy": "fsdp", "precision": "fp32", "optimizer": "torch-fused"}),
+        ("fsdp1", {"strategy": "fsdp1", "precision": "fp32", "optimizer": "torch-fused"}),
+        ("zero1 split", {"strategy": "zero1-torch"}),
+        ("zero1 torch", {"strategy": "zero1-torch", "precision": "fp32", "optimizer": "torch-fused"}),
+        ("ddp", {"strategy": "ddp", "rank": None}),
+    ],
+)
+def test_each_rank_holds_what_is_planned(
+    ranks: list[dict[str, Any]], rank: int, case: str, options: dict[str, Any]
+) -> None:
+    model = planned_bytes.Model()
+    found = dict(ranks[rank][case])
+    for name in ("gradients and buckets", "reduced"):
+        found.pop(name, None)
+    assert found == planned(plan(units=units_of(model), gpus=2, **{"rank": rank, **options}))
+
+
+def test_uneven_shards_were_really_among_them(ranks: list[dict[str, Any]]) -> None:
+    """Rank 1 holds fewer states than rank 0 and as many weights: the padding."""
+    for case in ("fsdp split", "fsdp torch"):
+        first, second = ranks[0][case], ranks[1][case]
+        assert second["exp_avg"] < first["exp_avg"] and second["weights"] == first["weights"]
+    assert ranks[0]["zero1 torch"]["exp_avg"] != ranks[1]["zero1 torch"]["exp_avg"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_replicas_of_hsdp_hold_everything(ranks: list[dict[str, Any]], rank: int) -> None:
+    made = plan(units=units_of(planned_bytes.Model()), gpus=2, strategy="hsdp", shard=1)
+    assert ranks[rank]["hsdp"] == planned(made)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_ddps_buckets_are_a_second_gradient_or_none(ranks: list[dict[str, Any]], view: bool) -> None:
+    made = plan(units=units_of(planned_bytes.Model()), gpus=2, bucket_view=view)
+    buckets = sum(part.bytes for part in made.parts if part.name == "buckets")
+    for rank in ranks:
+        found = rank["ddp view" if view else "ddp"]
+        assert found["gradients and buckets"] == found["gradients"] + buckets
+        (message,) = made.communication
+        assert message.bytes == 2 * Fraction(1, 2) * found["reduced"]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_fsdp2_sends_what_is_planned(ranks: list[dict[str, Any]], mixed: bool) -> None:
+    """Each unit gathered for forward and for backward, the root once, each reduced once; a rank sends half of it."""
+    model = planned_bytes.Model(planned_bytes.EVEN_BLOCKS)
+    # Two ranks do not divide the head's one row: it is padded to two.
+    units = [*units_of(model)[:-1], unit("head", [(2, 8), (2,)], root=True)]
+    made = plan(units=units, gpus=2, strategy="fsdp", precision="amp-bf16" if mixed else "fp32")
+    gathers, scatters = (
+        sum(message.bytes for message in made.communication if message.name == name)
+        for name in ("all-gather", "reduce-scatter")
+    )
+    for rank in ranks:
+        found = rank["messages mixed" if mixed else "messages"]
+        assert gathers == sum(size for name, size in found if name == "_allgather_base_") // 2
+        assert scatters == sum(size for name, size in found if name == "_reduce_scatter_base_") // 2
+        assert len(found) == (4 + 3) + 4
