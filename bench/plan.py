@@ -93,6 +93,7 @@ def _picture(text: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="halfstep plan",
+        usage="halfstep plan (--params N | --model NAME | --layers N --hidden N --heads N --vocab N --seq N) [OPTIONS]",
         description="What training takes of each GPU: bytes by part, messages per step, FLOPs. Give --params, --model "
         "or the shape of a transformer; only a shape has activations and gathered units.",
     )

@@ -51,6 +51,7 @@ def draw(path: Path, content: dict[str, Any]) -> None:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.patches import Patch
+        from matplotlib.patheffects import withStroke
     except ImportError as error:
         raise ImportError("--out needs matplotlib; type: pip install 'halfstep[plots]'") from error
     plans = content["plans"]
@@ -74,11 +75,13 @@ def draw(path: Path, content: dict[str, Any]) -> None:
             start += width
         host = plans[row]["totals"]["host"]
         text = digits(start) + (f"  (+ {digits(host / unit)} on the host)" if host else "")
-        axes.text(start, row, "  " + text, va="center", ha="left", fontsize=8)
+        clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        axes.annotate(text, (start, row), (5, 0), textcoords="offset points", va="center", fontsize=8, bbox=clear)
     reach = largest / unit
     if gpu is not None and drawn:
         for value, style, text in ((gpu["memory"], "-", gpu["name"]), (gpu["usable"], "--", "after the reserve")):
-            axes.axvline(value / unit, color="#333333", linewidth=1.1, linestyle=style, label=f"{text}", zorder=0.5)
+            line = axes.axvline(value / unit, color="black", linewidth=1.2, linestyle=style, label=text, zorder=2)
+            line.set_path_effects([withStroke(linewidth=2.6, foreground="white")])  # seen on dark bars too
         reach = max(reach, gpu["memory"] / unit)
     # Room for the number after each bar: a share of the axis, as its letters do not shrink.
     room = {made["label"]: 0.24 if made["totals"]["host"] else 0.08 for made in plans}

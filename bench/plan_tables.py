@@ -41,13 +41,17 @@ def headline(made: dict[str, Any]) -> str:
     """Model, layout and strategy in one line."""
     settings = made["settings"]
     gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
+    if settings["gpus"] == 1 and settings["strategy"] == "single":
+        return f"{_counted(made)}; 1 GPU"
     ways = [settings["strategy"]]
     ways += [f"groups of {settings['shard']}"] if settings["shard"] else []
     ways += [f"tensor parallel {settings['tensor_parallel']}"] if settings["tensor_parallel"] > 1 else []
-    return (
-        f"{made['parameters']:,} parameters; {made['layout']['name']} "
-        f"({made['layout']['bytes_per_parameter']:g} B each); {', '.join(ways)} on {gpus}"
-    )
+    return f"{_counted(made)}; {', '.join(ways)} on {gpus}"
+
+
+def _counted(made: dict[str, Any]) -> str:
+    each = made["layout"]["bytes_per_parameter"]
+    return f"{made['parameters']:,} parameters; {made['layout']['name']} ({each:g} B each)"
 
 
 def _parts(made: dict[str, Any]) -> Table:
@@ -116,11 +120,11 @@ def _work(made: dict[str, Any]) -> list[str]:
         said.append(moved + ", in the host's memory.")
     else:
         milliseconds = 1e3 * made["step_traffic"] / gpu["bandwidth"]
-        said.append(f"{moved}: {milliseconds:.3g} ms at {gpu['bandwidth'] / 1e12:g} TB/s.")
+        said.append(f"{moved}: {digits(milliseconds)} ms at {gpu['bandwidth'] / 1e12:g} TB/s.")
     if work is not None:
         seconds = work["hardware"] / gpu["flops"]
         said.append(
-            f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s peak, the work takes {1e3 * seconds:.3g} ms."
+            f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s peak, the work takes {digits(1e3 * seconds)} ms."
         )
     if made["mfu"] is not None:
         said.append(f"MFU {made['mfu']:.3f}, HFU {made['hfu']:.3f}; 0.5 and above is good.")
@@ -195,7 +199,7 @@ def _common(content: dict[str, Any]) -> str:
     settings = first["settings"]
     gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
     shared = settings["strategy"] if content["compare"] == "layouts" else first["layout"]["name"]
-    return f"{first['parameters']:,} parameters; {shared} on {gpus}; per GPU"
+    return f"{first['parameters']:,} parameters; {gpus if shared == 'single' else f'{shared} on {gpus}'}; per GPU"
 
 
 def show(console: Console, content: dict[str, Any], shape_over_params: int | None = None) -> None:

@@ -195,5 +195,6 @@ def temporaries(row: Layout, how: Strategy, ways: int, mine: Shards, offload: bo
         return []
     size = row.temporary * sum(size * count for size, count in mine.states)
     each, divisor, place = Fraction(row.temporary), ways if how.states else 1, HOST if offload else GPU
-    note = row.note or "fp32 copies of smaller states"
+    notes = {"torch": "square root of exp_avg_sq", "apex-o2": "fp32 gradients"}
+    note = notes.get(row.optimizer, "fp32 copies of smaller states")
     return [Part("step temporaries", size, each, divisor, STEP, False, place, note)]
