@@ -12,7 +12,8 @@ Needs no torch and no numpy: the lookup starts at once.
 
 Sources: IEEE 754-2019 (binary16, 32, 64; clause 3.4); OCP 8-bit floating point specification (OFP8) 1.0, 2023 (E4M3,
 E5M2); OCP Microscaling formats (MX) specification 1.0, 2023 (E2M3, E3M2, E2M1, E8M0); Noune et al. 2022,
-arXiv:2206.02915 (the FNUZ formats); NVIDIA A100 whitepaper, 2020 (TF32).
+arXiv:2206.02915 (the FNUZ formats); NVIDIA A100 whitepaper, 2020 (TF32). Hardware: the makers' whitepapers and
+instruction set manuals (Volta to Blackwell, CDNA 1 to 4; Jouppi et al. 2017 and 2020 and Google's of 2025 for TPUs).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Format:
         kind: a key of `KINDS`: what the codes at the ends mean.
         aliases: other names, as people write them.
         torch, numpy, ml_dtypes: names of the dtype there; None where there is none.
-        hardware: matrix units that multiply it, the first generation of each maker.
+        hardware: matrix units that multiply it: the first data-centre generation of NVIDIA, AMD and Google each.
         container: bits it takes in memory; None if as many as it has.
     """
 
@@ -289,6 +290,8 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     name = f"e{exponent}m{mantissa}" + ("" if chosen == usual else f"b{chosen}") + ("" if kind == "ieee" else kind)
     if name in ("e4m3", "e2m3", "e3m2", "e2m1"):  # as OCP's formats are called, which are no IEEE formats
         name += kind
+    if name in ("e2m3fn", "e3m2fn", "e2m1fn"):  # as OCP's formats without NaN are called in ml_dtypes
+        name += "-nan"
     title = f"{1 + exponent + mantissa}-bit format of your own: {KINDS[kind]}"
     made = Format(name, title, exponent, mantissa, chosen, kind)
     if made.emin - mantissa < -1074 or made.emax > 1023:
@@ -303,7 +306,7 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
 _ROWS = (
     Format(
         "fp64", "IEEE 754 binary64, double precision", 11, 52, 1023, "ieee", ("float64", "double", "binary64", "f64"),
-        "float64", "float64", None, ("NVIDIA V100", "AMD MI200"),
+        "float64", "float64", None, ("NVIDIA A100", "AMD MI200"),
     ),
     Format(
         "fp32", "IEEE 754 binary32, single precision", 8, 23, 127, "ieee",
@@ -323,11 +326,11 @@ _ROWS = (
     ),
     Format(
         "e4m3fn", "OCP FP8 E4M3", 4, 3, 7, "fn", ("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "e4m3"),
-        "float8_e4m3fn", None, "float8_e4m3fn", ("NVIDIA H100", "AMD MI350"),
+        "float8_e4m3fn", None, "float8_e4m3fn", ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
     ),
     Format(
         "e5m2", "OCP FP8 E5M2", 5, 2, 15, "ieee", ("float8_e5m2", "fp8_e5m2"),
-        "float8_e5m2", None, "float8_e5m2", ("NVIDIA H100", "AMD MI350"),
+        "float8_e5m2", None, "float8_e5m2", ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
     ),
     Format(
         "e4m3fnuz", "FP8 E4M3 without infinity and negative zero", 4, 3, 8, "fnuz",
@@ -356,7 +359,7 @@ _ROWS = (
     ),
     Format(
         "int8", "8-bit integer, two's complement", 0, 7, 0, "integer", ("i8", "s8"), "int8", "int8", None,
-        ("NVIDIA T4", "AMD MI100"),
+        ("Google TPU v1", "NVIDIA T4", "AMD MI100"),
     ),
 )  # fmt: skip
 
@@ -391,14 +394,16 @@ class _Formats(Mapping[str, Format]):
         """
         if isinstance(name, Format):
             return name
+        if name is float:
+            return self._rows["fp64"]  # Python's; the name "float" is C's and torch's
         if isinstance(name, tuple) and len(name) == 2:
             return self._known(custom(*name))
         text = name if isinstance(name, str) else getattr(name, "name", None) or getattr(name, "__name__", str(name))
         plain = _plain(str(text))
         if plain in self._names:
             return self._names[plain]
-        fields = re.fullmatch(r"(?:float\d+)?e(\d+)m(\d+)(?:b(\d+))?(ieee|fn|fnuz|finite)?", plain)
-        if fields:
+        fields = re.fullmatch(r"(?:float\d+)?e(\d+)m(\d+)(?:b(\d+))?(ieee|fn|fnuz|finite)?(nan)?", plain)
+        if fields and (not fields[5] or fields[4] == "fn"):
             kind: Any = fields[4] or "ieee"
             return self._known(custom(int(fields[1]), int(fields[2]), kind, bias=int(fields[3]) if fields[3] else None))
         raise UnknownFormat(self._unknown(str(text), plain))

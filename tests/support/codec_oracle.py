@@ -241,7 +241,9 @@ def thresholds(name: str, dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarr
                 where = (index, near + place) if near + place >= 0 else (index - 1, 3)
                 if where[0] < 0 or (where[1] == 3 and float(probe) >= values[where[0] + 1]):
                     continue
-                if (where[1] == 1 and float(probe) <= values[index]) or (where[1] == 1 and float(probe) >= middles[index]):
+                if (where[1] == 1 and float(probe) <= values[index]) or (
+                    where[1] == 1 and float(probe) >= middles[index]
+                ):
                     continue
                 points.append(probe)
                 codes.append(where[0])
