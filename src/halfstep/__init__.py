@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from halfstep.numerics.codec import decode, encode, round_to
     from halfstep.numerics.formats import formats
     from halfstep.numerics.scaler import GradScaler
+    from halfstep.numerics.statistics import statistics
 
 _HOME = {
     "Adam": "halfstep.integrations.optim",
@@ -37,6 +38,7 @@ _HOME = {
     "log_softmax": "halfstep.kernels.softmax",
     "round_to": "halfstep.numerics.codec",
     "softmax": "halfstep.kernels.softmax",
+    "statistics": "halfstep.numerics.statistics",
 }
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "log_softmax",
     "round_to",
     "softmax",
+    "statistics",
 ]
 
 
