@@ -40,7 +40,8 @@ from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, is_flat
 from halfstep.kernels.philox import check_seed
 from halfstep.kernels.rounding import join_master, split_master
-from halfstep.numerics.gradients import check_gradients, is_sharded, local
+from halfstep.numerics.gradients import GradientCheck, check_gradients, local
+from halfstep.numerics.topology import TopologyMemory, is_sharded, settle_gradients
 
 MASTERS = ("auto", "full", "split", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -234,13 +235,12 @@ def _is_zero(lr: torch.Tensor | float) -> bool:
     return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
 
 
-def _skipping_zeros(control: adam.Control, grads: list[torch.Tensor]) -> adam.Control:
+def _skipping_zeros(control: adam.Control, check: GradientCheck) -> adam.Control:
     """The same control, but the step is skipped, step counts included, if all gradients on all ranks are 0.
 
     Moments would stay as they are, but for L2 decay, and 0 / (0 + eps) is NaN at eps = 0.
     """
-    check = check_gradients(grads, None)  # its sum is 0 only if every number is: the largest is brought near 1 first
-    assert check is not None
+    # The sum is 0 only if every number is: the largest is brought near 1 before it is squared.
     nothing = (check.sum_of_squares == 0).float()
     if control.found_inf is not None:
         found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
@@ -415,6 +415,8 @@ class _AdamBase(Optimizer):
         self._squares: torch.Tensor | None = None
         self._checked_norm: float | None = None
         self._agreed: dict[int, _Agreed] = {}
+        self._topology = TopologyMemory()
+        self._had_nothing = False
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -422,6 +424,8 @@ class _AdamBase(Optimizer):
         self.__dict__.setdefault("max_grad_norm", None)
         self.__dict__.setdefault("_squares", None)
         self.__dict__.setdefault("_checked_norm", None)
+        self.__dict__.setdefault("_topology", TopologyMemory())
+        self.__dict__.setdefault("_had_nothing", False)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -677,7 +681,15 @@ class _AdamBase(Optimizer):
             table[row, column].copy_(value.reshape(()), non_blocking=True)
         return table
 
-    def _control(self, grads: list[torch.Tensor]) -> adam.Control:
+    def _check(self, inverse: torch.Tensor | None) -> GradientCheck | None:
+        """Flag and sum of squares of all gradients on all ranks that hold any; all must call it."""
+        parameters = self._parameters()
+        grads = list(map(attrgetter("grad"), parameters))
+        places = [place for place, grad in enumerate(grads) if grad is not None]
+        topology = self._topology.of(parameters, owner=self)
+        return check_gradients([grads[place] for place in places], inverse, topology=topology, places=places)
+
+    def _control(self) -> adam.Control:
         """Scale, flag and norm for this step: from a scaler, or measured here if clipping needs it."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         squares = getattr(self, "sum_of_squares", None)
@@ -687,9 +699,8 @@ class _AdamBase(Optimizer):
             inverse = None
             if scale is not None:
                 inverse = torch.as_tensor(scale, dtype=torch.float32).reshape(()).double().reciprocal().float()
-            check = check_gradients(grads, inverse)
-            assert check is not None
-            squares = check.sum_of_squares
+            check = self._check(inverse)
+            squares = None if check is None else check.sum_of_squares
         self._squares = squares
         return adam.Control(scale, found_inf, squares)
 
@@ -738,14 +749,24 @@ class _AdamBase(Optimizer):
                 self._stepped = None
                 self._kinds = kinds
         # torch.distributed.checkpoint takes such a step, with gradients of 0, to find out what state there is.
+        # A rank without gradients never has state: it takes part in the first such step only, as the others do.
         first_at_rest = not self.state and all(_is_zero(group["lr"]) for group in self.param_groups)
+        first_at_rest = first_at_rest and not self._had_nothing
         parameters = self._parameters()
         grads = list(map(attrgetter("grad"), parameters))
         if any(map(is_, grads, repeat(None))):
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         if not parameters:
+            # Others may have some, and wait for this rank's part of their sums.
+            self._had_nothing = True
+            self._control()
+            if first_at_rest:
+                self._check(None)
             return
+        if not {torch.Tensor}.issuperset(map(type, grads)):
+            settle_gradients(parameters)
+            grads = list(map(attrgetter("grad"), parameters))
         contiguous = _all_contiguous(grads)
         dtypes = list(map(attrgetter("dtype"), grads))
         if not (
@@ -764,9 +785,11 @@ class _AdamBase(Optimizer):
             self._regroup(parameters, grads)
             self._stepped, self._stepped_dtypes = parameters, dtypes
             self._stepped_state = (self.state, len(self.state))
-        control = self._control(grads)
+        control = self._control()
         if first_at_rest:
-            control = _skipping_zeros(control, grads)
+            check = self._check(None)
+            assert check is not None
+            control = _skipping_zeros(control, check)
         for batch, indices in self._members:
             device = batch.device
             own = grads if len(indices) == len(grads) else [grads[index] for index in indices]

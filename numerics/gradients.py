@@ -1,8 +1,8 @@
 """What the scaler and the optimizers ask of gradients: are all finite, and what is their norm, whatever shards them.
 
-The kernels see local tensors on one device. Here gradients are grouped by device and by the mesh that shards them,
-checked with one pass each, and the answers combined: flags by maximum over every mesh that shards anything, sums of
-squares by addition over the mesh dimensions that shard and not over those that replicate.
+The kernels see local tensors on one device. Here gradients are grouped by device and by where their parameters lie
+(`halfstep.numerics.topology`), checked with one pass each, and the answers combined: flag and sum of squares in one
+packed sum over all ranks that hold anything of the same optimizer, what there are several copies of counted once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 
 from halfstep.kernels.multi_tensor import DTYPE_CODES
 from halfstep.kernels.unscale import (
-    CHECK_OF_NOTHING,
     HAS_INF,
     HAS_NAN,
     Check,
@@ -24,6 +23,7 @@ from halfstep.kernels.unscale import (
     foreach_unscale_and_check_,
     note,
 )
+from halfstep.numerics.topology import NOWHERE, Topology
 
 
 class GradientCheck(NamedTuple):
@@ -36,11 +36,6 @@ class GradientCheck(NamedTuple):
 
     found_inf: torch.Tensor
     sum_of_squares: torch.Tensor
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a DTensor, without importing torch.distributed to find out."""
-    return hasattr(tensor, "_local_tensor")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,32 +63,49 @@ def _check_in_torch(tensors: list[torch.Tensor], inv_scale: torch.Tensor | None,
     return Check(flags.any().float(), squares, flags)
 
 
-def _reduce(tensor: torch.Tensor, mesh: Any, dimensions: Iterable[int], maximum: bool) -> None:
-    import torch.distributed as dist
-
-    operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-    for dimension in dimensions:
-        dist.all_reduce(tensor, operation, group=mesh.get_group(dimension))
+Kind = tuple[torch.device, int, bool]
+Found = dict[Kind, tuple[list[torch.Tensor], Sequence[int]]]
 
 
-Kind = tuple[Any, ...]
-
-
-def _by_kind(grads: list[torch.Tensor], places: Sequence[int]) -> dict[Kind, tuple[list[torch.Tensor], Sequence[int]]]:
-    """Gradients by (device, mesh, placements, whether the kernels know the dtype): their local values and places."""
+def _by_kind(grads: list[torch.Tensor], places: Sequence[int], topology: Topology) -> Found:
+    """Gradients by (device, kind in the topology, whether the kernels know the dtype): local values and places."""
     # The common case, told in four passes at the speed of C: with thousands of tensors a loop costs more than the step.
-    if set(map(type, grads)) == {torch.Tensor} and set(map(attrgetter("layout"), grads)) == {torch.strided}:
+    if (
+        topology.kind_of is None
+        and set(map(type, grads)) == {torch.Tensor}
+        and set(map(attrgetter("layout"), grads)) == {torch.strided}
+    ):
         devices = set(map(attrgetter("device"), grads))
         if len(devices) == 1 and DTYPE_CODES.keys() >= set(map(attrgetter("dtype"), grads)):
-            return {(devices.pop(), None, (), True): (grads, places)}
+            return {(devices.pop(), 0, True): (grads, places)}
     kinds: dict[Kind, tuple[list[torch.Tensor], list[int]]] = {}
     for grad, place in zip(grads, places, strict=True):
         values = _values(grad)
-        spec = (grad.device_mesh, tuple(grad.placements)) if is_sharded(grad) else (None, ())  # type: ignore[attr-defined]
-        of_kind, where = kinds.setdefault((values.device, *spec, values.dtype in DTYPE_CODES), ([], []))
+        lies = 0 if topology.kind_of is None else topology.kind_of[place]
+        of_kind, where = kinds.setdefault((values.device, lies, values.dtype in DTYPE_CODES), ([], []))
         of_kind.append(values)
         where.append(place)
     return {kind: found for kind, found in kinds.items()}
+
+
+class Packed(NamedTuple):
+    """What is summed over all ranks, and where the flag goes that comes of it.
+
+    Attributes:
+        numbers: fp64 (2,): flag and sum of squares.
+        flag, squares: its elements.
+        found_inf: 0-dim fp32.
+    """
+
+    numbers: torch.Tensor
+    flag: torch.Tensor
+    squares: torch.Tensor
+    found_inf: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> Packed:
+        numbers = torch.zeros(2, dtype=torch.float64, device=device)
+        return cls(numbers, numbers[0], numbers[1], torch.zeros((), dtype=torch.float32, device=device))
 
 
 class CheckMemory:
@@ -106,6 +118,14 @@ class CheckMemory:
     def __init__(self) -> None:
         self.counts: dict[torch.device, torch.Tensor] = {}
         self._answers: dict[Kind, Check] = {}
+        self._packed: dict[torch.device, Packed] = {}
+
+    def packed(self, device: torch.device) -> Packed:
+        """What to reduce in, the same each time."""
+        known = self._packed.get(device)
+        if known is None:
+            known = self._packed[device] = Packed.on(device)
+        return known
 
     def answer(self, kind: Kind, slots: int, device: torch.device) -> Check:
         """Where to write, the same each time for the same kind of gradients."""
@@ -135,7 +155,7 @@ def check_gradients(
     *,
     scale: torch.Tensor | None = None,
     write: bool = False,
-    process_group: Any = None,
+    topology: Topology = NOWHERE,
     memory: CheckMemory | None = None,
     places: Sequence[int] | None = None,
     slots: int = 0,
@@ -143,51 +163,71 @@ def check_gradients(
 ) -> GradientCheck | None:
     """Check gradients times `inv_scale`, wherever they are, and unscale them in place if asked to.
 
+    Where the topology has ranks to agree with, all of them must call this, also those without a gradient.
+
     Args:
-        grads: fp32, fp16 or bf16; dense, DTensor or coalesced sparse; on any devices.
+        grads: fp32, fp16 or bf16; dense, DTensor or coalesced sparse; on any devices; DTensors with the placements of
+            their parameters (`settle_gradients`).
         inv_scale: 0-dim fp32, or None for 1.
         scale: 0-dim fp32, its reciprocal, instead of it.
         write: also multiply them in place.
-        process_group: a further group over which to combine the flag, for sharding that torch does not know of.
+        topology: of all the optimizer's parameters, those without a gradient included.
         memory: of earlier checks of the same optimizer: nothing is then allocated for the answer, which the next check
             overwrites, and bad gradients are noted in it.
-        places, slots, step: with `memory`: which of the optimizer's `slots` parameters each gradient belongs to (None:
-            all, in order), and the number of steps before this one, int64.
+        places: which of the optimizer's parameters each gradient belongs to (None: all, in order).
+        slots, step: with `memory`: how many parameters the optimizer has, and the number of steps before this one,
+            int64.
 
     Returns:
-        The combined answer on the first gradient's device, or None if there are no gradients and no `process_group`.
+        The combined answer on the first gradient's device, or None if there are no gradients and nobody to agree with.
     """
     listed = list(grads)
-    kinds = _by_kind(listed, range(len(listed)) if places is None else places)
-    if not kinds and process_group is None:
+    kinds = _by_kind(listed, range(len(listed)) if places is None else places, topology)
+    if not kinds and not topology.groups:
         return None
     found: list[torch.Tensor] = []
     squares: list[torch.Tensor] = []
     for kind, (tensors, where) in kinds.items():
-        _, mesh, placements, _ = kind
         check = _check_kind(kind, tensors, where, inv_scale, scale, write, memory, slots, step)
-        total = check.sum_of_squares
-        if mesh is not None:
-            shards = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
-            _reduce(total, mesh, shards, maximum=False)
         found.append(check.found_inf)
-        squares.append(total)
-    if not kinds:
-        import torch.distributed as dist
-
-        backend_device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
-        found, squares = [CHECK_OF_NOTHING.found_inf.to(backend_device)], [CHECK_OF_NOTHING.sum_of_squares]
+        if topology.counted[kind[1]]:
+            squares.append(check.sum_of_squares)
+    if topology.groups:
+        return agree(topology, found, squares, memory)
     home = found[0].device
-    flag = torch.stack([one.to(home, non_blocking=True) for one in found]).amax() if len(found) > 1 else found[0]
-    total = sum((one.to(home, non_blocking=True) for one in squares[1:]), start=squares[0])
-    meshes = {id(mesh): mesh for _, mesh, _, _ in kinds if mesh is not None}
-    for mesh in meshes.values():
-        _reduce(flag, mesh, range(mesh.ndim), maximum=True)
-    if process_group is not None:
-        import torch.distributed as dist
+    return GradientCheck(_any(found, home), _sum(squares, home))
 
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=process_group)
-    return GradientCheck(flag, total)
+
+def _any(flags: list[torch.Tensor], home: torch.device) -> torch.Tensor:
+    if len(flags) == 1:
+        return flags[0]
+    return torch.stack([one.to(home, non_blocking=True) for one in flags]).amax()
+
+
+def _sum(squares: list[torch.Tensor], home: torch.device) -> torch.Tensor:
+    return sum((one.to(home, non_blocking=True) for one in squares[1:]), start=squares[0])
+
+
+def agree(
+    topology: Topology, found: list[torch.Tensor], squares: list[torch.Tensor], memory: CheckMemory | None
+) -> GradientCheck:
+    """The answer of all ranks, from this one's flags and the sums of squares that it has to add."""
+    home = found[0].device if found else local(topology.parameters[0]).device if topology.parameters else None
+    device = topology.device_for(torch.device("cpu") if home is None else home)
+    packed = Packed.on(device) if memory is None else memory.packed(device)
+    if found:
+        packed.flag.copy_(_any(found, found[0].device), non_blocking=True)
+    else:
+        packed.flag.zero_()
+    if squares:
+        packed.squares.copy_(_sum(squares, squares[0].device), non_blocking=True)
+    else:
+        packed.squares.zero_()
+    topology.sum_over_ranks(packed.numbers)
+    torch.gt(packed.flag, 0, out=packed.found_inf)
+    if home is None or home == device:
+        return GradientCheck(packed.found_inf, packed.squares)
+    return GradientCheck(packed.found_inf.to(home), packed.squares.to(home))
 
 
 def _check_kind(
@@ -202,7 +242,7 @@ def _check_kind(
     step: torch.Tensor | None,
 ) -> Check:
     """One pass over gradients of one kind."""
-    device, _, _, ours = kind
+    device, _, ours = kind
     factor = scale if inv_scale is None else inv_scale
     factor = None if factor is None else factor.to(device, non_blocking=True)
     tally = None if memory is None or step is None else memory.tally(slots, device, step)

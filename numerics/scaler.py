@@ -11,7 +11,8 @@ What differs from torch's, each because torch's goes wrong there:
 * The flag handed to optimizers is 0 or 1, whatever the number of devices: torch's fused kernels take 2 for "go ahead".
 * Overflow is looked for after unscaling, so a scale below 1 cannot turn finite gradients into infinite updates.
 * The scale never becomes 0, infinite or NaN.
-* With DTensor gradients (FSDP2, tensor parallel) every rank of every mesh involved takes the same decision.
+* All ranks that hold any part of an optimizer's parameters take the same decision, whatever shards them (FSDP1, FSDP2,
+  tensor parallel, several meshes at a time), from one packed reduction, also those without a gradient.
 * A fp16 or bf16 loss is scaled in fp32; at S = 65536 an fp16 loss of 1 would overflow.
 """
 
@@ -29,9 +30,10 @@ from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
-from halfstep.numerics.gradients import CheckMemory, GradientCheck, check_gradients
+from halfstep.numerics.gradients import CheckMemory, GradientCheck, agree, check_gradients, local
 from halfstep.numerics.mirror import Mirror
 from halfstep.numerics.overflow import Overflow, OverflowReport, names_of, read
+from halfstep.numerics.topology import TopologyMemory, settle_gradients
 
 # 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices take for 0, so no scale grows that far.
 SMALLEST_SCALE, USUAL_MAX_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126, torch.finfo(torch.float32).max
@@ -52,6 +54,32 @@ def _checked(name: str, value: Any, allowed: str, fits: Callable[[Any], bool]) -
     return value
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _stepping(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer that does the work: the local part of a `ZeroRedundancyOptimizer`, or itself."""
+    inner = getattr(optimizer, "optim", None)
+    return optimizer if inner is None or type(optimizer).__name__ != "ZeroRedundancyOptimizer" else inner
+
+
+class _Shared:
+    """What is kept from one decision of several ranks to the next."""
+
+    def __init__(self) -> None:
+        self.checks = CheckMemory()
+        self.topology = TopologyMemory()
+
+
+class _Memory(_Shared):
+    """What is kept of an optimizer as long as it lives."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.optimizer = weakref.ref(optimizer)
+
+
 class GradScaler(torch.amp.GradScaler):
     """Dynamic loss scaler with the methods, attributes and state_dict keys of `torch.amp.GradScaler`.
 
@@ -69,7 +97,10 @@ class GradScaler(torch.amp.GradScaler):
             DeepSpeed), or ``"clean_step"``, after any clean step (apex, DeepSpeed's ``consecutive_hysteresis``).
         write_back: leave unscaled gradients in ``.grad`` after `step`, as torch's fused optimizers do; a further write
             of every gradient. By default `step` only reads them.
-        process_group: ranks that must skip together although nothing shows that they share a model (pipeline stages).
+        process_group: a further group, whose ranks hold other parameters of the same model although nothing shows it
+            (pipeline stages, experts as plain tensors): they skip together, and norms are over the parameters of all.
+            Plain tensors are counted on each of its ranks, so where they are copied too (pipeline stages under
+            DistributedDataParallel) it must hold one rank of each stage only.
 
     Raises:
         ValueError: a number is out of its range.
@@ -125,7 +156,8 @@ class GradScaler(torch.amp.GradScaler):
         self._skipped: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         self._mirror = Mirror()
-        self._memories: dict[int, tuple[weakref.ref[torch.optim.Optimizer], CheckMemory]] = {}
+        self._memories: dict[int, _Memory] = {}
+        self._joint = _Shared()  # of all optimizers together
         self._process_group = process_group
         self._write_back = write_back
 
@@ -145,7 +177,10 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor | None, write: bool
     ) -> GradientCheck | None:
         """Check an optimizer's gradients times `inv_scale` (None: over the scale); kept until `update`."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters, memory = _parameters(optimizer), self._memory(optimizer)
+        topology = memory.topology.of(parameters, self._process_group)
+        if not topology.settled:
+            settle_gradients(parameters)
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
         if any(map(attrgetter("is_sparse"), grads)):
             for parameter in parameters:
@@ -161,8 +196,8 @@ class GradScaler(torch.amp.GradScaler):
             inv_scale,
             scale=self._scale if inv_scale is None else None,
             write=write,
-            process_group=self._process_group,
-            memory=self._memory(optimizer),
+            topology=topology,
+            memory=memory.checks,
             places=places,
             slots=len(parameters),
             step=None if self._counts is None else self._counts[DECIDED],
@@ -171,14 +206,17 @@ class GradScaler(torch.amp.GradScaler):
         # One entry, so that sums over devices stay 0 or 1.
         state["found_inf_per_device"] = {} if check is None else {check.found_inf.device: check.found_inf}
         state["gradient_check"] = check
+        state["topology"] = topology
         return check
 
-    def _memory(self, optimizer: torch.optim.Optimizer) -> CheckMemory:
+    def _memory(self, optimizer: torch.optim.Optimizer) -> _Memory:
         """What is kept for an optimizer as long as it lives."""
         known = self._memories.get(id(optimizer))
-        if known is None or known[0]() is not optimizer:
-            known = self._memories[id(optimizer)] = (weakref.ref(optimizer), CheckMemory())
-        return known[1]
+        if known is None or known.optimizer() is not optimizer:
+            # Those of optimizers that are gone would keep their parameters alive.
+            self._memories = {key: one for key, one in self._memories.items() if one.optimizer() is not None}
+            known = self._memories[id(optimizer)] = _Memory(optimizer)
+        return known
 
     def _unscale_grads_(
         self,
@@ -216,7 +254,8 @@ class GradScaler(torch.amp.GradScaler):
             )
         kwargs.pop("closure", None)
         self._check_scale_growth_tracker("step")
-        if not getattr(optimizer, "_accepts_sum_of_squares", False):
+        stepping = _stepping(optimizer)
+        if not getattr(stepping, "_accepts_sum_of_squares", False):
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -238,16 +277,16 @@ class GradScaler(torch.amp.GradScaler):
             "found_inf": check.found_inf,
             "sum_of_squares": check.sum_of_squares if folded or "max_norm" in state else None,
         }
-        own_limit = optimizer.max_grad_norm  # type: ignore[attr-defined]
-        vars(optimizer).update(handed)
+        own_limit = stepping.max_grad_norm
+        vars(stepping).update(handed)
         if "max_norm" in state:
-            optimizer.max_grad_norm = min(state["max_norm"], own_limit or math.inf)  # type: ignore[attr-defined]
+            stepping.max_grad_norm = min(state["max_norm"], own_limit or math.inf)
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
-            optimizer.max_grad_norm = own_limit  # type: ignore[attr-defined]
+            stepping.max_grad_norm = own_limit
             for name in handed:
-                delattr(optimizer, name)
+                delattr(stepping, name)
         state["stage"] = OptState.STEPPED
         return result
 
@@ -258,7 +297,7 @@ class GradScaler(torch.amp.GradScaler):
         With an optimizer of halfstep no gradient is written and none is read once more: the norm comes from the check
         that `step` needs anyway, and the factor goes into the step. Gradients must not change between here and `step`.
         Other optimizers have their gradients unscaled and clipped in place, as `unscale_` followed by
-        `torch.nn.utils.clip_grad_norm_` would.
+        `torch.nn.utils.clip_grad_norm_` would, but over all ranks that hold any part of the parameters.
 
         Args:
             optimizer: whose gradients; call before ``step(optimizer)``.
@@ -273,11 +312,10 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: `step` was called already since the last `update`.
         """
         _checked("max_norm", max_norm, "finite numbers above 0", lambda x: x > 0)
-        if not self._enabled or not getattr(optimizer, "_accepts_sum_of_squares", False):
+        if not self._enabled or not getattr(_stepping(optimizer), "_accepts_sum_of_squares", False):
             if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            return self._clip_in_place(optimizer, max_norm)
         self._check_scale_growth_tracker("clip_grad_norm_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -290,6 +328,25 @@ class GradScaler(torch.amp.GradScaler):
             return torch.zeros(())
         state["max_norm"] = float(max_norm)
         norm: torch.Tensor = state["gradient_check"].sum_of_squares.sqrt().float()
+        return norm
+
+    @torch.no_grad()
+    def _clip_in_place(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        parameters = _parameters(optimizer)
+        topology = self._memory(optimizer).topology.of(parameters, self._process_group)
+        if not topology.groups and topology.settled:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        settle_gradients(parameters)
+        places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
+        grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
+        check = check_gradients(grads, None, topology=topology, places=places)
+        norm = torch.zeros(()) if check is None else check.sum_of_squares.sqrt().float()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for grad in map(local, grads):
+            by_device.setdefault(grad.device, []).append(grad)
+        for device, own in by_device.items():
+            torch._foreach_mul_(own, factor.to(device, non_blocking=True))
         return norm
 
     @torch._disable_dynamo
@@ -323,11 +380,21 @@ class GradScaler(torch.amp.GradScaler):
             overflow = torch.stack([flag.reshape(()).to(scale.device, non_blocking=True) for flag in found]).amax()
         else:
             overflow = found[0].to(scale.device, torch.float32, non_blocking=True)
+        overflow = self._agreed(overflow)
         assert self._hysteresis_tracker is not None and self._skipped is not None and self._counts is not None
         state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)
         loss_scale.update(state, overflow, self._rules())
         self._mirror.take(self._counts)
         self._per_optimizer_states.clear()
+
+    def _agreed(self, overflow: torch.Tensor) -> torch.Tensor:
+        """Whether an optimizer of any rank overflowed, if they decided over different sets of ranks."""
+        known = [state["topology"] for state in self._per_optimizer_states.values() if "topology" in state]
+        if len({topology.ranks for topology in known}) < 2:
+            return overflow
+        parameters = [parameter for topology in known for parameter in topology.parameters]
+        joint = self._joint.topology.of(parameters, self._process_group)
+        return agree(joint, [overflow], [], self._joint.checks).found_inf.to(overflow.device)
 
     def _rules(self) -> loss_scale.Rules:
         return loss_scale.Rules(
@@ -382,11 +449,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         named = list(named_parameters)
         found: list[Overflow] = []
-        for number, (reference, memory) in enumerate(self._memories.values()):
-            optimizer = reference()
+        for number, memory in enumerate(self._memories.values()):
+            optimizer = memory.optimizer()
             if optimizer is not None:
                 names = names_of(optimizer, number, named)
-                found += [one for counts in memory.counts.values() for one in read(counts, names)]
+                found += [one for counts in memory.checks.counts.values() for one in read(counts, names)]
         found.sort(key=lambda one: (-one.inf_steps - one.nan_steps, one.first_step, one.name))
         counts = [0, 0, 0] if self._counts is None else self._counts.tolist()
         return OverflowReport(counts[DECIDED], counts[SKIPPED], counts[LAST_SKIPPED], found)
@@ -436,4 +503,5 @@ class GradScaler(torch.amp.GradScaler):
             "_counts": None,
             "_mirror": Mirror(),
             "_memories": {},
+            "_joint": _Shared(),
         }
