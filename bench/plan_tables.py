@@ -123,9 +123,8 @@ def _work(made: dict[str, Any]) -> list[str]:
         said.append(f"{moved}: {digits(milliseconds)} ms at {gpu['bandwidth'] / 1e12:g} TB/s.")
     if work is not None:
         seconds = work["hardware"] / gpu["flops"]
-        said.append(
-            f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s peak, the work takes {digits(1e3 * seconds)} ms."
-        )
+        peak = f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s dense bf16 peak"
+        said.append(f"{peak}, the work takes {digits(1e3 * seconds)} ms.")
     if made["mfu"] is not None:
         said.append(f"MFU {made['mfu']:.3f}, HFU {made['hfu']:.3f}; 0.5 and above is good.")
         if made["hfu"] > 1:

@@ -219,6 +219,13 @@ def test_work_of_other_layers() -> None:
     assert plan_work.layer_flops(WORKED, s) == plan_work.attention_flops(s, h) + 2 * plan_work.linear_flops(s, h, 4 * h)
 
 
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_matrix_takes_two_flops_per_element_and_token(name: str) -> None:
+    model, s = MODELS[name], 64
+    matrices = sum(t.elements * one.count for one in model.units() for t in one.tensors if t.kind == "matrix")
+    assert plan_work.forward_flops(model, 3, s) == 3 * (2 * s * matrices + model.layers * 4 * s**2 * model.hidden)
+
+
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_training_flops_are_narayanans(accumulate: int) -> None:
     b, s, h, L, V = 8, 512, 768, 12, 40512
@@ -334,6 +341,9 @@ def test_whole_parameters_are_dealt_to_the_rank_with_least() -> None:
         for rank in (0, 1, None)
     ]
     assert states == [13, 10, 13]
+    # The rank that holds most is not always the first.
+    later = plan(units=[unit("all", [(5,), (4,), (3,)])], gpus=2, strategy="zero1-torch", precision="fp32")
+    assert later.part("exp_avg").bytes == 4 * 7
 
 
 def test_buckets_stand_beside_the_gradients_unless_they_are_views() -> None:
@@ -349,6 +359,10 @@ def test_gathered_units() -> None:
     assert made.part("gathered weights").bytes == 2 * (root + 2 * block)
     assert made.part("unreduced gradients").bytes == (2 + 2) * block
     assert "gathered weights" not in [part.name for part in plan(model=WORKED, strategy="fsdp").parts]
+    # FSDP gathers weights already cast: autocast finds nothing to copy.
+    amp = plan(model=WORKED, gpus=8, strategy="fsdp", precision="amp-bf16", optimizer="torch")
+    assert amp.part("gathered weights").bytes == made.part("gathered weights").bytes
+    assert "cast weights" not in [part.name for part in amp.parts]
 
 
 def test_offloading_leaves_states_or_everything_on_the_host() -> None:

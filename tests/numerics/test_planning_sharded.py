@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from halfstep.numerics.planning import Plan, Unit, plan, unit
+from halfstep.numerics.planning import Plan, Transformer, Unit, plan, unit
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,12 @@ def test_uneven_shards_were_really_among_them(ranks: list[dict[str, Any]]) -> No
 def test_two_replicas_of_hsdp_hold_everything(ranks: list[dict[str, Any]], rank: int) -> None:
     made = plan(units=units_of(planned_bytes.Model()), gpus=2, strategy="hsdp", shard=1)
     assert ranks[rank]["hsdp"] == planned(made)
+
+
+def test_tensor_parallelism_cuts_as_torch_does(ranks: list[dict[str, Any]]) -> None:
+    made = plan(model=Transformer(**planned_bytes.SHAPE), gpus=2, tensor_parallel=2, precision="fp32")
+    for rank in ranks:
+        assert rank["tensor parallel"] == made.part("weights").bytes
 
 
 @pytest.mark.parametrize("view", [False, True])

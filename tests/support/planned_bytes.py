@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
@@ -123,6 +124,24 @@ def messages(**policy: Any) -> list[tuple[str, int]]:
     ]
 
 
+SHAPE = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 6, "seq": 5}
+
+
+def under_tensor_parallelism(mesh: Any) -> int:
+    """Bytes of one rank's weights: a block and what stands around it, cut as Megatron-LM cuts them."""
+    hidden, vocab = SHAPE["hidden"], SHAPE["vocab"]
+    across = {"query": 1, "key": 1, "value": 1, "up": 4}
+    model = nn.ModuleDict({name: nn.Linear(hidden, times * hidden) for name, times in across.items()})
+    model["out"], model["down"] = nn.Linear(hidden, hidden), nn.Linear(4 * hidden, hidden)
+    model["embedding"], model["positions"] = nn.Embedding(vocab, hidden), nn.Embedding(SHAPE["seq"], hidden)
+    for name in ("norm1", "norm2", "norm"):
+        model[name] = nn.LayerNorm(hidden)
+    model["head"] = nn.Linear(hidden, vocab, bias=False)
+    cut = {name: ColwiseParallel() for name in (*across, "head")}
+    parallelize_module(model, mesh, {**cut, **{name: RowwiseParallel() for name in ("out", "down", "embedding")}})
+    return storage_bytes(list(model.parameters()))
+
+
 def run(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
@@ -140,6 +159,7 @@ def run(rank: int, port: int, folder: str) -> None:
             "zero1 torch": under_zero1(torch.float32, torch.optim.AdamW),
             "ddp": under_ddp(view=False),
             "ddp view": under_ddp(view=True),
+            "tensor parallel": under_tensor_parallelism(init_device_mesh("cpu", (WORLD,))),
             "messages": messages(),
             "messages mixed": messages(mp_policy=mixed),
         }
