@@ -1,10 +1,11 @@
 # Every target sets up what it needs in $(VENV) first; `make demo` and `make test` work on a fresh clone, in either order.
 # Overridable, e.g. `make test PYTHON=python3.12`: PYTHON (the interpreter that makes the environment), VENV (where it
-# goes), OUT (where the demo's report goes).
+# goes), OUT (where the demo's report goes), WORKERS (how many processes test side by side; each takes up to 1 GB).
 
 PYTHON ?= python3
 VENV := .venv
 OUT := out/demo
+WORKERS := auto
 
 # No `python -m pytest`: it would put this folder on Python's path, and with it a bare `kernels`, `numerics` and so on.
 BIN := $(VENV)/bin
@@ -49,7 +50,7 @@ demo: $(VENV)/.plots
 	@echo "The report is $(OUT)/report.html (also report.json and report.png)."
 
 test: $(VENV)/.test
-	$(BIN)/pytest -m "not exhaustive"
+	$(BIN)/pytest -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile -p no:benchmark
 
 exhaustive: $(VENV)/.test
 	$(BIN)/pytest -m exhaustive

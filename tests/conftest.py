@@ -10,7 +10,9 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-torch.set_num_threads(min(torch.get_num_threads(), 2))
+# Beside other processes that test, one thread each: OpenMP's threads wait for one another, which takes turns badly.
+ALONE = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
+torch.set_num_threads(min(torch.get_num_threads(), 2) if ALONE else 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
