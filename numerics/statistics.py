@@ -310,6 +310,10 @@ class Statistics(Sequence[Row]):
             moved[:, new] += cells[:, place]
         return self._with(moved.reshape(len(self), CELLS), float(np.float32(scale)))
 
+    def relabelled(self, scale: float) -> Statistics:
+        """The same counts as those of other elements at another scale: of gradients that were scaled when counted."""
+        return self._with(self.counts, scale)
+
     def _with(self, counts: np.ndarray, scale: float) -> Statistics:
         made = Statistics(self.names, self._dtypes, self.format, scale, [])
         made._counts = counts

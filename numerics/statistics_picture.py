@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.numerics.wording import shortened
 
 if TYPE_CHECKING:
+    from halfstep.numerics.advice import ScaleAdvice
     from halfstep.numerics.statistics import Row, Statistics
 
 # Distinguishable without red-green vision: what is lost is warm, what is kept is blue.
@@ -51,6 +52,11 @@ def figure(width: float, height: float) -> Any:
 def save(made: Any, path: str | Path) -> None:
     """Write a figure in the format of the file's suffix."""
     made.savefig(path, dpi=110)
+
+
+def _at(scale: float) -> str:
+    fraction, exponent = math.frexp(scale)
+    return f" at scale $2^{{{exponent - 1}}}$" if fraction == 0.5 else f" at scale {scale:g}"
 
 
 def _kind(row: Row, exponent: int) -> str:
@@ -103,8 +109,8 @@ def draw_exponents(axes: Any, row: Row, what: str) -> None:
     axes.set_ylim(0, top * 1.22)
     for kind, (start, end) in limits.items():
         start, end = max(start, low), min(end, high)
-        if end - start > 0.06 * (high - low):
-            name = {"flushed": "to zero", "overflow": "overflow"}.get(kind, kind)
+        name = {"flushed": "to zero"}.get(kind, kind)
+        if end - start > 0.0115 * len(name) * (high - low):
             axes.text(
                 (start + end) / 2, top * 1.19, name, ha="center", va="top", fontsize=9, color=COLOURS[kind],
                 fontweight="bold", clip_on=True,
@@ -113,7 +119,7 @@ def draw_exponents(axes: Any, row: Row, what: str) -> None:
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, steps=[1, 2, 4, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{value:.0f}}}$"))
-    factor = f" at scale 2^{shift:.0f}" if shift and shift == round(shift) else f" at scale {row.scale:g}" * bool(shift)
+    factor = _at(row.scale) if shift else ""
     axes.set(
         xlabel=f"magnitude of the {what}" + (", unscaled" if shift else ""),
         ylabel="% of all",
@@ -136,7 +142,7 @@ def draw_bars(axes: Any, rows: Sequence[Row], title: str) -> None:
         left = [start + share for start, share in zip(left, shares, strict=True)]
     axes.set_yticks(places, [shortened(row.name, 34) for row in rows], fontsize=8)
     axes.set_xlim(0, 100)
-    axes.set_ylim(-0.6, max(len(rows), 4) - 0.4)
+    axes.set_ylim(-0.6, max(len(rows), 1) - 0.4)
     axes.set(title=title, xlabel="% of elements")
     _tidy(axes, "x")
     if axes.get_legend_handles_labels()[0]:
@@ -157,4 +163,55 @@ def of_statistics(found: Statistics) -> Any:
     draw_exponents(upper, found.total, "elements")
     more = "" if len(worst) == len(found) else f", the {len(worst)} worst of {len(found)}"
     draw_bars(lower, worst, f"What {found.format.name} makes of each tensor{more}")
+    return made
+
+
+def draw_scales(axes: Any, advice: ScaleAdvice) -> None:
+    """What each scale would lose: the worst tensor's share flushed, and all tensors' overflow; the interval shaded."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    exponents, curves = advice.exponents, advice.curves
+    numbers = curves.numbers.clip(1)
+    low, high, best = (math.log2(scale) for scale in (advice.low, advice.high, advice.scale))
+    flushed = 100 * (curves.flushed / numbers[:, None]).max(0)
+    overflow = 100 * (curves.overflow / numbers[:, None]).max(0)
+    if low <= high:
+        axes.axvspan(low, high, color=COLOURS["normal"], alpha=0.12, linewidth=0, label="no more than accepted")
+    floor = 1e-3
+    for kind, shares in (("flushed", flushed), ("overflow", overflow)):
+        shown = [share if share > 0 else math.nan for share in shares]
+        axes.plot(
+            exponents, shown, color=COLOURS[kind], marker="o", markersize=3, label=f"{MEANINGS[kind]}, worst tensor"
+        )
+        floor = min([floor, *(share / 2 for share in shares if share > 0)])
+    axes.axvline(best, color="black", linewidth=1.4, label=f"scale $2^{{{best:.0f}}}$")
+    if advice.share:
+        axes.axhline(
+            100 * advice.share,
+            color="#555555",
+            linewidth=1.0,
+            linestyle=":",
+            label=f"accepted, {100 * advice.share:g} %",
+        )
+    axes.set_yscale("log")
+    axes.set_ylim(max(floor, 1e-7), 300)
+    axes.set_xlim(max(min(low, best) - 12, exponents[0]), min(max(high, best, min(low, best + 40)) + 8, exponents[-1]))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, steps=[1, 2, 4, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{value:.0f}}}$"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set(title="What each scale would lose of a gradient", xlabel="loss scale", ylabel="% of its numbers")
+    axes.legend(frameon=False, fontsize=9, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.24))
+    _tidy(axes, "y")
+
+
+def of_advice(advice: ScaleAdvice) -> Any:
+    """The figure of `ScaleAdvice.picture`."""
+    found = advice.statistics
+    worst = found.worst(BARS)
+    made = figure(11, 7.6 + 0.24 * max(4, len(worst)))
+    upper, middle, lower = made.subplots(3, 1, height_ratios=[3.2, 2.6, 1.4 + 0.24 * max(4, len(worst))])
+    draw_exponents(upper, found.total, "gradients")
+    draw_scales(middle, advice)
+    more = "" if len(worst) == len(found) else f", the {len(worst)} worst of {len(found)}"
+    draw_bars(lower, worst, f"What {found.format.name} makes of each gradient{_at(found.scale)}{more}")
     return made

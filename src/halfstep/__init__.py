@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from halfstep.kernels.cast import cast, foreach_cast
     from halfstep.kernels.softmax import log_softmax, softmax
     from halfstep.kernels.unscale import foreach_check, foreach_unscale_
+    from halfstep.numerics.advice import advise_scale
     from halfstep.numerics.codec import decode, encode, round_to
     from halfstep.numerics.formats import formats
     from halfstep.numerics.scaler import GradScaler
@@ -27,6 +28,7 @@ _HOME = {
     "AdamW": "halfstep.integrations.optim",
     "GradScaler": "halfstep.numerics.scaler",
     "SkipAwareScheduler": "halfstep.integrations.scheduler",
+    "advise_scale": "halfstep.numerics.advice",
     "backend": "halfstep.kernels.backend",
     "cast": "halfstep.kernels.cast",
     "decode": "halfstep.numerics.codec",
@@ -47,6 +49,7 @@ __all__ = [
     "GradScaler",
     "SkipAwareScheduler",
     "__version__",
+    "advise_scale",
     "backend",
     "cast",
     "decode",
