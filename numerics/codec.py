@@ -284,7 +284,8 @@ def _widened(rows: Array) -> Array:
     """In float64."""
     if rows.dtype == np.float32 and flushing():
         return _values(rows.view(np.uint32).astype(np.uint64), formats["fp32"])
-    return rows.astype(np.float64, copy=False)
+    with np.errstate(invalid="ignore"):  # numpy remarks on signalling NaNs
+        return rows.astype(np.float64, copy=False)
 
 
 def _around(values: Any, form: Format, fast: Callable[[Array], Array], slow: Callable[..., Any]) -> Any:
@@ -357,7 +358,8 @@ def _computed(codes: Array, form: Format) -> Array:
         values = np.ldexp(1.0, field + form.emin)
     else:
         units = units + ((field > 0).astype(U) << U(form.mantissa))
-        values = np.ldexp(units.astype(np.float64), np.maximum(field, 1) - 1 + form.emin - form.mantissa)
+        with np.errstate(over="ignore"):  # what has the exponent of infinity is replaced below
+            values = np.ldexp(units.astype(np.float64), np.maximum(field, 1) - 1 + form.emin - form.mantissa)
     patterns = values.view(U)
     patterns |= (negative != 0).astype(U) << U(63)
     special = magnitude > U(form.largest_code)
