@@ -98,7 +98,8 @@ def kept(
     parts += [part(name, stored, mine.states, how.states, states) for name, stored in row.states(amsgrad)]
     if shaped and row.scalars:
         size = row.scalars * sum(count for _, count in mine.states)
-        parts.append(Part("scalars", size, None, 1, ALWAYS, True, states, "step counts, scales"))
+        counted = not row.optimizer.startswith("te")  # TransformerEngine's are read in its source only
+        parts.append(Part("scalars", size, None, 1, ALWAYS, counted, states, "step counts, scales"))
     return parts
 
 

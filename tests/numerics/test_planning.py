@@ -127,6 +127,25 @@ def test_bytes_moved_by_a_step(precision: str, optimizer: str, moved: Fraction) 
     assert plan(BILLION, precision=precision, optimizer=optimizer).step_traffic == moved * BILLION
 
 
+def test_transformer_engines_small_states_have_scales_and_are_copied_to_fp32_in_a_step() -> None:
+    """Its `_initialize_state` gives each such state a scale, and fp8 tensors a scale, a maximum and an inverse scale
+    besides; its step takes `get_unscaled_state` of all, fp32 tensors. bf16 states are stepped as they are.
+    """
+    held = [unit("all", [(10, 10), (5,)])]
+    made = plan(units=held, optimizer="te-master", moments="fp8,fp16", master="fp16")
+    assert made.part("scalars").bytes == 2 * (16 + 4 + 4) and not made.part("scalars").exact
+    assert made.part("step temporaries").bytes == 3 * 4 * 105
+    made = plan(units=held, optimizer="te-remainder-bf16")
+    assert made.part("scalars").bytes == 2 * (4 + 4) and made.totals.step == 0
+    plain = plan(units=held, optimizer="te-master")
+    assert plain.totals.step == 0 and "scalars" not in [part.name for part in plain.parts]
+
+
+def test_o2_keeps_fp32_gradients_during_the_step() -> None:
+    made = plan(BILLION, optimizer="apex-o2", precision="fp16", batch=1, seq=8)
+    assert made.totals.step == 4 * BILLION and made.totals.peak == 20 * BILLION
+
+
 def test_amsgrad_keeps_one_more() -> None:
     made = plan(BILLION, amsgrad=True, moments="bf16")
     assert made.part("max_exp_avg_sq").bytes == 2 * BILLION and made.state_per_parameter == 12
