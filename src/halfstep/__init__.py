@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep._version import __version__
 
 if TYPE_CHECKING:
+    from halfstep.integrations.monitor import AmpMonitor
     from halfstep.integrations.optim import Adam, AdamW
     from halfstep.integrations.scheduler import SkipAwareScheduler
     from halfstep.kernels.backend import backend
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Adam": "halfstep.integrations.optim",
     "AdamW": "halfstep.integrations.optim",
+    "AmpMonitor": "halfstep.integrations.monitor",
     "GradScaler": "halfstep.numerics.scaler",
     "SkipAwareScheduler": "halfstep.integrations.scheduler",
     "advise_scale": "halfstep.numerics.advice",
@@ -46,6 +48,7 @@ _HOME = {
 __all__ = [
     "Adam",
     "AdamW",
+    "AmpMonitor",
     "GradScaler",
     "SkipAwareScheduler",
     "__version__",

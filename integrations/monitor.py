@@ -1,0 +1,203 @@
+"""Watch what a training loop's gradients need of their format: every so many steps, at next to no cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from halfstep.kernels.multi_tensor import capturing
+from halfstep.kernels.statistics import foreach_count_, width
+from halfstep.numerics.advice import ScaleAdvice, advise_scale
+from halfstep.numerics.formats import formats
+from halfstep.numerics.named_tensors import countable, named_tensors, scaled_to_odd
+from halfstep.numerics.statistics import Statistics, grid_of
+
+
+@dataclass(frozen=True)
+class AmpReport:
+    """What an `AmpMonitor` has seen.
+
+    Attributes:
+        steps: seen so far.
+        collected: in how many of them gradients were counted.
+        scale: the loss scale now; 1 without a scaler.
+        statistics: of the gradients of all these steps together, at that scale.
+        advice: on the scale; None where no gradient held a number but 0.
+    """
+
+    steps: int
+    collected: int
+    scale: float
+    statistics: Statistics
+    advice: ScaleAdvice | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "steps": self.steps,
+            "collected": self.collected,
+            "scale": self.scale,
+            "statistics": self.statistics.as_dict(),
+            "advice": self.advice and self.advice.as_dict(),
+        }
+
+    def __str__(self) -> str:
+        head = f"gradients of {self.collected} of {self.steps} steps"
+        return "\n".join([head, str(self.statistics), *([] if self.advice is None else [str(self.advice)])])
+
+
+class AmpMonitor:
+    """Counts gradients every `every` steps, on their device and without a wait; `report` says what they come to.
+
+    Call `step` after ``backward()`` and before ``optimizer.step()``, or have it called: ``monitor.attach(optimizer)``.
+    Gradients that a loss scaler has scaled are counted as they are without the scale, whatever it was at the time.
+    Counts of all steps are added up, so that what is held does not grow: 6.8 KB per parameter.
+
+    Args:
+        model_or_named_parameters: a module, or (name, parameter) pairs. Those that need no gradient are left out.
+        scaler: `halfstep.GradScaler` or `torch.amp.GradScaler`; None if the loss is not scaled.
+        every: steps from one count to the next; the first step is counted.
+        format: what gradients are to be held in.
+
+    Raises:
+        TypeError: something is not a tensor.
+        ValueError: `every` is not a whole number from 1, a name is there twice, or the format cannot be counted for.
+
+    Note:
+        A gradient in fp16 has been rounded by then: what was flushed in the backward pass counts as zero. Of sharded
+        parameters each rank counts its own shards; statistics of ranks can be added. While a CUDA graph is captured
+        nothing is counted.
+    """
+
+    def __init__(
+        self,
+        model_or_named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
+        scaler: torch.amp.GradScaler | None = None,
+        every: int = 100,
+        format: Any = "fp16",
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every is {every!r}; allowed are whole numbers from 1")
+        self.format = formats[format]
+        self.every = every
+        self._grid = grid_of(self.format)
+        named = named_tensors(model_or_named_parameters, "model_or_named_parameters")
+        self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self._scaler = scaler
+        self._handles: list[Any] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self._steps = self._collected = 0
+        self._counts: dict[torch.device, torch.Tensor] = {}
+
+    # -------------------------------------------------------------------------------------------------------- counting
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> AmpMonitor:
+        """Call `step` before each step of an optimizer, until `detach`. Of several, attach one. Returns itself.
+
+        An optimizer that the scaler does not call, because of an overflow, is not seen to step.
+        """
+        self._handles.append(optimizer.register_step_pre_hook(lambda of, args, kwargs: self.step(of)))
+        return self
+
+    def detach(self) -> None:
+        """Undo every `attach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Count the gradients as they are, if it is time to.
+
+        Args:
+            optimizer: whose step is coming. With it gradients that ``scaler.unscale_(optimizer)`` has already unscaled
+                are recognised; without it they are taken to be scaled if there is a scaler.
+        """
+        self._steps += 1
+        if (self._steps - 1) % self.every == 0:
+            self._collect(self._scale_of(optimizer))
+
+    def _scale_of(self, optimizer: torch.optim.Optimizer | None) -> torch.Tensor | None:
+        """What gradients are multiplied by, on the device; None if they are not."""
+        scaler = self._scaler
+        if scaler is None or not scaler.is_enabled():
+            return None
+        states = scaler._per_optimizer_states
+        if optimizer is not None and id(optimizer) in states:
+            if states[id(optimizer)]["stage"] is OptState.UNSCALED:
+                return None
+        scale = scaler._get_scale_async()  # get_scale() would wait for the device
+        return None if scale is None else scale.detach()
+
+    @torch.no_grad()
+    def _collect(self, scale: torch.Tensor | None) -> None:
+        by_device: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
+        for place, (name, parameter) in enumerate(self._parameters.items()):
+            if parameter.grad is not None:
+                values = countable(f"the gradient of {name}", parameter.grad, self.format)
+                listed, places = by_device.setdefault(values.device, ([], []))
+                listed.append(values)
+                places.append(place)
+        if any(map(capturing, by_device)):
+            return
+        for device, (listed, places) in by_device.items():
+            counts = self._table(device)
+            there = None if scale is None else scale.to(device, non_blocking=True)
+            for double in (False, True):  # fp64 is unscaled before it becomes fp32
+                rows = [
+                    place for place, one in zip(places, listed, strict=True) if (one.dtype == torch.float64) is double
+                ]
+                values_of = [one for one in listed if (one.dtype == torch.float64) is double]
+                if double:
+                    unscale = 1.0 if there is None else there.double().reciprocal()
+                    values_of = [scaled_to_odd(one, unscale) for one in values_of]
+                foreach_count_(values_of, counts, self._grid, scale=None if double else there, inverted=True, rows=rows)
+        self._collected += 1
+
+    def _table(self, device: torch.device) -> torch.Tensor:
+        if device not in self._counts:
+            self._counts[device] = torch.zeros(len(self._parameters), width(False), dtype=torch.int64, device=device)
+        return self._counts[device]
+
+    # ------------------------------------------------------------------------------------------------------- reporting
+
+    def statistics(self) -> Statistics:
+        """Of the unscaled gradients of all steps counted so far. Waits for the device when read."""
+        names = list(self._parameters)
+        dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in self._parameters.values()]
+        tables = list(self._counts.values()) or [torch.zeros(len(names), width(False), dtype=torch.int64, device="cpu")]
+        # On one device as a rule. A copy, since counting goes on.
+        table = tables[0].clone()
+        for other in tables[1:]:
+            table += other.to(table.device, non_blocking=True)
+        return Statistics(names, dtypes, self.format, 1.0, [(table, range(len(names)))])
+
+    def report(self, share: float = 1e-3, headroom: int = 2) -> AmpReport:
+        """What the gradients counted so far come to. Waits for the device.
+
+        Args:
+            share, headroom: as in `halfstep.advise_scale`.
+        """
+        found = self.statistics()
+        scaler = self._scaler
+        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        numbers = sum(found.total.exponents.values())
+        return AmpReport(
+            steps=self._steps,
+            collected=self._collected,
+            scale=scale,
+            statistics=_at(found, scale),
+            advice=advise_scale(found, self.format, share=share, headroom=headroom) if numbers else None,
+        )
+
+
+def _at(found: Statistics, scale: float) -> Statistics:
+    """At the power of two at or below a scale, which only a growth factor of one's own makes something else."""
+    return found.at(2.0 ** (math.frexp(scale)[1] - 1))

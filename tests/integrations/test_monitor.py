@@ -1,0 +1,193 @@
+"""AmpMonitor: what it counts in a training loop is what the gradients were, whatever the loss scale did."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+from halfstep.integrations.monitor import AmpMonitor
+from halfstep.numerics.statistics import statistics
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Tanh(), torch.nn.Linear(20, 4)).to(dtype)
+
+
+def backward(model: torch.nn.Module, scaler: torch.amp.GradScaler | None, factor: float = 1.0) -> None:
+    x = torch.randn(8, 30, generator=torch.Generator().manual_seed(1), dtype=next(model.parameters()).dtype)
+    loss = model(x).square().mean() * factor
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+SCALERS = {
+    "none": lambda: None,
+    "halfstep": lambda: halfstep.GradScaler("cpu", init_scale=2.0**10, growth_interval=2),
+    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2),
+    "disabled": lambda: halfstep.GradScaler("cpu", enabled=False),
+}
+OPTIMIZERS = {
+    "halfstep": lambda parameters: halfstep.AdamW(parameters, lr=1e-3),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("scaler_name", SCALERS)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_gradients_are_counted_without_the_scale(scaler_name: str, optimizer_name: str, unscale: bool) -> None:
+    model, scaler = model_of(), SCALERS[scaler_name]()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    monitor = AmpMonitor(model, scaler, every=3).attach(optimizer)
+    expected, scales = None, set()
+    for step in range(7):
+        optimizer.zero_grad()
+        backward(model, scaler, 2.0**-10)
+        if scaler is None:
+            scale = 1.0
+        else:
+            scale = scaler.get_scale()
+        scales.add(scale)
+        if step % 3 == 0:
+            counted = statistics({name: g / scale for name, g in gradients(model).items()}, "fp16", errors=False)
+            expected = counted if expected is None else expected + counted
+        if scaler is None:
+            optimizer.step()
+        else:
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert len(scales) > 1 or scaler is None or not scaler.is_enabled(), (
+        "the scale must have moved for the test to say much"
+    )
+    found = monitor.statistics()
+    assert found.names == expected.names
+    assert (found.counts == expected.counts).all()
+    report = monitor.report()
+    assert (report.steps, report.collected) == (7, 3)
+    assert report.scale == (scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0)
+    assert report.statistics.scale == report.scale
+    assert report.advice.scale == halfstep.advise_scale(found).scale
+
+
+def test_stepping_by_hand_and_detaching() -> None:
+    model = model_of(torch.bfloat16)
+    monitor = AmpMonitor(model.named_parameters(), every=2, format="bf16")
+    for _ in range(5):
+        backward(model, None)
+        monitor.step()
+        model.zero_grad()
+    assert (monitor.report().steps, monitor.report().collected) == (5, 3)
+    assert monitor.statistics().total.elements == 3 * sum(parameter.numel() for parameter in model.parameters())
+    monitor.reset()
+    empty = monitor.report()
+    assert (empty.steps, empty.collected, empty.advice) == (0, 0, None)
+    assert empty.statistics.total.elements == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor.attach(optimizer)
+    monitor.detach()
+    backward(model, None)
+    optimizer.step()
+    assert monitor.report().steps == 0
+
+
+def test_what_is_held_does_not_grow_and_is_not_shared() -> None:
+    model = model_of()
+    monitor = AmpMonitor(model, every=1)
+    backward(model, None)
+    monitor.step()
+    (table,) = monitor._counts.values()
+    early = monitor.statistics()
+    for _ in range(4):
+        monitor.step()
+    assert monitor._counts[torch.device("cpu")] is table
+    assert early.total.elements * 5 == monitor.statistics().total.elements
+
+
+class NoWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_in_the_loop() -> None:
+    model, scaler = model_of(), SCALERS["halfstep"]()
+    optimizer = halfstep.AdamW(model.parameters())
+    monitor = AmpMonitor(model, scaler, every=1).attach(optimizer)
+    backward(model, scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    backward(model, scaler)  # gradients stay where they are, so nothing of the host's own has to be made
+    with NoWaiting():
+        scaler.step(optimizer)
+    assert monitor.report().collected == 2
+
+
+def test_gradients_that_overflow_and_those_that_are_not_there() -> None:
+    model, scaler = model_of(), SCALERS["halfstep"]()
+    optimizer = halfstep.AdamW(model.parameters())
+    monitor = AmpMonitor(model, scaler, every=1).attach(optimizer)
+    backward(model, scaler)
+    model[0].weight.grad[0, :3] = torch.tensor([float("inf"), float("nan"), -0.0])
+    model[0].bias.grad = None
+    model[2].bias.requires_grad_(False)
+    scaler.step(optimizer)
+    scaler.update()
+    report = monitor.report()
+    row = report.statistics["0.weight"]
+    assert (row.infinite, row.nan, row.zero) == (1, 1, 1)
+    assert report.statistics["0.bias"].elements == 0
+    assert "are left out" in str(report)
+    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["collected"] == 1
+    frozen = AmpMonitor(model)
+    assert "2.bias" not in frozen.statistics().names
+
+
+def test_fp64_and_sparse_gradients() -> None:
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    linear = torch.nn.Linear(4, 1).double()
+    model = torch.nn.ModuleDict({"embedding": embedding, "linear": linear})
+    scaler = halfstep.GradScaler("cpu", init_scale=2.0**100)
+    monitor = AmpMonitor(model, scaler, every=1)
+    scaler.scale(linear(embedding(torch.tensor([1, 1, 3])).double()).sum() * 2.0**-120).backward()
+    monitor.step()
+    found = monitor.statistics()
+    assert found["embedding.weight"].elements == 8, "of two rows, one of them twice"
+    assert found["linear.bias"].exponents == {-119: 1}
+    assert found["linear.bias"].flushed == 1
+
+
+def test_a_scale_that_is_no_power_of_two() -> None:
+    model = model_of()
+    scaler = halfstep.GradScaler("cpu", init_scale=1000.0)
+    monitor = AmpMonitor(model, scaler, every=1)
+    backward(model, scaler)
+    monitor.step()
+    assert monitor.report().statistics.scale == 512.0
+    unscaled = statistics(gradients(model), "fp16", float(torch.tensor(1000.0).reciprocal()), errors=False)
+    assert (monitor.statistics().counts == unscaled.counts).all()
+
+
+def test_errors_name_the_argument() -> None:
+    for every in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match=r"every is .*; allowed are whole numbers from 1"):
+            AmpMonitor(model_of(), every=every)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model_or_named_parameters\['a'\] is a int"):
+        AmpMonitor([("a", 3)])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"format is 'int8'; allowed are"):
+        AmpMonitor(model_of(), format="int8")
+    model = torch.nn.Linear(2, 2).to(torch.complex64)
+    model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
+    with pytest.raises(TypeError, match=r"the gradient of weight has dtype torch.complex64"):
+        AmpMonitor(model).step()
