@@ -267,6 +267,35 @@ def norm_statistics(dtype: torch.dtype) -> int:
     return torch.native_layer_norm(torch.ones(2, 3, dtype=dtype), [3], None, None, 1e-5)[1].element_size()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_demos_gpt_saves_what_is_planned(precision: str) -> None:
+    """Blocks, last norm, head and loss of a whole model; what the plan leaves out is counted here one by one."""
+    size, b = SIZES["nano"], 3
+    s, h = size.context, size.width
+    shape = Transformer(size.layers, h, size.heads, 256, s, biases=False, dropout=False)
+    model = GPT(size, Precision.on(precision, CPU), seed=0).to(DTYPES[precision])
+    tokens = torch.arange(b * s).view(b, s) % 256
+    found = saved_bytes(lambda: model(tokens, tokens), list(model.parameters()))
+    made = plan(model=shape, batch=b, precision=precision)
+    log_softmax = made.part("logits").bytes  # in fp32, as the logits were
+    planned_for = made.part("activations").bytes + made.part("outer activations").bytes + log_softmax
+    norms = (2 * size.layers + 1) * 2 * b * s * norm_statistics(DTYPES[precision])
+    indices = 8 * b * s  # the tokens, which are also the targets
+    weight_of_the_mean = 4
+    assert found == planned_for + norms + indices + weight_of_the_mean
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_and_loss_are_what_stands_at_the_end_of_a_forward(dtype: torch.dtype) -> None:
+    shape = Transformer(1, 16, 2, 500, 8)
+    made = plan(model=shape, batch=4, precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
+    x, head = torch.zeros(32, 16, dtype=dtype), torch.zeros(500, 16, dtype=dtype)
+    targets = torch.zeros(32, dtype=torch.int64)
+    with Outputs() as outputs:
+        F.cross_entropy(F.linear(x, head).float(), targets)
+    assert sum(size for _, _, size in outputs.made if size > 8) == made.part("logits").bytes + made.part("loss").bytes
+
+
 def test_what_checkpointing_keeps() -> None:
     from torch.utils.checkpoint import checkpoint
 
