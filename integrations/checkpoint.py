@@ -1,113 +1,156 @@
 """Checkpoints that survive: written beside the last good one, checked, and only then given its name.
 
-A checkpoint is one file, ``step-00000120.pt``: a ``torch.save`` archive followed by one line with the SHA-256 of all
-bytes before it. ``torch.load(path, weights_only=True)`` reads it directly; `load` also proves that no byte changed
-(torch does not: its archive reader skips the checksums).
+`save` and `load` know two kinds, side by side in a run's folder:
 
-`save` writes to a temporary name in the same folder, flushes and fsyncs it, renames it, fsyncs the folder, and only
-then removes older files. Whatever stops it (Ctrl-C, ``kill -9``, a full disk, a power cut), every file that carries a
-checkpoint's name is complete, and the newest one that was there before is still there.
+- without a model, one process writes one file, ``step-00000120.pt``, of whatever it is given;
+- with one, all ranks write a folder, ``step-00000120/``, each its own shards in parallel, in the background if asked
+  to. It loads into any other topology, to the bit (checkpoint_sharded.py).
 
-The state is the same whatever the strategy: `gather` turns sharded tensors (FSDP2's DTensors) into whole ones on the
-CPU, `scatter` cuts them again for the mesh of the run that loads them.
+Whatever stops a save (Ctrl-C, ``kill -9`` of a rank, a full disk, a power cut), everything that carries a checkpoint's
+name is complete, and the newest one that was there before is still there. `load` proves that no byte changed (torch
+does not: its archive reader skips the checksums). See checkpoint_files.py, docs/checkpoints.md.
+
+A state in one file is the same whatever the strategy: `gather` turns sharded tensors (FSDP2's DTensors) into whole ones
+on the CPU, `scatter` cuts them again for the mesh of the run that loads them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import pickle
-import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-_NAME = re.compile(r"step-(\d{8,})\.pt")
-_TRAILER = b"\nhalfstep sha256 %s\n"
-_TRAILER_LENGTH = len(_TRAILER % (b"0" * 64))
-_TEMPORARY = ".checkpoint-"
+from halfstep.integrations import checkpoint_files as files
+from halfstep.integrations.checkpoint_files import CheckpointError, checkpoints, newest
+
+if TYPE_CHECKING:
+    from halfstep.integrations.checkpoint_sharded import PendingSave
+
+__all__ = [
+    "CheckpointError",
+    "checkpoints",
+    "gather",
+    "load",
+    "load_model",
+    "load_optimizer",
+    "newest",
+    "save",
+    "scatter",
+    "with_masters",
+]
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found or trusted. The message names the file and what to do."""
+@overload
+def save(
+    folder: str | Path,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    *,
+    keep: int = 2,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    asynchronous: Literal[False] = False,
+    process_group: Any = None,
+) -> Path: ...
 
 
-class _Hashed:
-    """A file that hashes what is written to it, so that the archive is never read back or held in memory."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
-    """The checkpoints in `folder` as (step, path), oldest first; none if there is no such folder."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        return []
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+@overload
+def save(
+    folder: str | Path,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    *,
+    keep: int = 2,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    asynchronous: Literal[True],
+    process_group: Any = None,
+) -> PendingSave: ...
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable. Windows cannot open folders and does this by itself."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def save(folder: str | Path, step: int, state: Mapping[str, Any], *, keep: int = 2) -> Path:
-    """Write `state` as the checkpoint of `step`, then remove all but the newest `keep` up to this step.
+def save(
+    folder: str | Path,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    *,
+    keep: int = 2,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    asynchronous: bool = False,
+    process_group: Any = None,
+) -> Path | PendingSave:
+    """Write the checkpoint of `step`, then remove all but the newest `keep` up to this step.
 
     Args:
-        folder: where the run's checkpoints lie; made if missing. One process writes: rank 0.
+        folder: where the run's checkpoints lie; made if missing. With `model`, all ranks must see the same one.
         step: steps done, ≥ 0.
-        state: tensors, numbers, strings, lists and dicts: what ``torch.load(weights_only=True)`` can read.
+        state: tensors, numbers, strings, lists and dicts: what ``torch.load(weights_only=True)`` can read. Without
+            `model` this is the checkpoint, and one process calls this: rank 0. With it, it is kept beside the shards
+            as the first rank gives it.
         keep: how many to leave, this one included, ≥ 1.
+        model: single, under DDP, FSDP1, FSDP2, tensor parallelism or several of them. All ranks call this, and each
+            writes its shards.
+        optimizer: over the model's parameters.
+        scaler: with a ``state_dict()``; its state is kept.
+        asynchronous: copy everything to the CPU, return, and write in a thread while training goes on. At most one save
+            is under way: the next `save` or `load` waits for it, and raises if it failed.
+        process_group: the ranks that save together, for instance one pipeline's; None for all.
 
     Returns:
-        The file's path. When this returns, the checkpoint is on disk.
+        The checkpoint's path: when this returns, it is on disk. If `asynchronous`, a `PendingSave`, whose ``result()``
+        waits for it; call that before ``destroy_process_group``.
 
     Raises:
-        CheckpointError: it could not be written. Earlier checkpoints are untouched.
-        ValueError: `step` or `keep` out of range.
+        CheckpointError: it could not be written, on all ranks alike. Earlier checkpoints are untouched.
+        ValueError: an argument is out of range, or goes together with `model` only.
     """
     if step < 0:
         raise ValueError(f"step is {step}; allowed are 0 and above")
     if keep < 1:
         raise ValueError(f"keep is {keep}; allowed are 1 and above: a save never leaves the folder empty")
-    folder = Path(folder)
-    path = folder / f"step-{step:08d}.pt"
+    if model is not None:
+        from halfstep.integrations import checkpoint_sharded
+
+        beside = {
+            "step": step,
+            "state": None if state is None else dict(state),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        return checkpoint_sharded.save(Path(folder), step, model, optimizer, beside, keep, asynchronous, process_group)
+    _only_with_model(optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group)
+    return _save_file(Path(folder), step, state or {}, keep)
+
+
+def _only_with_model(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} is given and model is None; allowed is {name} together with model: pass model=")
+
+
+def _save_file(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
+    path = folder / f"{files.name_of(step)}.pt"
     temporary = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_TEMPORARY}*"):  # of a process killed while saving
-            left.unlink(missing_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=folder)
+        files.clear(folder)
+        descriptor, temporary = tempfile.mkstemp(prefix=files.TEMPORARY, dir=folder)
         with os.fdopen(descriptor, "wb") as file:
-            hashed = _Hashed(file)
+            hashed = files.Hashed(file)
             torch.save(dict(state), hashed)  # type: ignore[arg-type]  # it writes and flushes, no more
-            file.write(_TRAILER % hashed.digest.hexdigest().encode())
+            file.write(files.TRAILER % hashed.digest.hexdigest().encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         temporary = None
-        _sync_folder(folder)
+        files.sync_folder(folder)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         raise CheckpointError(
             f"cannot write checkpoint {path}: {error}; earlier checkpoints are untouched; free space or fix permissions"
@@ -115,62 +158,65 @@ def save(folder: str | Path, step: int, state: Mapping[str, Any], *, keep: int =
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-    older = [old for number, old in checkpoints(folder) if number <= step]
-    for old in older[:-keep]:
-        old.unlink(missing_ok=True)
+    files.prune(folder, step, keep)
     return path
 
 
-def _complaint(path: Path) -> str | None:
-    """Why the file is not what `save` wrote, or None if every byte is."""
-    size = path.stat().st_size
-    if size <= _TRAILER_LENGTH:
-        return f"it has {size} bytes, which is too short: it was cut off"
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        left = size - _TRAILER_LENGTH
-        while left:
-            part = file.read(min(left, 1 << 20))
-            if not part:
-                return "it became shorter while it was read"
-            digest.update(part)
-            left -= len(part)
-        trailer = file.read()
-    if not (trailer.startswith(_TRAILER[:17]) and trailer.endswith(b"\n")):
-        return "its last line is not a checksum: it was cut off, or halfstep did not write it"
-    if trailer != _TRAILER % digest.hexdigest().encode():
-        return "its bytes do not have the checksum on its last line: it was changed or damaged"
-    return None
+def load(
+    path: str | Path,
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    process_group: Any = None,
+) -> dict[str, Any]:
+    """Read a checkpoint, after proving that it is complete and unchanged.
 
+    One file is read onto the CPU and returned. A folder of shards is read into `model`, `optimizer` and `scaler` by all
+    ranks together, whatever topology saved it; masters and moments have the bits that were saved. Folders that torch
+    alone has written (``torch.distributed.checkpoint.save`` of ``{"model": ..., "optimizer": ...}``) are read as well;
+    they have no checksums.
 
-def _remedy(path: Path) -> str:
-    good = [old for _, old in checkpoints(path.parent) if old != path and _complaint(old) is None]
-    if good:
-        return f"{good[-1]} is good: continue from that file, or delete the damaged one"
-    return "no other checkpoint in that folder is good: delete it and start anew, or restore it from a copy"
+    Args:
+        path: of the checkpoint; ``newest(folder)`` finds the last.
+        model, optimizer, scaler: for shards: of the same names, shapes and groups as those saved. Options of the
+            optimizer that say how state lies in memory stay as they are.
+        process_group: the ranks that load together; None for all.
 
-
-def load(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint onto the CPU, after proving that it is complete and unchanged.
+    Returns:
+        The ``state`` that was saved; {} if there was none.
 
     Raises:
-        CheckpointError: missing, unreadable, truncated, or damaged by even one bit. The message names the newest
-            other checkpoint in the folder that is good.
+        CheckpointError: missing, unreadable, truncated, damaged by even one bit, with a shard missing or of another
+            checkpoint; the message names the file and the newest other checkpoint in the folder that is good. Or it is
+            of another model or optimizer. On all ranks alike; nothing was changed.
+        ValueError: shards without `model`, or one file with it.
     """
     path = Path(path)
+    if model is not None:
+        if path.is_file():
+            raise ValueError(
+                f"model is given and {path} is one file; allowed are folders of shards: load it without model, then "
+                "use load_model and load_optimizer"
+            )
+        from halfstep.integrations import checkpoint_sharded
+
+        beside = checkpoint_sharded.read(path, model, optimizer, scaler is not None, process_group)
+        if scaler is not None:
+            scaler.load_state_dict(beside["scaler"])
+        return beside.get("state") or {}
+    _only_with_model(optimizer=optimizer, scaler=scaler, process_group=process_group)
+    if path.is_dir():
+        raise ValueError(f"model is None and {path} is a folder of shards; allowed is one file: pass model=")
     if not path.is_file():
-        present = ", ".join(str(old) for _, old in checkpoints(path.parent)) or "none"
-        raise CheckpointError(f"no checkpoint {path}; in that folder there are: {present}")
+        raise files.missing(path)
+    complaint = files.complaint(path)
     try:
-        complaint = _complaint(path)
         if complaint is None:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            if isinstance(state, dict):
-                return state
-            complaint = f"it holds a {type(state).__name__}, not a dict"
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            return files.read_archive(path)
+    except CheckpointError as error:
         complaint = str(error)
-    raise CheckpointError(f"checkpoint {path} cannot be used: {complaint}; {_remedy(path)}")
+    raise CheckpointError(f"checkpoint {path} cannot be used: {complaint}; {files.remedy(path)}")
 
 
 def gather(state: Any) -> Any:

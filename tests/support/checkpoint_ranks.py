@@ -1,0 +1,268 @@
+"""Ranks that save in one topology and load in another; started by tests/integrations/distributed/test_checkpoint*.py.
+
+All topologies live in one spawn of four processes: those of two ranks on the first two, the single one on the first.
+Gradients are whole tensors that are the same everywhere, cut by hand, so that nothing but the optimizer acts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import halfstep
+from halfstep.integrations import checkpoint
+
+WORLD = 4
+STEPS_BEFORE, STEPS_AFTER = 3, 2
+
+# By name: the dtype of the weights and the optimizer's options. Each is another way to keep masters and moments.
+LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bf16 split": (torch.bfloat16, {}),
+    "bf16 split, bf16 moments by chance": (
+        torch.bfloat16,
+        {"state_dtype": torch.bfloat16, "rounding": "stochastic", "seed": 3},
+    ),
+    "bf16 full, amsgrad": (torch.bfloat16, {"master_weights": "full", "amsgrad": True}),
+    "fp16 full": (torch.float16, {}),
+    "fp32": (torch.float32, {}),
+}
+
+
+class Block(torch.nn.Module):
+    """Two layers that tensor parallelism can cut by columns and rows, and a norm that it does not."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        # 6 and 10 rows over 4 ranks are uneven; the norm's 5 leave the last rank with none.
+        self.up = torch.nn.Linear(5, hidden)
+        self.down = torch.nn.Linear(hidden, 10)
+        self.norm = torch.nn.LayerNorm(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def model_of(layout: str, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    dtype, options = LAYOUTS[layout]
+    # Chance is named by place, and uneven parts of TP x FSDP are no range of places: 8 rows over 2 x 2 are even.
+    hidden = 8 if "rounding" in options else 6
+    model = torch.nn.Sequential(Block(hidden), torch.nn.Linear(10, 1)).to(dtype)
+    for p in model.parameters():
+        torch.nn.init.normal_(p)
+    return model
+
+
+def meshes() -> dict[str, DeviceMesh]:
+    """By topology. Made on all ranks, those outside included: a mesh makes groups, which all ranks must make alike."""
+    return {
+        "FSDP2 4": DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",)),
+        "FSDP2 2": DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)),
+        "HSDP 2x2": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard")),
+        "TP x FSDP": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")),
+    }
+
+
+def _sharded(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    fully_shard(model[0], mesh=mesh)  # type: ignore[index]
+    return fully_shard(model, mesh=mesh)
+
+
+def _tensor_parallel(model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
+    plan = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    return _sharded(model, mesh["dp"])
+
+
+# How many of the four ranks take part in it.
+TOPOLOGIES = {"single": 1, "DDP 2": 2, "FSDP2 4": 4, "FSDP2 2": 2, "HSDP 2x2": 4, "TP x FSDP": 4}
+
+
+class World:
+    """What the processes have in common: a group for each number of ranks, and the meshes."""
+
+    def __init__(self) -> None:
+        self.groups = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 4: dist.group.WORLD}
+        self.meshes = meshes()
+
+    def group(self, topology: str) -> Any:
+        return self.groups[TOPOLOGIES[topology]]
+
+    def wrap(self, model: torch.nn.Module, topology: str) -> torch.nn.Module:
+        if topology == "single":
+            return model
+        if topology == "DDP 2":
+            return torch.nn.parallel.DistributedDataParallel(model, process_group=self.group(topology))
+        mesh = self.meshes[topology]
+        return _tensor_parallel(model, mesh) if topology == "TP x FSDP" else _sharded(model, mesh)
+
+
+def optimizer_of(model: torch.nn.Module, layout: str, lr: float = 1e-2) -> halfstep.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": lr / 2}]
+    return halfstep.AdamW(groups, lr=lr, **LAYOUTS[layout][1])
+
+
+def cut(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`whole` as `like` is cut: itself, or this rank's part of it."""
+    if not isinstance(like, DTensor):
+        return whole.clone()
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """One step with gradients that depend on its number and the parameter alone."""
+    for index, parameter in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * number + index)
+        parameter.grad = cut(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(value: Any) -> Any:
+    """Everything whole and on its own memory."""
+    if isinstance(value, dict):
+        return {key: whole(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [whole(one) for one in value]
+    if isinstance(value, DTensor):
+        return value.full_tensor().clone()
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def contents(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights, masters, moments, counters and options by the parameters' names, whole on each rank. Collective."""
+    return whole({"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)})
+
+
+def reference(layout: str) -> list[dict[str, Any]]:
+    """One process that never stopped: its contents when the others save, and in the end."""
+    model = model_of(layout)
+    optimizer = optimizer_of(model, layout)
+    found = []
+    for number in range(STEPS_BEFORE + STEPS_AFTER):
+        if number == STEPS_BEFORE:
+            found.append(contents(model, optimizer))
+        step(model, optimizer, number)
+    return [*found, contents(model, optimizer)]
+
+
+def differing(expected: Any, found: Any, place: str = "") -> list[str]:
+    """Where two nested states differ by even one bit."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if expected.keys() != found.keys():
+            return [f"{place}: {sorted(map(str, expected.keys() ^ found.keys()))}"]
+        return [line for key in expected for line in differing(expected[key], found[key], f"{place}/{key}")]
+    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        pairs = enumerate(zip(expected, found, strict=True))
+        return [line for number, pair in pairs for line in differing(*pair, f"{place}/{number}")]
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        same = expected.dtype == found.dtype and expected.shape == found.shape
+        return [] if same and torch.equal(_bits(expected), _bits(found)) else [place]
+    return [] if type(expected) is type(found) and expected == found else [f"{place}: {expected!r} {found!r}"]
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32)
+
+
+Save = Callable[[Path, torch.nn.Module, halfstep.AdamW, Any], None]
+
+
+def save_ours(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, group: Any) -> None:
+    scaler = halfstep.GradScaler("cpu", init_scale=128.0)
+    scaler.scale(torch.ones(()))
+    checkpoint.save(
+        folder, STEPS_BEFORE, {"seen": 17}, model=model, optimizer=optimizer, scaler=scaler, process_group=group
+    )
+
+
+def load_ours(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, group: Any) -> None:
+    path = checkpoint.newest(folder)
+    assert path is not None and path.name == f"step-{STEPS_BEFORE:08d}"
+    scaler = halfstep.GradScaler("cpu")
+    state = checkpoint.load(path, model=model, optimizer=optimizer, scaler=scaler, process_group=group)
+    assert state == {"seen": 17} and scaler.state_dict()["scale"] == 128.0
+
+
+def save_torch(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, group: Any) -> None:
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+
+
+def load_torch(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, group: Any) -> None:
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def sources(layout: str, topology: str) -> list[str]:
+    """The topologies from which one loads: all for the usual layout, for the others the one before."""
+    names = list(TOPOLOGIES)
+    return names if layout == "bf16 split" else [names[names.index(topology) - 1]]
+
+
+def ways_of(layout: str) -> dict[str, Any]:
+    return {"ours": (save_ours, load_ours), **({"torch": (save_torch, load_torch)} if layout == "bf16 split" else {})}
+
+
+def matrix(rank: int, folder: Path, world: World, layout: str) -> dict[str, list[str]]:
+    """Save in every topology, load in every one: by pair, where the bits are not those of the single process."""
+    saved, end = reference(layout)
+    ways = ways_of(layout)
+    for name, ranks in TOPOLOGIES.items():
+        if rank < ranks:
+            model = world.wrap(model_of(layout), name)
+            optimizer = optimizer_of(model, layout)
+            for number in range(STEPS_BEFORE):
+                step(model, optimizer, number)
+            for way, (save, _) in ways.items():
+                save(folder / way / name, model, optimizer, world.group(name))
+        dist.barrier()
+    found: dict[str, list[str]] = {}
+    for name, ranks in TOPOLOGIES.items():
+        if rank < ranks:
+            for way, (_, load) in ways.items():
+                for source in sources(layout, name):
+                    model = world.wrap(model_of(layout, seed=1), name)
+                    optimizer = optimizer_of(model, layout, lr=5.0)
+                    load(folder / way / source, model, optimizer, world.group(name))
+                    wrong = differing(saved, contents(model, optimizer), "loaded")
+                    for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
+                        step(model, optimizer, number)
+                    wrong += differing(end, contents(model, optimizer), "continued")
+                    found[f"{way}: {source} -> {name}"] = wrong
+        dist.barrier()
+    return found
+
+
+def run(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    try:
+        world = World()
+        found = {layout: matrix(rank, Path(folder) / layout, world, layout) for layout in LAYOUTS}
+        torch.save(found, os.path.join(folder, f"rank{rank}.pt"))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    os._exit(0)  # as in sharded_training.py
