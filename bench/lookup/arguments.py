@@ -133,10 +133,11 @@ def number(hint: str) -> Callable[[str], Given]:
     """An argparse type: a number, exactly. `hint` says what to do with the name of a format."""
 
     def parse(text: str) -> Given:
+        text = text.strip()
         try:
-            return Given(text.strip(), parse_number(text))
+            return Given(text, parse_number(text))
         except ValueError as error:
-            known = f"; {text.strip()} is a format, and {hint}" if text.strip() in formats else ""
+            known = f"; {text} is a format, and {hint}" if text in formats else ""
             raise argparse.ArgumentTypeError(f"{error}{known}") from error
 
     return parse
@@ -178,7 +179,7 @@ def distinct(chosen: Iterable[Format]) -> list[Format]:
 
 
 def main(parser: Parser, argv: Sequence[str] | None, answer: Callable[[argparse.Namespace, Terminal], Answer]) -> int:
-    """Parse, answer, print. Returns the exit status: 0, or 2 with an error on standard error.
+    """Parse, answer, print. Returns the exit status: 0, 2 for what is not allowed, 1 if the output is not taken.
 
     Args:
         parser: of the command.
@@ -194,7 +195,7 @@ def main(parser: Parser, argv: Sequence[str] | None, answer: Callable[[argparse.
             import json  # what only some need is not what all wait for
 
             content = {"command": command, "input": found.input, "results": found.results()}
-            print(json.dumps(content, indent=2, allow_nan=False))
+            print(json.dumps(content, indent=2, allow_nan=False), flush=True)
         else:
             screen.show(found.lines(), sys.stdout)
     except UsageError as error:
@@ -203,4 +204,8 @@ def main(parser: Parser, argv: Sequence[str] | None, answer: Callable[[argparse.
     except BrokenPipeError:
         # Whoever read the output has seen enough; what is left must not be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"halfstep {command}: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0

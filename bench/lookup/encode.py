@@ -85,13 +85,11 @@ def _closer(found: Encoded) -> str:
     stored = found.stored
     if stored is None or found.error is None or found.error == 0:
         return ""
-    notes = number_dict(stored.value)
-    error = numerals.decimal(found.error)
-    shown = error if error is not None and len(error) <= 30 else f"≈{numerals.rounded(found.error, 6)}"
+    whole, exact = numerals.decimal(found.error), number_dict(stored.value)
+    value = " = ".join(text for text in (exact["decimal"], exact["hex"]) if text and len(text) <= 60)
+    error = whole if whole is not None and len(whole) <= 30 else f"≈{numerals.rounded(found.error, 6)}"
     relative = "" if found.relative is None else f", {numerals.rounded(found.relative * 100, 3)} %"
-    return (
-        f"{found.format.name}: {notes['decimal']} = {notes['hex']}, shortest {stored.shortest}; error {shown}{relative}"
-    )
+    return f"{found.format.name}: {value}, shortest {stored.shortest}; error {error}{relative}"
 
 
 def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:

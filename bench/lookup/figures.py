@@ -11,10 +11,10 @@ from halfstep.numerics.formats import KINDS, Format
 
 
 def short(value: float | Fraction) -> str:
-    """A figure in a few digits: all of them where seven are enough."""
+    """A figure in a few digits: all of them where nine columns hold them."""
     exact = Fraction(value)
     whole = numerals.decimal(exact)
-    return whole if whole is not None and len(whole.lstrip("-")) <= 7 else numerals.rounded(exact, 4)
+    return whole if whole is not None and len(whole.lstrip("-")) <= 9 else numerals.rounded(exact, 4)
 
 
 def power_of_two(value: float) -> str:

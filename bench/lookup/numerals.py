@@ -11,13 +11,13 @@ from halfstep.numerics.exact import decode_exact, encode_exact
 from halfstep.numerics.formats import Format
 
 _LONGEST = 1100  # digits; the exact decimal of fp64's least number has 751, and more than that nobody reads
-_POSITIONAL = range(-4, 17)  # decimal exponents written without an e
+_LEAST_POSITIONAL, _MOST_POSITIONAL = -4, 16  # decimal exponents written without an e
 
 
-def _placed(negative: bool, digits: str, exponent: int) -> str:
-    """The number d.ddd * 10^exponent of these digits."""
+def _placed(negative: bool, digits: str, exponent: int, most: int = _MOST_POSITIONAL) -> str:
+    """The number d.ddd * 10^exponent of these digits; without an e if the exponent is no larger than `most`."""
     digits = digits.rstrip("0") or "0"
-    if exponent not in _POSITIONAL:
+    if not _LEAST_POSITIONAL <= exponent <= most:
         text = digits[0] + ("." + digits[1:] if len(digits) > 1 else "") + f"e{exponent}"
     elif exponent < 0:
         text = "0." + "0" * (-exponent - 1) + digits
@@ -46,14 +46,14 @@ def _power_of_ten(x: Fraction) -> int:
 
 def decimal(x: Fraction) -> str | None:
     """All decimal digits of `x`; None if they never end, as those of 1/3, or are more than anyone reads."""
-    twos = fives = 0
-    rest = x.denominator
-    while rest % 2 == 0:
-        rest, twos = rest // 2, twos + 1
+    if max(x.numerator.bit_length(), x.denominator.bit_length()) > 4 * _LONGEST:
+        return None
+    twos = (x.denominator & -x.denominator).bit_length() - 1
+    rest, fives = x.denominator >> twos, 0
     while rest % 5 == 0:
         rest, fives = rest // 5, fives + 1
     places = max(twos, fives)
-    if rest != 1 or places > _LONGEST or x.numerator.bit_length() > 4 * _LONGEST:
+    if rest != 1 or places > _LONGEST:
         return None
     digits = str(abs(x.numerator) * 10**places // x.denominator)
     return _placed(x < 0, digits, len(digits) - 1 - places)
@@ -66,7 +66,8 @@ def rounded(x: Fraction, digits: int) -> str:
     exponent = _power_of_ten(x)
     scaled = round(abs(x) * Fraction(10) ** (digits - 1 - exponent))
     text = str(scaled)
-    return _placed(x < 0, text, exponent + len(text) - digits)
+    exponent += len(text) - digits
+    return _placed(x < 0, text, exponent, min(digits - 1, _MOST_POSITIONAL))  # no zeros that are no digits of it
 
 
 def hex_float(x: Fraction) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 from halfstep.bench.lookup import numerals
 from halfstep.bench.lookup.figures import fields, short
 from halfstep.bench.lookup.overlap import binade_values, lowest_exponent
-from halfstep.bench.lookup.view import Stored, code_text, finite, special_text
+from halfstep.bench.lookup.view import Stored, code_text, special_text
 from halfstep.numerics.formats import Format
 
 KINDS = ("range", "density", "codes")
@@ -124,6 +124,14 @@ def _shade(stored: Stored) -> Any:
     return tuple(one + share * (other - one) for one, other in zip(pale, full, strict=True))
 
 
+def _cell(stored: Stored) -> str:
+    """The value, in as many digits as a cell is wide."""
+    if isinstance(stored.value, float):
+        return special_text(stored.value)
+    text = short(stored.value)
+    return text if len(text) <= 8 else numerals.rounded(stored.value, 3)
+
+
 def draw_codes(axes: Any, format: Format) -> None:
     """Every code with its value, coloured by class."""
     columns = min(16, format.codes)
@@ -131,7 +139,7 @@ def draw_codes(axes: Any, format: Format) -> None:
     for code in range(format.codes):
         stored = Stored(code, format)
         row, column = divmod(code, columns)
-        text = short(Fraction(stored.value)) if finite(stored.value) and stored.value != 0 else special_or_zero(stored)
+        text = _cell(stored)
         axes.fill_between([column, column + 1], row, row + 1, color=_shade(stored), linewidth=0)
         axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=_INK)
     axes.set_xlim(0, columns)
@@ -153,11 +161,6 @@ def draw_codes(axes: Any, format: Format) -> None:
     handles = [axes.fill_between([], [], [], color=_CLASSES[sort], label=sort) for sort in _CLASSES if sort in sorts]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=5, frameon=False, fontsize=10)
     axes.set_title(f"All {format.codes} codes of {format.name} ({format.title})", loc="left", fontsize=12, pad=26)
-
-
-def special_or_zero(stored: Stored) -> str:
-    """What stands in the cell of a value that is no number, or is zero."""
-    return special_text(stored.value) if isinstance(stored.value, float) else "0"
 
 
 def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Path) -> None:

@@ -14,7 +14,7 @@ RULES = {
     "exact": "it is a number of the format",
     "nearer": "the nearer neighbour is taken",
     "tie": "of two neighbours equally near, the one whose last bit is 0 is taken",
-    "tie_up": "of two neighbours equally near, the upper one is taken: one significant bit has no even one",
+    "tie_up": "of two neighbours equally near, the larger magnitude is taken: one significant bit has no even one",
     "overflow": "it rounds to a number beyond the largest",
     "special": "an infinity or NaN is not rounded",
     "sign": "the format has no negative numbers",
@@ -43,7 +43,7 @@ def rule(found: Encoded, around: Neighbours | None) -> str:
     if format.kind == "scale" and number < Fraction(format.min_normal):
         return "least"
     if around.midpoint is not None and number == around.midpoint:
-        return "tie_up" if format.kind == "scale" else "tie"
+        return "tie_up" if format.mantissa == 0 and abs(Fraction(number)) >= format.min_normal else "tie"
     return "nearer"
 
 
@@ -82,7 +82,7 @@ def chances(number: Number, format: Format, overflow: str) -> list[tuple[Fractio
     coarse = format.has_subnormals and format.emin > -126 and abs(exact) < Fraction(format.min_normal)
     steps = 2**31 if coarse else 2**32
     share = Fraction((abs(exact) / step - units) * steps // 1, steps)
-    ends = [encoded(away * count, format, overflow=overflow) for count in (units, units + 1)]
+    ends = [encoded(away * count if count else away * 0.0, format, overflow=overflow) for count in (units, units + 1)]
     if ends[0].stored == ends[1].stored:
         return [(Fraction(1), ends[0])]
     return [(chance, end) for chance, end in zip((1 - share, share), ends, strict=True) if chance]

@@ -172,8 +172,6 @@ def code_text(code: int, format: Format) -> str:
 def overflow_threshold(format: Format, negative: bool = False) -> Fraction:
     """Magnitude from which, or beyond which, rounding to nearest leaves the format: `Format.overflow`, exactly."""
     largest = -format.lowest if negative and format.kind == "integer" else format.max
-    if format.kind == "scale":
-        return Fraction(largest) * 3 / 2
     return Fraction(largest) + Fraction(ulp_exact(Fraction(largest), format)) / 2
 
 
@@ -187,8 +185,8 @@ def overflows(number: Number, format: Format) -> bool:
     threshold = overflow_threshold(format, negative)
     if abs(exact) != threshold:
         return abs(exact) > threshold
-    # A tie goes to the even one of the largest number and what would come next.
-    return format.kind == "scale" or bool((format.largest_code + (format.kind == "integer" and negative)) & 1)
+    # A tie goes to the even one of the largest number and what would come next; up where there is one significant bit.
+    return format.mantissa == 0 or bool((format.largest_code + (format.kind == "integer" and negative)) & 1)
 
 
 def encoded(

@@ -35,11 +35,8 @@ def _picture(found: Encoded, around: Neighbours, given: Given, screen: Terminal)
     """The number line, where the number lies between two others or what would be others."""
     format, exact = found.format, Fraction(found.number)
     low, high = ends_around(found, around)
-    if (
-        around.exact
-        or (format.kind == "scale" and exact < 0)
-        or overflows(max(abs(low), abs(high)) - abs(high - low), format)
-    ):
+    inner = low if exact > 0 else high
+    if around.exact or (format.kind == "scale" and exact < 0) or overflows(inner, format):
         return []
 
     def end(value: Fraction) -> tuple[str, str]:

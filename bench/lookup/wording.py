@@ -56,24 +56,26 @@ def _rule_words(found: Encoded, around: Neighbours, decided: str, screen: Termin
     if decided == "nearer":
         words = [where, f"The nearer one is taken: {text(nearest(found).value, format)}."]
     elif decided == "tie":
-        even, odd = (Stored(code, format) for code in _tied(around, format))
+        even, *odd = (bits(Stored(code, format), screen) for code in _tied(around))
         words = [
             f"The number is exactly halfway between {text(low, format)} and {text(high, format)}.",
-            f"Ties go to even: {bits(even, screen)} ends in 0 and is taken, {bits(odd, screen)} ends in 1.",
+            f"Ties go to even: {even} ends in 0 and is taken{''.join(f', {one} ends in 1' for one in odd)}.",
         ]
     else:
-        words = [where, "Ties go up: with one significant bit there is no even number (IEEE 754-2019, 4.3.1)."]
+        words = [
+            f"The number is exactly halfway between {text(low, format)} and {text(high, format)}.",
+            "Ties go away from zero: with one significant bit none of them is even (IEEE 754-2019, 4.3.1).",
+        ]
     if found.outcome == "underflow":
         half = Fraction(format.min_subnormal) / 2
         words.append(f"Whatever is no larger than {power(half)}, half the least number, becomes zero.")
     return words
 
 
-def _tied(around: Neighbours, format: Format) -> tuple[int, int]:
-    """Codes of the even and of the odd neighbour; beyond the largest number that of infinity."""
+def _tied(around: Neighbours) -> list[int]:
+    """Codes of the even neighbour and of the odd one, if there is something on its side."""
     codes = [code for code in (around.code_below, around.code_above) if code is not None]
-    other = [code for code in codes if code != around.code_nearest]
-    return around.code_nearest, other[0]
+    return [around.code_nearest, *(code for code in codes if code != around.code_nearest)]
 
 
 def _overflow_words(found: Encoded) -> list[str]:
@@ -85,8 +87,8 @@ def _overflow_words(found: Encoded) -> list[str]:
     even = "exactly halfway rounds away too: the largest number's last bit is 1"
     if not overflows(sign * threshold, format):
         even = "exactly halfway still rounds to the largest number, whose last bit is 0"
-    if format.kind == "scale":
-        even = "exactly halfway rounds up too"
+    if format.mantissa == 0:
+        even = "exactly halfway rounds away too: with one significant bit there is no even number"
     end, after, halfway = (text(sign * value, format) for value in (largest, following, threshold))
     where = "at" if abs(Fraction(found.number)) == threshold else "beyond"
     return [
