@@ -22,6 +22,9 @@ chunk and change no bit. So 1e30 sums to 1e60 where fp32 has infinity, and 1e-30
 A call is one launch per dtype and one that gathers: chunks into the sum, flags into the answer. What lies between, one
 fp64 per chunk and one int32 per tensor, is kept per thread and stream and used again; answers are new tensors, or those
 given as `out`. The gathering launch leaves the flags zero, as the next call needs them.
+
+`CheckInParts` makes the same check bit by bit, as gradients become ready during a backward: its sums and flags have
+places of their own, and the launch that gathers takes them in the order in which one call would have made them.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -189,19 +193,23 @@ def _check_block(y, flag_ptr, sum_ptr, CHUNK: tl.constexpr):
 
 @jit
 def check_kernel(
-    rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's place in `flags`
+    rows,  # int64 (4 or 5, tensors): see multi_tensor.py; operands are the address, the tensor's place in `flags`, and
+    # with APART how far from the chunk's number its place in `sums` is
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
     inv_scale,  # fp32 scalar's address, or the number itself, as SCALED says
     flags,  # int32, zero on entry
-    sums,  # fp64 (chunks,)
+    sums,  # fp64 (chunks,); with APART longer
     DTYPE: tl.constexpr,
     SCALED: tl.constexpr,  # 0: not, 1: by what lies at `inv_scale`, 2: by `inv_scale`, 3: by one over what lies there
     WRITE: tl.constexpr,
+    APART: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
+    if APART:
+        sums += tl.load(rows + 4 * tensors + tensor)
     numel = tl.load(rows + tensor)
     start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
     address = tl.load(rows + 2 * tensors + tensor)
@@ -255,9 +263,12 @@ def finish_kernel(
     flags_out,  # int32 (tensors,)
     tally,  # int32 (tensors, 4), and what follows, if TALLY: see `Tally`
     step,  # int64 scalar
+    order,  # int32 (chunks,): where each chunk's sum is, and what follows, if APART
+    sources,  # int32 (tensors,): where each tensor's flag is, -1 for 0
     LANES: tl.constexpr,
     UNROLLED: tl.constexpr,
     TALLY: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Add the chunks and gather the flags, in one program."""
     lane = tl.arange(0, LANES)
@@ -265,17 +276,25 @@ def finish_kernel(
     for start in range(0, chunks, LANES * UNROLLED):
         for row in tl.static_range(UNROLLED):
             at = start + row * LANES + lane
-            total += tl.load(sums + at, mask=at < chunks, other=0.0)
+            source = at
+            if APART:
+                source = tl.load(order + at, mask=at < chunks, other=0)
+            total += tl.load(sums + source, mask=at < chunks, other=0.0)
     result = _tree_sum_block(total, LANES)
     tl.store(sum_of_squares, result)
     tl.store(norm, tl.sqrt(result).to(tl.float32))
     any_flag = tl.zeros((LANES,), dtype=tl.int32)
     for start in range(0, tensors, LANES):
         at = start + lane
-        flag = tl.load(flags + at, mask=at < tensors, other=0)
+        source = at
+        there = at < tensors
+        if APART:
+            source = tl.load(sources + at, mask=at < tensors, other=-1)
+            there = source >= 0
+        flag = tl.load(flags + source, mask=there, other=0)
         any_flag |= flag
         tl.store(flags_out + at, flag, mask=at < tensors)
-        tl.store(flags + at, tl.zeros_like(flag), mask=at < tensors)
+        tl.store(flags + source, tl.zeros_like(flag), mask=there)
         if TALLY:
             bad = (at < tensors) & (flag != 0)  # of the others nothing is read or written
             row = tally + at * 4
@@ -370,14 +389,19 @@ def _entries(library: ctypes.CDLL) -> tuple[Any, Any]:
     """The two C++ functions, told the types of their arguments."""
     pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     check, finish = library.halfstep_check, library.halfstep_check_finish
-    check.argtypes = [pointer, pointer, long, long, pointer, integer, integer, integer, pointer, pointer, integer]
-    finish.argtypes = [pointer, long, pointer, long, *[pointer] * 6]
+    check.argtypes = [pointer, pointer, long, long, pointer, *[integer] * 4, pointer, pointer, integer]
+    finish.argtypes = [pointer, long, pointer, long, *[pointer] * 8]
     check.restype = finish.restype = None
     return check, finish
 
 
 def _launch_triton(
-    table: TensorTable, dtype: torch.dtype, factor: _Factor | None, write: bool, scratch: _Scratch, first: int
+    table: TensorTable,
+    dtype: torch.dtype,
+    factor: _Factor | None,
+    write: bool,
+    scratch: _Scratch | CheckInParts,
+    first: int,
 ) -> None:
     """Check tensors of one dtype, `first` chunks being those of others."""
     mode = 0
@@ -393,6 +417,7 @@ def _launch_triton(
         DTYPE=triton_dtype(dtype),
         SCALED=mode,
         WRITE=write,
+        APART=isinstance(scratch, CheckInParts),
         CHUNK=CHUNK,
         num_warps=CHECK_WARPS,
         enable_fp_fusion=False,
@@ -400,7 +425,12 @@ def _launch_triton(
 
 
 def _launch_native(
-    table: TensorTable, dtype: torch.dtype, factor: _Factor | None, write: bool, scratch: _Scratch, first: int
+    table: TensorTable,
+    dtype: torch.dtype,
+    factor: _Factor | None,
+    write: bool,
+    scratch: _Scratch | CheckInParts,
+    first: int,
 ) -> None:
     """Check tensors of one dtype, `first` chunks being those of others."""
     number = ctypes.c_float(factor.value) if factor is not None and isinstance(factor.value, float) else None
@@ -417,6 +447,7 @@ def _launch_native(
         address,
         factor is not None and factor.inverted,
         write,
+        isinstance(scratch, CheckInParts),
         DTYPE_CODES[dtype],
         scratch.flags.data_ptr(),
         scratch.sums.data_ptr() + 8 * first,
@@ -491,10 +522,19 @@ def _run(tensors: list[torch.Tensor], factor: _Factor | None, write: bool, answe
             raise
 
 
-def _gather(implementation: str, scratch: _Scratch, chunks: int, tensors: int, answer: _Answer) -> None:
+def _gather(
+    implementation: str,
+    scratch: _Scratch | CheckInParts,
+    chunks: int,
+    tensors: int,
+    answer: _Answer,
+    gathering: _Gathering | None = None,
+) -> None:
     norm = scratch.norm if answer.norm is None else answer.norm
-    tally = (scratch.flags, scratch.flags) if answer.tally is None else answer.tally
-    places = answer.found_inf, answer.sum_of_squares, norm, answer.flags, *tally
+    unused = (scratch.flags, scratch.flags)
+    tally = unused if answer.tally is None else answer.tally
+    apart = unused if gathering is None else (gathering.order, gathering.sources)
+    places = answer.found_inf, answer.sum_of_squares, norm, answer.flags, *tally, *apart
     if implementation == "triton":
         finish_kernel[(1,)](
             scratch.sums,
@@ -505,6 +545,7 @@ def _gather(implementation: str, scratch: _Scratch, chunks: int, tensors: int, a
             LANES=LANES,
             UNROLLED=UNROLLED,
             TALLY=answer.tally is not None,
+            APART=gathering is not None,
             num_warps=FINISH_WARPS,
             enable_fp_fusion=False,
         )
@@ -513,7 +554,9 @@ def _gather(implementation: str, scratch: _Scratch, chunks: int, tensors: int, a
     assert library is not None
     addresses: list[int | None] = [place.data_ptr() for place in places]
     if answer.tally is None:
-        addresses[-2:] = [None, None]
+        addresses[4:6] = [None, None]
+    if gathering is None:
+        addresses[6:] = [None, None]
     _entries(library)[1](scratch.sums.data_ptr(), chunks, scratch.flags.data_ptr(), tensors, *addresses)
 
 
@@ -693,13 +736,231 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
     return Unscaled(answer.found_inf, answer.norm)
 
 
+class _Gathering(NamedTuple):
+    """Where one call of `CheckInParts.finish` finds what one `foreach_check` would have made, in its order.
+
+    Attributes:
+        order: int32, for each chunk the place of its sum.
+        sources: int32, for each tensor the place of its flag, or -1.
+    """
+
+    order: torch.Tensor
+    sources: torch.Tensor
+
+
+class CheckInParts:
+    """`foreach_check` of tensors that do not come all at once, in any order and any division, with the same bits.
+
+    Each tensor has a slot. `add` checks some tensors, in one launch per dtype, and remembers what it found at their
+    slots; added again, the new replaces the old. `finish` gathers slots into the answer that `foreach_check` would have
+    given for their tensors, in one launch that reads one number per 4096 elements. Once the divisions and the order
+    have been seen, neither allocates anything. Not while a CUDA graph is recorded.
+
+    Args:
+        numels: how many elements the tensor of each slot has.
+        device: of all tensors.
+
+    Attributes:
+        numels, device: as given.
+        sums: fp64, of each chunk, slot after slot.
+        flags: int32, of each slot.
+    """
+
+    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
+        self.numels = list(numels)
+        self.device = device
+        counts = [-(-numel // CHUNK) for numel in self.numels]
+        self._ends = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0).tolist()
+        if self._ends[-1] >= 2**31:
+            raise ValueError(
+                f"{self._ends[-1]} chunks of {CHUNK} elements; at most 2^31 - 1 fit one check: make several"
+            )
+        self.sums = torch.empty(self._ends[-1], dtype=torch.float64, device=device)
+        self.flags = torch.zeros(len(self.numels), dtype=torch.int32, device=device)
+        self.norm = torch.empty((), dtype=torch.float32, device=device)
+        self._dtypes: list[torch.dtype | None] = [None] * len(self.numels)
+        self._waiting: set[int] = set()  # added and not gathered: their flags may be set
+        self._tables: dict[tuple[torch.dtype, tuple[int, ...]], TensorTable] = {}
+        self._tabled = 0
+        self._gatherings: OrderedDict[tuple[Any, ...], _Gathering] = OrderedDict()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._adding = threading.Lock()  # parts may come from several threads, and share the flags and the tables
+
+    @torch.no_grad()
+    def add(self, slots: Sequence[int], tensors: Sequence[torch.Tensor], *, scale: torch.Tensor | None = None) -> None:
+        """Check the tensors of some slots.
+
+        Args:
+            slots: of each tensor, all different.
+            tensors: fp32, fp16 and bf16; not read later.
+            scale: a one-element tensor; what is checked and summed is ``tensor / scale``, as in `foreach_check`.
+
+        Raises:
+            TypeError: an element of `tensors` is not a dense fp32, fp16 or bf16 tensor.
+            ValueError: a tensor has another size than its slot or another device, or `slots` do not fit.
+        """
+        listed, slots = check_tensor_list(tensors, "tensors"), list(slots)
+        self._check_slots(slots, listed)
+        if not listed:
+            return
+        factor = None if scale is None else _Factor(_checked_factor(scale, self.device, "scale"), inverted=True)
+        flat = all_flattened(listed)
+        with self._adding, on_device(self.device):
+            again = [slot for slot in slots if slot in self._waiting] if self._waiting else []
+            if again:
+                self._wait_for_parts()
+                self.flags[again] = 0
+            self._waiting.update(slots)
+            for dtype, indices in _by_dtype(flat).items():
+                own = slots if len(indices) == len(slots) else [slots[index] for index in indices]
+                for slot in own:
+                    self._dtypes[slot] = dtype
+                self._launch(dtype, own, [flat[index] for index in indices], factor)
+            if self.device.type == "cuda":
+                stream = torch.cuda.current_stream(self.device)
+                self._streams[stream.cuda_stream] = stream
+
+    def _wait_for_parts(self) -> None:
+        """Have the current stream wait for those on which parts were checked."""
+        for stream in self._streams.values():
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._streams.clear()
+
+    def _check_slots(self, slots: list[int], tensors: list[torch.Tensor]) -> None:
+        count = len(self.numels)
+        if (
+            len(slots) != len(tensors)
+            or len(set(slots)) != len(slots)
+            or (slots and not 0 <= min(slots) <= max(slots) < count)
+        ):
+            raise ValueError(
+                f"slots are {len(slots)} for {len(tensors)} tensors; allowed is another one for each tensor, from 0 to "
+                f"below {count}"
+            )
+        expected, numels = [self.numels[slot] for slot in slots], list(map(torch.Tensor.numel, tensors))
+        if numels != expected:
+            wrong = next(index for index, pair in enumerate(zip(numels, expected, strict=True)) if pair[0] != pair[1])
+            raise ValueError(
+                f"the tensor of slot {slots[wrong]} has {numels[wrong]} elements; allowed are {expected[wrong]}"
+            )
+        if tensors and tensors[0].device != self.device:
+            raise ValueError(f"tensors are on {tensors[0].device}; allowed is {self.device}")
+
+    def _launch(
+        self, dtype: torch.dtype, slots: list[int], tensors: list[torch.Tensor], factor: _Factor | None
+    ) -> None:
+        implementation = resolve(self.device, "unscale")
+        if implementation == "reference":
+            inverse = None if factor is None else factor.for_reference(self.device)
+            sums, flags = _reference_pass(tensors, inverse, write=False)
+            where = [torch.arange(self._ends[slot], self._ends[slot + 1], device=self.device) for slot in slots]
+            self.sums[torch.cat(where)] = sums
+            self.flags[slots] = flags
+            return
+        table = self._table(dtype, slots)
+        table.refresh(0, list(map(torch.Tensor.data_ptr, tensors)))
+        if table.chunks:
+            launch = _launch_triton if implementation == "triton" else _launch_native
+            launch(table, dtype, factor, False, self, 0)
+
+    def _table(self, dtype: torch.dtype, slots: list[int]) -> TensorTable:
+        """The table of these slots, told where their flags and sums go."""
+        key = (dtype, tuple(slots))
+        table = self._tables.get(key)
+        if table is None:
+            self._tabled += len(slots)
+            if self._tabled > 4 * len(self.numels):  # divisions that change and change: forget the old ones
+                self._tables.clear()
+                self._tabled = len(slots)
+            table = self._tables[key] = TensorTable([self.numels[slot] for slot in slots], 3, CHUNK, self.device)
+            counts = [self._ends[slot + 1] - self._ends[slot] for slot in slots]
+            firsts = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0).tolist()
+            table.refresh(1, slots)
+            table.refresh(2, [self._ends[slot] - first for slot, first in zip(slots, firsts, strict=False)])
+        return table
+
+    @torch.no_grad()
+    def finish(self, slots: Sequence[int], *, out: Check | None = None, tally: Tally | None = None) -> Check:
+        """Gather slots, each added before, into one answer; they must be added again before the next.
+
+        Args:
+            slots: in the order in which `foreach_check` would be given their tensors; a negative number stands for a
+                tensor that is not there, whose flag is 0.
+            out, tally: as in `foreach_check`, with a flag and a row per entry of `slots`.
+
+        Raises:
+            ValueError: a slot was not added since it was last gathered or is given twice, or `out` or `tally` does not
+                fit.
+        """
+        slots = list(slots)
+        there = [slot for slot in slots if slot >= 0]
+        if len(set(there)) != len(there) or not self._waiting.issuperset(there):
+            known = set(there) & self._waiting
+            raise ValueError(
+                f"slots are {len(there)}, of which {len(known)} different ones were added since they were last "
+                "gathered; allowed are added ones, once each"
+            )
+        if out is not None:
+            _checked_out(out, len(slots), self.device)
+        if tally is not None:
+            _checked_tally(tally, len(slots), self.device)
+        answer = (_answer(len(slots), self.device, norm=False) if out is None else _Answer(*out, None))._replace(
+            tally=tally
+        )
+        with on_device(self.device):
+            self._wait_for_parts()
+            gathering = self._gathering(slots, there)
+            implementation = resolve(self.device, "unscale")
+            if implementation == "reference":
+                self._finish_in_torch(gathering, answer)
+            else:
+                _gather(implementation, self, gathering.order.numel(), len(slots), answer, gathering)
+        self._waiting.difference_update(there)
+        if out is not None:
+            torch.autograd.graph.increment_version(list(out))
+            return out
+        return Check(*answer[:3])
+
+    def _gathering(self, slots: list[int], there: list[int]) -> _Gathering:
+        """What `finish` needs for these slots; kept for the last few different ones."""
+        dtypes = [self._dtypes[slot] for slot in there]
+        key = (tuple(slots), tuple(dtypes) if len(set(dtypes)) > 1 else None)
+        found = self._gatherings.pop(key, None)
+        if found is None:
+            # As `foreach_check` has it: one dtype after the other, as they first come.
+            first = {dtype: number for number, dtype in reversed(list(enumerate(dtypes)))}
+            ordered = sorted(range(len(there)), key=lambda index: first[dtypes[index]])
+            spans = [(self._ends[there[index]], self._ends[there[index] + 1]) for index in ordered]
+            order = [torch.arange(*span, dtype=torch.int32, device="cpu") for span in spans]
+            nothing = torch.zeros(0, dtype=torch.int32, device="cpu")
+            sources = torch.tensor(slots, dtype=torch.int32, device="cpu").clamp(min=-1)
+            found = _Gathering(torch.cat([nothing, *order]).to(self.device), sources.to(self.device))
+        self._gatherings[key] = found
+        while len(self._gatherings) > 8:
+            self._gatherings.popitem(last=False)
+        return found
+
+    def _finish_in_torch(self, gathering: _Gathering, answer: _Answer) -> None:
+        there = gathering.sources >= 0
+        places = gathering.sources[there].long()
+        answer.flags.zero_()
+        answer.flags[there] = self.flags[places]
+        self.flags[places] = 0
+        found_inf, sum_of_squares = _reference_finish(self.sums[gathering.order.long()], answer.flags)
+        answer.found_inf.copy_(found_inf)
+        answer.sum_of_squares.copy_(sum_of_squares)
+        if answer.tally is not None:
+            note(answer.flags, answer.tally)
+
+
 def variants() -> Iterator[Variant]:
     """Every compiled form of the kernels, for the compile audit."""
     for dtype, name in TRITON_NAMES.items():
-        for write in (False, True):
+        for kind in ("check", "unscale", "check in parts"):
+            write, apart = kind == "unscale", kind == "check in parts"
             yield Variant(
                 kernel=check_kernel,
-                name=f"{name} {'unscale' if write else 'check'}",
+                name=f"{name} {kind}",
                 signature={
                     "rows": "*i64",
                     "chunk_tensor": "*i32",
@@ -708,28 +969,37 @@ def variants() -> Iterator[Variant]:
                     "flags": "*i32",
                     "sums": "*fp64",
                 },
-                constexprs={"DTYPE": triton_dtype(dtype), "SCALED": 1 if write else 3, "WRITE": write, "CHUNK": CHUNK},
+                constexprs={
+                    "DTYPE": triton_dtype(dtype),
+                    "SCALED": 1 if write else 3,
+                    "WRITE": write,
+                    "APART": apart,
+                    "CHUNK": CHUNK,
+                },
                 divisible_by_16=("rows", "chunk_tensor", "sums"),
                 num_warps=CHECK_WARPS,
                 bytes_read=dtype.itemsize,
                 bytes_written=dtype.itemsize * write,
             )
-    yield Variant(
-        kernel=finish_kernel,
-        name="finish",
-        signature={
-            "sums": "*fp64",
-            "chunks": "i32",
-            "flags": "*i32",
-            "tensors": "i32",
-            "found_inf": "*fp32",
-            "sum_of_squares": "*fp64",
-            "norm": "*fp32",
-            "flags_out": "*i32",
-            "tally": "*i32",
-            "step": "*i64",
-        },
-        constexprs={"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": True},
-        divisible_by_16=("sums", "flags", "flags_out", "tally"),
-        num_warps=FINISH_WARPS,
-    )
+    for apart in (False, True):
+        yield Variant(
+            kernel=finish_kernel,
+            name="finish parts" if apart else "finish",
+            signature={
+                "sums": "*fp64",
+                "chunks": "i32",
+                "flags": "*i32",
+                "tensors": "i32",
+                "found_inf": "*fp32",
+                "sum_of_squares": "*fp64",
+                "norm": "*fp32",
+                "flags_out": "*i32",
+                "tally": "*i32",
+                "step": "*i64",
+                "order": "*i32",
+                "sources": "*i32",
+            },
+            constexprs={"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": True, "APART": apart},
+            divisible_by_16=("sums", "flags", "flags_out", "tally", *(("order", "sources") if apart else ())),
+            num_warps=FINISH_WARPS,
+        )

@@ -179,10 +179,11 @@ def test_more_chunks_than_lanes() -> None:
             copied = torch.empty(chunks, dtype=torch.int32, device=device)
             between = flags.to(device, copy=True)
             unscale.finish_kernel[(1,)](
-                *(sums.to(device), chunks, between, chunks, *answer, copied, copied, copied),
+                *(sums.to(device), chunks, between, chunks, *answer, copied, copied, copied, copied, copied),
                 LANES=LANES,
                 UNROLLED=unscale.UNROLLED,
                 TALLY=False,
+                APART=False,
                 enable_fp_fusion=False,
             )
         assert answer[0].item() == found.item() == float(marked is not None)
