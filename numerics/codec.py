@@ -143,13 +143,11 @@ def decode(codes: Any, format: Any) -> Any:
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.uint8)
     if array.dtype.kind not in "iu":
-        raise TypeError(
-            f"codes are of type {array.dtype}; allowed are integers, 0 to {form.codes - 1:#x} in {form.name}"
-        )
+        raise TypeError(f"codes are of type {array.dtype}; allowed are integers from 0 to {form.codes - 1:#x}")
     if array.dtype.kind == "i" and array.dtype.itemsize * 8 == form.bits:
         array = array.view(array.dtype.str.replace("i", "u"))
     _check_codes(array, form)
-    values = _values(array.astype(np.uint64, copy=False) if form.bits > 16 else array, form)
+    values = np.asarray(_values(array.astype(np.uint64, copy=False) if form.bits > 16 else array, form))
     return values[()] if single else values
 
 
