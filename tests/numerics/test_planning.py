@@ -365,6 +365,24 @@ def test_whole_parameters_are_dealt_to_the_rank_with_least() -> None:
     assert later.part("exp_avg").bytes == 4 * 7
 
 
+def test_a_second_gradient_is_divided_as_the_first_and_sent_instead_of_it() -> None:
+    for strategy, share in (("zero1", 1), ("zero2", 8), ("fsdp", 8)):
+        made = plan(BILLION, gpus=8, strategy=strategy, accumulator="fp32")
+        assert made.part("accumulated gradients").bytes == 4 * BILLION // share
+        scatter = next(c for c in made.communication if c.name == "reduce-scatter")
+        assert scatter.per_parameter == 4 * Fraction(7, 8)
+    assert plan(BILLION, gpus=8, accumulator="fp32", compress="bf16").bytes_sent_per_parameter == 2 * 2 * Fraction(7, 8)
+
+
+def test_buckets_are_no_larger_than_the_gradients() -> None:
+    assert plan(10, gpus=2, strategy="zero2").part("buckets").bytes == 20
+    assert plan(BILLION, gpus=2, strategy="zero2").part("buckets").bytes == 10**9
+    assert plan(10, gpus=2, precision="fp32", compress="bf16").part("compressed bucket").bytes == 20
+    large = plan(BILLION, gpus=2, precision="fp32", compress="bf16").part("compressed bucket").bytes
+    assert large == 25 * 2**20 // 2
+    assert "compressed bucket" not in [part.name for part in plan(10, gpus=2, compress="fp32").parts]
+
+
 def test_buckets_stand_beside_the_gradients_unless_they_are_views() -> None:
     assert plan(10, gpus=2).part("buckets").bytes == 20
     assert "buckets" not in [part.name for part in plan(10, gpus=2, bucket_view=True).parts]
@@ -389,6 +407,9 @@ def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     assert one.totals.host == 12 * BILLION // 8 and one.totals.state == 2 * BILLION + 2 * BILLION // 8
     everything = plan(BILLION, gpus=8, strategy="fsdp", offload=True)
     assert everything.totals.state == 0 and everything.totals.host == 14 * BILLION // 8
+    # Weights come for every forward and backward, gradients go after each backward.
+    twice = plan(BILLION, gpus=8, strategy="fsdp", offload=True, accumulate=2)
+    assert [c.bytes for c in twice.communication[-2:]] == [2 * 2 * BILLION // 8, 4 * 2 * BILLION // 8]
     assert one.bytes_sent == 2 * 2 * BILLION * 7 // 8  # copies to the host are not sent to others
     assert [(c.name, c.bytes) for c in one.communication[-2:]] == [
         ("copy to the host", 2 * BILLION // 8),
