@@ -1,0 +1,250 @@
+"""A rank of two that steps shards of FSDP1 and FSDP2; started by tests/integrations/distributed/test_shards.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import halfstep
+from halfstep.integrations import optim
+from halfstep.integrations.fsdp import keep_reduced_gradients
+from halfstep.kernels import adam
+
+WORLD = 2
+STEPS = 4
+IN_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def model_of(dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
+    # 7 rows over 2 ranks are uneven; of the last bias rank 1 has nothing; in a flat parameter nothing is aligned.
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).to(dtype)
+
+
+def batch(step: int, part: int = 0) -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * step + part))
+
+
+def loss(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    return model(inputs.to(dtype)).float().square().mean()
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """By the parameters' names, whole. Collective."""
+    state = optimizer.state_dict()["state"]
+    names = [name for name, _ in model.named_parameters()]
+    return {name: whole(state[number]["master"]) for number, name in enumerate(names)}
+
+
+def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, part: int) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, batch(step, part)).backward()
+        optimizer.step()
+
+
+# ----------------------------------------------------------------------------------------------- FSDP2, from end to end
+
+
+def trained(keep: bool, offload: bool = False) -> dict[str, torch.Tensor]:
+    """FSDP2 with split masters, another batch on each rank: the masters in the end."""
+    policy: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    model = fully_shard(model_of(torch.bfloat16), mp_policy=IN_FP32, **policy)
+    if keep:
+        keep_reduced_gradients(model)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer, dist.get_rank())
+    return masters(model, optimizer)
+
+
+def alone(keep: bool, order: list[int], in_one: bool = False) -> dict[str, torch.Tensor]:
+    """The same in one process: the parts' gradients summed in fp32 in some order, or all parts in one batch."""
+    model = model_of(torch.bfloat16)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for parameter, grad in zip(model.parameters(), gradients(model, step, order, in_one), strict=True):
+            parameter.grad_dtype = None  # any
+            parameter.grad = grad if keep else grad.bfloat16()
+        optimizer.step()
+    return masters(model, optimizer)
+
+
+def gradients(model: torch.nn.Module, step: int, order: list[int], in_one: bool) -> list[torch.Tensor]:
+    """The mean over the parts, in fp32."""
+    if in_one:
+        inputs = torch.cat([batch(step, part) for part in order])
+        return [grad.float() for grad in torch.autograd.grad(loss(model, inputs), list(model.parameters()))]
+    total = [torch.zeros(p.shape) for p in model.parameters()]
+    for part in order:
+        found = torch.autograd.grad(loss(model, batch(step, part)), list(model.parameters()))
+        total = [one + grad.float() for one, grad in zip(total, found, strict=True)]
+    return [one / len(order) for one in total]
+
+
+# --------------------------------------------------------------------------------------------------- reduced gradients
+
+
+def reduced(kept: bool, backwards: int, offload: bool = False) -> dict[str, Any]:
+    """Gradients after some backward passes, whole, and their dtype."""
+    policy: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    model = model_of(torch.bfloat16)
+    fully_shard(model[0], mp_policy=IN_FP32, **policy)  # type: ignore[index]
+    fully_shard(model, mp_policy=IN_FP32, **policy)
+    if kept:
+        keep_reduced_gradients(model)
+    for step in range(backwards):
+        loss(model, batch(step, dist.get_rank())).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    storages = [grad._local_tensor.untyped_storage() for grad in grads.values()]  # type: ignore[attr-defined]
+    return {
+        "values": {name: whole(grad).float() for name, grad in grads.items()},
+        "dtypes": sorted({str(grad.dtype) for grad in grads.values()}),
+        "bytes": sum({one.data_ptr(): one.nbytes() for one in storages}.values()),
+    }
+
+
+def scaled_overflow() -> dict[str, Any]:
+    """An Inf in rank 1's kept gradient alone, in the second of three steps."""
+    model = fully_shard(model_of(torch.bfloat16), mp_policy=IN_FP32)
+    keep_reduced_gradients(model)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e-3)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scales, norms = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss(model, batch(step))).backward()
+        if step == 1 and dist.get_rank() == 1:
+            next(model.parameters()).grad._local_tensor.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        scaler.step(optimizer)
+        norms.append((float(whole(expected)) / scaler.get_scale(), float(optimizer.grad_norm)))  # type: ignore[arg-type]
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return {"scales": scales, "norms": [norms[0], norms[2]]}
+
+
+# -------------------------------------------------------------------------------------------------- launches and layouts
+
+
+@contextmanager
+def counting() -> Iterator[list[adam.Layout]]:
+    """The layouts of the launches inside."""
+    launched: list[adam.Layout] = []
+    step = adam.step
+
+    def counted(launch: adam.Batch, groups: torch.Tensor, control: adam.Control) -> None:
+        launched.append(launch.layout)
+        step(launch, groups, control)
+
+    adam.step = optim.adam.step = counted
+    try:
+        yield launched
+    finally:
+        adam.step = optim.adam.step = step
+
+
+def many_kinds() -> torch.nn.ModuleList:
+    """Twelve parameters of three dtypes."""
+    torch.manual_seed(0)
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    return torch.nn.ModuleList([torch.nn.Linear(3, width).to(dtype) for dtype in dtypes for width in (5, 1)])
+
+
+def stepped_by_hand(model: torch.nn.ModuleList) -> tuple[int, dict[str, torch.Tensor]]:
+    """Steps with gradients that are the same everywhere: launches of the last, and the weights."""
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for index, p in enumerate(model.parameters()):
+            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + index)).to(p.dtype)
+            cut = isinstance(p, DTensor)
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None) if cut else grad
+        with counting() as launched:
+            optimizer.step()
+    return len(launched), {name: whole(p) for name, p in model.named_parameters()}
+
+
+def sharded_kinds() -> dict[str, Any]:
+    model = many_kinds()
+    for linear in model:
+        fully_shard(linear)
+    launches, weights = stepped_by_hand(model)
+    held = [p._local_tensor for p in model.parameters()]  # type: ignore[attr-defined]
+    return {"launches": launches, "weights": weights, "empty": sum(one.numel() == 0 for one in held)}
+
+
+# ---------------------------------------------------------------------------------------------------------------- FSDP1
+
+
+def flat(dtype: torch.dtype, use_orig_params: bool) -> dict[str, Any]:
+    """FSDP1's flat parameters, every rank with the same batch, so that the mean is what one process has."""
+    model = FullyShardedDataParallel(model_of(dtype), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(model, batch(step)).backward()
+        with counting() as launched:
+            optimizer.step()
+    stepped = [p for p in model.parameters() if p.grad is not None]
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        weights = {name: whole(p) for name, p in model.module.named_parameters()}
+    return {
+        "launches": len(launched),
+        "misaligned": sum(bool(p.numel()) and p.data_ptr() % 16 != 0 for p in stepped),
+        "empty": sum(p.numel() == 0 for p in model.parameters()),
+        "weights": weights,
+    }
+
+
+def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model = model_of(dtype)
+    steps(model, halfstep.AdamW(model.parameters(), lr=1e-2), 0)
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def refused() -> list[str]:
+    in_bf16 = fully_shard(model_of(torch.bfloat16), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    messages = []
+    for model in (model_of(torch.bfloat16), in_bf16):
+        try:
+            keep_reduced_gradients(model)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def run(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    try:
+        result = {
+            "trained": {keep: trained(keep) for keep in (True, False)},
+            "offloaded": trained(True, offload=True),
+            "reduced": {(kept, n): reduced(kept, n) for kept in (True, False) for n in (1, 2)},
+            "reduced offloaded": reduced(True, 1, offload=True),
+            "overflow": scaled_overflow(),
+            "kinds": sharded_kinds(),
+            "flat": {
+                (str(dtype), orig): flat(dtype, orig)
+                for dtype in (torch.bfloat16, torch.float32)
+                for orig in (True, False)
+            },
+            "refused": refused(),
+        }
+        torch.save(result, os.path.join(folder, f"rank{rank}.pt"))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    os._exit(0)  # as in sharded_training.py
