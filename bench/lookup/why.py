@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from halfstep.bench.lookup import arguments, elsewhere, number_line, numerals
-from halfstep.bench.lookup.arguments import Answer, Given
+from halfstep.bench.lookup.arguments import Answer, Given, UsageError
 from halfstep.bench.lookup.cells import bits, elsewhere_lines, outcome, ulps
 from halfstep.bench.lookup.reason import chances, detours, ends_around, nearest, rule
 from halfstep.bench.lookup.terminal import Terminal, table
@@ -26,7 +26,8 @@ def _parser() -> arguments.Parser:
     parser.add_argument(
         "number", type=arguments.number("the number comes first"), metavar="NUMBER", help="as halfstep encode takes it"
     )
-    parser.add_argument("named", nargs="+", type=arguments.format_named, metavar="FORMAT", help="one or more")
+    parser.add_argument("named", nargs="*", type=arguments.format_named, metavar="FORMAT", help="one or more")
+    arguments.add_formats(parser, "the same, as halfstep encode takes them")
     arguments.add_overflow(parser)
     return parser
 
@@ -128,7 +129,9 @@ def _as_dict(given: Given, found: Encoded, overflow: str) -> dict[str, Any]:
 
 
 def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
-    chosen, given = arguments.distinct(options.named), options.number
+    if not options.named + options.formats:
+        raise UsageError("argument FORMAT: none is named; name one or more, as in: halfstep why 1.0001 fp16")
+    chosen, given = arguments.distinct(options.named + options.formats), options.number
     found = [encoded(given.number, format, overflow=options.overflow) for format in chosen]
 
     def lines() -> list[str]:

@@ -54,7 +54,7 @@ from lookup_run import complaint, said
         (("decode", "0x_"), "argument CODE: '0x_' has no digits"),
         (("decode", "0x41", "-w", "7"), "unknown width '7'; allowed are 4, 6, 8, 16, 19, 32, 64"),
         (("decode", "0x41", "-w", "8", "-f", "fp16"), "--width 8 is not the 16 bits of --format fp16; leave one out"),
-        (("why", "1"), "the following arguments are required: FORMAT; see halfstep why --help"),
+        (("why", "1"), "argument FORMAT: none is named; name one or more, as in: halfstep why 1.0001 fp16"),
         (("format", "fp17"), "halfstep format: error: argument NAME: unknown format 'fp17'; did you mean 'fp16'?"),
         (("compare", "fp16"), "argument FORMAT: fp16 alone cannot be compared; name two or more"),
         (("compare", "fp16", "half"), "argument FORMAT: fp16 alone cannot be compared"),

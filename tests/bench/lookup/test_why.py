@@ -72,6 +72,11 @@ def test_the_rule_and_its_words(number: str, format: str, rule: str, says: list[
         assert sentence in shown
 
 
+def test_formats_may_be_named_as_in_encode() -> None:
+    assert results("why", "0.1", "-f", "fp16", "bf16") == results("why", "0.1", "fp16", "bf16")
+    assert [one["format"] for one in results("why", "0.1", "fp16", "-f", "bf16")] == ["fp16", "bf16"]
+
+
 def test_saturation_is_told() -> None:
     assert (
         "the largest number is stored: 65504, 0x7bff."
