@@ -29,6 +29,7 @@ COMMANDS = (
     _Command(("compare",), "halfstep.bench.lookup.compare", "formats side by side, and the values they share"),
     _Command(("ladder",), "halfstep.bench.lookup.ladder", "draw range, density and codes of formats"),
     _Command(("plan",), "halfstep.bench.plan", "what a model takes of each GPU: bytes by part, messages, FLOPs"),
+    _Command(("inspect",), "halfstep.bench.inspect_file", "where the tensors in a checkpoint fall in a number format"),
     _Command(("train",), "halfstep.bench.train.cli", "train a small GPT on text in fp32, bf16, fp16, or compare them"),
     _Command(("bench", "audit"), "halfstep.bench.audit", "compile every kernel for four GPU generations, with none"),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "test and measure everything that needs a GPU, in minutes"),

@@ -1,0 +1,195 @@
+"""Reading files of tensors: what comes back is what was written, and nothing in a file can do harm."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.integrations.tensor_files import TensorFileError, read_tensors
+
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.bool: "BOOL",
+    torch.uint8: "U8",
+}  # fmt: skip
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], pad: int = 0, metadata: Any = None) -> Path:
+    """By the format's definition; `pad` spaces after the header shift the data."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    data = b""
+    for name, tensor in tensors.items():
+        piece = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        shape, ends = list(tensor.shape), [len(data), len(data) + len(piece)]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": ends}
+        data += piece
+    return write(path, header, data, pad)
+
+
+def write(path: Path, header: Any, data: bytes, pad: int = 0) -> Path:
+    text = (header if isinstance(header, bytes) else json.dumps(header).encode()) + b" " * pad
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+@pytest.mark.parametrize("pad", range(9))
+def test_safetensors_of_every_dtype_and_alignment(pad: int, tmp_path: Path) -> None:
+    bits = torch.arange(24, dtype=torch.uint8)
+    tensors = {str(dtype): bits.view(dtype) for dtype in NAMES if dtype != torch.bool}
+    tensors |= {"0-dim": torch.tensor(1.5), "empty": torch.empty(0, 3), "matrix": torch.arange(6.0).view(2, 3)}
+    tensors |= {"odd": torch.tensor([1, 2, 3], dtype=torch.uint8), "flag": torch.tensor([True]), "last": torch.ones(5)}
+    found = read_tensors(write_safetensors(tmp_path / "model.safetensors", tensors, pad, {"format": "pt"}))
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        as_bytes = (one.reshape(-1).view(torch.uint8) if one.numel() else one for one in (found[name], tensor))
+        assert torch.equal(*as_bytes)
+
+
+def test_nothing_that_is_written_reaches_the_file(tmp_path: Path) -> None:
+    path = write_safetensors(tmp_path / "model.safetensors", {"a": torch.ones(4)})
+    before = path.read_bytes()
+    read_tensors(path)["a"].zero_()
+    assert path.read_bytes() == before
+
+
+def test_checkpoints_of_torch(tmp_path: Path) -> None:
+    shared = torch.arange(4.0)
+    content = {
+        "model": {"w": shared, "b": shared[1:]},
+        "list": [torch.ones(1), {"x": torch.zeros(2)}],
+        "lr": 0.1,
+        3: shared,
+    }
+    for number, zipped in enumerate((True, False)):
+        path = tmp_path / f"{number}.bin"
+        torch.save(content, path, _use_new_zipfile_serialization=zipped)
+        found = read_tensors(path)
+        assert list(found) == ["model.w", "model.b", "list.0", "list.1.x", "3"]
+        assert torch.equal(found["model.b"], shared[1:])
+    torch.save(torch.ones(2), tmp_path / "one.pt")
+    assert list(read_tensors(str(tmp_path / "one.pt"))) == ["tensor"]
+    module = torch.nn.Linear(2, 2)
+    torch.save(module.state_dict(), tmp_path / "state.pth")
+    assert list(read_tensors(tmp_path / "state.pth")) == ["weight", "bias"]
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return (eval, ("open('/nowhere/at/all')",))
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    for zipped in (True, False):
+        torch.save({"a": Harm()}, tmp_path / "harm.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(TensorFileError, match=r"harm.pt holds Python objects beside tensors.*save a state_dict"):
+            read_tensors(tmp_path / "harm.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(TensorFileError, match=r"plain.pt (holds Python objects|is no checkpoint of torch.save)"):
+        read_tensors(tmp_path / "plain.pt")
+    circle: list[Any] = [torch.ones(1)]
+    circle.append(circle)
+    torch.save(circle, tmp_path / "circle.pt")
+    with pytest.raises(TensorFileError, match=r"circle\.pt holds containers that contain themselves"):
+        read_tensors(tmp_path / "circle.pt")
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (3, "its entry in the header is no JSON object"),
+        ({**ENTRY, "dtype": "F31"}, "dtype is 'F31'; known are F64, F32"),
+        ({**ENTRY, "dtype": ["F32"]}, r"dtype is \['F32'\]"),
+        ({**ENTRY, "shape": [-2]}, r"shape is \[-2\]; allowed are lists of whole numbers"),
+        ({**ENTRY, "shape": [2.0]}, r"shape is \[2.0\]"),
+        ({**ENTRY, "shape": [True, 2]}, r"shape is \[True, 2\]"),
+        ({**ENTRY, "shape": None}, "shape is None"),
+        ({**ENTRY, "shape": [2**62, 2**62]}, "takes .* bytes, and 8 are given"),
+        ({**ENTRY, "shape": [2**64]}, "shape is .*; allowed"),
+        ({**ENTRY, "shape": [3]}, "takes 12 bytes, and 8 are given; the file is damaged"),
+        (
+            {**ENTRY, "data_offsets": [0, 12]},
+            "data_offsets are .* within the 8 bytes of data: the file is",
+        ),
+        ({**ENTRY, "data_offsets": [8, 0]}, "data_offsets are"),
+        ({**ENTRY, "data_offsets": [-8, 0]}, "data_offsets are"),
+        ({**ENTRY, "data_offsets": [0]}, "data_offsets are"),
+        ({"dtype": "F32", "shape": [2]}, "data_offsets are None"),
+    ],
+)
+def test_hostile_entries(entry: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(TensorFileError, match=rf"x.safetensors, tensor 'a': (.*)?{said}"):
+        read_tensors(write(tmp_path / "x.safetensors", {"a": entry}, b"\0" * 8))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is 0 bytes long, which no file of tensors is"),
+        (b"1234567", "is 7 bytes long"),
+        (struct.pack("<Q", 10) + b"{}", "its header would be 10 bytes long, and the file is 10"),
+        (struct.pack("<Q", 2**63) + b"{}", "its header would be 9,223,372,036,854,775,808 bytes"),
+        (struct.pack("<Q", 2) + b"[]", "has a header that is no JSON object"),
+        (struct.pack("<Q", 2) + b"{x", "has a header that is no JSON: "),
+        (struct.pack("<Q", 2) + b"\xff\xfe", "has a header that is no JSON: "),
+        (struct.pack("<Q", 14) + b'{"a":1,"a":2} ', "a name stands in it twice"),
+        (struct.pack("<Q", 200_000) + b"[" * 200_000, "has a header that is no JSON"),
+    ],
+)
+def test_files_that_are_none(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(TensorFileError, match=f"x.safetensors {said}|x.safetensors .*{said}"):
+        read_tensors(path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_damaged_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    path = write_safetensors(folder / "x", {"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)})
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(0, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    try:
+        found = read_tensors(path)
+    except TensorFileError:
+        return
+    for tensor in found.values():
+        np.asarray(tensor.reshape(-1).view(torch.uint8)).sum()
+
+
+def test_damaged_checkpoints_of_torch(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.arange(100.0)}, path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 1, 97):
+        path.write_bytes(whole[:length])
+        with pytest.raises(TensorFileError, match=r"x\.pt"):
+            read_tensors(path)
+    for place in range(0, len(whole), 41):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            read_tensors(path)
+        except TensorFileError as error:
+            assert "x.pt" in str(error)
+
+
+def test_missing_files_and_folders(tmp_path: Path) -> None:
+    with pytest.raises(TensorFileError, match=r"nowhere.pt cannot be read: No such file or directory"):
+        read_tensors(tmp_path / "nowhere.pt")
+    with pytest.raises(TensorFileError, match=r"is a folder; give the file of tensors in it"):
+        read_tensors(tmp_path)
