@@ -7,7 +7,7 @@ packed sum over all ranks that hold anything of the same optimizer, what there a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -65,6 +65,8 @@ def _check_in_torch(tensors: list[torch.Tensor], inv_scale: torch.Tensor | None,
 
 Kind = tuple[torch.device, int, bool]
 Found = dict[Kind, tuple[list[torch.Tensor], Sequence[int]]]
+# (places, values, out, tally) to whether the answer was written.
+Early = Callable[[Sequence[int], list[torch.Tensor], Check, Tally | None], bool]
 
 
 def _by_kind(grads: list[torch.Tensor], places: Sequence[int], topology: Topology) -> Found:
@@ -160,6 +162,7 @@ def check_gradients(
     places: Sequence[int] | None = None,
     slots: int = 0,
     step: torch.Tensor | None = None,
+    early: Early | None = None,
 ) -> GradientCheck | None:
     """Check gradients times `inv_scale`, wherever they are, and unscale them in place if asked to.
 
@@ -177,6 +180,7 @@ def check_gradients(
         places: which of the optimizer's parameters each gradient belongs to (None: all, in order).
         slots, step: with `memory`: how many parameters the optimizer has, and the number of steps before this one,
             int64.
+        early: asked first, with `memory`: writes the answer about gradients of one kind if the backward has found it.
 
     Returns:
         The combined answer on the first gradient's device, or None if there are no gradients and nobody to agree with.
@@ -188,24 +192,15 @@ def check_gradients(
     found: list[torch.Tensor] = []
     squares: list[torch.Tensor] = []
     for kind, (tensors, where) in kinds.items():
-        check = _check_kind(kind, tensors, where, inv_scale, scale, write, memory, slots, step)
+        check = _check_kind(kind, tensors, where, inv_scale, scale, write, memory, slots, step, early)
         found.append(check.found_inf)
         if topology.counted[kind[1]]:
             squares.append(check.sum_of_squares)
     if topology.groups:
         return agree(topology, found, squares, memory)
     home = found[0].device
-    return GradientCheck(_any(found, home), _sum(squares, home))
-
-
-def _any(flags: list[torch.Tensor], home: torch.device) -> torch.Tensor:
-    if len(flags) == 1:
-        return flags[0]
-    return torch.stack([one.to(home, non_blocking=True) for one in flags]).amax()
-
-
-def _sum(squares: list[torch.Tensor], home: torch.device) -> torch.Tensor:
-    return sum((one.to(home, non_blocking=True) for one in squares[1:]), start=squares[0])
+    flag = torch.stack([one.to(home, non_blocking=True) for one in found]).amax() if len(found) > 1 else found[0]
+    return GradientCheck(flag, sum((one.to(home, non_blocking=True) for one in squares[1:]), start=squares[0]))
 
 
 def agree(
@@ -215,14 +210,12 @@ def agree(
     home = found[0].device if found else local(topology.parameters[0]).device if topology.parameters else None
     device = topology.device_for(torch.device("cpu") if home is None else home)
     packed = Packed.on(device) if memory is None else memory.packed(device)
-    if found:
-        packed.flag.copy_(_any(found, found[0].device), non_blocking=True)
-    else:
-        packed.flag.zero_()
-    if squares:
-        packed.squares.copy_(_sum(squares, squares[0].device), non_blocking=True)
-    else:
-        packed.squares.zero_()
+    for total, own in ((packed.flag, found), (packed.squares, squares)):
+        if not own:
+            total.zero_()
+        for index, one in enumerate(own):
+            value = one.to(device, non_blocking=True)
+            total.copy_(value) if index == 0 else total.add_(value)
     topology.sum_over_ranks(packed.numbers)
     torch.gt(packed.flag, 0, out=packed.found_inf)
     if home is None or home == device:
@@ -240,8 +233,9 @@ def _check_kind(
     memory: CheckMemory | None,
     slots: int,
     step: torch.Tensor | None,
+    early: Early | None,
 ) -> Check:
-    """One pass over gradients of one kind."""
+    """One pass over gradients of one kind, or none if its answer is known."""
     device, _, ours = kind
     factor = scale if inv_scale is None else inv_scale
     factor = None if factor is None else factor.to(device, non_blocking=True)
@@ -251,6 +245,8 @@ def _check_kind(
         if memory is None:
             return foreach_check(tensors, inv_scale=times, scale=over)
         out, rows = memory.answer(kind, slots, device), None if len(where) == slots else where
+        if early is not None and early(where, tensors, out, tally):
+            return out
         return foreach_check(tensors, inv_scale=times, scale=over, out=out, tally=tally, places=rows)
     if factor is not None and inv_scale is None:
         factor = factor.double().reciprocal().float()

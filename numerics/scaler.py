@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -30,6 +31,7 @@ from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
+from halfstep.kernels.unscale import Check, Tally
 from halfstep.numerics.gradients import CheckMemory, GradientCheck, agree, check_gradients, local
 from halfstep.numerics.mirror import Mirror
 from halfstep.numerics.overflow import Overflow, OverflowReport, names_of, read
@@ -158,6 +160,7 @@ class GradScaler(torch.amp.GradScaler):
         self._mirror = Mirror()
         self._memories: dict[int, _Memory] = {}
         self._joint = _Shared()  # of all optimizers together
+        self._early_checks: list[weakref.ref[Any]] = []  # of halfstep.integrations.overlap
         self._process_group = process_group
         self._write_back = write_back
 
@@ -201,6 +204,7 @@ class GradScaler(torch.amp.GradScaler):
             places=places,
             slots=len(parameters),
             step=None if self._counts is None else self._counts[DECIDED],
+            early=None if write else partial(self._known_early, parameters),
         )
         state = self._per_optimizer_states[id(optimizer)]
         # One entry, so that sums over devices stay 0 or 1.
@@ -208,6 +212,20 @@ class GradScaler(torch.amp.GradScaler):
         state["gradient_check"] = check
         state["topology"] = topology
         return check
+
+    def _known_early(
+        self,
+        parameters: list[torch.Tensor],
+        places: Sequence[int],
+        values: list[torch.Tensor],
+        out: Check,
+        tally: Tally | None,
+    ) -> bool:
+        """Have an answer written that was found during the backward; False if there is none."""
+        known = [early for reference in self._early_checks if (early := reference()) is not None]
+        if len(known) != len(self._early_checks):
+            self._early_checks = [weakref.ref(early) for early in known]
+        return any(early.answer(parameters, places, values, out, tally) for early in known)
 
     def _memory(self, optimizer: torch.optim.Optimizer) -> _Memory:
         """What is kept for an optimizer as long as it lives."""
@@ -504,4 +522,5 @@ class GradScaler(torch.amp.GradScaler):
             "_mirror": Mirror(),
             "_memories": {},
             "_joint": _Shared(),
+            "_early_checks": [],
         }

@@ -33,11 +33,13 @@ class Part(NamedTuple):
 
     Attributes:
         ranks: all that hold a part or a copy of it, this one included.
-        groups: the process groups that join them, one per dimension of the mesh.
-        first: whether no rank before this one, of these, holds a copy of this one's part.
+        lines: for each dimension of the mesh the ranks on this one's line.
+        groups: the process groups of these lines.
+        first: whether no rank before this one, of `ranks`, holds a copy of this one's part.
     """
 
     ranks: frozenset[int]
+    lines: tuple[frozenset[int], ...]
     groups: tuple[Any, ...]
     first: bool
 
@@ -64,10 +66,10 @@ def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------------- what one holds
 
 
-def _members(group: Any) -> list[int]:
+def _members(group: Any) -> frozenset[int]:
     import torch.distributed as dist
 
-    return sorted(dist.get_process_group_ranks(group))
+    return frozenset(dist.get_process_group_ranks(group))
 
 
 def _grid(rank: int, sets: Sequence[frozenset[int]]) -> frozenset[int] | None:
@@ -89,7 +91,7 @@ def _of_mesh(tensor: Any) -> Part | None:
         return None
     groups = tuple(mesh.get_group(dimension) for dimension in range(mesh.ndim) if mesh.size(dimension) > 1)
     copies = [at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()]
-    return Part(frozenset(mesh.mesh.flatten().tolist()), groups, not any(copies))
+    return Part(frozenset(mesh.mesh.flatten().tolist()), tuple(map(_members, groups)), groups, not any(copies))
 
 
 def _of_flat(state: Any, handle: Any) -> Part | None:
@@ -102,15 +104,15 @@ def _of_flat(state: Any, handle: Any) -> Part | None:
     dimensions = [(group, cut) for group, cut in dimensions if group.size() > 1]
     if not dimensions:
         return None
-    sets = [frozenset(_members(group)) for group, _ in dimensions]
-    ranks = _grid(dist.get_rank(), sets)
+    lines = tuple(_members(group) for group, _ in dimensions)
+    ranks = _grid(dist.get_rank(), lines)
     if ranks is None:
         raise RuntimeError(
-            f"FSDP shards over the ranks {sorted(sets[0])} and copies over {sorted(sets[1])}; allowed are the "
+            f"FSDP shards over the ranks {sorted(lines[0])} and copies over {sorted(lines[1])}; allowed are the "
             "dimensions of one mesh: give FullyShardedDataParallel device_mesh= instead of two process groups"
         )
     first = all(cut or group.rank() == 0 for group, cut in dimensions)
-    return Part(ranks, tuple(group for group, _ in dimensions), first)
+    return Part(ranks, lines, tuple(group for group, _ in dimensions), first)
 
 
 def _instances(module: str, name: str) -> list[Any]:
@@ -143,41 +145,84 @@ def zero_group_of(optimizer: torch.optim.Optimizer) -> Any:
 # ------------------------------------------------------------------------------------------------------ what all share
 
 
-def _largest(spans: dict[frozenset[int], tuple[Any, ...]]) -> dict[frozenset[int], tuple[Any, ...]]:
-    """Those sets of ranks that are no subset of another one."""
-    return {ranks: groups for ranks, groups in spans.items() if not any(ranks < other for other in spans)}
-
-
-def _steps(ranks: frozenset[int]) -> tuple[int, ...]:
+def _steps(line: frozenset[int]) -> tuple[int, ...]:
     """The same for sets of ranks that are shifted copies of each other, so that all ranks put them in one order."""
-    return tuple(member - min(ranks) for member in sorted(ranks))
+    return tuple(member - min(line) for member in sorted(line))
 
 
-def _joined(spans: dict[frozenset[int], tuple[Any, ...]]) -> tuple[frozenset[int], tuple[Any, ...]]:
+class World(NamedTuple):
+    """This rank, how many there are, and the group of all."""
+
+    rank: int
+    size: int
+    group: Any
+
+
+def _joined(parts: Sequence[Part], world: World) -> tuple[frozenset[int], tuple[Any, ...]]:
     """All ranks concerned, and the groups over which to reduce, one after the other.
 
     Raises:
         RuntimeError: the sets of ranks overlap in a way that does not tell which ranks the others reach.
     """
-    if not spans:
+    if not parts:
         return frozenset(), ()
-    import torch.distributed as dist
-
-    largest = _largest(spans)
-    if len(largest) == 1:
-        ((ranks, groups),) = largest.items()
+    every = frozenset().union(*(part.ranks for part in parts))
+    widest = [part for part in parts if part.ranks == every]
+    if widest:
+        ranks, groups = every, min((part.groups for part in widest), key=len)
     else:
-        ordered = sorted(largest, key=_steps)
-        reached = _grid(dist.get_rank(), ordered)
-        if reached is None or max(reached) >= dist.get_world_size():
+        known = {line: group for part in parts for line, group in zip(part.lines, part.groups, strict=True)}
+        lines = sorted((line for line in known if not any(line < other for other in known)), key=_steps)
+        reached = _grid(world.rank, lines)
+        if reached is None or not every <= reached or max(reached) >= world.size:
             raise RuntimeError(
-                f"the optimizer's parameters lie on the ranks {', '.join(str(sorted(one)) for one in ordered)}, which "
+                f"the optimizer's parameters lie on the ranks {', '.join(str(sorted(line)) for line in lines)}, which "
                 f"are not dimensions of one mesh, so no sum over them counts each once; {REMEDY}"
             )
-        ranks, groups = reached, tuple(group for one in ordered for group in largest[one])
-    if len(groups) == 1:
-        return ranks, groups
-    return ranks, (dist.group.WORLD,) if len(ranks) == dist.get_world_size() else groups
+        ranks, groups = reached, tuple(known[line] for line in lines)
+    return ranks, (world.group,) if len(groups) > 1 and len(ranks) == world.size else groups
+
+
+class Agreement(NamedTuple):
+    """How to sum over all ranks, each tensor once.
+
+    Attributes:
+        ranks: all that take part; none if there is nothing to agree on.
+        groups: to reduce over, one after the other.
+        counted: for each kind of tensor whether this rank adds its squares; plain ones first, then one per part.
+    """
+
+    ranks: frozenset[int]
+    groups: tuple[Any, ...]
+    counted: list[bool]
+
+
+def agreement(parts: Sequence[Part], further: Part | None, world: World) -> Agreement:
+    """How the ranks that hold any of some parts come to one answer.
+
+    Args:
+        parts: where the tensors of an optimizer lie, each kind once.
+        further: a group whose ranks hold other tensors although nothing shows it: there plain ones differ.
+        world: as this rank sees it.
+
+    Raises:
+        RuntimeError: the sets of ranks overlap in a way that does not tell which ranks the others reach.
+    """
+    ranks, groups = _joined([*parts, *(() if further is None else (further,))], world)
+    if not groups:
+        return Agreement(ranks, groups, [True])
+    try:
+        model = _joined(parts, world)[0]
+    except RuntimeError:
+        if further is None or not further.ranks >= frozenset().union(*(part.ranks for part in parts)):
+            raise
+        model = further.ranks
+    if not model:
+        return Agreement(ranks, groups, [True])
+    # Meshes beside each other hold copies: those on the one with the lowest rank count. Plain tensors likewise.
+    lowest = min(model)
+    plain = lowest == world.rank if further is None else lowest in further.ranks
+    return Agreement(ranks, groups, [plain, *(part.first and lowest in part.ranks for part in parts)])
 
 
 class Topology:
@@ -199,15 +244,18 @@ class Topology:
         self.kind_of: list[int] | None = None
         self.settled = not any(map(is_sharded, self.parameters))
         self._find()
-        spans = {part.ranks: part.groups for part in self.kinds if part is not None}
-        # Prefer a set of ranks with one group of its own: kinds of the same ranks may be 1-D and 2-D.
-        spans.update({part.ranks: part.groups for part in self.kinds if part is not None and len(part.groups) == 1})
-        every = dict(spans)
-        further = frozenset() if process_group is None else frozenset(_members(process_group))
-        if len(further) > 1:
-            every[further] = (process_group,)
-        self.ranks, self.groups = _joined(every)
-        self.counted = self._counted(spans, further)
+        parts = [part for part in self.kinds if part is not None]
+        further = None
+        if process_group is not None and process_group.size() > 1:
+            ranks = _members(process_group)
+            further = Part(ranks, (ranks,), (process_group,), True)
+        agreed = Agreement(frozenset(), (), [True])
+        if parts or further is not None:
+            import torch.distributed as dist
+
+            world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+            agreed = agreement(parts, further, world)
+        self.ranks, self.groups, self.counted = agreed
 
     def _find(self) -> None:
         flats: dict[int, Part | None] | None = None
@@ -230,22 +278,6 @@ class Topology:
         self.kinds = list(known)
         if len(known) > 1:
             self.kind_of = kind_of
-
-    def _counted(self, spans: dict[frozenset[int], tuple[Any, ...]], further: frozenset[int]) -> list[bool]:
-        if not self.groups:
-            return [True] * len(self.kinds)
-        import torch.distributed as dist
-
-        try:
-            lowest = min(_joined(spans)[0], default=None)  # of the ranks that hold parts of this model
-        except RuntimeError:
-            if not further >= frozenset().union(*spans):
-                raise
-            lowest = min(further)
-        rank = dist.get_rank()
-        # Plain tensors differ on each rank of the further group, and are copies elsewhere.
-        plain = lowest is None or (lowest in further if further else lowest == rank)
-        return [plain] + [part.first and lowest in part.ranks for part in self.kinds if part is not None]
 
     def device_for(self, home: torch.device) -> torch.device:
         """Where numbers must lie to be reduced: where they are, if every group can."""

@@ -1,0 +1,411 @@
+"""Small models on four ranks, spread in every way that torch knows, and how to break one of their gradients.
+
+Every rank sees the same batch, so the gradient is that of one process, but for the order of its sums.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+WORLD = 4
+WIDTH, HIDDEN = 6, 8
+Make = Callable[[Any], Any]
+
+
+class Net(torch.nn.Module):
+    """A layer norm first, so that the first parameter is the one that tensor parallelism leaves alone; uneven sizes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.first = torch.nn.Linear(WIDTH, HIDDEN)
+        self.second = torch.nn.Linear(HIDDEN, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, 1)
+        self.to(dtype)
+        self.poison: float | None = None
+
+    def broken(self, activation: torch.Tensor) -> torch.Tensor:
+        """An activation whose gradient has one wrong element on this rank, if it is poisoned."""
+        value = self.poison
+        if value is None or not activation.requires_grad:
+            return activation
+
+        def hook(grad: torch.Tensor) -> torch.Tensor:
+            grad = grad.clone()
+            getattr(grad, "_local_tensor", grad).view(-1)[1] = value
+            return grad
+
+        activation.register_hook(hook)
+        return activation
+
+    def front(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.broken(self.first(self.norm(inputs))).tanh()
+
+    def back(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(self.broken(self.second(hidden)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.back(self.front(inputs))
+
+
+class Half(Net):
+    """One of two pipeline stages."""
+
+    def __init__(self, dtype: torch.dtype, stage: int) -> None:
+        super().__init__(dtype)
+        self.stage = stage
+        for gone in (("second", "head"), ("norm", "first"))[stage]:
+            delattr(self, gone)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.front(inputs) if self.stage == 0 else self.back(inputs)
+
+
+class Mixture(Net):
+    """With experts, of which all are used for every input: each rank gathers the others'."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.experts = torch.nn.Parameter(torch.randn(4, HIDDEN, HIDDEN, dtype=dtype) / 8)
+
+    def back(self, hidden: torch.Tensor) -> torch.Tensor:
+        experts = self.experts.full_tensor() if isinstance(self.experts, DTensor) else self.experts
+        return super().back(hidden + (hidden @ experts.mean(0)).tanh())
+
+
+class Tiny(Net):
+    """Three numbers: some ranks hold none of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        del self.norm, self.first, self.second
+        self.head = torch.nn.Linear(2, 1).to(dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.broken(self.head(inputs[:, :2]))
+
+
+@functools.lru_cache
+def mesh_of(*names: str) -> DeviceMesh:
+    """A mesh of all ranks, of one or two dimensions; one for each set of names."""
+    return init_device_mesh("cpu", (WORLD,) if len(names) == 1 else (2, 2), mesh_dim_names=names)
+
+
+def batch(step: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def loss_of(outputs: torch.Tensor) -> torch.Tensor:
+    return outputs.float().square().mean()
+
+
+class Spread:
+    """A model spread over the ranks.
+
+    Attributes:
+        net: this rank's part of the bare model.
+        called: what is called with a batch.
+        process_group: for the scaler.
+        breaks_shards: whether a gradient may be broken on one rank after its reduction. Where ranks hold copies of
+            everything and agree on nothing after the reduction, such as under DDP, that is no overflow but a defect.
+    """
+
+    def __init__(
+        self, net: Net, called: Any = None, process_group: Any = None, breaks_shards: bool = True, pipeline: Any = None
+    ) -> None:
+        self.net, self.called, self.process_group = net, net if called is None else called, process_group
+        self.breaks_shards, self.pipeline = breaks_shards, pipeline
+        self.optimizer_of: Callable[[Make], Any] = lambda make: make(list(self.called.parameters()))
+
+    def backward(self, scaler: Any, step: int, dtype: torch.dtype) -> None:
+        inputs = batch(step, dtype)
+        if self.pipeline is None:
+            scaler.scale(loss_of(self.called(inputs))).backward()
+        elif self.net.stage == 0:  # type: ignore[attr-defined]
+            scaler.scale(torch.zeros(()))
+            hidden = self.called(inputs)
+            dist.send(hidden.detach().contiguous(), self.pipeline)
+            grad = torch.empty_like(hidden)
+            dist.recv(grad, self.pipeline)
+            hidden.backward(grad)
+        else:
+            hidden = torch.empty(len(inputs), HIDDEN, dtype=dtype)
+            dist.recv(hidden, self.pipeline)
+            hidden.requires_grad_()
+            scaler.scale(loss_of(self.called(hidden))).backward()
+            dist.send(hidden.grad.contiguous(), self.pipeline)  # type: ignore[union-attr]
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """All parameters by name, as one process would hold them; of the stages of a pipeline this rank's only."""
+        if isinstance(self.called, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(self.called, writeback=False):
+                return {
+                    name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
+                    for name, parameter in self.called.named_parameters()
+                }
+        named = {name: parameter.detach() for name, parameter in self.net.named_parameters()}
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named.items()}
+
+
+def ddp(dtype: torch.dtype) -> Spread:
+    net = Net(dtype)
+    return Spread(net, DistributedDataParallel(net), breaks_shards=False)
+
+
+def zero1(dtype: torch.dtype) -> Spread:
+    spread = ddp(dtype)
+    spread.optimizer_of = lambda make: ZeroRedundancyOptimizer(
+        spread.net.parameters(), optimizer_class=lambda groups, **options: make(groups)
+    )
+    return spread
+
+
+def fsdp1(dtype: torch.dtype, strategy: str, use_orig_params: bool, cls: type[Net] = Net) -> Spread:
+    hybrid = "HYBRID" in strategy
+    net = cls(dtype)
+    model = FullyShardedDataParallel(
+        net,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh_of("copies", "shards") if hybrid else None,
+    )
+    return Spread(net, model)
+
+
+def fsdp1_nested(dtype: torch.dtype) -> Spread:
+    """A sharded module in one that every rank holds whole, and a parameter that FSDP leaves alone."""
+    net = Net(dtype)
+    cpu = torch.device("cpu")
+    net.second = FullyShardedDataParallel(net.second, use_orig_params=True, device_id=cpu)
+    model = FullyShardedDataParallel(
+        net,
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        use_orig_params=True,
+        device_id=cpu,
+        ignored_states=[net.norm.weight],
+    )
+    return Spread(net, model)
+
+
+def fsdp2(dtype: torch.dtype) -> Spread:
+    net = Net(dtype)
+    return Spread(net, fully_shard(net, mesh=mesh_of("all")))
+
+
+def hsdp(dtype: torch.dtype) -> Spread:
+    net = Net(dtype)
+    mesh = mesh_of("copies", "shards")
+    return Spread(net, fully_shard(net, mesh=mesh))
+
+
+PLAN = {"first": ColwiseParallel, "second": RowwiseParallel}
+
+
+def tensor_parallel(dtype: torch.dtype) -> Spread:
+    """Norm and head stay plain tensors."""
+    net = Net(dtype)
+    mesh = mesh_of("all")
+    parallelize_module(net, mesh, {name: style() for name, style in PLAN.items()})
+    return Spread(net)
+
+
+def sequence_parallel(dtype: torch.dtype) -> Spread:
+    """The gradients of the norm are sums yet to be formed."""
+    net = Net(dtype)
+    mesh = mesh_of("all")
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0),
+        "first": ColwiseParallel(input_layouts=Shard(0)),
+        "second": RowwiseParallel(),
+    }
+    parallelize_module(net, mesh, plan)
+    return Spread(net)
+
+
+def two_d(dtype: torch.dtype) -> Spread:
+    """FSDP2 over tensor parallelism: the norm lies on the data-parallel ranks only, and comes first."""
+    net = Net(dtype)
+    mesh = mesh_of("dp", "tp")
+    parallelize_module(net, mesh["tp"], {name: style() for name, style in PLAN.items()})
+    return Spread(net, fully_shard(net, mesh=mesh["dp"]))
+
+
+def crossed(dtype: torch.dtype) -> Spread:
+    """One layer sharded over rows of ranks, another over columns: no parameter lies on all ranks."""
+    net = Net(dtype)
+    mesh = mesh_of("dp", "tp")
+    parallelize_module(net, mesh["tp"], {name: style() for name, style in PLAN.items()})
+    fully_shard(net.norm, mesh=mesh["dp"])
+    fully_shard(net.head, mesh=mesh["dp"])
+    return Spread(net)
+
+
+def _stages(inner: Callable[[Half, DeviceMesh], Any], dtype: torch.dtype, **options: Any) -> Spread:
+    """Ranks 0 and 1 hold the first stage, 2 and 3 the second."""
+    mesh = mesh_of("pp", "dp")
+    stage = dist.get_rank() // 2
+    net = Half(dtype, stage)
+    group = mesh["pp"].get_group()
+    options.setdefault("process_group", group)
+    return Spread(net, inner(net, mesh), pipeline=(dist.get_rank() + 2) % WORLD, **options)
+
+
+def pipeline(dtype: torch.dtype) -> Spread:
+    return _stages(
+        lambda net, mesh: DistributedDataParallel(net, process_group=mesh["dp"].get_group()), dtype, breaks_shards=False
+    )
+
+
+def pipeline_of_shards(dtype: torch.dtype, whole_world: bool) -> Spread:
+    options = {"process_group": dist.group.WORLD} if whole_world else {}
+    return _stages(lambda net, mesh: fully_shard(net, mesh=mesh["dp"]), dtype, **options)
+
+
+def experts(dtype: torch.dtype, placed: str) -> Spread:
+    """Layers sharded over all ranks; experts over pairs of them, on a mesh made by itself."""
+    net = Mixture(dtype)
+    mesh = mesh_of("copies", "ep")
+    if placed == "2-D":
+        spread = distribute_tensor(net.experts.detach(), mesh, [Replicate(), Shard(0)])
+    else:
+        spread = distribute_tensor(net.experts.detach(), mesh["ep"], [Shard(0)], src_data_rank=None)
+    net.experts = torch.nn.Parameter(spread)
+    dense = mesh_of("all")
+    return Spread(net, fully_shard(net, mesh=dense, ignored_params={net.experts}))
+
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+TOPOLOGIES: dict[str, Callable[[torch.dtype], Spread]] = {
+    "DDP": ddp,
+    "ZeRO-1": zero1,
+    **{
+        f"FSDP1 {strategy}{', original parameters' if original else ''}": partial(
+            fsdp1, strategy=strategy, use_orig_params=original
+        )
+        for strategy in STRATEGIES
+        for original in (False, True)
+    },
+    "FSDP1, some ranks with nothing": partial(fsdp1, strategy="FULL_SHARD", use_orig_params=True, cls=Tiny),
+    "FSDP1 sharded inside copied": fsdp1_nested,
+    "FSDP2": fsdp2,
+    "HSDP": hsdp,
+    "TP beside plain tensors": tensor_parallel,
+    "TP with sequence parallelism": sequence_parallel,
+    "TP and FSDP2, norm first": two_d,
+    "TP and FSDP2 on crossed layers": crossed,
+    "pipeline of DDP": pipeline,
+    "pipeline of FSDP2": partial(pipeline_of_shards, whole_world=False),
+    "pipeline of FSDP2, one group": partial(pipeline_of_shards, whole_world=True),
+    "experts on a second mesh": partial(experts, placed="2-D"),
+    "experts on pairs of ranks": partial(experts, placed="1-D"),
+}
+
+
+def single(name: str, dtype: torch.dtype) -> Net:
+    """The same model on one process."""
+    return (Mixture if "experts" in name else Tiny if "nothing" in name else Net)(dtype)
+
+
+# ----------------------------------------------------------------------------------------------- bits, and who has them
+
+
+def stepping(optimizer: Any) -> Any:
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return local(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def held(optimizer: Any) -> list[dict[str, bytes]]:
+    """The bits of everything that this rank's optimizer holds: weights and state, step counters included."""
+    state = stepping(optimizer).state
+    return [
+        {"": bits(parameter), **{key: bits(value) for key, value in state.get(parameter, {}).items()}}
+        for parameter in parameters_of(optimizer)
+    ]
+
+
+def unchanged(before: list[dict[str, bytes]], after: list[dict[str, bytes]]) -> bool:
+    """Whether all bits are the same; state made since must be that of no step."""
+    return all(
+        (value == old[key] if key in old else key == "master" or not any(value))
+        for old, new in zip(before, after, strict=True)
+        for key, value in new.items()
+    )
+
+
+def key_of(spread: Spread, name: str, parameter: torch.Tensor) -> str:
+    """The same on all ranks that hold a copy of the same part."""
+    if isinstance(parameter, DTensor):
+        mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+        assert at is not None
+        dims = mesh.mesh_dim_names or range(mesh.ndim)
+        cut = [
+            f"{dim}{place}"
+            for dim, place, placement in zip(dims, at, parameter.placements, strict=True)
+            if not placement.is_replicate()
+        ]
+        return f"{name} {cut}"
+    handle = next(
+        (
+            module._handle
+            for module in spread.called.modules()
+            if isinstance(module, FullyShardedDataParallel)
+            and module._handle is not None
+            and any(parameter is one for one in (module._handle.flat_param, *(module._handle.flat_param._params or ())))
+        ),
+        None,
+    )
+    if handle is not None and handle.uses_sharded_strategy:
+        return f"{name} {handle.process_group.rank()}"
+    return name
+
+
+def copies(spread: Spread, optimizer: Any) -> dict[int, int]:
+    """By what it is a part of: a checksum of each parameter and its state on this rank."""
+    owned = not isinstance(optimizer, ZeroRedundancyOptimizer)
+    found = {}
+    for name, parameter in spread.called.named_parameters():
+        state = optimizer.state.get(parameter, {}) if owned else {}
+        content = b"".join([bits(parameter), *(bits(value) for _, value in sorted(state.items()))])
+        found[zlib.crc32(key_of(spread, name, parameter).encode())] = zlib.crc32(content)
+    return found
+
+
+def break_shard(optimizer: Any, choice: int, value: float) -> bool:
+    """Write a value into a gradient that this rank holds a part of; False if it holds none."""
+    grads = [local(p.grad) for p in parameters_of(optimizer) if p.grad is not None and local(p.grad).numel()]
+    if not grads:
+        return False
+    grad = grads[choice % len(grads)].view(-1)
+    grad[choice % grad.numel()] = value
+    return True
