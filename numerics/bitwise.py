@@ -15,15 +15,19 @@ What is not finite or overflows is rare and written afterwards, by index.
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ctypes
+from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
+from halfstep.kernels import native
 from halfstep.numerics import noise
-from halfstep.numerics.exact import no_nan_here
+from halfstep.numerics.exact import beyond_code, no_nan_here
 from halfstep.numerics.formats import Format
 
+WORTH_COMPILING = 2**16  # elements to be rounded stochastically
 BLOCK = 16384  # elements: a few arrays of 64 KiB, which the second-level cache holds
 
 Array = np.ndarray[Any, Any]
@@ -48,6 +52,8 @@ class Source:
         """Whether `least` and `largest` of the format, and what it drops, are within the source's normal numbers."""
         if format.kind == "integer":
             return self.mantissa > format.bits
+        if format.kind == "scale" and format.emin == -self.bias:
+            return True  # half a binade below the source's least normal number: see `_above`
         low, high = 1 - self.bias, self.bias
         same = format.emin == low and format.has_subnormals
         # 2^-34 of a unit is less than any rounding sees, so that the source's subnormals need not be told apart.
@@ -83,7 +89,7 @@ class Encoder:
         self, source: Source, format: Format, rounding: str, overflow: str, nan: str, subnormals: bool
     ) -> None:
         self._source, self._format, self._rounding = source, format, rounding
-        self._overflow, self._nan = overflow, nan
+        self._nan = nan
         integer = format.kind == "integer"
         self._dropped = source.mantissa - format.mantissa
         least = source.pattern(format.bits + 2 if integer else format.emin)
@@ -92,6 +98,7 @@ class Encoder:
         self._above_rounding = {"nearest": "nearest_away", "odd": "toward_zero"}.get(rounding, rounding)
         self._above_rounding = self._above_rounding if one_bit else rounding
         self._has_above = not integer
+        self._ends_among_subnormals = format.kind == "scale" and format.emin == -source.bias
         self._has_below = integer or (format.kind != "scale" and format.emin > 1 - source.bias)
         self._coarse_noise = format.has_subnormals and format.emin > -126
         self._flush = not subnormals and format.has_subnormals
@@ -101,6 +108,14 @@ class Encoder:
         self._magic, self._magic_pattern = source.float(2.0**magic), U(source.pattern(magic))
         self._least, self._rebias = U(least), U(((source.bias - format.bias) << source.mantissa) & (2**source.bits - 1))
         self._least_code = U(1 << format.mantissa)
+        # What numbers beyond the largest become: positive, negative, and the infinities.
+        ends = [(overflow, False), (overflow, True)]
+        for negative in (False, True):
+            stops = rounding in ("toward_zero", "odd") or rounding == ("up" if negative else "down")
+            if stops and not (negative and format.kind == "scale"):
+                ends[negative] = ("saturate", negative)
+        ends += [(overflow, False), (overflow, True)]
+        self._outside: Array = np.array([beyond_code(sign, format, how) for how, sign in ends], code_dtype(format))
         self._sign_shift = U(source.bits - format.bits) if not integer else U(0)
 
     # ------------------------------------------------------------------------------------------------------- all
@@ -110,11 +125,10 @@ class Encoder:
         flat: Array = values.view(self._source.unsigned)
         result: Array = np.empty(flat.shape, code_dtype(self._format))
         scratch = _Scratch(self._source, min(BLOCK, flat.size))
+        draw = _words_for(flat.size) if self._rounding == "stochastic" and self._dropped else None
         for start in range(0, flat.size, BLOCK):
             block = flat[start : start + BLOCK]
-            words = None
-            if self._rounding == "stochastic" and self._dropped:
-                words = random_words(offset + start, block.size, seed)
+            words = draw(offset + start, block.size, seed) if draw else None
             self._encode(block, result[start : start + BLOCK], scratch, words)
         return result
 
@@ -150,6 +164,12 @@ class Encoder:
         if self._has_below or self._format.kind == "scale":
             np.maximum(magnitude, self._least, out=code)
             value = code
+            if self._ends_among_subnormals:
+                # The source's subnormals from `least` on, doubled, continue the normal numbers by one exponent.
+                first_normal = U(1 << self._source.mantissa)
+                np.minimum(code, first_normal, out=extra)
+                code += extra
+                code -= first_normal
         if dropped == 0:
             np.subtract(value, self._rebias, out=code)
             return
@@ -253,7 +273,7 @@ class Encoder:
             return None
         least_rare = form.largest_code + 1
         infinity = U(self._source.infinity)
-        # The code of an infinity is larger than any finite one, save where a format reaches further than its source.
+        # The codes of infinities and NaNs are larger than any finite one: no format reaches further than its source.
         if form.signed and int(code.max()) < least_rare:
             return None
         if form.kind == "integer":
@@ -267,30 +287,11 @@ class Encoder:
 
     def _beyond(self, patterns: Array) -> Array:
         """The codes of what `_rare` found."""
-        form, source, how = self._format, self._source, self._rounding
-        U = source.unsigned
-        magnitude, negative = patterns & U(source.magnitude), patterns > U(source.magnitude)
-        nan, finite = magnitude > U(source.infinity), magnitude < U(source.infinity)
-        largest = np.full(patterns.shape, form.largest_code, np.uint64)
-        if form.kind == "integer":
-            largest = np.where(negative, form.codes - form.largest_code - 1, form.largest_code).astype(np.uint64)
-        elif form.kind == "scale":
-            largest[negative] = 0
-        else:
-            largest[negative] |= np.uint64(form.sign_bit)
-        if self._overflow == "saturate" or (self._overflow == "inf" and not form.has_infinity and not form.has_nan):
-            codes = largest
-        else:
-            if self._overflow == "inf" and form.infinity_code is not None:
-                codes = form.infinity_code | negative * np.uint64(form.sign_bit)
-            else:
-                codes = np.full(patterns.shape, form.nan_code, np.uint64)
-            stops = finite & (how in ("toward_zero", "odd"))
-            if how in ("up", "down"):
-                stops = finite & (negative == (how == "up"))
-            if form.kind == "scale":
-                stops &= ~negative
-            codes = np.where(stops, largest, codes)
+        source, U = self._source, self._source.unsigned
+        magnitude, which = patterns & U(source.magnitude), patterns >> U(source.bits - 1)
+        which += (magnitude >= U(source.infinity)).astype(U) << U(1)
+        codes = self._outside[which]
+        nan = magnitude > U(source.infinity)
         if nan.any():
             codes[nan] = self._nan_codes(patterns[nan])
         return codes
@@ -298,7 +299,7 @@ class Encoder:
     def _nan_codes(self, patterns: Array) -> Array:
         form, source = self._format, self._source
         if self._nan == "zero":
-            return np.zeros(patterns.shape, np.uint64)
+            return np.zeros(patterns.shape, code_dtype(form))
         if self._nan == "raise" or form.nan_code is None:
             raise no_nan_here(form, self._nan)
         codes = np.full(patterns.shape, form.nan_code, np.uint64)
@@ -324,6 +325,32 @@ def random_words(first: int, count: int, seed: int) -> Array:
     for column, four in enumerate(noise.four_words(groups, seed)):
         words[:, column] = four
     return words.reshape(-1)[first % 4 : first % 4 + count]
+
+
+def compiled_words(first: int, count: int, seed: int) -> Array:
+    """The same by the C++ of kernels/philox.cpp."""
+    words: Array = np.empty(count, np.uint32)
+    draw = _entry()
+    assert draw is not None
+    draw(seed, first, count, words.ctypes.data)
+    return words
+
+
+@cache
+def _entry() -> Any:
+    """The C++ function, told the types of its arguments; None without a compiler."""
+    library = native.library("philox")
+    if library is None:
+        return None
+    draw = library.halfstep_words
+    draw.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    draw.restype = None
+    return draw
+
+
+def _words_for(size: int) -> Callable[[int, int, int], Array]:
+    """What draws the words of so many elements: compiling takes seconds once, so only many are worth it."""
+    return compiled_words if size >= WORTH_COMPILING and _entry() is not None else random_words
 
 
 def flushing() -> bool:

@@ -191,11 +191,11 @@ def encode_exact(
         return nan_code(_pattern(float(number)), form, nan)
     negative = _sign(number)
     if isinstance(number, float) and number != 0:
-        return _beyond(negative, form, overflow)
+        return beyond_code(negative, form, overflow)
     if number == 0:
         return signed_code(0, negative, form)
     if form.kind == "scale" and negative:
-        return _beyond(True, form, overflow)
+        return beyond_code(True, form, overflow)
     below, rest, power = _units(abs(Fraction(number)), form)
     if not below and form.kind == "scale":
         return 0
@@ -205,7 +205,7 @@ def encode_exact(
     code = _code(below + _away(below, rest, rounding, negative, word, power, form), power, form)
     if code > largest_magnitude(negative, form):
         stops = rounding in ("toward_zero", "odd") or rounding == ("up" if negative else "down")
-        return _beyond(negative, form, "saturate" if stops else overflow)
+        return beyond_code(negative, form, "saturate" if stops else overflow)
     if not subnormals and form.has_subnormals and code < 1 << form.mantissa:
         code = 0
     return signed_code(code, negative, form)
@@ -269,7 +269,7 @@ def signed_code(magnitude: int, negative: bool, format: Format) -> int:
     return magnitude | format.sign_bit
 
 
-def _beyond(negative: bool, format: Format, overflow: str) -> int:
+def beyond_code(negative: bool, format: Format, overflow: str) -> int:
     """The code of overflow and of infinities; of negative numbers in a format without sign."""
     if overflow == "saturate" or (overflow == "inf" and not format.has_infinity and not format.has_nan):
         if format.kind == "scale" and negative:
@@ -412,7 +412,7 @@ def _place_code(place: int, format: Format, rising: bool) -> int:
     if not lowest <= place <= highest:
         if format.kind == "scale":
             return int(format.nan_code or 0)
-        return _beyond(place < lowest, format, "inf")
+        return beyond_code(place < lowest, format, "inf")
     return signed_code(abs(place), place < 0 or (place == 0 and rising and format.kind != "scale"), format)
 
 
