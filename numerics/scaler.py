@@ -99,13 +99,14 @@ class GradScaler(torch.amp.GradScaler):
             DeepSpeed), or ``"clean_step"``, after any clean step (apex, DeepSpeed's ``consecutive_hysteresis``).
         write_back: leave unscaled gradients in ``.grad`` after `step`, as torch's fused optimizers do; a further write
             of every gradient. By default `step` only reads them.
-        process_group: a further group, whose ranks hold other parameters of the same model although nothing shows it
-            (pipeline stages, experts as plain tensors): they skip together, and norms are over the parameters of all.
+        process_group: a further group (or a 1-D device mesh), whose ranks hold other parameters of the same model
+            although nothing shows it (pipeline stages, experts as plain tensors): they skip together, and norms are
+            over the parameters of all.
             Plain tensors are counted on each of its ranks, so where they are copied too (pipeline stages under
             DistributedDataParallel) it must hold one rank of each stage only.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or this rank is not in `process_group`.
 
     Note:
         `step` with an optimizer of halfstep waits for nothing. Other optimizers that do not take the found_inf flag
@@ -161,7 +162,13 @@ class GradScaler(torch.amp.GradScaler):
         self._memories: dict[int, _Memory] = {}
         self._joint = _Shared()  # of all optimizers together
         self._early_checks: list[weakref.ref[Any]] = []  # of halfstep.integrations.overlap
-        self._process_group = process_group
+        # On ranks outside a new group torch hands out something else.
+        if process_group is not None and not hasattr(process_group, "size"):
+            raise ValueError(
+                f"process_group is {process_group!r}, which is no group of this rank; allowed are groups that it "
+                "belongs to, and None"
+            )
+        self._process_group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
         self._write_back = write_back
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.numerics.gradients import check_gradients
+from halfstep.numerics.scaler import GradScaler
 from halfstep.numerics.topology import Agreement, Part, TopologyMemory, World, agreement
 
 EVERYONE = "all ranks"
@@ -162,6 +163,12 @@ def test_sets_of_ranks_that_are_no_mesh_are_refused_with_the_remedy() -> None:
     too_far = [Part(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 3), (0, 1))]
     with pytest.raises(RuntimeError, match="not dimensions of one mesh"):
         agreement(too_far, None, World(0, 4, EVERYONE))
+
+
+def test_a_group_that_this_rank_is_not_in_is_refused() -> None:
+    outside = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match=r"process_group is .*, which is no group of this rank; allowed are groups"):
+        GradScaler("cpu", process_group=outside)
 
 
 def test_without_processes_there_is_nothing_to_agree_on() -> None:

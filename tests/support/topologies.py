@@ -272,7 +272,10 @@ def _stages(inner: Callable[[Half, DeviceMesh], Any], dtype: torch.dtype, **opti
 
 def pipeline(dtype: torch.dtype) -> Spread:
     return _stages(
-        lambda net, mesh: DistributedDataParallel(net, process_group=mesh["dp"].get_group()), dtype, breaks_shards=False
+        lambda net, mesh: DistributedDataParallel(net, process_group=mesh["dp"].get_group()),
+        dtype,
+        breaks_shards=False,
+        process_group=mesh_of("pp", "dp")["pp"],
     )
 
 

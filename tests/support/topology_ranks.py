@@ -132,7 +132,7 @@ def norms(name: str) -> dict[str, Any]:
 
 def _two_steps(spread: Any, optimizer: Any, scaler: Any, broken: int, unscale: bool = False) -> dict[str, Any]:
     """Two steps, the first with an Inf in the gradient of one rank (none: -1): which were taken here."""
-    taken, error = [], ""
+    taken, error, changed = [], "", False
     for step in range(2):
         optimizer.zero_grad()
         spread.backward(scaler, step, torch.float32)
@@ -145,11 +145,11 @@ def _two_steps(spread: Any, optimizer: Any, scaler: Any, broken: int, unscale: b
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
         except RuntimeError as caught:
-            error = str(caught)
+            error, changed = str(caught), not topologies.unchanged(before, topologies.held(optimizer))
             break
         scaler.update()
         taken.append(not topologies.unchanged(before, topologies.held(optimizer)))
-    return {"taken": taken, "scale": scaler.get_scale(), "error": error}
+    return {"taken": taken, "scale": scaler.get_scale(), "error": error, "changed": changed}
 
 
 # The topology, torch's scaler, the rank that breaks, and whether gradients are unscaled first.
