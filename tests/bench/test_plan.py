@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import halfstep
 from halfstep.__main__ import main as halfstep_main
@@ -271,6 +272,21 @@ def test_neither_torch_nor_matplotlib_is_loaded() -> None:
         "sys.exit(bool({'torch', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_page_can_be_typed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    (python,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {"model": torch.nn.Linear(3, 5)}
+    exec(python, names)
+    assert names["best"].settings["batch"] > 2 and names["made"].totals.peak < 80 * 2**30
+    (shell,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
+    commands = shell.replace("\\\n", " ").splitlines()
+    assert len(commands) == 3
+    for line in commands:
+        words = line.replace("plan.png", str(tmp_path / "plan.png")).split()
+        assert words[:2] == ["halfstep", "plan"] and run(capsys, *words[2:])
+    assert (tmp_path / "plan.png").exists()
 
 
 def test_help_names_every_choice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
