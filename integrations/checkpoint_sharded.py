@@ -17,6 +17,7 @@ dtype is rounded silently; a rank's collectives in a thread meet the training's 
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pickle
@@ -32,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -43,6 +45,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from halfstep.integrations import checkpoint_files as files
 from halfstep.integrations.checkpoint_files import CheckpointError
@@ -237,16 +240,29 @@ def save(
     return pending
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy on the CPU that no later step changes, also of what is on the CPU already."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+def _copied(value: Any) -> Any:
+    """A nested state on the CPU that no later step changes, also of what is on the CPU already."""
+    if isinstance(value, Mapping):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one) for one in value)
+    if isinstance(value, ShardedTensor):  # FSDP1's, which torch's own staging cannot copy
+        shards = [Shard(_copied(shard.tensor), _metadata_on_cpu(shard.metadata)) for shard in value.local_shards()]
+        known = value.metadata()
+        everywhere = [_metadata_on_cpu(shard) for shard in known.shards_metadata]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards,
+            sharded_tensor_metadata=dataclasses.replace(known, shards_metadata=everywhere),
+            process_group=value._process_group,
+        )
+    if isinstance(value, DTensor):  # from_local would move the copy to the mesh's device
+        return DTensor(_copied(value.to_local()), value._spec, requires_grad=False)
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    try:
-        staged: Any = stager.stage(state)
-    finally:
-        stager.close()
-    return dict(staged)
+
+def _metadata_on_cpu(known: ShardMetadata) -> ShardMetadata:
+    rank = 0 if known.placement is None else known.placement.rank()
+    return ShardMetadata(known.shard_offsets, known.shard_sizes, f"rank:{rank}/cpu")
 
 
 def _write(path: Path, step: int, state: dict[str, Any], archive: io.BytesIO, keep: int, ranks: Ranks) -> Path:

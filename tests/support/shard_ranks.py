@@ -55,7 +55,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, part: int) -
         optimizer.step()
 
 
-# ----------------------------------------------------------------------------------------------- FSDP2, from end to end
+# --------------------------------------------------------------------------------------------- FSDP2 from end to end
 
 
 def trained(keep: bool, offload: bool = False) -> dict[str, torch.Tensor]:
@@ -135,7 +135,7 @@ def scaled_overflow() -> dict[str, Any]:
     return {"scales": scales, "norms": [norms[0], norms[2]]}
 
 
-# -------------------------------------------------------------------------------------------------- launches and layouts
+# --------------------------------------------------------------------------------------------- launches and layouts
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""Checkpoints of FSDP1, of torch's AdamW and with CPU offload go on with the same bits, also written in a thread."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import checkpoint_kinds
+import pytest
+import torch
+import torch.multiprocessing
+from checkpoint_ranks import differing
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = Path(tmp_path_factory.mktemp("ranks"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(checkpoint_kinds.run, (port, str(folder)), nprocs=checkpoint_kinds.WORLD)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(checkpoint_kinds.WORLD)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, Any]]:
+    return checkpoint_kinds.reference()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("kind", checkpoint_kinds.KINDS)
+def test_fsdp1s_full_and_sharded_state_dicts_hold_the_bits_of_one_process(
+    ranks: list[dict[str, Any]], expected: list[dict[str, Any]], kind: str, use_orig_params: bool
+) -> None:
+    for rank in ranks:
+        found = rank["FSDP1"][kind, use_orig_params]
+        assert differing(expected[0], found["saved"]) == []
+        assert differing(expected[0], found["loaded"]) == []
+        assert differing(expected[1], found["end"]) == []
+
+
+def test_a_missing_master_is_never_taken_for_zeros(ranks: list[dict[str, Any]]) -> None:
+    """FSDP1 fills missing states with zeros; the step count, which it does not, makes it refuse ours."""
+    for rank in ranks:
+        message, kept = rank["without"]
+        assert "must have scalar state with the same value" in message and "0.bias" in message
+        assert kept
+
+
+def test_torchs_full_state_dict_on_cpus_is_the_reason_for_not_offloading(ranks: list[dict[str, Any]]) -> None:
+    """If this fails, torch has mended it: remove offload_to_cpu=False here and its line in docs/checkpoints.md."""
+    assert [rank["torch's full state"] for rank in ranks] == [True, True]
+
+
+@pytest.mark.parametrize("number", range(len(checkpoint_kinds.WRAPS)))
+def test_from_each_to_the_next_with_the_same_bits(
+    ranks: list[dict[str, Any]], expected: list[dict[str, Any]], number: int
+) -> None:
+    """Steps that were made while a checkpoint was written in the background did not reach it."""
+    names = checkpoint_kinds.WRAPS
+    pair = f"{names[number]} -> {names[(number + 1) % len(names)]}"
+    for rank in ranks:
+        assert differing(expected[0], rank["between"][pair]["loaded"]) == []
+        assert differing(expected[1], rank["between"][pair]["end"]) == []
+
+
+@pytest.mark.parametrize("way", ["ours", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_torchs_adamw_saved_under_fsdp2_goes_on_under_ours(
+    ranks: list[dict[str, Any]], dtype: torch.dtype, way: str
+) -> None:
+    saved, end = checkpoint_kinds.reference(dtype, begun_by=torch.optim.AdamW)
+    for rank in ranks:
+        found = rank["torch"][str(dtype), way]
+        assert differing(saved, found["saved"]) == []
+        assert differing(saved["model"], found["loaded"]["model"]) == []
+        for name, entry in saved["optimizer"].items():
+            loaded = dict(found["loaded"]["optimizer"][name])
+            if dtype == torch.bfloat16:
+                assert torch.equal(loaded.pop("master"), saved["model"][name].float()), "the master is the weight"
+            assert differing({key: value.float() for key, value in entry.items()}, loaded) == []
+        assert found["lr"] == 1e-2
+        assert differing(end, found["end"]) == []

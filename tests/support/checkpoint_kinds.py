@@ -1,0 +1,244 @@
+"""Two ranks with checkpoints of FSDP1, of torch's AdamW, and with CPU offload; started by test_checkpoint_kinds.py."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+import halfstep
+from halfstep.integrations import checkpoint
+
+WORLD = 2
+BEFORE, AFTER = 3, 2
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).to(dtype)
+
+
+def flat(model: torch.nn.Module, use_orig_params: bool) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Every rank sees the same batch, and the mean of two equal gradients is exact."""
+    dtype = next(model.parameters()).dtype
+    for step in range(first, last):
+        inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+        optimizer.zero_grad()
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(value: Any) -> Any:
+    """Nested state with every tensor whole. Collective where there are shards."""
+    if isinstance(value, dict):
+        return {key: whole(one) for key, one in value.items()}
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
+        out = torch.empty(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None
+        value.gather(0, out)
+        held = [out]
+        dist.broadcast_object_list(held, src=0)
+        return held[0]
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and the optimizer's state by name, whole."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        state = get_optimizer_state_dict(model, optimizer)["state"]
+        return whole({"model": get_model_state_dict(model), "optimizer": state})
+
+
+def reference(dtype: torch.dtype = torch.bfloat16, begun_by: Any = None) -> list[dict[str, Any]]:
+    """One process: its state when the others save, and in the end; `begun_by` is the optimizer that ours takes over."""
+    model = model_of(dtype)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    first = optimizer if begun_by is None else begun_by(model.parameters(), lr=1e-2)
+    train(model, first, 0, BEFORE)
+    saved = state_of(model, first)
+    if begun_by is not None:
+        optimizer.load_state_dict(first.state_dict())
+    train(model, optimizer, BEFORE, BEFORE + AFTER)
+    return [saved, state_of(model, optimizer)]
+
+
+# With offload_to_cpu, torch's default here, all states of a parameter become one on CPUs: see `torchs_full_state`.
+KINDS: dict[str, tuple[StateDictType, Any, Any]] = {
+    "full": (
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=False),
+        FullOptimStateDictConfig(offload_to_cpu=False),
+    ),
+    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
+}
+
+
+def by_fsdp1(kind: str, use_orig_params: bool) -> dict[str, Any]:
+    """FSDP1's own calls: what they give, what is loaded from it, and how it goes on."""
+    model = flat(model_of(), use_orig_params)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0, BEFORE)
+    fresh = flat(model_of(seed=1), use_orig_params)
+    other = halfstep.AdamW(fresh.parameters(), lr=5.0)
+    with FullyShardedDataParallel.state_dict_type(model, *KINDS[kind]):
+        weights, state = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        saved = whole({"model": weights, "optimizer": state["state"]})
+    with FullyShardedDataParallel.state_dict_type(fresh, *KINDS[kind]):
+        fresh.load_state_dict(weights)
+        other.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(fresh, other, state))
+    loaded = state_of(fresh, other)
+    train(fresh, other, BEFORE, BEFORE + AFTER)
+    return {"saved": saved, "loaded": loaded, "end": state_of(fresh, other)}
+
+
+def torchs_full_state() -> bool:
+    """Whether torch's own AdamW has its two moments in one memory after FSDP1 gathered them to the CPU."""
+    model = flat(model_of(torch.float32), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 0, 1)
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=True)
+    ):
+        state: Any = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    entry = state["state"]["0.weight"]
+    return bool(entry["exp_avg"].data_ptr() == entry["exp_avg_sq"].data_ptr())
+
+
+def without_one_state() -> tuple[str, bool]:
+    """A flat parameter of which one part has no saved state: the error, and whether the weights stayed."""
+    model = flat(model_of(), use_orig_params=False)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0, BEFORE)
+    with FullyShardedDataParallel.state_dict_type(model, *KINDS["full"]):
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        del state["state"]["0.bias"]
+        before = [p.detach().clone() for p in model.parameters()]
+        message = ""
+        try:
+            optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state))
+        except ValueError as error:
+            message = str(error)
+    return message, all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def _wrapped(name: str, model: torch.nn.Module) -> torch.nn.Module:
+    if name == "FSDP2":
+        return fully_shard(model)
+    if name == "FSDP2, CPU offload":
+        return fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    if name == "DDP":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    return flat(model, use_orig_params=name == "FSDP1, original parameters")
+
+
+WRAPS = ("FSDP1, flat", "FSDP1, original parameters", "DDP", "FSDP2", "FSDP2, CPU offload")
+
+
+def between(folder: Path) -> dict[str, Any]:
+    """Saved and loaded by `checkpoint`, from each to the next, half of them in the background."""
+    for number, name in enumerate(WRAPS):
+        model = _wrapped(name, model_of())
+        optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, 0, BEFORE)
+        pending = checkpoint.save(
+            folder / name, BEFORE, model=model, optimizer=optimizer, asynchronous=bool(number % 2)
+        )
+        train(model, optimizer, BEFORE, BEFORE + 1)  # must not reach what is being written
+        if not isinstance(pending, Path):
+            pending.result()
+    found = {}
+    for source, name in zip(WRAPS, (*WRAPS[1:], WRAPS[0]), strict=True):
+        model = _wrapped(name, model_of(seed=1))
+        optimizer = halfstep.AdamW(model.parameters(), lr=5.0)
+        checkpoint.load(folder / source / f"step-{BEFORE:08d}", model=model, optimizer=optimizer)
+        loaded = state_of(model, optimizer)
+        train(model, optimizer, BEFORE, BEFORE + AFTER)
+        found[f"{source} -> {name}"] = {"loaded": loaded, "end": state_of(model, optimizer)}
+    return found
+
+
+def from_torch(folder: Path) -> dict[str, Any]:
+    """torch's AdamW under FSDP2, saved by torch; ours continues it, by torch's calls and by ours."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = fully_shard(model_of(dtype))
+        theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        train(model, theirs, 0, BEFORE)
+        saved = state_of(model, theirs)
+        path = folder / str(dtype)
+        dcp.save(
+            {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, theirs)},
+            checkpoint_id=path,
+        )
+        for way in ("ours", "torch"):
+            fresh = fully_shard(model_of(dtype, seed=1))
+            optimizer = halfstep.AdamW(fresh.parameters(), lr=5.0)
+            if way == "ours":
+                checkpoint.load(path, model=fresh, optimizer=optimizer)
+            else:
+                set_from_torch(path, fresh, optimizer)
+            loaded = state_of(fresh, optimizer)
+            train(fresh, optimizer, BEFORE, BEFORE + AFTER)
+            found[str(dtype), way] = {"saved": saved, "loaded": loaded, "end": state_of(fresh, optimizer)}
+            found[str(dtype), way]["lr"] = optimizer.param_groups[0]["lr"]
+    return found
+
+
+def set_from_torch(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Only what the file has is asked for: it knows no masters, nor an option that torch's AdamW has not."""
+    state: Any = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    for entry in state["optimizer"]["state"].values():
+        entry.pop("master", None)
+    for group in state["optimizer"]["param_groups"]:
+        group.pop("seed")
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def run(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    try:
+        result = {
+            "FSDP1": {(kind, orig): by_fsdp1(kind, orig) for kind in KINDS for orig in (True, False)},
+            "without": without_one_state(),
+            "torch's full state": torchs_full_state(),
+            "between": between(Path(folder) / "between"),
+            "torch": from_torch(Path(folder) / "torch"),
+        }
+        torch.save(result, os.path.join(folder, f"rank{rank}.pt"))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    os._exit(0)  # as in sharded_training.py
