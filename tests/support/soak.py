@@ -39,8 +39,14 @@ def rank_main(rank: int, port: int, folder: str, names: list[str], options: argp
     with Progress(*columns, console=console, disable=rank != 0 or not console.is_terminal) as progress:
         task = progress.add_task("faults", total=options.faults)
 
+        told = 0
+
         def tell(done: int) -> None:
+            nonlocal told
             progress.update(task, completed=done)
+            if progress.disable and rank == 0 and done - told >= 500:
+                told = done
+                console.print(f"{done} of {options.faults} faults")
 
         found = topology_walk.random_faults(names, options.faults, options.seed, options.scaler == "torch", tell)
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
