@@ -252,6 +252,9 @@ def test_every_part_has_its_colour() -> None:
             assert sum(plan_picture.stack(content).values()) == made.totals.peak
             drawn |= {part.name for part in made.parts}
     assert drawn == coloured
+    hosted = plan(7e9, gpus=8, strategy="zero2", offload=True)
+    shown = plan_picture.stack(command.content_of([("one", hosted)])["plans"][0])
+    assert sum(shown.values()) == hosted.totals.peak and "moments" not in shown
     assert len({colour for _, colour, _ in plan_picture.KINDS}) == len(plan_picture.KINDS)
 
 

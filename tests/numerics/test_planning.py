@@ -190,6 +190,15 @@ def test_activations_are_the_papers(t: int) -> None:
     if t > 1:
         found = plan_work.activations(WORKED, b, s, tensor_parallel=t, sequence_parallel=True) if 512 % t == 0 else None
         assert found is None or found.saved == s * b * h * L * (34 + Fraction(5 * a * s, h)) / t
+    whole = plan_work.activations(WORKED, b, s, checkpointing="full")
+    for parallel in (False, True):
+        if t in (2, 4):
+            full = plan_work.activations(
+                WORKED, b, s, tensor_parallel=t, sequence_parallel=parallel, checkpointing="full"
+            )
+            # Only with sequence parallelism are a block's inputs, and what stands around the blocks, divided.
+            share = t if parallel else 1
+            assert (full.saved, full.ends) == (whole.saved // share, whole.ends // share)
     found = plan_work.activations(WORKED, b, s, tensor_parallel=t, checkpointing="selective")
     assert found.saved == s * b * h * L * (10 + Fraction(24, t))
 
