@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from hypothesis import HealthCheck, settings
 from lookup_schema import wrong_with
 
 from halfstep.__main__ import main
 
+# The same examples each time, however busy the machine is.
+STEADY = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 PLAIN = {"COLUMNS": "160"}
 _COLOURS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "LC_ALL", "LC_CTYPE", "LANG", "COLUMNS")
 

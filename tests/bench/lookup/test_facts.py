@@ -55,6 +55,11 @@ def test_fields_of_two_and_a_half() -> None:
     assert "fp16    0x4100  0 10000 0100000000  2.5" in lines("encode", "2.5", "-f", "fp16")[2]
 
 
+def test_where_normal_numbers_begin() -> None:
+    found = [one["class"] for one in results("decode", "0x0400", "0x03ff", "0x8001", "0x8000", "-f", "fp16")]
+    assert found == ["normal", "subnormal", "subnormal", "zero"]
+
+
 def test_the_same_bits_in_every_format_of_16_bits() -> None:
     found = {one["format"]: one["value"]["decimal"] for one in results("decode", "0x4100")}
     assert found == {"fp16": "2.5", "bf16": "8"}

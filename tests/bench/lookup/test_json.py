@@ -14,7 +14,7 @@ import lookup_schema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookup_run import results, said
+from lookup_run import STEADY, results, said
 
 from halfstep.numerics.exact import decode_exact, encode_exact, parse_number
 from halfstep.numerics.formats import formats
@@ -101,7 +101,7 @@ _TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(STEADY, max_examples=150)
 @given(_TEXTS, _FORMATS)
 def test_what_encode_says_is_what_decode_reads(text: str, format: str) -> None:
     (found,) = results("encode", "-f", format, "--", text)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lookup_run import STEADY
 
 from halfstep.bench.lookup import numerals
 from halfstep.numerics.exact import decode_exact, encode_exact
@@ -19,6 +20,7 @@ from halfstep.numerics.formats import formats
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
+@STEADY
 @given(_FINITE)
 def test_decimal_is_every_digit(value: float) -> None:
     text = numerals.decimal(Fraction(value))
@@ -49,6 +51,14 @@ def test_decimal_notation(value: Fraction, text: str | None) -> None:
     assert numerals.decimal(value) == text
 
 
+@STEADY
+@given(st.fractions().filter(bool))
+def test_power_of_two_is_floor_of_the_logarithm(value: Fraction) -> None:
+    exponent = numerals.power_of_two(value)
+    assert Fraction(2) ** exponent <= abs(value) < Fraction(2) ** (exponent + 1)
+
+
+@STEADY
 @given(_FINITE)
 def test_hex_float_is_read_back_by_python(value: float) -> None:
     text = numerals.hex_float(Fraction(value))
@@ -62,6 +72,7 @@ def test_hex_float_of_what_is_none_or_no_float64() -> None:
     assert numerals.hex_float(Fraction(-5, 2**2000)) == "-0x1.4p-1998"
 
 
+@STEADY
 @given(st.fractions(), st.integers(1, 20))
 def test_rounded_is_decimals_rounding(value: Fraction, digits: int) -> None:
     with localcontext() as context:
@@ -87,7 +98,7 @@ def test_rounded_writes_no_digit_that_is_none(value: Fraction, digits: int, text
     assert numerals.rounded(value, digits) == text
 
 
-@settings(max_examples=300)
+@settings(STEADY, max_examples=300)
 @given(_FINITE)
 def test_shortest_of_fp64_is_pythons_repr(value: float) -> None:
     text = numerals.shortest(encode_exact(abs(value), "fp64"), formats["fp64"])

@@ -44,7 +44,7 @@ def test_no_labels_overlap(draw: Callable[[Any, Any], None], chosen: list[Format
         assert first.x0 >= 0 and first.x1 <= axes.figure.bbox.x1, one
 
 
-@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu", "int8", "e3m2", "e2m1"])
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e8m0fnu", "e2m1"])
 def test_codes_fit_their_cells(name: str) -> None:
     row = formats[name]
     axes = drawn(pictures.draw_codes, row, (12, 1.6 + 0.36 * max(1, row.codes // 16)))

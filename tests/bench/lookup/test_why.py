@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from lookup_run import lines, results
+from lookup_run import STEADY, lines, results
 
 from halfstep.bench.lookup.reason import chances, detours
 from halfstep.bench.lookup.view import encoded, overflow_threshold, overflows
@@ -114,7 +114,7 @@ _NUMBERS = st.fractions(max_denominator=2**40) | st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(STEADY, max_examples=200)
 @given(_NUMBERS, _FORMATS, st.integers(0, 2**63 - 1))
 def test_chance_stores_one_of_the_two(number: Fraction, format: str, seed: int) -> None:
     row = formats[format]
@@ -144,6 +144,7 @@ def test_chance_is_as_often_as_told(number: str, format: str) -> None:
         assert abs(seen - share) < 5 * math.sqrt(share * (1 - share) / len(drawn)) + 1e-9
 
 
+@STEADY
 @given(_NUMBERS, _FORMATS)
 def test_overflow_begins_at_the_threshold(number: Fraction, format: str) -> None:
     """Against the codec, which says infinity or NaN where the format has one."""
@@ -176,6 +177,7 @@ def test_overflow_begins_at_the_threshold_where_nothing_else_is_stored(format: s
         assert following == largest + Fraction(row.ulp(row.max))
 
 
+@STEADY
 @given(_NUMBERS, _FORMATS)
 def test_rounding_twice_is_what_the_codec_makes_of_it(number: Fraction, format: str) -> None:
     row = formats[format]
