@@ -92,9 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _wait_politely()
             try:
                 status = importlib.import_module(command.module).main(arguments[length:])
+                sys.stdout.flush()
             except KeyboardInterrupt:
                 print("halfstep: interrupted", file=sys.stderr)
                 return 130
+            except BrokenPipeError:
+                # Whoever read the output has seen enough; what is left must not be written at exit either.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 0
             return 0 if status is None else int(status)
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -21,7 +20,7 @@ import torch
 
 import halfstep
 from halfstep.__main__ import main
-from halfstep.bench.train import cli, loop, report
+from halfstep.bench.train import loop, report
 from halfstep.bench.train.model import GPT, SIZES
 from halfstep.bench.train.precision import Precision
 from halfstep.integrations import checkpoint
@@ -430,51 +429,6 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(text: Path, tmp_path:
     ((step, path),) = checkpoint.checkpoints(out / "checkpoints" / "bf16")
     assert f"stopped by signal {int(number)} after step {step}; continue with: halfstep train" in output
     assert checkpoint.load(path)["step"] == step
-
-
-# ------------------------------------------------------------------------------------------------------ the front door
-
-
-def test_version_and_help_need_no_torch() -> None:
-    code = (
-        "import sys; from halfstep.__main__ import main; assert main(['--version']) == 0; "
-        "assert main(['--help']) == 0; assert main(['trian']) == 2; "
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"halfstep {halfstep.__version__}\n")
-    assert "unknown command 'trian'; did you mean 'train'?" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["bench", "adit"], "unknown command 'bench adit'; did you mean 'bench audit'?"),
-        (["qqq"], "unknown command 'qqq'; Allowed are bench, train"),
-    ],
-)
-def test_unknown_commands_are_answered(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
-    assert expected in _refused(capsys, *words)
-
-
-def test_every_command_has_a_main_and_passes_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in importlib.import_module("halfstep.__main__").COMMANDS:
-        seen = []
-        monkeypatch.setattr(f"{command.module}.main", lambda argv, seen=seen: (seen.append(argv), 7)[1])
-        assert main([*command.words, "--x"]) == 7
-        assert seen == [["--x"]]
-
-
-def test_an_interrupt_ends_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(argv: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "main", interrupted)
-    assert main(["train"]) == 130
-    assert capsys.readouterr().err == "halfstep: interrupted\n"
 
 
 def test_the_learning_rate_rises_falls_and_ends_near_zero() -> None:
