@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.numerics.bitwise import Array, code_dtype, encoder, flushing
+from halfstep.numerics.bitwise import BLOCK, Array, code_dtype, encoder, flushing
 from halfstep.numerics.exact import (
     NANS,
     OVERFLOWS,
@@ -327,13 +327,24 @@ def _check_codes(array: Array, form: Format) -> None:
 def _values(codes: Array, form: Format) -> Array:
     """Values of valid codes."""
     if form.bits <= 16:
-        return np.take(_table(form), codes)
+        return _looked_up(codes, _table(form))
     if form.name == "fp64":
         return _quiet(codes.view(np.float64))
     if form.name == "fp32" and not flushing():
         with np.errstate(invalid="ignore"):  # numpy remarks on signalling NaNs
             return codes.astype(np.uint32).view(np.float32).astype(np.float64)
     return _computed(codes, form)
+
+
+def _looked_up(codes: Array, table: Array) -> Array:
+    """``table[codes]`` by blocks, so that the indices numpy makes of small integers stay in the cache."""
+    flat, values = np.ascontiguousarray(codes).reshape(-1), np.empty(codes.size)
+    indices = np.empty(min(BLOCK, flat.size), np.intp)
+    for start in range(0, flat.size, BLOCK):
+        block = flat[start : start + BLOCK]
+        np.copyto(indices[: block.size], block, casting="unsafe")
+        np.take(table, indices[: block.size], out=values[start : start + BLOCK], mode="clip")
+    return values.reshape(codes.shape)
 
 
 @lru_cache(maxsize=32)

@@ -151,14 +151,10 @@ def test_patterns_all_over_fp32_as_torch_and_ml_dtypes_convert_them(name: str) -
     reasons = {key for key in counted if ":" in key and not key.endswith("alike")}
     both = "between 2^-127 and 1.5 * 2^-127 goes to 2^-126, which is farther"
     assert reasons == {
-        "e4m3fn": {"torch: saturates, infinities too, since 2.12"} if torch_saturates() else set(),
+        "e4m3fn": {"torch: saturates, infinities too, since 2.12"} if codec_walk.torch_saturates() else set(),
         "e8m0fnu": {f"torch: {both}", f"ml_dtypes: {both}", "ml_dtypes: zero is NaN",
                     "torch: drops the sign of negative numbers"},
     }.get(name, set())  # fmt: skip
-
-
-def torch_saturates() -> bool:
-    return bool(torch.tensor(1e9).to(torch.float8_e4m3fn).float() == 448)
 
 
 # -------------------------------------------------------------------------------------------------------- who is wrong
@@ -228,7 +224,7 @@ def test_overflow_of_e4m3fn() -> None:
     theirs = values.astype(ml_dtypes.float8_e4m3fn).astype(float)
     assert_same(codec.round_to(values, "e4m3fn"), theirs)
     assert codec.round_to(values, "e4m3fn", overflow="saturate").tolist() == [448, 448, 448, -448]
-    if torch_saturates():
+    if codec_walk.torch_saturates():
         assert torch.tensor(values).to(torch.float8_e4m3fn).float().tolist() == [448, 448, 448, -448]
 
 

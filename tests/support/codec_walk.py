@@ -46,6 +46,11 @@ def by_torch(values: np.ndarray, name: str) -> np.ndarray:
     return codes.view(np.uint16) if codes.dtype == np.int16 else codes
 
 
+def torch_saturates() -> bool:
+    """Whether torch's conversion to float8_e4m3fn gives its largest number on overflow, as it does since 2.12."""
+    return bool(torch.tensor(1e9).to(torch.float8_e4m3fn).float() == 448)
+
+
 def by_ml_dtypes(values: np.ndarray, name: str) -> np.ndarray | None:
     """The codes that ml_dtypes converts to; it has no fp16."""
     if name == "fp16":
