@@ -113,20 +113,28 @@ class Ranks:
 
     def together(self, function: Callable[[], T]) -> list[T]:
         """What `function` gives on each rank; if it raises on one, this raises on all, so that none waits in vain."""
-        mine, error = None, None
+        mine, error, interrupt = None, None, None
         try:
             mine = function()
         except CheckpointException as failed:
-            error = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in failed.failures.items())
+            causes = [cause[0] for cause in failed.failures.values()]
+            interrupt = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None)
+            error = "; ".join(map(str, causes))
+        except KeyboardInterrupt as pressed:
+            interrupt = pressed
         except _FAILURES as failed:
             error = str(failed) or type(failed).__name__
+        if interrupt is not None:
+            error = "it was interrupted"
         try:
             answers = self.all((mine, error))
         except RuntimeError as lost:  # a rank was killed
             raise CheckpointError(error or f"a rank does not answer: {lost}") from lost
+        if interrupt is not None:
+            raise KeyboardInterrupt
         errors = [(rank, text) for rank, (_, text) in enumerate(answers) if text is not None]
         if errors:
-            where = f"rank {errors[0][0]}: " if self.size > 1 and "rank " not in str(errors[0][1]) else ""
+            where = f"rank {errors[0][0]}: " if self.size > 1 else ""
             raise CheckpointError(f"{where}{errors[0][1]}")
         return [answer for answer, _ in answers]  # type: ignore[misc]  # no error, so it is what function gave
 
@@ -271,7 +279,7 @@ def _write(path: Path, step: int, state: dict[str, Any], archive: io.BytesIO, ke
         temporary = Path(ranks.first(lambda: _begin(path)))
         recorded = ranks.together(lambda: _write_shards(Path(str(temporary)), state, archive, ranks))
         ranks.first(lambda: _complete(Path(str(temporary)), path, step, files.merged(recorded), keep, ranks))
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         if temporary is not None and ranks.rank == 0:
             files.remove(temporary)
         raise CheckpointError(
