@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -13,6 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import halfstep
 from halfstep.integrations import checkpoint, checkpoint_files, checkpoint_sharded
@@ -169,6 +175,44 @@ def test_a_folder_of_torch_alone_is_read_without_checksums_but_not_without_its_f
     _refused(path, f"its file {SHARD} is missing")
     (path / ".metadata").unlink()
     _refused(path, "neither manifest.json nor .metadata: it is no checkpoint")
+
+
+def test_torchs_optimizer_is_saved_and_loaded_as_well_and_ours_continues_it(tmp_path: Path) -> None:
+    model, _ = _training(5.0)
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.25)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    theirs.step()
+    theirs.zero_grad()
+    path = checkpoint.save(tmp_path, 1, model=model, optimizer=theirs)
+    for kind in (torch.optim.AdamW, halfstep.AdamW):
+        fresh, _ = _training(0.0)
+        other = kind(fresh.parameters())
+        checkpoint.load(path, model=fresh, optimizer=other)
+        assert torch.equal(fresh.weight, model.weight) and other.param_groups[0]["lr"] == 0.25
+        moment = other.state_dict()["state"][0]["exp_avg"]
+        assert torch.equal(moment.float(), theirs.state_dict()["state"][0]["exp_avg"].float())
+    assert torch.equal(other.state_dict()["state"][0]["master"], model.weight.float())
+
+
+def test_torchs_flattened_optimizer_state_is_refused_by_torch_and_not_loaded_in_part() -> None:
+    """It looks for the states' names in memory, where a split master is a remainder."""
+    model, optimizer = _training(5.0)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    before = optimizer.state_dict()["state"][0]["master"].clone()
+    with pytest.raises(KeyError):
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], before)
+
+
+def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.CheckpointError, match=r"rank 0 does not see .*nowhere, .* folders that all ranks"):
+        checkpoint_sharded._write_shards(tmp_path / "nowhere", {}, io.BytesIO(), checkpoint_sharded.Ranks())
+    record = {SHARD: {"bytes": 5, "sha256": ""}}
+    arguments = (tmp_path, tmp_path / "step-00000001", 1, record, 2, checkpoint_sharded.Ranks())
+    with pytest.raises(checkpoint.CheckpointError, match=rf"rank 0 sees 0 of 5 bytes of .*{SHARD}"):
+        checkpoint_sharded._complete(*arguments)
 
 
 def test_another_model_groups_or_precision_are_told(tmp_path: Path) -> None:
