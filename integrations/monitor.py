@@ -166,6 +166,35 @@ class AmpMonitor:
             self._counts[device] = torch.zeros(len(self._parameters), width(False), dtype=torch.int64, device=device)
         return self._counts[device]
 
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted, for a checkpoint; on the CPU. Waits for the device."""
+        counts = torch.zeros(len(self._parameters), width(False), dtype=torch.int64, device="cpu")
+        for table in self._counts.values():
+            counts += table.cpu()
+        return {
+            "format": self.format.name,
+            "names": list(self._parameters),
+            "steps": self._steps,
+            "collected": self._collected,
+            "counts": counts,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ValueError: it is of another format or of other parameters.
+        """
+        for key, own in (("format", self.format.name), ("names", list(self._parameters))):
+            if state_dict[key] != own:
+                raise ValueError(f"state_dict has {key} {state_dict[key]!r}; allowed is {own!r}: those of this monitor")
+        self.reset()
+        self._steps, self._collected = state_dict["steps"], state_dict["collected"]
+        device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
+        self._counts[device] = state_dict["counts"].to(device, copy=True)
+
     # ------------------------------------------------------------------------------------------------------- reporting
 
     def statistics(self) -> Statistics:

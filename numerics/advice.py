@@ -8,8 +8,8 @@ From the counts of one pass (statistics.py) everything at every power of two S f
     low             the smallest S at which no tensor loses more than the acceptable share of its numbers to zero
 
 The scale advised lies at or below high / 2^headroom, so that gradients may grow by that much. Of those scales it
-flushes fewest numbers, then leaves fewest subnormal; of equally good ones it is the one in the middle, so that
-gradients may shrink too.
+flushes fewest numbers, then leaves fewest subnormal; of equally good ones it is 1, or else the one in the middle, so
+that gradients may shrink too.
 """
 
 from __future__ import annotations
@@ -329,7 +329,8 @@ def _best(curves: Curves, last: int, first: int, headroom: int) -> int:
         return first  # to lose no more than is acceptable counts for more than all of the headroom
     flushed, subnormal = (counts.sum(0)[: limit + 1] for counts in (curves.flushed, curves.subnormal))
     good = np.flatnonzero((flushed == flushed[-1]) & (subnormal + flushed == subnormal[-1] + flushed[-1]))
-    return int(good[0] + good[-1]) // 2
+    one = int(np.flatnonzero(EXPONENTS == 0)[0])
+    return one if one in good else int(good[0] + good[-1]) // 2
 
 
 def _limit(names: Sequence[str], lost: np.ndarray, numbers: np.ndarray, place: int) -> Limit | None:
@@ -356,9 +357,9 @@ def _notes(found: Statistics) -> tuple[str, ...]:
     total, notes = found.total, []
     if total.infinite or total.nan:
         notes.append(f"{total.infinite:,} elements are infinite and {total.nan:,} NaN already; they are left out")
-    narrow = [row for row in found if row.dtype.startswith(("float16", "float8")) and row.zero]
-    if narrow:
-        zeros = sum(row.zero for row in narrow) / max(1, sum(row.elements for row in narrow))
+    narrow = [row for row in found if row.dtype.startswith(("float16", "float8"))]
+    zeros = sum(row.zero for row in narrow) / max(1, sum(row.elements for row in narrow))
+    if zeros:
         notes.append(
             f"{percent(zeros)} % of the elements of {narrow[0].dtype} tensors are 0; what was flushed before cannot be "
             "told from these"

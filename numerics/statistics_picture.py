@@ -11,6 +11,7 @@ from halfstep.numerics.wording import shortened
 
 if TYPE_CHECKING:
     from halfstep.numerics.advice import ScaleAdvice
+    from halfstep.numerics.formats import Format
     from halfstep.numerics.statistics import Row, Statistics
 
 # Distinguishable without red-green vision: what is lost is warm, what is kept is blue.
@@ -59,9 +60,8 @@ def _at(scale: float) -> str:
     return f" at scale $2^{{{exponent - 1}}}$" if fraction == 0.5 else f" at scale {scale:g}"
 
 
-def _kind(row: Row, exponent: int) -> str:
+def _kind(form: Format, exponent: int) -> str:
     """What becomes of most numbers of this exponent."""
-    form = row.format
     if exponent < form.emin - form.mantissa - 1:
         return "flushed"
     if exponent < form.emin:
@@ -69,17 +69,18 @@ def _kind(row: Row, exponent: int) -> str:
     return "normal" if exponent <= form.emax else "overflow"
 
 
-def draw_exponents(axes: Any, row: Row, what: str) -> None:
+def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, scale: float, what: str) -> None:
     """The share of elements of each exponent, as they were before scaling, coloured by what becomes of them.
 
     Args:
         axes: matplotlib's.
-        row: of a tensor, or of all.
+        found: how many numbers have each exponent, scale included: `Row.exponents`.
+        total: how many elements there are.
+        form, scale: what they are held in, multiplied by what.
         what: the elements' name, for the axis, such as ``"gradients"``.
     """
-    form, shift = row.format, math.log2(row.scale)
-    found = row.exponents
-    total = row.elements or 1
+    shift = math.log2(scale)
+    total = total or 1
     limits = {
         "flushed": (-math.inf, form.emin - form.mantissa - 1 - shift),
         "subnormal": (form.emin - form.mantissa - 1 - shift, form.emin - shift),
@@ -96,7 +97,7 @@ def draw_exponents(axes: Any, row: Row, what: str) -> None:
         if start < end:
             axes.axvspan(start, end, color=COLOURS[kind], alpha=0.10, linewidth=0)
     for kind in limits:
-        bars = {exponent: number for exponent, number in found.items() if _kind(row, exponent) == kind}
+        bars = {exponent: number for exponent, number in found.items() if _kind(form, exponent) == kind}
         axes.bar(
             [exponent - shift for exponent in bars],
             [100 * number / total for number in bars.values()],
@@ -119,7 +120,7 @@ def draw_exponents(axes: Any, row: Row, what: str) -> None:
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, steps=[1, 2, 4, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{value:.0f}}}$"))
-    factor = _at(row.scale) if shift else ""
+    factor = _at(scale) if shift else ""
     axes.set(
         xlabel=f"magnitude of the {what}" + (", unscaled" if shift else ""),
         ylabel="% of all",
@@ -160,7 +161,8 @@ def of_statistics(found: Statistics) -> Any:
     worst = found.worst(BARS)
     made = figure(11, 4.6 + 0.24 * max(4, len(worst)))
     upper, lower = made.subplots(2, 1, height_ratios=[3.4, 1.4 + 0.24 * max(4, len(worst))])
-    draw_exponents(upper, found.total, "elements")
+    total = found.total
+    draw_exponents(upper, total.exponents, total.elements, found.format, found.scale, "elements")
     more = "" if len(worst) == len(found) else f", the {len(worst)} worst of {len(found)}"
     draw_bars(lower, worst, f"What {found.format.name} makes of each tensor{more}")
     return made
@@ -210,7 +212,8 @@ def of_advice(advice: ScaleAdvice) -> Any:
     worst = found.worst(BARS)
     made = figure(11, 7.6 + 0.24 * max(4, len(worst)))
     upper, middle, lower = made.subplots(3, 1, height_ratios=[3.2, 2.6, 1.4 + 0.24 * max(4, len(worst))])
-    draw_exponents(upper, found.total, "gradients")
+    total = found.total
+    draw_exponents(upper, total.exponents, total.elements, found.format, found.scale, "gradients")
     draw_scales(middle, advice)
     more = "" if len(worst) == len(found) else f", the {len(worst)} worst of {len(found)}"
     draw_bars(lower, worst, f"What {found.format.name} makes of each gradient{_at(found.scale)}{more}")

@@ -77,10 +77,12 @@ def test_the_interval_its_limits_and_the_middle() -> None:
     assert advice.interval == (2.0**16, 2.0**20)
     assert advice.scale == 2.0**17
     assert advice.lost == 1 / 102
-    # Nothing is even subnormal from 2^-9 to 2^15, of which two bits are kept.
+    # Nothing is even subnormal from 2^-9 to 2^15, of which two bits are kept; 1 is among these.
     advice = advise_scale({"a": torch.tensor([2.0**-5, 1.0])})
-    assert (advice.low, advice.high, advice.scale) == (2.0**-19, 2.0**15, 2.0**2)
-    assert advise_scale({"a": torch.tensor([2.0**-5, 1.0])}, headroom=0).scale == 2.0**3
+    assert (advice.low, advice.high, advice.scale) == (2.0**-19, 2.0**15, 1.0)
+    # From 2^1 to 2^25.
+    assert advise_scale({"a": torch.tensor([2.0**-15, 2.0**-10])}).scale == 2.0**12
+    assert advise_scale({"a": torch.tensor([2.0**-15, 2.0**-10])}, headroom=0).scale == 2.0**13
     assert advise_scale({"a": torch.tensor([2.0**-5, 1.0])}, headroom=40).scale == 2.0**-19, (
         "not at the cost of the share"
     )
