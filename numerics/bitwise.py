@@ -28,7 +28,7 @@ from halfstep.numerics.exact import beyond_code, no_nan_here
 from halfstep.numerics.formats import Format
 
 WORTH_COMPILING = 2**16  # elements to be rounded stochastically
-BLOCK = 16384  # elements: a few arrays of 64 KiB, which the second-level cache holds
+BLOCK = 32768  # elements: four arrays of 128 KiB, which the second-level cache holds
 
 Array = np.ndarray[Any, Any]
 

@@ -20,6 +20,7 @@ from implementations import using
 
 import halfstep
 from halfstep.numerics import codec, exact, noise
+from halfstep.numerics.bitwise import BLOCK
 from halfstep.numerics.formats import custom, formats
 
 ALL = tuple(oracle.SPECS)
@@ -211,10 +212,10 @@ def test_any_number(value: float | Fraction | int, name: str, rounding: str, ove
 def test_large_arrays_go_by_blocks(name: str, rounding: str) -> None:
     """Several blocks and a rest, one of them with specials: each element as if it were alone."""
     rng = np.random.default_rng(0)
-    values = rng.standard_normal(40_003).astype(np.float32) * 4
-    values[20_000:20_004] = [math.inf, -math.inf, -0.0, 3e38]
+    values = rng.standard_normal(2 * BLOCK + 5003).astype(np.float32) * 4
+    values[BLOCK + 3000 : BLOCK + 3004] = [math.inf, -math.inf, -0.0, 3e38]
     codes = codec.encode(values, name, rounding)
-    for start in (0, 16_380, 19_990, 39_990):
+    for start in (0, BLOCK - 6, BLOCK + 2995, 2 * BLOCK + 4990):
         part = slice(start, start + 13)
         alone = [exact.encode_exact(value, name, rounding) for value in values[part].tolist()]
         assert codes[part].tolist() == alone
