@@ -225,6 +225,11 @@ def test_the_line_marks_the_end_that_is_stored() -> None:
     assert line("1e-9", "fp16").startswith("●") and line("-1e-9", "fp16").endswith("●")
 
 
+def test_the_line_has_the_code_of_the_zero_on_its_side() -> None:
+    assert lines("why", "-1e-9", "fp16")[3].split()[-1] == "0x8000"
+    assert lines("why", "1e-9", "fp16")[3].split()[0] == "0x0000"
+
+
 def test_encoded_says_underflow_only_of_what_is_lost() -> None:
     assert encoded(Fraction(0), formats["fp16"]).outcome == "exact"
     assert encoded(-0.0, formats["e4m3fnuz"]).outcome == "exact"
