@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from topologies import TOPOLOGIES, Net, mesh_of, parameters_of
 from topology_walk import MAX_NORM, VALUES, Fault, Walk, clipping_itself, fused, ours, random_faults, unfused
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 import halfstep
 
@@ -263,6 +264,22 @@ def flat_parameters_of_nobody() -> dict[str, Any]:
     return {"error": message, "skipped": remedy.last_step_skipped()}
 
 
+def tensor_parallel_inside_flat_parameters() -> dict[str, Any]:
+    """FSDP1 keeps the local values of DTensors: what else shards them is not seen in the flat parameter."""
+    mesh, cpu = mesh_of("dp", "tp"), torch.device("cpu")
+    net = Net(torch.float32)
+    parallelize_module(net, mesh["tp"], {name: style() for name, style in topologies.PLAN.items()})
+    model = FullyShardedDataParallel(net, device_mesh=mesh["dp"], use_orig_params=True, device_id=cpu)
+    spread = topologies.Spread(net, model)
+    optimizer, scaler = spread.optimizer_of(ours), halfstep.GradScaler("cpu", init_scale=8.0)
+    spread.backward(scaler, 0, torch.float32)
+    try:
+        scaler.step(optimizer)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
 def sequence_parallel_without_a_scaler() -> dict[str, Any]:
     """An optimizer alone must sum the partial gradients of the norm: copies on all ranks stay the same."""
     spread = TOPOLOGIES["TP with sequence parallelism"](torch.float32)
@@ -361,5 +378,6 @@ SPECIAL = (
     sequence_parallel_without_a_scaler,
     an_optimizer_that_outlives_another,
     reductions_of_a_step,
+    tensor_parallel_inside_flat_parameters,
     flat_parameters_of_nobody,
 )

@@ -155,6 +155,12 @@ def test_flat_parameters_whose_ranks_are_unknown_are_refused_with_the_remedy(ran
         assert one["skipped"], "the remedy works"
 
 
+def test_tensor_parallelism_inside_flat_parameters_is_refused(ranks: Ranks) -> None:
+    for one in special(ranks, "tensor_parallel_inside_flat_parameters"):
+        assert "was flattened by FullyShardedDataParallel together with tensor parallelism" in one["error"]
+        assert "use torch.distributed.fsdp.fully_shard" in one["error"]
+
+
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_step_costs_one_reduction_of_two_numbers_and_no_memory(ranks: Ranks, name: str) -> None:
     for one in special(ranks, "reductions_of_a_step"):
