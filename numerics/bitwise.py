@@ -276,9 +276,6 @@ class Encoder:
         # The codes of infinities and NaNs are larger than any finite one: no format reaches further than its source.
         if form.signed and int(code.max()) < least_rare:
             return None
-        if form.kind == "integer":
-            limit = U(form.largest_code) + (block >> U(self._source.bits - 1))
-            return np.flatnonzero((code > limit) | (magnitude >= infinity))
         rare = code >= U(least_rare)
         if not form.signed:
             rare |= (block > U(self._source.magnitude)) & (magnitude != 0)

@@ -376,6 +376,29 @@ def test_the_mean_of_stochastic_rounding_is_the_value(name: str, dtype: type) ->
         assert abs(mean - float(values[0])) < 5 * 0.5 * unit / math.sqrt(count)
 
 
+@pytest.mark.parametrize("name", ["fp16", "e4m3fn", "bf16", "tf32", "int8"])
+def test_where_a_word_makes_the_difference(name: str) -> None:
+    """Values made for their words: one step of the noise less and they stay, that step more and they move."""
+    form, count = formats[name], 200
+    words = [noise.word(i, SEED) for i in range(count)]
+    unit = float(codec.ulp(form.max / 4, name))  # of a number in the middle, and k units of it
+    base = form.max / 4 - (form.max / 4) % unit
+    normal = [(base, unit, Fraction(2**32 - word, 2**32), Fraction(1, 2**32)) for word in words]
+    # Among subnormals the comparison goes the other way, with 31 bits.
+    tiny = [(5 * form.min_subnormal, form.min_subnormal, Fraction(word >> 1, 2**31) + Fraction(1, 2**31),
+             Fraction(1, 2**31)) for word in words]  # fmt: skip
+    if name in ("bf16", "tf32"):  # whose subnormals are those of fp32 and rounded as its normal numbers are
+        tiny = [(5 * form.min_subnormal, form.min_subnormal, part, step) for _, _, part, step in normal]
+    for cases in (normal,) if name == "int8" else (normal, tiny):
+        for stays in (False, True):
+            exactly = [Fraction(b) + (part - stays * step) * Fraction(u) for b, u, part, step in cases]
+            values = np.array([float(value) for value in exactly])
+            assert all(Fraction(x) == value for x, value in zip(values.tolist(), exactly, strict=True))
+            want = [Fraction(b) + (not stays) * Fraction(u) for b, u, _, _ in cases]
+            assert codec.round_to(values, name, "stochastic", seed=SEED).tolist() == want
+            assert codec.round_to(exactly, name, "stochastic", seed=SEED).tolist() == want
+
+
 def test_noise_belongs_to_the_index() -> None:
     values = np.full(5000, 1.3, np.float32)
     whole = codec.encode(values, "e4m3fn", "stochastic", seed=9)
