@@ -28,6 +28,7 @@ from halfstep.bench.train.model import GPT, SIZES
 from halfstep.bench.train.precision import Precision
 from halfstep.bench.train.world import World, reshard
 from halfstep.integrations import checkpoint
+from halfstep.integrations.monitor import AmpMonitor
 from halfstep.numerics.overflow import Overflow, OverflowReport
 
 FORMAT = "halfstep train 2"
@@ -35,6 +36,8 @@ VALIDATION_ROWS = 128
 FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: one batch alone is noisy
 BETAS = (0.9, 0.95)  # a second moment of 20 steps: what GPTs are usually trained with
 PATIENCE = 5  # steps in a row with a non-finite loss before a run is given up
+GRADIENT_STEPS = 20  # at most in so many steps gradients are counted, and at most in every tenth
+WORST = 5  # parameters of the report
 HISTORIES = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms")
 
 
@@ -112,7 +115,7 @@ class History:
 class Result:
     """What a run came to. Losses are None if it was given up; `stopped` names the signal if one ended it early.
 
-    `overflow` is None where nothing is scaled.
+    `overflow` is None where nothing is scaled, `gradients` where they are fp32.
     """
 
     run: Run
@@ -125,6 +128,7 @@ class Result:
     optimizer_bytes: int
     tokens_per_step: int
     overflow: OverflowReport | None
+    gradients: dict[str, Any] | None
     trouble: str | None = None
     stopped: int | None = None
 
@@ -158,6 +162,7 @@ class Result:
             "scale": history.scale if self.run.scaled else None,
             "skipped": history.skipped_steps(),
             "overflow": None if self.overflow is None else self.overflow.as_dict(),
+            "gradients": self.gradients,
         }
 
 
@@ -269,6 +274,7 @@ class Trainer:
             if run.scaled
             else None
         )
+        self.monitor = self._monitor()
         self.history = History()
         self.step = 0
         self._resumed_at = 0  # the scaler counts from there
@@ -289,6 +295,13 @@ class Trainer:
         kind = {"halfstep.AdamW": halfstep.AdamW, "torch.optim.AdamW": torch.optim.AdamW}[self.run.optimizer]
         return kind(groups, lr=self.settings.lr, betas=BETAS)
 
+    def _monitor(self) -> AmpMonitor | None:
+        """What counts gradients that are kept in 16 bits; None if they are fp32."""
+        if self.run.precision == "fp32":
+            return None
+        every = max(10, self.settings.steps // GRADIENT_STEPS)
+        return AmpMonitor(self.plain, self.scaler, every, self.run.precision)
+
     def advance(self) -> None:
         """One step: forward, backward, optimizer."""
         settings, device = self.settings, self.world.device
@@ -298,13 +311,13 @@ class Trainer:
             group["lr"] = settings.rate(self.step)
         self._clock.start()
         loss = self.model(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.monitor is not None:
+            self.monitor.step(self.optimizer)
+        self._clock.mark()
         if self.scaler is None:
-            loss.backward()
-            self._clock.mark()
             self.optimizer.step()
         else:
-            self.scaler.scale(loss).backward()
-            self._clock.mark()
             self._scales.append(self._scale())
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -371,6 +384,7 @@ class Trainer:
             "model": checkpoint.gather(self.plain.state_dict()),
             "optimizer": checkpoint.gather(self.optimizer.state_dict()),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "gradients": self._counted(),
             "overflowed": self.world.objects([asdict(one) for one in self._overflowed()]),
             "rng": self.world.objects(torch.get_rng_state()),
             "cuda_rng": self.world.objects(cuda),
@@ -388,6 +402,11 @@ class Trainer:
             torch.set_rng_state(state["rng"][self.world.rank])
             if self.world.device.type == "cuda" and state["cuda_rng"][self.world.rank].numel():
                 torch.cuda.set_rng_state(state["cuda_rng"][self.world.rank], self.world.device)
+        if self.monitor is not None and state.get("gradients") is not None:
+            counted = state["gradients"]
+            if self.world.rank:  # the counts are those of all ranks together
+                counted = {**counted, "counts": torch.zeros_like(counted["counts"])}
+            self.monitor.load_state_dict(counted)
         self.history = History.from_state(state["history"])
         self.step = self._resumed_at = state["step"]
         ranks = [[Overflow(**one) for one in rank] for rank in state["overflowed"]]
@@ -419,6 +438,35 @@ class Trainer:
         skipped = self.history.skipped_steps()
         return OverflowReport(self.step, len(skipped), skipped[-1] if skipped else 0, found)
 
+    def _counted(self) -> dict[str, Any] | None:
+        """What was counted of gradients: of all shards under FSDP, else of one rank. Collective, waits."""
+        if self.monitor is None:
+            return None
+        ranks = self.world.objects(self.monitor.state_dict())
+        if self.world.strategy != "fsdp":
+            return ranks[0]
+        return {**ranks[0], "counts": torch.stack([rank["counts"] for rank in ranks]).sum(0)}
+
+    def gradients(self) -> dict[str, Any] | None:
+        """The gradients' entry in report.json: where they fall at the last scale. Collective, waits."""
+        counted = self._counted()
+        if counted is None:
+            return None
+        together = AmpMonitor(self.plain, self.scaler, format=self.run.precision)
+        together.load_state_dict(counted)
+        known = together.report()
+        worst = [row.as_dict() for row in known.statistics.worst(WORST)]
+        for row in worst:
+            del row["exponents"]
+        return {
+            "format": known.statistics.format.name,
+            "scale": known.statistics.scale,
+            "steps": known.collected,
+            "total": known.statistics.total.as_dict(),
+            "worst": worst,
+            "advice": None if known.advice is None else {**known.advice.as_dict(), "text": str(known.advice)},
+        }
+
     def result(self, trouble: str | None = None, stopped: int | None = None) -> Result:
         return Result(
             run=self.run,
@@ -431,6 +479,7 @@ class Trainer:
             optimizer_bytes=sum(_bytes(v) for entry in self.optimizer.state.values() for v in _tensors(entry)),
             tokens_per_step=self.settings.batch * self.settings.context,
             overflow=self.overflow(),
+            gradients=self.gradients(),
             trouble=trouble,
             stopped=stopped,
         )

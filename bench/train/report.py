@@ -19,7 +19,10 @@ from rich.table import Table
 from halfstep.bench.train.data import Corpus
 from halfstep.bench.train.loop import Result, Settings
 from halfstep.bench.train.model import SIZES
+from halfstep.numerics.formats import formats
 from halfstep.numerics.overflow import Overflow, OverflowReport, kind
+from halfstep.numerics.statistics_picture import draw_exponents
+from halfstep.numerics.wording import percent
 
 # One colour per run, distinguishable without red-green vision; the run without masters is the warning one.
 COLOURS = {"fp32": "#4c566a", "bf16": "#0072b2", "fp16": "#009e73", "bf16 without master": "#d55e00"}
@@ -159,6 +162,29 @@ def overflows(content: dict[str, Any]) -> dict[str, OverflowReport]:
     }
 
 
+def _counted(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """One run for each 16-bit format, of which gradients were counted."""
+    found = {run["precision"]: run for run in reversed(content["runs"]) if run["gradients"]}
+    return [found[precision] for precision in ("fp16", "bf16") if precision in found]
+
+
+def _gradients(run: dict[str, Any]) -> tuple[str, list[list[str]], str]:
+    """What is said about a run's gradients: a sentence, the lines of a table, the advice."""
+    counted = run["gradients"]
+    lines = []
+    for row in [*counted["worst"], counted["total"]]:
+        kinds = ("zero", "flushed", "subnormal", "normal", "overflow")
+        shares = (row[name] / max(1, row["elements"]) for name in kinds)
+        lines.append([row["name"], f"{row['elements']:,}", *map(percent, shares)])
+    scaled = f", at the last scale of {counted['scale']:,.0f}" if run["scale"] else ""
+    steps = counted["steps"]
+    sentence = (
+        f"Counted in {steps} step{'s' * (steps != 1)}{scaled}, as they are kept, in {counted['format']}: what rounding "
+        "to it has flushed counts as zero."
+    )
+    return sentence, lines, "" if counted["advice"] is None else counted["advice"]["text"]
+
+
 def _write(path: Path, data: bytes) -> None:
     """Replace `path` in one step, so that a reader never sees half a report."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -189,7 +215,7 @@ def _smooth(losses: Sequence[float | None], span: int) -> tuple[list[int], list[
 
 
 def picture(content: dict[str, Any]) -> bytes | None:
-    """report.png: losses, the loss scale with its skipped steps, bytes per parameter. None without matplotlib."""
+    """report.png: losses, loss scale, bytes per parameter, exponents of gradients. None without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import to_rgb
@@ -202,9 +228,17 @@ def picture(content: dict[str, Any]) -> bytes | None:
     runs = content["runs"]
     colours = _colours(runs)
     scaled = [(run, colour) for run, colour in zip(runs, colours, strict=True) if run["scale"]]
-    figure = Figure(figsize=(13, 9), layout="constrained", facecolor="white")
+    counted = _counted(content)
+    height, rows = (13, 3) if counted else (9, 2)
+    figure = Figure(figsize=(13, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    (losses, closer), (scales, sizes) = figure.subplots(2, 2)
+    grid = figure.add_gridspec(rows, 2)
+    losses, closer, scales, sizes = (figure.add_subplot(grid[place // 2, place % 2]) for place in range(4))
+    for place, run in enumerate(counted):
+        axes = figure.add_subplot(grid[2, place if len(counted) > 1 else slice(0, 2)])
+        known, total = run["gradients"], run["gradients"]["total"]
+        exponents = {int(exponent): number for exponent, number in total["exponents"].items()}
+        draw_exponents(axes, exponents, total["elements"], formats[known["format"]], known["scale"], "gradients")
     steps = max(len(run["train_loss"]) for run in runs)
     span = max(1, steps // 40)
 
@@ -349,12 +383,23 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
         if lines:
             top_row = "<tr><th>parameter</th><th>steps with</th><th>first step</th><th>last step</th></tr>"
             overflowed += f'<table class="left"><thead>{top_row}</thead><tbody>{lines}</tbody></table>'
+    gradients = ""
+    for run in _counted(content):
+        said, shares, advice = _gradients(run)
+        cells = ("parameter", "elements", "zero %", "flushed %", "subnormal %", "normal %", "overflow %")
+        top_row = "".join(f"<th>{text(cell)}</th>" for cell in cells)
+        rest = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in line) + "</tr>" for line in shares)
+        gradients += (
+            f"<h2>Gradients, {text(run['name'])}</h2><p>{text(said)} The worst parameters, and all together:</p>"
+            f'<div class="wide"><table><thead><tr>{top_row}</tr></thead><tbody>{rest}</tbody></table></div>'
+            f"<pre>{text(advice)}</pre>"
+        )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>halfstep train</title>'
         f"<style>{_STYLE}</style></head><body><h1>halfstep train</h1>"
         f'{troubles}<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
         f"<p>{text(sentence(content))} Bytes per parameter are counted from the tensors one process holds. "
-        f"Times are medians over all steps; tokens/s follow from them.</p>{notes}{image}{overflowed}"
+        f"Times are medians over all steps; tokens/s follow from them.</p>{notes}{image}{overflowed}{gradients}"
         f"{pairs('Model', content['model'])}{pairs('Training', content['training'])}{pairs('Text', content['data'])}"
         f"{pairs('Machine', content['machine'])}{pairs('Versions', content['versions'])}</body></html>\n"
     )

@@ -115,6 +115,27 @@ def test_what_is_held_does_not_grow_and_is_not_shared() -> None:
     assert early.total.elements * 5 == monitor.statistics().total.elements
 
 
+def test_what_was_counted_goes_on_from_a_checkpoint() -> None:
+    model = model_of()
+    first = AmpMonitor(model, every=2)
+    for _ in range(3):
+        backward(model, None)
+        first.step()
+    second = AmpMonitor(model, every=2)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    for monitor in (first, second):
+        monitor.step()
+        monitor.step()
+    assert (second.report().steps, second.report().collected) == (5, 3)
+    assert (second.statistics().counts == first.statistics().counts).all()
+    assert state["counts"].sum() < second.state_dict()["counts"].sum(), "the state is a copy"
+    with pytest.raises(ValueError, match=r"state_dict has format 'fp16'; allowed is 'bf16'"):
+        AmpMonitor(model, format="bf16").load_state_dict(state)
+    with pytest.raises(ValueError, match=r"state_dict has names \['0.weight', .*; allowed is \['weight', 'bias'\]"):
+        AmpMonitor(model[0]).load_state_dict(state)
+
+
 class NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert "_local_scalar_dense" not in str(function)
