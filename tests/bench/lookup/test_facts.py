@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from lookup_run import lines, results
 
+from halfstep.bench.lookup import numerals
 from halfstep.numerics.formats import formats
 
 
@@ -156,6 +158,10 @@ def test_formats_of_ones_own() -> None:
         ("0b0101", {"e2m1fn": "3"}),
         ("0b010101", {"e2m3fn": "3.25", "e3m2fn": "5"}),
         ("0x3c00", {"fp16": "1"}),
+        ("0x0041", {"fp16": "3.874301910400390625e-6"}),
+        ("0b000001", {"e2m3fn": "0.125"}),
+        ("0x00000001", {"fp32": str(numerals.decimal(Fraction(1, 2**149)))}),
+        ("5", {"int8": "5"}),
         ("0x3f80_0000", {"fp32": "1"}),
         ("0x3f8", {"fp16": "6.0558319091796875e-5"}),
         ("0x1fc00", {"tf32": "1"}),
