@@ -269,17 +269,13 @@ class Encoder:
     def _rare(self, block: Array, magnitude: Array, code: Array) -> Array | None:
         """Indices of what overflowed or is not finite; of negative numbers in a format without sign."""
         form, U = self._format, self._source.unsigned
-        if not code.size:
-            return None
         least_rare = form.largest_code + 1
-        infinity = U(self._source.infinity)
         # The codes of infinities and NaNs are larger than any finite one: no format reaches further than its source.
         if form.signed and int(code.max()) < least_rare:
             return None
         rare = code >= U(least_rare)
         if not form.signed:
             rare |= (block > U(self._source.magnitude)) & (magnitude != 0)
-        rare |= magnitude >= infinity
         return np.flatnonzero(rare)
 
     def _beyond(self, patterns: Array) -> Array:
