@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -55,7 +56,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, part: int) -
         optimizer.step()
 
 
-# --------------------------------------------------------------------------------------------- FSDP2 from end to end
+# -------------------------------------------------------------------------------------------- FSDP2 from end to end
 
 
 def trained(keep: bool, offload: bool = False) -> dict[str, torch.Tensor]:
@@ -96,9 +97,11 @@ def gradients(model: torch.nn.Module, step: int, order: list[int], in_one: bool)
 # --------------------------------------------------------------------------------------------------- reduced gradients
 
 
-def reduced(kept: bool, backwards: int, offload: bool = False) -> dict[str, Any]:
-    """Gradients after some backward passes, whole, and their dtype."""
+def reduced(kept: bool, backwards: int, offload: bool = False, hybrid: bool = False) -> dict[str, Any]:
+    """Gradients after some backward passes, whole, and their dtype; `hybrid` has two copies instead of two shards."""
     policy: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    if hybrid:
+        policy["mesh"] = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
     model = model_of(torch.bfloat16)
     fully_shard(model[0], mp_policy=IN_FP32, **policy)  # type: ignore[index]
     fully_shard(model, mp_policy=IN_FP32, **policy)
@@ -135,7 +138,7 @@ def scaled_overflow() -> dict[str, Any]:
     return {"scales": scales, "norms": [norms[0], norms[2]]}
 
 
-# --------------------------------------------------------------------------------------------- launches and layouts
+# ----------------------------------------------------------------------------------------------- launches and layouts
 
 
 @contextmanager
@@ -234,6 +237,7 @@ def run(rank: int, port: int, folder: str) -> None:
             "offloaded": trained(True, offload=True),
             "reduced": {(kept, n): reduced(kept, n) for kept in (True, False) for n in (1, 2)},
             "reduced offloaded": reduced(True, 1, offload=True),
+            "reduced hybrid": reduced(True, 1, hybrid=True),
             "overflow": scaled_overflow(),
             "kinds": sharded_kinds(),
             "flat": {

@@ -83,10 +83,11 @@ def test_keeping_costs_two_bytes_a_parameter_of_the_shard(ranks: list[dict[str, 
         assert rank["reduced"][True, 1]["bytes"] == 2 * rank["reduced"][False, 1]["bytes"]
 
 
-def test_kept_gradients_are_the_same_with_cpu_offload(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("way", ["offloaded", "hybrid"])
+def test_kept_gradients_are_the_same_with_cpu_offload_and_under_hsdp(ranks: list[dict[str, Any]], way: str) -> None:
     for rank in ranks:
-        assert rank["reduced offloaded"]["dtypes"] == ["torch.float32"]
-        assert _differing(rank["reduced"][True, 1]["values"], rank["reduced offloaded"]["values"]) == []
+        assert rank[f"reduced {way}"]["dtypes"] == ["torch.float32"]
+        assert _differing(rank["reduced"][True, 1]["values"], rank[f"reduced {way}"]["values"]) == []
 
 
 def test_scaler_norm_and_step_see_the_kept_gradients(ranks: list[dict[str, Any]]) -> None:
