@@ -105,7 +105,8 @@ def _from_safetensors(path: Path) -> dict[str, torch.Tensor]:
             continue
         dtype, shape, begin, end = _entry(path, name, entry, size)
         piece = data[begin:end]
-        if piece.numel() and piece.data_ptr() % dtype.itemsize:
+        # torch wants the place in the file's data to be a multiple, vector instructions the address.
+        if piece.numel() and (begin % dtype.itemsize or piece.data_ptr() % dtype.itemsize):
             piece = piece.clone()
         found[name] = (piece.view(dtype) if piece.numel() else torch.empty(0, dtype=dtype)).reshape(shape)
     return found

@@ -46,7 +46,7 @@ def test_safetensors_of_every_dtype_and_alignment(pad: int, tmp_path: Path) -> N
     bits = torch.arange(24, dtype=torch.uint8)
     tensors = {str(dtype): bits.view(dtype) for dtype in NAMES if dtype != torch.bool}
     tensors |= {"0-dim": torch.tensor(1.5), "empty": torch.empty(0, 3), "matrix": torch.arange(6.0).view(2, 3)}
-    tensors |= {"odd": torch.tensor([1, 2, 3], dtype=torch.uint8), "flag": torch.tensor([True]), "last": torch.ones(5)}
+    tensors |= {"odd": torch.tensor([1, 2, 3], dtype=torch.uint8), "last": torch.ones(5), "flag": torch.tensor([True])}
     found = read_tensors(write_safetensors(tmp_path / "model.safetensors", tensors, pad, {"format": "pt"}))
     assert list(found) == list(tensors)
     for name, tensor in tensors.items():
