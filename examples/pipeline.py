@@ -1,0 +1,70 @@
+"""A pipeline in fp16, one stage per rank: an overflow in any stage has all of them skip the step.
+
+torchrun --nproc-per-node 2 examples/pipeline.py
+"""
+
+import gc
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import GELU, Linear, Sequential
+from torch.nn.functional import mse_loss
+
+import halfstep
+
+MICROBATCHES = 4
+
+
+def batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Synthetic data, the same on every rank: a function of 32 inputs to learn."""
+    inputs = torch.randn(128, 32, generator=torch.Generator().manual_seed(step))
+    targets = torch.tanh(inputs.roll(1, dims=1) + inputs)
+    return inputs.to(device, torch.float16), targets.to(device)
+
+
+def train(rank: int, size: int, device: torch.device) -> list[float]:
+    """The losses, on the last stage; the others do not know them."""
+    torch.manual_seed(rank)
+    model = Sequential(Linear(32, 128), GELU(), Linear(128, 32)).to(device, torch.float16)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    # Nothing shows that other ranks hold other stages: the group says so, for overflow and norm.
+    scaler = halfstep.GradScaler(device.type, process_group=dist.group.WORLD)
+
+    def scaled_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return scaler.scale(mse_loss(outputs.float(), targets))
+
+    schedule = Schedule1F1B(PipelineStage(model, rank, size, device), MICROBATCHES, loss_fn=scaled_loss)
+    history: list[float] = []
+    for step in range(150):
+        inputs, targets = batch(step, device)
+        scale, losses = scaler.scale(torch.ones((), device=device)), []  # on every stage, so that it exists
+        schedule.step(*[inputs] * (rank == 0), target=targets, losses=losses)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if rank == size - 1:  # the last stage alone knows the loss
+            history.append((torch.stack(losses).mean() / scale).item())
+    return history
+
+
+def main() -> int:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    losses = train(rank, size, device)
+    if losses:
+        print(f"pipeline: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
+    gc.collect()  # what still holds the group must go before it
+    dist.destroy_process_group()
+    return 1 if losses and losses[-1] >= losses[0] / 2 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

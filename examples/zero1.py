@@ -1,0 +1,63 @@
+"""ZeRO-1: the weights whole on every rank, masters and moments divided among the ranks.
+
+torchrun --nproc-per-node 2 examples/zero1.py
+"""
+
+import gc
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import GELU, Linear, Sequential
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep
+
+
+def batch(step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Synthetic data, other numbers on each rank: a function of 32 inputs to learn."""
+    inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
+    targets = torch.tanh(inputs[:, :8] + inputs[:, 8:16])
+    return inputs.to(device, torch.float16), targets.to(device)
+
+
+def train(rank: int, device: torch.device) -> list[float]:
+    torch.manual_seed(0)
+    net = Sequential(Linear(32, 128), GELU(), Linear(128, 8)).to(device, torch.float16)
+    model = DistributedDataParallel(net)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=halfstep.AdamW, lr=1e-2)
+    scaler = halfstep.GradScaler(device.type)
+
+    losses = []
+    for step in range(100):
+        inputs, targets = batch(step, rank, device)
+        loss = mse_loss(model(inputs).float(), targets)
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+def main() -> int:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    rank = dist.get_rank()
+    losses = train(rank, device)
+    if rank == 0:
+        print(f"zero1: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
+    gc.collect()  # what still holds the group must go before it
+    dist.destroy_process_group()
+    return 0 if losses[-1] < losses[0] / 2 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
