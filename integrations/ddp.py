@@ -199,7 +199,8 @@ class _Overlap:
         scaler: GradScaler,
         reduce: Callable[[dist.GradBucket], Future[torch.Tensor]],
     ) -> None:
-        self._early = EarlyCheck(scaler, model.parameters())
+        # On a CPU the thread that has reduced a bucket checks it, beside those of the backward.
+        self._early = EarlyCheck(scaler, model.parameters(), threads=1)
         self._reduce = reduce
         self._in_buckets = bool(model.gradient_as_bucket_view)
         self._parts: list[_Part] = []  # of the backward under way

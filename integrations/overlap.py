@@ -48,10 +48,12 @@ class EarlyCheck:
     Args:
         scaler: by whose scale gradients are divided; it is told of this and keeps no reference that holds it.
         parameters: of the model.
+        threads: of the CPU for the checks, as `CheckInParts` has it.
     """
 
-    def __init__(self, scaler: GradScaler, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, scaler: GradScaler, parameters: Iterable[torch.Tensor], threads: int | None = None) -> None:
         self.scaler = scaler
+        self._threads = threads
         self._parameters = list(parameters)
         self._slots = {id(parameter): slot for slot, parameter in enumerate(self._parameters)}
         self._parts: dict[torch.device, CheckInParts] = {}
@@ -110,7 +112,7 @@ class EarlyCheck:
             parts = self._parts.get(device)
             if parts is None:
                 numels = [local(parameter.detach()).numel() for parameter in self._parameters]
-                parts = self._parts[device] = CheckInParts(numels, device)
+                parts = self._parts[device] = CheckInParts(numels, device, self._threads)
             return parts
 
     def seal(self, parameter: torch.Tensor) -> None:

@@ -451,7 +451,7 @@ def _launch_native(
         DTYPE_CODES[dtype],
         scratch.flags.data_ptr(),
         scratch.sums.data_ptr() + 8 * first,
-        torch.get_num_threads(),
+        torch.get_num_threads() if isinstance(scratch, _Scratch) else scratch.threads or torch.get_num_threads(),
     )
 
 
@@ -759,16 +759,19 @@ class CheckInParts:
     Args:
         numels: how many elements the tensor of each slot has.
         device: of all tensors.
+        threads: of the CPU to check with. Default: as many as torch uses. One is best where parts are checked beside
+            other work.
 
     Attributes:
-        numels, device: as given.
+        numels, device, threads: as given.
         sums: fp64, of each chunk, slot after slot.
         flags: int32, of each slot.
     """
 
-    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
+    def __init__(self, numels: Sequence[int], device: torch.device, threads: int | None = None) -> None:
         self.numels = list(numels)
         self.device = device
+        self.threads = threads
         counts = [-(-numel // CHUNK) for numel in self.numels]
         self._ends = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0).tolist()
         if self._ends[-1] >= 2**31:

@@ -27,12 +27,14 @@ WORLD = 3
 class Net(torch.nn.Module):
     """Odd sizes, a 0-element parameter, a layer that only some ranks use, one that nobody uses, two dtypes at will."""
 
-    def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.float32,), optional: bool = False) -> None:
+    def __init__(
+        self, dtypes: tuple[torch.dtype, ...] = (torch.float32,), optional: bool = False, empty: bool = True
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = torch.nn.Linear(7, 37)
         self.second = torch.nn.Linear(37, 129)
-        self.empty = torch.nn.Parameter(torch.zeros(0))
+        self.empty = torch.nn.Parameter(torch.zeros(0)) if empty else None
         self.last = torch.nn.Linear(129, 1)
         if optional:
             self.sometimes = torch.nn.Linear(129, 1)
@@ -45,7 +47,9 @@ class Net(torch.nn.Module):
         x = torch.tanh(self.first(x.to(self.first.weight.dtype)))
         if self.poison is not None:
             x.register_hook(lambda grad, value=self.poison: torch.full_like(grad, value))
-        x = torch.tanh(self.second(x.to(self.second.weight.dtype))) + self.empty.sum()
+        x = torch.tanh(self.second(x.to(self.second.weight.dtype)))
+        if self.empty is not None:
+            x = x + self.empty.sum()
         found = self.last(x.to(self.last.weight.dtype))
         if further:
             found = found + self.sometimes(x.to(self.sometimes.weight.dtype))
@@ -183,6 +187,17 @@ def train(
     ]
     del model
     return found
+
+
+def assert_same_training(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Losses, norms, scales, skipped steps, the report, weights and the optimizer's states, to the last bit."""
+    for key in ("scales", "skipped", "report"):
+        assert one[key] == other[key], key
+    for key in ("losses", "norms", "weights", "states"):
+        assert len(one[key]) == len(other[key]) > 0 or key == "norms"
+        for index, (a, b) in enumerate(zip(one[key], other[key], strict=True)):
+            assert a.dtype == b.dtype
+            assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), (key, index)
 
 
 # ------------------------------------------------------------------------------------------- between backward and step

@@ -10,7 +10,7 @@ import overlap_ranks
 import pytest
 import torch
 import torch.multiprocessing
-from overlap_ranks import SETTINGS, TAMPERS
+from overlap_ranks import SETTINGS, TAMPERS, assert_same_training
 
 Found = list[dict[str, Any]]
 
@@ -23,17 +23,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(overlap_ranks.run, (port, str(folder)), nprocs=overlap_ranks.WORLD)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(overlap_ranks.WORLD)]
-
-
-def assert_same_training(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Losses, norms, scales, skipped steps, the report, weights and the optimizer's states, to the last bit."""
-    for key in ("scales", "skipped", "report"):
-        assert one[key] == other[key], key
-    for key in ("losses", "norms", "weights", "states"):
-        assert len(one[key]) == len(other[key]) > 0 or key == "norms"
-        for index, (a, b) in enumerate(zip(one[key], other[key], strict=True)):
-            assert a.dtype == b.dtype
-            assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), (key, index)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -52,8 +41,7 @@ def test_no_pass_is_left_after_the_backward(ranks: Found, name: str) -> None:
     kept_unused = name == "unused parameters, kept"  # a gradient that nobody has touched is in no bucket
     for rank in ranks[:2]:
         bare, overlap = rank[name]["bare"], rank[name]["overlap"]
-        dtypes = len(setting.get("dtypes", (0,)))
-        assert set(bare["passes"]) == {optimizers} and dtypes
+        assert set(bare["passes"]) == {optimizers}
         if kept_unused:
             assert overlap["passes"][0] == 0 and overlap["passes"][3] == 1
             continue
@@ -82,8 +70,9 @@ def test_gradients_changed_before_the_step_are_checked_again(ranks: Found, name:
     for rank in ranks[:2]:
         found = rank[f"{name}, views {view}"]
         assert_same_training(found["bare"], found["overlap"])
-        # What is left of them was checked, if one is gone.
-        assert set(found["overlap"]["passes"]) == ({0} if name == "set to None" else {1})
+        # If one is gone, those that are left were checked.
+        assert set(found["overlap"]["passes"]) == ({0} if name == "set to None" else set(found["bare"]["passes"]))
+        assert set(found["bare"]["passes"]) == ({0} if name == "unscaled and clipped" else {1})
 
 
 def test_three_ranks_divide_as_ddp_does(ranks: Found) -> None:
