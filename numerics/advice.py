@@ -250,7 +250,7 @@ def advise_scale(
 
     Args:
         gradients: a module (its ``.grad``), gradients as `halfstep.statistics` takes tensors, or its answer, at
-            whatever power of two, or an `AmpMonitor`'s.
+            whatever power of two, or ``AmpMonitor.statistics()``.
         format: what gradients are to be held in.
         share: how much of a gradient's numbers may be flushed to zero, and how many of the updates may be lost.
         headroom: bits by which gradients may grow before they overflow.
