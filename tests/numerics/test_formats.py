@@ -341,6 +341,27 @@ def test_as_dict_is_json_with_every_figure(name: str) -> None:
     assert set(row["aliases"]) == set(formats[name].aliases) and row["hardware"]
 
 
+def test_hardware() -> None:
+    """The first data-centre generations whose matrix units take each format, as the makers' documents say.
+
+    V100: fp16 alone; T4: int8; A100: fp64, tf32, bf16; H100: OCP FP8; B200: FP6, FP4 with E8M0 scales. MI100: fp32, fp16,
+    bf16, int8; MI200: fp64; MI300: xf32 and FNUZ FP8; MI350: OCP FP8, FP6, FP4. TPU: int8 in v1, bf16 in v2, FP8 in v7.
+    """
+    generations = {
+        "NVIDIA": {"V100": ["fp16"], "T4": ["int8"], "A100": ["fp64", "tf32", "bf16"], "H100": ["e4m3fn", "e5m2"],
+                   "B200": ["e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn"]},
+        "AMD": {"MI100": ["fp32", "fp16", "bf16", "int8"], "MI200": ["fp64"], "MI300": ["tf32", "e4m3fnuz", "e5m2fnuz"],
+                "MI350": ["e4m3fn", "e5m2", "e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn"]},
+        "Google": {"TPU v1": ["int8"], "TPU v2": ["bf16"], "TPU v7": ["e4m3fn", "e5m2"]},
+    }  # fmt: skip
+    told: dict[str, set[str]] = {name: set() for name in ALL}
+    for maker, rows in generations.items():
+        for generation, names in rows.items():
+            for name in names:
+                told[name].add(f"{maker} {generation}")
+    assert {name: set(formats[name].hardware) for name in ALL} == told
+
+
 def test_rows_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         formats["fp16"].bias = 1  # type: ignore[misc]
