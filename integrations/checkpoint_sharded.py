@@ -57,7 +57,6 @@ GROUPS = ("optimizer", "param_groups")
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
-_FAILURES = (OSError, RuntimeError, ValueError, AssertionError, TypeError, KeyError, EOFError, pickle.UnpicklingError)
 
 
 # ------------------------------------------------------------------------------------------------------------- ranks
@@ -113,17 +112,17 @@ class Ranks:
 
     def together(self, function: Callable[[], T]) -> list[T]:
         """What `function` gives on each rank; if it raises on one, this raises on all, so that none waits in vain."""
-        mine, error, interrupt = None, None, None
+        mine, error, interrupt, cause = None, None, None, None
         try:
             mine = function()
         except CheckpointException as failed:
             causes = [cause[0] for cause in failed.failures.values()]
             interrupt = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None)
-            error = "; ".join(map(str, causes))
+            error, cause = "; ".join(map(str, causes)), causes[0]
         except KeyboardInterrupt as pressed:
             interrupt = pressed
-        except _FAILURES as failed:
-            error = str(failed) or type(failed).__name__
+        except Exception as failed:  # whatever it is, the others must hear of it
+            error, cause = str(failed) or type(failed).__name__, failed
         if interrupt is not None:
             error = "it was interrupted"
         try:
@@ -135,7 +134,7 @@ class Ranks:
         errors = [(rank, text) for rank, (_, text) in enumerate(answers) if text is not None]
         if errors:
             where = f"rank {errors[0][0]}: " if self.size > 1 else ""
-            raise CheckpointError(f"{where}{errors[0][1]}")
+            raise CheckpointError(f"{where}{errors[0][1]}") from cause
         return [answer for answer, _ in answers]  # type: ignore[misc]  # no error, so it is what function gave
 
     def first(self, function: Callable[[], T]) -> T:
