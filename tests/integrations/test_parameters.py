@@ -222,7 +222,7 @@ def test_a_compiled_training_step_breaks_at_the_step_only(kind: str) -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 def test_a_compiled_step_with_a_scaler_has_the_same_bits_and_skips(clip: bool) -> None:
-    """The whole AMP step in one compiled function: the scaler's calls run as they are, and nothing is compiled twice."""
+    """The whole AMP step in one compiled function: the scaler's calls run as they are; nothing is compiled twice."""
     results, scales = [], []
     for compiled in (False, True):
         model, optimizer = training(FP32, "auto")
