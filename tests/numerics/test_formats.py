@@ -345,7 +345,8 @@ def test_hardware() -> None:
     """The first data-centre generations whose matrix units take each format, as the makers' documents say.
 
     V100: fp16 alone; T4: int8; A100: fp64, tf32, bf16; H100: OCP FP8; B200: FP6, FP4 with E8M0 scales. MI100: fp32,
-    fp16, bf16, int8; MI200: fp64; MI300: xf32 and FNUZ FP8; MI350: OCP FP8, FP6, FP4. TPU: int8 in v1, bf16 in v2, FP8 in v7.
+    fp16, bf16, int8; MI200: fp64; MI300: xf32 and FNUZ FP8; MI350: OCP FP8, FP6, FP4. TPU: int8 in v1, bf16 in v2,
+    FP8 in v7.
     """
     generations = {
         "NVIDIA": {"V100": ["fp16"], "T4": ["int8"], "A100": ["fp64", "tf32", "bf16"], "H100": ["e4m3fn", "e5m2"],
