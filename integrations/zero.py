@@ -1,0 +1,74 @@
+"""ZeRO-1: the state of a `ZeroRedundancyOptimizer`, gathered, and loaded into any number of ranks.
+
+torch's own ``load_state_dict`` puts the entries of a checkpoint into the local optimizer as they are, past its
+``load_state_dict``: an fp32 master would lie beside an optimizer that keeps a 16-bit remainder, and step counters would
+be moved to the CPU. Here each rank's part goes through the local optimizer's own methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from halfstep.integrations.checkpoint import gather
+from halfstep.integrations.checkpoint_files import CheckpointError
+
+
+def _parameters(groups: list[dict[str, Any]]) -> list[Any]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+    """What ``optimizer.optim.state_dict()`` would be if one process held everything. All ranks call this.
+
+    Returns:
+        On the first rank of the optimizer's group the state of all parameters, whole and on the CPU, numbered as in the
+        optimizer's own groups. On the others ``state`` is empty.
+    """
+    group = optimizer.process_group
+    place = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer.param_groups))}
+    local = optimizer.optim.state_dict()
+    numbers = _parameters(local["param_groups"])
+    own = zip(numbers, _parameters(optimizer.optim.param_groups), strict=True)
+    part = {place[id(p)]: gather(local["state"][number]) for number, p in own if number in local["state"]}
+    first = group.rank() == 0
+    parts: list[Any] = [None] * group.size()
+    dist.gather_object(part, parts if first else None, group=group, group_dst=0)
+    groups = []
+    for held, outer in zip(local["param_groups"], optimizer.param_groups, strict=True):
+        groups.append({**held, "params": [place[id(parameter)] for parameter in outer["params"]]})
+    everything = {number: entry for one in parts if one is not None for number, entry in one.items()}
+    return {"state": dict(sorted(everything.items())), "param_groups": groups}
+
+
+def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
+    """Take this rank's part of a whole state: of `state_dict`, or of one optimizer over the same parameters.
+
+    Args:
+        optimizer: over the same parameters, in the same order and groups, on any number of ranks.
+        state: the same on every rank.
+
+    Raises:
+        CheckpointError: it is of another number of parameters or groups; nothing was changed.
+    """
+    parameters = _parameters(optimizer.param_groups)
+    numbers = _parameters(state["param_groups"])
+    if len(numbers) != len(parameters) or len(state["param_groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(numbers)} parameters in {len(state['param_groups'])} groups, this "
+            f"one {len(parameters)} in {len(optimizer.param_groups)}; use the same model and groups"
+        )
+    number_of = {id(parameter): number for parameter, number in zip(parameters, numbers, strict=True)}
+    own = [number_of[id(parameter)] for parameter in _parameters(optimizer.optim.param_groups)]
+    places = iter(range(len(own)))
+    groups = [
+        {**saved, "params": [next(places) for _ in held["params"]]}
+        for saved, held in zip(state["param_groups"], optimizer.optim.param_groups, strict=True)
+    ]
+    entries = {place: state["state"][number] for place, number in enumerate(own) if number in state["state"]}
+    optimizer.optim.load_state_dict({"state": entries, "param_groups": groups})
+    for outer, held in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
+        outer.update({name: value for name, value in held.items() if name != "params"})

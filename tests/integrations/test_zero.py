@@ -1,0 +1,78 @@
+"""A `ZeroRedundancyOptimizer`'s state, gathered and loaded on one rank; on two it is in test_strategies.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from train_runs import differences
+
+import halfstep
+from halfstep.integrations import zero
+from halfstep.integrations.checkpoint_files import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _groups() -> list[dict[str, object]]:
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(size).bfloat16()) for size in (3, 5, 2)]
+    return [{"params": weights[:2], "lr": 0.1}, {"params": weights[2:], "lr": 0.2, "weight_decay": 0.3}]
+
+
+def _step(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def test_it_is_the_state_of_the_optimizer_without_zero() -> None:
+    plain = halfstep.AdamW(_groups())
+    divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=halfstep.AdamW)
+    for optimizer in (plain, divided):
+        _step(optimizer, 1)
+    assert differences(plain.state_dict(), zero.state_dict(divided)) == []
+
+
+def test_what_is_loaded_goes_through_the_optimizers_own_loading() -> None:
+    """Torch's way leaves a master in fp32 beside an optimizer that keeps remainders, and training stands still."""
+    plain = halfstep.AdamW(_groups())
+    _step(plain, 1)
+    state, weights = plain.state_dict(), _weights(plain)
+    groups = _groups()
+    for parameter, weight in zip((p for g in groups for p in g["params"]), weights, strict=True):  # type: ignore[attr-defined]
+        parameter.data.copy_(weight)
+    divided = ZeroRedundancyOptimizer(groups, optimizer_class=halfstep.AdamW)
+    zero.load_state_dict(divided, state)
+    assert all(entry.keys() == {"step", "exp_avg", "exp_avg_sq", "remainder"} for entry in divided.optim.state.values())
+    assert [group["lr"] for group in divided.param_groups] == [0.1, 0.2]
+    for optimizer in (plain, divided):
+        _step(optimizer, 2)
+    assert all(map(torch.equal, _weights(plain), _weights(divided)))
+    assert differences(plain.state_dict(), zero.state_dict(divided)) == []
+
+
+def test_another_model_is_refused_and_nothing_touched() -> None:
+    divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=halfstep.AdamW)
+    _step(divided, 1)
+    before = zero.state_dict(divided)
+    groups = _groups()
+    other = halfstep.AdamW(groups[:1]).state_dict()
+    with pytest.raises(CheckpointError, match="has 2 parameters in 1 groups, this one 3 in 2; use the same model"):
+        zero.load_state_dict(divided, other)
+    assert differences(before, zero.state_dict(divided)) == []
