@@ -24,10 +24,15 @@ SIZES = (5, 0, CHUNK, 300, CHUNK + 1, 1, 3 * CHUNK - 7, 2)
 
 
 def gradients(seed: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> list[torch.Tensor]:
-    """Numbers over fp16's range whose sum of squares has other bits in another order."""
+    """Numbers so far apart, where the dtype allows it, that their squares add up to other bits in another order."""
     source = np.random.default_rng(seed)
-    values = [torch.from_numpy(source.normal(size=size) * 2.0 ** source.integers(-9, 9)) for size in SIZES]
-    return [value.to(device, dtypes[index % len(dtypes)]) for index, value in enumerate(values)]
+    found = []
+    for index, size in enumerate(SIZES):
+        dtype = dtypes[index % len(dtypes)]
+        spread = 9 if dtype == FP16 else 20
+        values = torch.from_numpy(source.normal(size=size) * 2.0 ** source.integers(-spread, spread))
+        found.append(values.to(device, dtype))
+    return found
 
 
 def numels() -> list[int]:

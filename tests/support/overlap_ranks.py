@@ -300,10 +300,28 @@ def of_two(group: Any) -> dict[str, Any]:
         for view in (False, True):
             setting = {"tamper": tamper, "steps": 4, "gradient_as_bucket_view": view}
             found[f"{name}, views {view}"] = {kind: train(kind, group, **setting) for kind in ("bare", "overlap")}
+    found["joined"] = {kind: joined(kind, group) for kind in ("bare", "overlap")}
     found["hostile"] = hostile(group)
     found["traffic"] = traffic(group)
     found["errors"] = errors(group)
     return found
+
+
+def joined(kind: str, group: Any) -> list[torch.Tensor]:
+    """Ranks with more and with fewer batches; those that have none left send zeros. What is trained."""
+    model = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=0.003)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    if kind == "overlap":
+        ddp.overlap_overflow_check(model, scaler)
+    with model.join():
+        for step in range(3 + 2 * dist.get_rank()):
+            optimizer.zero_grad()
+            scaler.scale(model(batch(step))).backward()
+            scaler.clip_grad_norm_(optimizer, 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def elsewhere_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP would want types, not their names

@@ -85,6 +85,13 @@ def test_three_ranks_divide_as_ddp_does(ranks: Found) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True)), "the two ways to divide differ"
 
 
+def test_ranks_that_have_joined_send_zeros(ranks: Found) -> None:
+    for rank in ranks[:2]:
+        pairs = zip(rank["joined"]["bare"], rank["joined"]["overlap"], strict=True)
+        assert all(torch.equal(bare, overlap) for bare, overlap in pairs)
+    assert all(torch.equal(*pair) for pair in zip(*(rank["joined"]["overlap"] for rank in ranks[:2]), strict=True))
+
+
 def test_ranks_agree(ranks: Found) -> None:
     for name in SETTINGS:
         one, other = (rank[name]["overlap"] for rank in ranks[:2])
