@@ -103,11 +103,18 @@ def _parser() -> _Parser:
         description="Train a small byte-level GPT with halfstep's optimizer and loss scaler, and report what it did. "
         "'compare' trains the same model on the same batches four times: fp32 with torch.optim.AdamW, bf16 with split "
         "masters, fp16 with the loss scaler, and bf16 with torch.optim.AdamW and no master.",
-        epilog="Several processes: torchrun --nproc-per-node 2 -m halfstep train --strategy ddp (or fsdp) …",
+        epilog="Several processes: torchrun --nproc-per-node 2 -m halfstep train --strategy ddp … "
+        "With --save-every and torchrun's --max-restarts 3, a run whose processes die continues by itself.",
     )
     what = parser.add_argument_group("what is trained")
     what.add_argument("--precision", choices=list(RUNS), default="bf16", help="arithmetic, or all of them in turn")
-    what.add_argument("--strategy", choices=world.STRATEGIES, default="single", help="one process, DDP, or FSDP2")
+    what.add_argument(
+        "--strategy",
+        choices=world.STRATEGIES,
+        default="single",
+        help="one process, DDP, FSDP2, FSDP2 in copies of some ranks each, DDP with the optimizer's state divided "
+        "(ZeRO-1), or tensor parallelism",
+    )
     what.add_argument("--size", choices=list(SIZES), default="tiny", help="size of the model")
     what.add_argument("--data", metavar="PATH", help="file or folder to read (default: this Python's standard library)")
     what.add_argument(
@@ -124,6 +131,26 @@ def _parser() -> _Parser:
     how.add_argument("--init-scale", type=_SCALE, default=2.0**16, metavar="X", help="first loss scale of fp16")
     how.add_argument("--growth-interval", type=_COUNT, default=60, metavar="N", help="clean steps until it doubles")
     how.add_argument("--seed", type=_SEED, default=0, metavar="N", help="of the weights and the batches")
+    laid = parser.add_argument_group("how it lies over processes and memory")
+    laid.add_argument(
+        "--accumulate", type=_COUNT, default=1, metavar="N", help="micro-batches per step, out of the same --batch"
+    )
+    laid.add_argument(
+        "--activation-checkpointing", action="store_true", help="keep each block's input only, compute blocks twice"
+    )
+    laid.add_argument("--cpu-offload", action="store_true", help="weights and optimizer on the CPU (fsdp, hsdp)")
+    laid.add_argument(
+        "--shard-size", type=_COUNT, default=0, metavar="N", help="ranks per copy (hsdp; default: those of a node)"
+    )
+    laid.add_argument(
+        "--compress", choices=world.COMPRESSIONS, default="none", help="what gradients are sent as (ddp, zero1)"
+    )
+    laid.add_argument(
+        "--overlap-check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="fp16: check for overflow while the backward runs (ddp, zero1, fsdp, hsdp)",
+    )
     left = parser.add_argument_group("what is left behind")
     left.add_argument("--out", metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
     left.add_argument(
@@ -159,6 +186,12 @@ def _resumed(
     """The checkpoint each run continues from, read and approved before any run starts."""
     out = Path(options.out)
     found = {run.name: checkpoint.checkpoints(_folder(out, run)) for run in runs}
+    if world.restarts() and options.save_every and (any(found.values()) or options.resume is None):
+        return {
+            run.name: loop.read_checkpoint(found[run.name][-1][1], run, settings, corpus)
+            for run in runs
+            if found[run.name]
+        }
     if options.resume is None:
         taken = [(run, found[run.name]) for run in runs if found[run.name]]
         if options.save_every and taken:
@@ -262,18 +295,29 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
         raise _UsageError(
             f"--warmup {settings.warmup} is not below --steps {settings.steps}; allowed are 0 to {settings.steps - 1}"
         )
-    world.check(options.strategy, options.device, options.batch)
+    layout = world.Layout(
+        shard_size=options.shard_size,
+        accumulate=options.accumulate,
+        activation_checkpointing=options.activation_checkpointing,
+        cpu_offload=options.cpu_offload,
+        compress=options.compress,
+        overlap_check=options.overlap_check,
+    )
+    world.check(options.strategy, options.device, options.batch, SIZES[options.size].heads, layout)
     corpus = data.read_corpus(options.data, settings.context)
     _prepare(out)
     resumed = _resumed(options, runs, settings, corpus)
     results: list[loop.Result] = []
-    with world.world(options.strategy, options.device) as place, loop.Interrupt().listening() as interrupt:
+    with world.world(options.strategy, options.device, layout) as place, loop.Interrupt().listening() as interrupt:
         console = _console()
         display = _Display(console, settings.steps, quiet=place.rank != 0)
         display.note(
             f"{corpus.name}: {corpus.size:,} bytes in {corpus.files:,} file{'s' * (corpus.files > 1)}; "
             f"on {place.device}, {place.size} process{'es' * (place.size > 1)}"
         )
+        if world.restarts():
+            what = "continuing" if resumed else "no checkpoint to continue from, starting anew"
+            display.note(f"processes restarted by torchrun, time {world.restarts()}: {what}")
         for run in runs:
             with display.run(run.name):
                 if run.name in resumed:

@@ -26,12 +26,23 @@ import halfstep
 from halfstep.bench.train.data import Corpus
 from halfstep.bench.train.model import GPT, SIZES
 from halfstep.bench.train.precision import Precision
-from halfstep.bench.train.world import World, reshard
+from halfstep.bench.train.strategies import (
+    backward_of,
+    connect,
+    counts_here,
+    gather_optimizer,
+    load_optimizer,
+    local_state,
+    make_optimizer,
+    reshard,
+    wrap,
+)
+from halfstep.bench.train.world import World
 from halfstep.integrations import checkpoint
 from halfstep.integrations.monitor import AmpMonitor
 from halfstep.numerics.overflow import Overflow, OverflowReport
 
-FORMAT = "halfstep train 2"
+FORMAT = "halfstep train 3"
 VALIDATION_ROWS = 128
 FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: one batch alone is noisy
 BETAS = (0.9, 0.95)  # a second moment of 20 steps: what GPTs are usually trained with
@@ -263,9 +274,10 @@ class Trainer:
         self.run, self.settings, self.corpus, self.world = run, settings, corpus, world
         torch.manual_seed(settings.seed)
         precision = Precision.on(run.precision, world.device)
-        self.plain = GPT(SIZES[settings.size], precision, settings.seed).to(world.device, precision.dtype)
+        recompute = world.layout.activation_checkpointing
+        self.plain = GPT(SIZES[settings.size], precision, settings.seed, recompute).to(world.device, precision.dtype)
         self.parameters = sum(p.numel() for p in self.plain.parameters())
-        self.model = world.wrap(self.plain)
+        self.model = wrap(self.plain, world)
         self.optimizer = self._optimizer()
         self.scaler = (
             halfstep.GradScaler(
@@ -274,6 +286,7 @@ class Trainer:
             if run.scaled
             else None
         )
+        connect(self.model, self.scaler, world)
         self.monitor = self._monitor()
         self.history = History()
         self.step = 0
@@ -292,8 +305,8 @@ class Trainer:
             {"params": matrices, "weight_decay": self.settings.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        kind = {"halfstep.AdamW": halfstep.AdamW, "torch.optim.AdamW": torch.optim.AdamW}[self.run.optimizer]
-        return kind(groups, lr=self.settings.lr, betas=BETAS)
+        kind: Any = {"halfstep.AdamW": halfstep.AdamW, "torch.optim.AdamW": torch.optim.AdamW}[self.run.optimizer]
+        return make_optimizer(kind, groups, self.world, lr=self.settings.lr, betas=BETAS)
 
     def _monitor(self) -> AmpMonitor | None:
         """What counts gradients that are kept in 16 bits; None if they are fp32."""
@@ -310,8 +323,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.rate(self.step)
         self._clock.start()
-        loss = self.model(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        loss = torch.zeros((), device=device)
+        parts = self._parts(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+        for number, part in enumerate(parts, 1):
+            with backward_of(self.model, last=number == len(parts)):
+                share = self.model(*part)
+                if len(parts) > 1:
+                    share = share / len(parts)
+                (share if self.scaler is None else self.scaler.scale(share)).backward()
+            loss = loss + share.detach()
         if self.monitor is not None:
             self.monitor.step(self.optimizer)
         self._clock.mark()
@@ -325,8 +345,13 @@ class Trainer:
         if not self.gradient_bytes:
             self.gradient_bytes = sum(_bytes(p.grad) for p in self.plain.parameters() if p.grad is not None)
         self.optimizer.zero_grad(set_to_none=True)
-        self._losses.append(loss.detach())
+        self._losses.append(loss)
         self.step += 1
+
+    def _parts(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A batch in micro-batches."""
+        count = self.world.layout.accumulate
+        return list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
 
     def _scale(self) -> torch.Tensor:
         """A copy of the loss scale, still on the device."""
@@ -367,7 +392,9 @@ class Trainer:
         for number in range(count):
             rows = range(mine.start + number * batch, mine.stop + number * batch)
             inputs, targets = self.corpus.validation(rows, count * batch, context)
-            total += self.model(inputs.to(self.world.device), targets.to(self.world.device)).double()
+            parts = self._parts(inputs.to(self.world.device), targets.to(self.world.device))
+            for part in parts:
+                total += self.model(*part).double() / len(parts)
         reshard(self.model)
         loss = float(self.world.mean(total / count))
         if not self.history.validation or self.history.validation[-1][0] != self.step:
@@ -382,7 +409,7 @@ class Trainer:
             "plan": plan(self.run, self.settings, self.corpus),
             "step": self.step,
             "model": checkpoint.gather(self.plain.state_dict()),
-            "optimizer": checkpoint.gather(self.optimizer.state_dict()),
+            "optimizer": gather_optimizer(self.optimizer),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "gradients": self._counted(),
             "overflowed": self.world.objects([asdict(one) for one in self._overflowed()]),
@@ -395,7 +422,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint that `read_checkpoint` has approved."""
         checkpoint.load_model(self.plain, state["model"])
-        checkpoint.load_optimizer(self.optimizer, state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         if len(state["rng"]) == self.world.size:  # with another number of ranks there is no state for each
@@ -439,13 +466,13 @@ class Trainer:
         return OverflowReport(self.step, len(skipped), skipped[-1] if skipped else 0, found)
 
     def _counted(self) -> dict[str, Any] | None:
-        """What was counted of gradients: of all shards under FSDP, else of one rank. Collective, waits."""
+        """What was counted of gradients, shards added up and copies counted once. Collective, waits."""
         if self.monitor is None:
             return None
-        ranks = self.world.objects(self.monitor.state_dict())
-        if self.world.strategy != "fsdp":
-            return ranks[0]
-        return {**ranks[0], "counts": torch.stack([rank["counts"] for rank in ranks]).sum(0)}
+        state = self.monitor.state_dict()
+        mine = [counts_here(parameter, self.world) for parameter in self.plain.parameters()]
+        ranks = self.world.objects(state["counts"] * torch.tensor(mine).unsqueeze(1))
+        return {**state, "counts": torch.stack(ranks).sum(0)}
 
     def gradients(self) -> dict[str, Any] | None:
         """The gradients' entry in report.json: where they fall at the last scale. Collective, waits."""
@@ -476,7 +503,7 @@ class Trainer:
             parameters=self.parameters,
             param_bytes=sum(_bytes(p) for p in self.plain.parameters()),
             gradient_bytes=self.gradient_bytes,
-            optimizer_bytes=sum(_bytes(v) for entry in self.optimizer.state.values() for v in _tensors(entry)),
+            optimizer_bytes=sum(_bytes(v) for entry in local_state(self.optimizer).values() for v in _tensors(entry)),
             tokens_per_step=self.settings.batch * self.settings.context,
             overflow=self.overflow(),
             gradients=self.gradients(),

@@ -1,6 +1,8 @@
 """A small GPT that reads bytes: pre-norm blocks, learned positions, no biases, attention through `halfstep.softmax`.
 
-Plain torch modules and plain parameters, so DDP wraps it and `fully_shard` shards it block by block, untouched.
+Plain torch modules and plain parameters, so DDP wraps it and `fully_shard` shards it block by block, untouched. For
+tensor parallelism the rows of `qkv` lie head by head (tensor_parallel.py cuts between heads), and each product takes
+the part of its weight that this rank holds.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.bench.train.precision import Precision
@@ -38,6 +42,11 @@ SIZES = {
 }
 
 
+def _held(weight: torch.Tensor) -> torch.Tensor:
+    """The part of a weight that this rank multiplies by."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
 class _Attention(nn.Module):
     def __init__(self, size: Size, precision: Precision) -> None:
         super().__init__()
@@ -48,12 +57,13 @@ class _Attention(nn.Module):
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         B, T, C = x_BTC.shape
-        qkv = self.precision.linear(x_BTC, self.qkv).view(B, T, 3, self.heads, C // self.heads)
-        q_BHTD, k_BHTD, v_BHTD = qkv.permute(2, 0, 3, 1, 4)
+        # H: the heads that this rank holds
+        qkv_BTH3D = self.precision.linear(x_BTC, _held(self.qkv)).view(B, T, -1, 3, C // self.heads)
+        q_BHTD, k_BHTD, v_BHTD = qkv_BTH3D.permute(3, 0, 2, 1, 4)
         scores_BHTT = self.precision.matmul(q_BHTD, k_BHTD.transpose(-2, -1))
         weights_BHTT = halfstep.softmax(scores_BHTT, dim=-1, scale=1.0 / math.sqrt(C // self.heads), causal=True)
-        mixed_BTC = self.precision.matmul(weights_BHTT, v_BHTD).transpose(1, 2).reshape(B, T, C)
-        return self.precision.linear(mixed_BTC, self.out)
+        mixed_BTF = self.precision.matmul(weights_BHTT, v_BHTD).transpose(1, 2).flatten(2)
+        return self.precision.linear(mixed_BTF, _held(self.out))
 
 
 class _MLP(nn.Module):
@@ -64,18 +74,26 @@ class _MLP(nn.Module):
         self.down = nn.Parameter(torch.empty(size.width, 4 * size.width))
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        return self.precision.linear(F.gelu(self.precision.linear(x_BTC, self.up)), self.down)
+        return self.precision.linear(F.gelu(self.precision.linear(x_BTC, _held(self.up))), _held(self.down))
 
 
 class _Block(nn.Module):
-    def __init__(self, size: Size, precision: Precision) -> None:
+    def __init__(self, size: Size, precision: Precision, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute
         self.norm1 = nn.LayerNorm(size.width)
         self.attention = _Attention(size, precision)
         self.norm2 = nn.LayerNorm(size.width)
         self.mlp = _MLP(size, precision)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        # inside the module, so that FSDP2 has gathered the weights when the backward pass comes back
+        if self.recompute and torch.is_grad_enabled():
+            result: torch.Tensor = checkpoint(self._forward, x_BTC, use_reentrant=False)
+            return result
+        return self._forward(x_BTC)
+
+    def _forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         x_BTC = x_BTC + self.attention(self.norm1(x_BTC))
         return x_BTC + self.mlp(self.norm2(x_BTC))
 
@@ -87,14 +105,15 @@ class GPT(nn.Module):
         size: its shape.
         precision: its arithmetic; the parameters are fp32 until ``.to(precision.dtype)``.
         seed: of the initial weights, drawn in fp32 on the CPU, so that they are the same in every precision.
+        recompute: keep a block's input only, and compute the block again in the backward pass.
     """
 
-    def __init__(self, size: Size, precision: Precision, seed: int) -> None:
+    def __init__(self, size: Size, precision: Precision, seed: int, recompute: bool = False) -> None:
         super().__init__()
         self.precision = precision
         self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.width))
         self.positions = nn.Parameter(torch.empty(size.context, size.width))
-        self.blocks = nn.ModuleList(_Block(size, precision) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(_Block(size, precision, recompute) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Parameter(torch.empty(VOCABULARY, size.width))
         self._initialise(size, torch.Generator().manual_seed(seed))
@@ -110,6 +129,9 @@ class GPT(nn.Module):
             if name.endswith(("attention.out", "mlp.down")):
                 std /= math.sqrt(2 * size.layers)  # so many terms are added to the residual stream (GPT-2)
             nn.init.normal_(parameter, std=std, generator=generator)
+            if name.endswith("qkv"):  # drawn as all queries, all keys, all values
+                by_part = parameter.detach().view(3, size.heads, -1, size.width)
+                parameter.detach().copy_(by_part.transpose(0, 1).flatten(0, 2))
 
     def forward(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         x_BTC = self.precision.embedding(inputs_BT, self.bytes) + self.positions[: inputs_BT.shape[1]]

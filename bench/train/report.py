@@ -10,6 +10,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.table import Table
 from halfstep.bench.train.data import Corpus
 from halfstep.bench.train.loop import Result, Settings
 from halfstep.bench.train.model import SIZES
+from halfstep.bench.train.world import World, restarts, shard_size
 from halfstep.numerics.formats import formats
 from halfstep.numerics.overflow import Overflow, OverflowReport, kind
 from halfstep.numerics.statistics_picture import draw_exponents
@@ -62,6 +64,16 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def layout(world: World) -> dict[str, Any]:
+    """How the runs lay over processes, memory and messages."""
+    chosen = {"strategy": world.strategy, "processes": world.size, **asdict(world.layout), "restarts": restarts()}
+    chosen["shard_size"] = {
+        "fsdp": world.size,
+        "hsdp": shard_size(world.layout, world.size) if world.strategy == "hsdp" else None,
+    }.get(world.strategy)
+    return chosen
+
+
 def report(results: Sequence[Result], settings: Settings, corpus: Corpus) -> dict[str, Any]:
     """The content of report.json."""
     size = SIZES[settings.size]
@@ -88,6 +100,7 @@ def report(results: Sequence[Result], settings: Settings, corpus: Corpus) -> dic
             "init_scale": settings.init_scale,
             "growth_interval": settings.growth_interval,
         },
+        "layout": layout(results[0].world),
         "data": {"name": corpus.name, "files": corpus.files, "bytes": corpus.size, "sha256": corpus.sha256},
         "unigram_entropy": corpus.unigram_entropy,
         "notes": [EMULATED] if emulated else [],
@@ -400,7 +413,8 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
         f'{troubles}<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
         f"<p>{text(sentence(content))} Bytes per parameter are counted from the tensors one process holds. "
         f"Times are medians over all steps; tokens/s follow from them.</p>{notes}{image}{overflowed}{gradients}"
-        f"{pairs('Model', content['model'])}{pairs('Training', content['training'])}{pairs('Text', content['data'])}"
+        f"{pairs('Model', content['model'])}{pairs('Training', content['training'])}"
+        f"{pairs('Strategy', content['layout'])}{pairs('Text', content['data'])}"
         f"{pairs('Machine', content['machine'])}{pairs('Versions', content['versions'])}</body></html>\n"
     )
 

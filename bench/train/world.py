@@ -1,4 +1,4 @@
-"""Who trains: one process, or the ranks of a DDP or FSDP2 job that torchrun started."""
+"""Who trains: one process, or the ranks of a job that torchrun started, and how the training is laid out over them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,41 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.rendezvous import rendezvous
 
 _T = TypeVar("_T")
 
-STRATEGIES = ("single", "ddp", "fsdp")
+STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "tp")
+COMPRESSIONS = ("none", "fp16", "bf16")
 
 
 class WorldError(ValueError):
     """The strategy, the device and the way the process was started do not fit. The message says what to type."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run lies over memory, time and messages. A checkpoint depends on none of it.
+
+    Args:
+        shard_size: ranks that share one copy of everything, under HSDP; 0: those of a node.
+        accumulate: micro-batches per step.
+        activation_checkpointing: keep each block's input only, and compute the block again in the backward pass.
+        cpu_offload: shards, their gradients and the optimizer's state on the CPU, under FSDP2.
+        compress: what DDP's gradients are sent as.
+        overlap_check: check gradients for overflow while the backward runs, where the strategy has a place for it.
+    """
+
+    shard_size: int = 0
+    accumulate: int = 1
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    compress: Literal["none", "fp16", "bf16"] = "none"
+    overlap_check: bool = True
 
 
 @dataclass(frozen=True)
@@ -32,9 +52,12 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
+    layout: Layout = Layout()
 
     def rows(self, batch: int) -> range:
-        """This rank's rows of a global batch of `batch` rows."""
+        """This rank's rows of a global batch of `batch` rows. Tensor-parallel ranks share all of them."""
+        if self.strategy == "tp":
+            return range(batch)
         share = batch // self.size
         return range(self.rank * share, (self.rank + 1) * share)
 
@@ -54,15 +77,11 @@ class World:
         dist.all_gather_object(everyone, value)
         return everyone
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as the strategy trains it. Under FSDP2 each block and the rest are sharded; nothing is cast."""
-        if self.strategy == "ddp":
-            return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
-        if self.strategy == "fsdp":
-            for block in model.get_submodule("blocks").children():
-                fully_shard(block)
-            fully_shard(model)
-        return model
+
+def restarts() -> int:
+    """How often torchrun has started this job's processes again after one failed."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdecimal() else 0
 
 
 def _environment(strategy: str) -> tuple[int, int, int]:
@@ -71,8 +90,8 @@ def _environment(strategy: str) -> tuple[int, int, int]:
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise WorldError(
-            f"--strategy {strategy} needs the processes torchrun starts, and {', '.join(missing)} is not set; "
-            f"type: torchrun --nproc-per-node 2 -m halfstep train --strategy {strategy} …"
+            f"--strategy {strategy} needs the processes torchrun starts, and {', '.join(missing)} is not set; type: "
+            f"torchrun --nproc-per-node {4 if strategy == 'hsdp' else 2} -m halfstep train --strategy {strategy} …"
         )
     try:
         rank, size, local = (int(os.environ[name]) for name in names[:3])
@@ -83,27 +102,83 @@ def _environment(strategy: str) -> tuple[int, int, int]:
     return rank, size, local
 
 
-def check(strategy: str, device: str, batch: int) -> None:
-    """Refuse what cannot work, before processes connect.
+def shard_size(layout: Layout, size: int) -> int:
+    """Over how many of `size` ranks HSDP shards: as asked for, else those of a node.
 
     Raises:
-        WorldError: not started as the strategy needs it, or `batch` does not divide.
+        WorldError: they cannot be divided so.
     """
+    allowed = [number for number in range(2, size) if size % number == 0]
+    if not allowed:
+        raise WorldError(
+            f"--strategy hsdp shards over some ranks and copies over others, which {size} processes cannot be divided "
+            "into; type: torchrun --nproc-per-node 4 -m halfstep train --strategy hsdp --shard-size 2 …"
+        )
+    given = layout.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if given not in allowed:
+        what = f"--shard-size {given}" if layout.shard_size else f"--strategy hsdp on nodes of {given} processes"
+        raise WorldError(
+            f"{what} does not divide {size} processes into shards and copies; pass --shard-size "
+            f"{' or '.join(map(str, allowed))}, or use --strategy fsdp"
+        )
+    return given
+
+
+def check(strategy: str, device: str, batch: int, heads: int, layout: Layout) -> None:
+    """Refuse what cannot work, before processes connect.
+
+    Args:
+        strategy, device, layout: as asked for.
+        batch: windows per step, over all processes.
+        heads: of the model's attention, which tensor parallelism divides.
+
+    Raises:
+        WorldError: options do not go together, the process was not started as the strategy needs it, or something does
+            not divide.
+    """
+    for option, given, those in (
+        ("--shard-size", layout.shard_size != 0, ("hsdp",)),
+        ("--cpu-offload", layout.cpu_offload, ("fsdp", "hsdp")),
+        (f"--compress {layout.compress}", layout.compress != "none", ("ddp", "zero1")),
+    ):
+        if given and strategy not in those:
+            raise WorldError(
+                f"{option} with --strategy {strategy}; allowed is it with --strategy {' or '.join(those)}: "
+                "choose one of these, or leave it out"
+            )
     if device == "cuda" and not torch.cuda.is_available():
         raise WorldError("--device cuda, but torch finds no GPU on this machine; use --device cpu, or leave it out")
     if strategy == "single":
         started = os.environ.get("WORLD_SIZE", "1")
         if started != "1":
             raise WorldError(
-                f"--strategy single, but torchrun started {started} processes; use --strategy ddp or fsdp, "
-                "or no torchrun"
+                f"--strategy single, but torchrun started {started} processes; use --strategy "
+                f"{', '.join(STRATEGIES[1:-1])} or {STRATEGIES[-1]}, or no torchrun"
             )
-        return
-    _, size, local = _environment(strategy)
-    if batch % size:
+        size = local = 0
+    else:
+        _, size, local = _environment(strategy)
+    if strategy == "hsdp":
+        shard_size(layout, size)
+    if strategy == "tp":
+        if heads % size:
+            fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
+            raise WorldError(
+                f"--strategy tp divides the model's {heads} heads among {size} processes; allowed are "
+                f"{', '.join(fitting)}: pass one of these to torchrun's --nproc-per-node, or another --size"
+            )
+        size = 1  # of the batch every rank sees all
+    if size > 1 and batch % size:
         raise WorldError(
             f"--batch {batch} is the global batch and does not divide by {size} processes; "
             f"allowed are multiples of {size}"
+        )
+    parts = max(size, 1) * layout.accumulate
+    if batch % parts:
+        of = f"{size} processes times --accumulate" if size > 1 else "--accumulate"
+        raise WorldError(
+            f"--batch {batch} is the global batch and does not divide by {of} {layout.accumulate}; "
+            f"allowed are multiples of {parts}"
         )
     if device != "cpu" and torch.cuda.is_available() and local >= torch.cuda.device_count():
         raise WorldError(
@@ -112,27 +187,36 @@ def check(strategy: str, device: str, batch: int) -> None:
         )
 
 
-def reshard(model: nn.Module) -> None:
-    """Let go of the whole parameters that FSDP2 keeps after a forward pass without a backward pass."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def _join(backend: str, device: torch.device, rank: int, size: int) -> None:
+    """Connect to the other processes."""
+    bound = device if device.type == "cuda" else None
+    if not restarts() or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        dist.init_process_group(backend, device_id=bound)
+        return
+    # torchrun keeps its store, and in it the addresses of the processes that are dead. On one node all ranks know the
+    # same number of restarts, and meet under that; on several nodes each torchrun counts for itself.
+    store, _, _ = next(iter(rendezvous("env://")))
+    store = dist.PrefixStore(f"restart {restarts()}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
 
 
 @contextmanager
-def world(strategy: str, device: str) -> Iterator[World]:
+def world(strategy: str, device: str, layout: Layout) -> Iterator[World]:
     """Connect the processes for the length of the block: NCCL on GPUs, gloo on CPUs."""
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if strategy == "single":
-        yield World(strategy, torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
+        own = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        yield World(strategy, own, layout=layout)
         return
     rank, size, local = _environment(strategy)
     own = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    backend = "gloo"
     if kind == "cuda":
         torch.cuda.set_device(own)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=own if kind == "cuda" else None)
+        backend = "cpu:gloo,cuda:nccl" if layout.cpu_offload else "nccl"  # offloaded gradients are reduced on the CPU
+    _join(backend, own, rank, size)
     try:
-        yield World(strategy, own, rank, size)
+        yield World(strategy, own, rank, size, layout)
         dist.barrier()  # a rank that leaves early takes its connections from under the others
     finally:
         gc.collect()  # models hold on to the group in cycles; they must go first

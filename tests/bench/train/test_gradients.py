@@ -89,7 +89,7 @@ def test_the_page_and_the_picture_show_them(text: Path, tmp_path: Path) -> None:
     assert len(report.picture(content)) > 1.1 * len(report.picture(fp32)), "another row"
 
 
-def test_shards_are_added_up_and_copies_are_not(text: Path) -> None:
+def test_shards_are_added_up_and_copies_are_not(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = loop.Settings("nano", STEPS, 4, 0, 1e-3, 0.1, 0, 2.0**10, 100)
     corpus = data.read_corpus(text, settings.context)
     trainer = loop.Trainer(loop.Run("fp16", "fp16"), settings, corpus, World("single", torch.device("cpu")))
@@ -98,15 +98,18 @@ def test_shards_are_added_up_and_copies_are_not(text: Path) -> None:
     assert alone["steps"] == 1
 
     class Two:
-        rank, size = 1, 2
+        """Two ranks, of which the other one has counted what this one has."""
 
-        def __init__(self, strategy: str) -> None:
-            self.strategy = strategy
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
 
         def objects(self, value: Any) -> list[Any]:
             return [value, value]
 
-    for strategy, times in (("ddp", 1), ("fsdp", 2)):
-        trainer.world = Two(strategy)
+    # Plain tensors on the first rank, copies of them on the second, and shards.
+    for rank, shards, times in ((0, False, 2), (1, False, 0), (1, True, 2)):
+        if shards:
+            monkeypatch.setattr(loop, "counts_here", lambda parameter, world: True)
+        trainer.world = Two(rank)
         assert trainer.gradients()["total"]["elements"] == times * alone["total"]["elements"]
         assert trainer.gradients()["steps"] == 1

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from train_runs import differences, newest
 
 from halfstep.__main__ import main
 from halfstep.bench.train import report
 from halfstep.integrations import checkpoint
 
 TEXT = Path(os.__file__).read_bytes()
-TIMES = ("step_ms", "optimizer_ms")
 OPTIONS = "--size nano --steps 12 --batch 4 --save-every 4 --growth-interval 3".split()
 # fp16 overflows at this scale in the first steps, so the run skips and backs off, before and after step 8
 HIGH = ("--init-scale", str(2.0**24))
@@ -58,37 +58,18 @@ def _start(text: Path, out: Path, precision: str, strategy: str, *more: str) -> 
         _torchrun(words)
 
 
-def _newest(out: Path, name: str) -> tuple[int, dict[str, Any]]:
-    step, path = checkpoint.checkpoints(out / "checkpoints" / name)[-1]
-    return step, checkpoint.load(path)
-
-
-def _differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Places where two states differ in any bit, but for the times of the steps."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() != b.keys():
-            return [f"{where}: {sorted(map(str, a.keys() ^ b.keys()))}"]
-        return [d for key in a if key not in TIMES for d in _differences(a[key], b[key], f"{where}/{key}")]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [d for index in range(len(a)) for d in _differences(a[index], b[index], f"{where}/{index}")]
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape
-        return [] if same and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b))) else [where]
-    return [] if a == b and type(a) is type(b) else [f"{where}: {a!r} and {b!r}"]
-
-
 def _resumed_has_the_same_bits(text: Path, out: Path, precision: str, strategy: str) -> dict[str, Any]:
     """Lose the last checkpoint of the finished run in `out`, resume from the one before, compare everything."""
-    step, uninterrupted = _newest(out, precision)
+    step, uninterrupted = newest(out, precision)
     assert step == 12
     uninterrupted_loss = json.loads((out / "report.json").read_text())["runs"][0]["final_val_loss"]
     checkpoint.checkpoints(out / "checkpoints" / precision)[-1][1].unlink()
     (out / "report.json").unlink()
-    assert _newest(out, precision)[0] == 8
+    assert newest(out, precision)[0] == 8
     _start(text, out, precision, strategy, "--resume")
-    step, resumed = _newest(out, precision)
+    step, resumed = newest(out, precision)
     assert step == 12
-    assert _differences(uninterrupted, resumed) == []
+    assert differences(uninterrupted, resumed) == []
     assert json.loads((out / "report.json").read_text())["runs"][0]["final_val_loss"] == uninterrupted_loss
     return uninterrupted
 
@@ -105,11 +86,11 @@ def test_one_process_resumes_to_the_same_bits(text: Path, tmp_path: Path, precis
 
 def test_the_comparison_of_states_sees_one_bit(text: Path, tmp_path: Path) -> None:
     _start(text, tmp_path, "bf16", "single")
-    _, one = _newest(tmp_path, "bf16")
-    _, other = _newest(tmp_path, "bf16")
-    assert _differences(one, other) == []
+    _, one = newest(tmp_path, "bf16")
+    _, other = newest(tmp_path, "bf16")
+    assert differences(one, other) == []
     other["optimizer"]["state"][0]["master"].view(torch.int32)[3, 5] ^= 1
-    assert _differences(one, other) == ["/optimizer/state/0/master"]
+    assert differences(one, other) == ["/optimizer/state/0/master"]
 
 
 def test_a_finished_comparison_resumes_to_its_own_report(
