@@ -20,7 +20,7 @@ from halfstep.bench.train import report as reports
 from halfstep.integrations import checkpoint
 
 LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2 -m halfstep train".split()
-OPTIONS = "--strategy ddp --precision fp16 --size nano --steps 60 --batch 4 --save-every 10".split()
+OPTIONS = "--strategy ddp --precision fp16 --size nano --steps 30 --batch 4 --save-every 6".split()
 
 
 @pytest.fixture
@@ -68,19 +68,17 @@ def _train(text: Path, out: Path, kill: dict[str, int]) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_killed_ranks_are_restarted_and_the_loss_is_the_same(text: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_is_restarted_and_the_loss_is_the_same(text: Path, tmp_path: Path) -> None:
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     assert "restarted" not in _train(text, calm, {})
-    # Once another rank than the one that saves, and once that one; both some steps after a checkpoint.
-    printed = _train(text, killed, {"fp16: step 24/60": 1, "fp16: step 48/60": 0})
+    printed = _train(text, killed, {"fp16: step 15/30": 0})  # the rank that saves, some steps after it has
     assert "processes restarted by torchrun, time 1: continuing\nfp16: continuing after step " in printed
-    assert "processes restarted by torchrun, time 2: continuing\nfp16: continuing after step " in printed
-    starts = [int(line.split()[-1]) for line in printed.splitlines() if "continuing after step" in line]
-    assert starts[0] in (20, 30) and starts[1] in (40, 50)
+    starts = [line.split()[-1] for line in printed.splitlines() if "continuing after step" in line]
+    assert starts in (["12"], ["18"])  # it may have come to save once more
     assert report(killed)["final_val_loss"] == report(calm)["final_val_loss"]
     assert report(killed)["train_loss"] == report(calm)["train_loss"]
     assert differences(newest(calm, "fp16")[1], newest(killed, "fp16")[1]) == []
-    assert json.loads((killed / "report.json").read_text())["layout"]["restarts"] == 2
+    assert json.loads((killed / "report.json").read_text())["layout"]["restarts"] == 1
     assert json.loads((calm / "report.json").read_text())["layout"]["restarts"] == 0
 
 

@@ -5,23 +5,30 @@ All runs of two processes are made one after the other in the same two processes
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from train_runs import VALIDATION_ROWS, differences, newest, report, train_together
 
 from halfstep.__main__ import main
-from halfstep.bench.train import loop
+from halfstep.bench.train import data, loop, model
 from halfstep.bench.train import report as reports
-from halfstep.bench.train.world import Layout, WorldError, shard_size
+from halfstep.bench.train.world import Layout, World, WorldError, shard_size
+from halfstep.integrations import ddp, fsdp
+from halfstep.integrations.overlap import EarlyCheck
 
-# From this scale it grows three times without reaching the limit, next to which the order of sums would decide.
-OPTIONS = "--size nano --steps 12 --batch 8 --init-scale 4096 --growth-interval 3 --save-every 4".split()
-STEP = "checkpoints/{precision}/step-00000008.pt"
+# From this scale it grows twice without reaching the limit, next to which the order of sums would decide.
+OPTIONS = "--size nano --steps 6 --batch 8 --init-scale 4096 --growth-interval 2 --save-every 2".split()
+STEP = "checkpoints/{precision}/step-00000004.pt"
 TWO = {
     "ddp": "--strategy ddp --precision fp16",
     "ddp, late check": "--strategy ddp --precision fp16 --no-overlap-check",
@@ -74,7 +81,7 @@ class Runs:
 
     def state(self, name: str) -> dict[str, Any]:
         step, state = newest(self.out(name), _precision(self.words[name]))
-        assert step == 12
+        assert step == 6
         return state
 
     def report(self, name: str) -> dict[str, Any]:
@@ -163,8 +170,8 @@ def test_hsdp_resumes_to_the_same_bits(four: Runs) -> None:
 def test_another_strategy_continues(runs: Runs, name: str) -> None:
     start = CONTINUED[name][0] if name in CONTINUED else name.split()[0]
     before, after = runs.report(start), runs.report(name)
-    assert after["train_loss"][:8] == before["train_loss"][:8]
-    assert after["strategy"] != before["strategy"] and after["steps"] == len(after["train_loss"]) == 12
+    assert after["train_loss"][:4] == before["train_loss"][:4]
+    assert after["strategy"] != before["strategy"] and after["steps"] == len(after["train_loss"]) == 6
     _agree(after, runs.report(_precision(runs.words[name])))
     whole = runs.state(_precision(runs.words[name]))["optimizer"]["state"]
     state = runs.state(name)["optimizer"]["state"]
@@ -211,6 +218,86 @@ def test_the_report_says_how_the_run_was_laid_out(runs: Runs, four: Runs) -> Non
         "restarts": 0,
     }
     assert "<h2>Strategy</h2>" in (runs.out("tp") / "report.html").read_text()
+
+
+# ------------------------------------------------------------------------------ what an option does, seen from one rank
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    gc.collect()
+    dist.destroy_process_group()
+
+
+CPU = torch.device("cpu")
+
+
+def _trainer(strategy: str, layout: Layout, precision: str = "fp16") -> loop.Trainer:
+    settings = loop.Settings("nano", 6, 8, 0, 1e-3, 0.1, 0, 2.0**10, 100)
+    corpus = data.read_corpus(Path(os.__file__), settings.context)
+    return loop.Trainer(loop.Run(precision, precision), settings, corpus, World(strategy, CPU, 0, 1, layout))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_are_sent_once_per_step(
+    alone: None, strategy: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = _trainer(strategy, Layout(accumulate=parts))
+    sent: list[int] = []  # how many micro-batches have been through the model
+    seen: list[int] = []
+    trainer.model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    if strategy == "ddp":
+        reduce = ddp._Overlap.reduce_and_check
+        monkeypatch.setattr(
+            ddp._Overlap, "reduce_and_check", lambda self, bucket: (sent.append(len(seen)), reduce(self, bucket))[1]
+        )
+    else:
+        reduced = fsdp._Overlap.reduced
+        monkeypatch.setattr(
+            fsdp._Overlap, "reduced", lambda self, *args: (sent.append(len(seen)), reduced(self, *args))[1]
+        )
+    trainer.advance()
+    assert seen == [8 // parts] * parts
+    assert sent and set(sent) == {parts}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputed_blocks_go_forward_twice(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    forward = model._Block._forward
+    monkeypatch.setattr(model._Block, "_forward", lambda self, x: (calls.append(self), forward(self, x))[1])
+    trainer = _trainer("single", Layout(activation_checkpointing=recompute))
+    trainer.advance()
+    assert len(calls) == (4 if recompute else 2)
+    calls.clear()
+    trainer.validate()
+    assert len(calls) == 2 * loop.VALIDATION_ROWS / 8, "nothing is computed twice where no gradient is wanted"
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_shards_lie_on_the_cpu(alone: None, offload: bool) -> None:
+    trainer = _trainer("fsdp", Layout(cpu_offload=offload))
+    groups = [group for module in trainer.plain.modules() if isinstance(module, FSDPModule)
+              for group in fsdp._groups(module)]  # fmt: skip
+    assert len(groups) == 3, "two blocks and the rest"
+    assert {param.offload_to_cpu for group in groups for param in group.fsdp_params} == {offload}
+
+
+@pytest.mark.parametrize(("strategy", "place"), [("ddp", True), ("zero1", True), ("fsdp", True), ("single", False)])
+def test_gradients_are_checked_during_the_backward_where_there_is_a_place_for_it(
+    alone: None, strategy: str, place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    answer = EarlyCheck.answer
+    monkeypatch.setattr(EarlyCheck, "answer", lambda *args: asked.append(answer(*args)) or asked[-1])
+    for wanted in (False, True):
+        trainer = _trainer(strategy, Layout(overlap_check=wanted))
+        trainer.advance()
+        trainer.advance()  # DistributedDataParallel arranges its buckets after the first
+        assert asked == [True] * (2 * (wanted and place))
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
