@@ -13,10 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from train_runs import differences, newest, report
 
 from halfstep.__main__ import main
 from halfstep.bench.train import report as reports
+from halfstep.bench.train import world
 from halfstep.integrations import checkpoint
 
 LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2 -m halfstep train".split()
@@ -80,6 +83,21 @@ def test_a_killed_rank_is_restarted_and_the_loss_is_the_same(text: Path, tmp_pat
     assert differences(newest(calm, "fp16")[1], newest(killed, "fp16")[1]) == []
     assert json.loads((killed / "report.json").read_text())["layout"]["restarts"] == 1
     assert json.loads((calm / "report.json").read_text())["layout"]["restarts"] == 0
+
+
+@pytest.mark.parametrize(("restarts", "nodes", "apart"), [(0, 1, False), (2, 1, True), (2, 2, False)])
+def test_restarted_ranks_do_not_meet_where_the_dead_ones_left_their_addresses(
+    restarts: int, nodes: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps one
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "GROUP_WORLD_SIZE": nodes, "MASTER_PORT": kept.port}
+    place |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": restarts}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    with world.world("ddp", "cpu", world.Layout()) as here:
+        assert here.mean(torch.tensor(3.0)) == 3 and dist.get_world_size() == 1
+        left = [key for key in kept.list_keys() if not key.startswith("init/")]
+    assert left and {f"restart {restarts}/" in key for key in left} == {apart}, left
 
 
 def test_a_restart_takes_the_newest_checkpoint_and_a_first_start_does_not(
