@@ -365,6 +365,8 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
     """report.html: one file with everything in it."""
 
     def text(value: object) -> str:
+        if value is None or isinstance(value, bool):
+            return {None: "-", True: "yes", False: "no"}[value]
         return html.escape(f"{value:,}" if isinstance(value, int) else str(value))
 
     def pairs(title: str, entries: dict[str, Any]) -> str:

@@ -43,6 +43,7 @@ TWO = {
     "fsdp, 2 parts": "--strategy fsdp --precision bf16 --accumulate 2",
     "fsdp, on the CPU": "--strategy fsdp --precision bf16 --cpu-offload",
     "tp": "--strategy tp --precision fp16",
+    "tp, fp32": "--strategy tp --precision fp32",
     "tp, bf16": "--strategy tp --precision bf16 --accumulate 2 --activation-checkpointing",
 }
 RESUMED = ["zero1", "tp", "ddp, 2 parts"]
@@ -136,6 +137,12 @@ def test_the_loss_is_that_of_one_process(runs: Runs, name: str) -> None:
         assert run["gradients"]["total"]["elements"] == alone["gradients"]["total"]["elements"]
 
 
+@pytest.mark.parametrize("name", ["ddp, fp32", "tp, fp32", "fp32, 4 parts"])
+def test_in_fp32_every_step_is_that_of_one_process(runs: Runs, name: str) -> None:
+    run, alone = runs.report(name), runs.report("fp32")
+    assert run["train_loss"] == pytest.approx(alone["train_loss"], rel=2e-5)
+
+
 def test_the_loss_of_four_is_that_of_one(runs: Runs, four: Runs) -> None:
     run, alone = four.report("hsdp"), runs.report("bf16")
     _agree(run, alone)
@@ -217,7 +224,8 @@ def test_the_report_says_how_the_run_was_laid_out(runs: Runs, four: Runs) -> Non
         "overlap_check": True,
         "restarts": 0,
     }
-    assert "<h2>Strategy</h2>" in (runs.out("tp") / "report.html").read_text()
+    page = (runs.out("zero1, bf16") / "report.html").read_text()
+    assert "<th>strategy</th><td>zero1</td>" in page and "<th>activation checkpointing</th><td>yes</td>" in page
 
 
 # ------------------------------------------------------------------------------ what an option does, seen from one rank
