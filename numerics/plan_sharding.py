@@ -139,6 +139,15 @@ def shard(units: Sequence[Unit], strategy: Strategy, ways: int, rank: int | None
     return Shards(padded, padded, mine_only)
 
 
+def padded(units: Sequence[Unit], strategy: Strategy, ways: int, shaped: bool = True) -> int:
+    """Elements of a model's gathered weights and unreduced gradients: its parameters, with every short shard padded."""
+    if strategy.by == "parameters":
+        return parameters_of(units)
+    mine = shard(units, strategy, ways, shaped=shaped)
+    each = mine.states if strategy.by == "flat" else mine.gradients
+    return ways * sum(size * count for size, count in each)
+
+
 def groups(strategy: Strategy, ranks: int, shard_size: int | None) -> tuple[int, int]:
     """Ways in which a model is divided, and replicas of it, on so many data-parallel GPUs.
 

@@ -72,13 +72,13 @@ def communication(
 
     Args:
         ranks: data-parallel GPUs.
-        parameters: of the model (of one tensor-parallel part).
+        parameters: of the model (of one tensor-parallel part), with what shards are padded by.
         gradient_width: bytes of a gradient as it is sent; less than its own where a hook compresses.
         weight_width: bytes of a weight as it is gathered.
         accumulate: micro-batches in a step. DDP, ZeRO-1 and torch's send once (``no_sync``); the others, which hold no
             whole gradient, with each micro-batch.
         shard_size: GPUs of one group, for ``hsdp``.
-        kept: parameters gathered once per micro-batch instead of twice, as FSDP2's root.
+        kept: parameters gathered once per micro-batch instead of twice: the root unit of FSDP1 and FSDP2.
     """
     ways, replicas = groups(strategy, ranks, shard_size)
     if ranks == 1:
@@ -128,11 +128,23 @@ def over_the_bus(row: Layout, how: Strategy, mine: Shards, accumulate: int) -> t
     )
 
 
-def between_layers(row: Layout, model: Transformer, batch: int, seq: int, t: int, accumulate: int) -> Collective:
+def between_layers(
+    row: Layout, model: Transformer, batch: int, seq: int, t: int, accumulate: int
+) -> tuple[Collective, ...]:
     """Tensor parallelism: two all-reduces of s·b·h per block forward and two backward (Shoeybi et al., 2019, §3).
 
-    With sequence parallelism each becomes a reduce-scatter and an all-gather of as many bytes.
+    With sequence parallelism each becomes a reduce-scatter and an all-gather of as many bytes. Embedding and head, cut
+    along the vocabulary, need one more each: of the looked-up rows forward, of the head's input backward. The loss
+    takes of each token's logits the maximum, the sum of exponentials and the target's, in fp32.
     """
-    times = 4 * model.layers * accumulate
-    size = 2 * ring(t) * batch * seq * model.hidden * row.compute.width * times
-    return Collective("all-reduce", "activations", -(-size.numerator // size.denominator), None, t, times)
+    tokens = batch * seq
+    activation = tokens * model.hidden * row.compute.width
+    listed = (
+        ("activations", activation, 4 * model.layers * accumulate),
+        ("activations at embedding and head", activation, 2 * accumulate),
+        ("loss", 4 * tokens, 3 * accumulate),
+    )
+    return tuple(
+        Collective("all-reduce", what, -(-(2 * (t - 1) * size * times) // t), None, t, times)
+        for what, size, times in listed
+    )

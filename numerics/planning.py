@@ -265,17 +265,19 @@ def plan(
     messages = plan_traffic.communication(
         how,
         ranks,
-        parameters=local,
+        parameters=plan_sharding.padded(held, how, ways, shaped=params is None),
         gradient_width=sent.per_parameter,
         weight_width=row.compute.per_parameter if how.gathers else row.weights.per_parameter,
         accumulate=accumulate,
         shard_size=shard,
-        kept=sum(one.elements for one in held if one.root) if how.by == "rows" and len(held) > 1 else 0,
+        kept=plan_sharding.padded([one for one in held if one.root], how, ways, shaped=params is None)
+        if how.by in ("rows", "units") and len(held) > 1
+        else 0,
     )
     if offload:
         messages += plan_traffic.over_the_bus(row, how, mine, accumulate)
     if model is not None and t > 1 and batch is not None and seq is not None:
-        messages += (plan_traffic.between_layers(row, model, batch, seq, t, accumulate),)
+        messages += plan_traffic.between_layers(row, model, batch, seq, t, accumulate)
     settings = {
         "params": total,
         "model": None if model is None else asdict(model),

@@ -322,8 +322,9 @@ def test_hybrid_sharding_sends_shards_across_groups() -> None:
     assert plan(BILLION, precision="fp32", gpus=16, strategy="hsdp", shard=8).state_per_parameter == 2
 
 
-def test_the_root_unit_of_fsdp2_is_gathered_once() -> None:
-    made = plan(model=WORKED, gpus=8, strategy="fsdp", precision="fp32")
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+def test_the_root_unit_of_fsdp_is_gathered_once(strategy: str) -> None:
+    made = plan(model=WORKED, gpus=8, strategy=strategy, precision="fp32")
     root = 2 * 40512 * 768 + 512 * 768
     gathers = [c for c in made.communication if c.name == "all-gather"]
     assert [c.bytes for c in gathers] == [
@@ -331,14 +332,29 @@ def test_the_root_unit_of_fsdp2_is_gathered_once() -> None:
         (WORKED.parameters - root) * 4 * 7 // 8,
     ]
     # Autocast's weights are gathered in 16 bits.
-    amp = plan(model=WORKED, gpus=8, strategy="fsdp", precision="amp-bf16")
+    amp = plan(model=WORKED, gpus=8, strategy=strategy, precision="amp-bf16")
     assert amp.communication[0].bytes == WORKED.parameters * 2 * 7 // 8
+
+
+def test_padding_is_sent() -> None:
+    """Seven rows of five over four ranks are padded to eight, three elements to four; one flat tensor of 38 to 40."""
+    pieces = unit("all", [(7, 5), (3,)])
+    for strategy, elements in (("fsdp", 44), ("fsdp1", 40), ("zero1", 40), ("zero2", 40), ("zero3", 40)):
+        made = plan(units=[pieces], gpus=4, strategy=strategy, precision="fp32")
+        assert {message.bytes for message in made.communication} == {elements * 4 * 3 // 4}
+    assert plan(units=[pieces], gpus=4, precision="fp32").bytes_sent == 38 * 4 * 2 * 3 // 4
+    # The root's three elements are padded to four too, and gathered once.
+    pieces = [unit("block", [(7, 5)]), unit("root", [(3,)], root=True)]
+    forward, backward, _ = plan(units=pieces, gpus=4, strategy="fsdp", precision="fp32").communication
+    assert (forward.bytes, backward.bytes) == (44 * 4 * 3 // 4, 40 * 4 * 3 // 4)
 
 
 def test_tensor_parallel_sends_four_activations_per_layer() -> None:
     made = plan(model=WORKED, gpus=4, tensor_parallel=4, batch=2)
-    (reduced,) = made.communication
+    reduced, around, loss = made.communication
     assert reduced.bytes == 4 * 12 * (2 * 512 * 768 * 2) * 2 * 3 // 4
+    assert around.bytes == 2 * (2 * 512 * 768 * 2) * 2 * 3 // 4
+    assert loss.bytes == 3 * (2 * 512 * 4) * 2 * 3 // 4
     cut = 12 * 12 * 768**2 + 2 * 40512 * 768 + 12 * (3 + 4) * 768
     whole = 512 * 768 + 12 * (2 + 4) * 768
     assert made.part("weights").bytes == 2 * (cut // 4 + whole)

@@ -1,9 +1,8 @@
-"""Planned bytes and messages of DDP, ZeRO-1, FSDP1, FSDP2 and HSDP against two real processes, to the byte."""
+"""Planned bytes and messages of every strategy that torch has against real processes, two and four, to the byte."""
 
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from fractions import Fraction
@@ -11,23 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import planned_bytes
+import planned_table
 import pytest
 import torch
-import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.numerics.planning import MODELS, Plan, Transformer, Unit, plan, unit
+from halfstep.numerics.planning import MODELS, Plan, Unit, plan, unit
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = Path(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(planned_bytes.run, (port, str(folder)), nprocs=planned_bytes.WORLD)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(planned_bytes.WORLD)]
+def ranks() -> list[dict[str, Any]]:
+    return planned_bytes.measured()
 
 
 def units_of(model: planned_bytes.Model) -> list[Unit]:
@@ -77,17 +71,40 @@ def test_two_replicas_of_hsdp_hold_everything(ranks: list[dict[str, Any]], rank:
     assert ranks[rank]["hsdp"] == planned(made)
 
 
-def test_tensor_parallelism_cuts_as_torch_does(ranks: list[dict[str, Any]]) -> None:
-    made = plan(model=Transformer(**planned_bytes.SHAPE), gpus=2, tensor_parallel=2, precision="fp32")
-    for rank in ranks:
-        assert rank["tensor parallel"] == made.part("weights").bytes
+@pytest.mark.parametrize("name", planned_table.OPTIONS)
+def test_every_strategy_holds_and_sends_what_is_planned(ranks: list[dict[str, Any]], name: str) -> None:
+    """All collectives of a step, by operation; flag and norm, 16 bytes where ranks differ, are the scaler's."""
+    found = [rank["strategies"][name] for rank in ranks if name in rank["strategies"]]
+    assert len(found) == (4 if name == "hsdp" else 2)
+    for rank, one in enumerate(found):
+        made = planned_table.made_for(name, rank)
+        assert one["held"] == planned_table.planned_memory(made)
+        sent, scaler = planned_table.split(one["sent"])
+        assert sent == planned_table.planned_messages(made)
+        # Under DDP and ZeRO-1 every rank has the whole reduced gradient; among four 16 bytes take 2 · 3/4 · 16.
+        assert scaler == {"ddp": 0, "zero1-torch": 0, "hsdp": 24}.get(made.strategy.name, 16)
+
+
+def test_the_page_has_the_table_of_what_was_counted(ranks: list[dict[str, Any]]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    assert planned_table.table(ranks) in page
+
+
+def test_a_message_counts_as_rings_send_it() -> None:
+    sent = [
+        ("all-reduce", "bfloat16", 8, 16, 4),
+        ("broadcast", "bfloat16", 2, 4, 4),
+        ("all-gather", "float32", 2, 8, 2),
+    ]
+    norm = ("all-reduce", "float64", 2, 16, 2)
+    assert planned_table.split([*sent, norm]) == ({"all-reduce": 24, "broadcast": 3, "all-gather": 4}, 16)
 
 
 @pytest.mark.parametrize("view", [False, True])
 def test_ddps_buckets_are_a_second_gradient_or_none(ranks: list[dict[str, Any]], view: bool) -> None:
     made = plan(units=units_of(planned_bytes.Model()), gpus=2, bucket_view=view)
     buckets = sum(part.bytes for part in made.parts if part.name == "buckets")
-    for rank in ranks:
+    for rank in ranks[: planned_bytes.WORLD]:
         found = rank["ddp view" if view else "ddp"]
         assert found["gradients and buckets"] == found["gradients"] + buckets
         (message,) = made.communication
@@ -98,14 +115,12 @@ def test_ddps_buckets_are_a_second_gradient_or_none(ranks: list[dict[str, Any]],
 def test_fsdp2_sends_what_is_planned(ranks: list[dict[str, Any]], mixed: bool) -> None:
     """Each unit gathered for forward and for backward, the root once, each reduced once; a rank sends half of it."""
     model = planned_bytes.Model(planned_bytes.EVEN_BLOCKS)
-    # Two ranks do not divide the head's one row: it is padded to two.
-    units = [*units_of(model)[:-1], unit("head", [(2, 8), (2,)], root=True)]
-    made = plan(units=units, gpus=2, strategy="fsdp", precision="amp-bf16" if mixed else "fp32")
+    made = plan(units=units_of(model), gpus=2, strategy="fsdp", precision="amp-bf16" if mixed else "fp32")
     gathers, scatters = (
         sum(message.bytes for message in made.communication if message.name == name)
         for name in ("all-gather", "reduce-scatter")
     )
-    for rank in ranks:
+    for rank in ranks[: planned_bytes.WORLD]:
         found = rank["messages mixed" if mixed else "messages"]
         assert gathers == sum(size for name, size in found if name == "_allgather_base_") // 2
         assert scatters == sum(size for name, size in found if name == "_reduce_scatter_base_") // 2

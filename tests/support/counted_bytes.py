@@ -1,11 +1,16 @@
-"""What is really allocated: bytes of the storages behind parameters, gradients and optimizer state."""
+"""What is really allocated and sent: bytes of storages behind parameters, gradients and states, and of messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PARTS = ("master", "remainder", "error_bits", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -57,3 +62,67 @@ class Outputs(TorchDispatchMode):
         new = [t for t in tensors_in(result) if t.untyped_storage()._cdata not in given]
         self.made.append((func.overloadpacket.__name__, args, storage_bytes(new)))
         return result
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective: the whole buffer, which each rank has before or after it, and the ranks that take part."""
+
+    name: str
+    dtype: str
+    elements: int
+    bytes: int
+    ranks: int
+
+    @property
+    def sent(self) -> Fraction:
+        """Bytes that one rank sends, in the mean over ranks, by ring algorithms."""
+        return (2 if self.name == "all-reduce" else 1) * Fraction(self.ranks - 1, self.ranks) * self.bytes
+
+
+# Operators by name, and which of their arguments is the whole buffer.
+COLLECTIVES = {
+    "allreduce_": ("all-reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "allgather_": ("all-gather", 0),
+    "_allgather_base_": ("all-gather", 0),
+    "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "all_reduce": ("all-reduce", 0),
+    "all_reduce_": ("all-reduce", 0),
+}
+SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def _ranks(args: tuple[Any, ...]) -> int:
+    """Size of the group among a collective's arguments: an object, or as functional collectives have it a name."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().name():
+            return dist.ProcessGroup.unbox(value).size()
+    return dist.distributed_c10d._resolve_process_group(args[-1]).size()
+
+
+class Messages(TorchDispatchMode):
+    """Records every collective, whoever calls it: torch's reducers in C++, FSDP, optimizers, DTensors.
+
+    One that is not known by name raises, so that none is missed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Message] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if DTensor in types or AsyncCollectiveTensor in types:
+            return NotImplemented  # their own dispatch calls operators on this rank's tensors, which come here
+        if func.namespace in ("c10d", "_c10d_functional") and func.overloadpacket.__name__ not in SILENT:
+            name, whole = COLLECTIVES[func.overloadpacket.__name__]
+            held = list(tensors_in(args[whole]))
+            (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in held}
+            elements = sum(tensor.numel() for tensor in held)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+            self.sent.append(Message(name, dtype, elements, size, _ranks(args)))
+        return func(*args, **(kwargs or {}))
+
+    def plain(self) -> list[tuple[Any, ...]]:
+        """The messages as tuples, which `torch.save` writes."""
+        return [astuple(message) for message in self.sent]

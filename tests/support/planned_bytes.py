@@ -1,24 +1,31 @@
-"""A rank of a two-process run whose memory and messages are counted; started by test_planning_sharded.py."""
+"""Processes whose memory and messages are counted; started by test_planning_sharded.py and planned_table.py."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from counted_bytes import Outputs, counted, storage_bytes
+import torch.multiprocessing
+from counted_bytes import Messages, Outputs, counted, storage_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
+from halfstep.integrations import ddp
 
 WORLD = 2
 # Odd rows, so that shards are uneven; a bias of one element, of which rank 1 has none.
@@ -124,48 +131,175 @@ def messages(**policy: Any) -> list[tuple[str, int]]:
     ]
 
 
-SHAPE = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 6, "seq": 5}
+# Every strategy trains this one. Five positions are uneven shards, and a norm's eight elements even ones.
+SHAPE = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 6, "seq": 5}
+BATCH = 3
 
 
-def under_tensor_parallelism(mesh: Any) -> int:
-    """Bytes of one rank's weights: a block and what stands around it, cut as Megatron-LM cuts them."""
-    hidden, vocab = SHAPE["hidden"], SHAPE["vocab"]
-    across = {"query": 1, "key": 1, "value": 1, "up": 4}
-    model = nn.ModuleDict({name: nn.Linear(hidden, times * hidden) for name, times in across.items()})
-    model["out"], model["down"] = nn.Linear(hidden, hidden), nn.Linear(4 * hidden, hidden)
-    model["embedding"], model["positions"] = nn.Embedding(vocab, hidden), nn.Embedding(SHAPE["seq"], hidden)
-    for name in ("norm1", "norm2", "norm"):
-        model[name] = nn.LayerNorm(hidden)
-    model["head"] = nn.Linear(hidden, vocab, bias=False)
-    cut = {name: ColwiseParallel() for name in (*across, "head")}
-    parallelize_module(model, mesh, {**cut, **{name: RowwiseParallel() for name in ("out", "down", "embedding")}})
-    return storage_bytes(list(model.parameters()))
+class Layer(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.width = hidden // heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # As many heads as this rank has rows of `qkv` for; which rows are whose does not matter here.
+        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.width)).permute(3, 0, 2, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
-def run(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+class GPT(nn.Module):
+    """The planner's `Transformer(**SHAPE)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden, vocab = SHAPE["hidden"], SHAPE["vocab"]
+        self.embedding, self.positions = nn.Embedding(vocab, hidden), nn.Embedding(SHAPE["seq"], hidden)
+        self.blocks = nn.ModuleList(Layer(hidden, SHAPE["heads"]) for _ in range(SHAPE["layers"]))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def cut(model: GPT, mesh: Any) -> GPT:
+    """Divided among tensor-parallel ranks as Megatron-LM does it."""
+    rows = ("blocks.*.out", "blocks.*.down")
+    styles: dict[str, Any] = {name: ColwiseParallel() for name in ("blocks.*.qkv", "blocks.*.up")}
+    styles |= {name: RowwiseParallel() for name in rows}
+    styles["embedding"] = RowwiseParallel(input_layouts=Replicate())
+    styles["head"] = ColwiseParallel(use_local_output=False)
+    return parallelize_module(model, mesh, styles)
+
+
+def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]]:
+    """How each strategy is made of the GPT: the model as it is trained and its optimizer."""
+    ours = partial(halfstep.AdamW, lr=1e-3)
+
+    def replicated(dtype: torch.dtype, hook: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = DistributedDataParallel(GPT().to(dtype))
+        if hook:
+            model.register_comm_hook(None, ddp.HOOKS[hook])
+        return model, ours(model.parameters())
+
+    def zero1() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = DistributedDataParallel(GPT().bfloat16())
+        return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=halfstep.AdamW, lr=1e-3)
+
+    def sharded(dtype: torch.dtype, **policy: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = GPT().to(dtype)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **policy)
+        return fully_shard(model, mesh=mesh, **policy), ours(model.parameters())
+
+    def fsdp1() -> tuple[nn.Module, torch.optim.Optimizer]:
+        device, units = torch.device("cpu"), ModuleWrapPolicy({Layer})
+        model = FullyShardedDataParallel(
+            GPT().bfloat16(), auto_wrap_policy=units, device_id=device, use_orig_params=False
+        )
+        return model, ours(model.parameters())
+
+    def tensor_parallel() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = cut(GPT().bfloat16(), mesh)
+        return model, ours(model.parameters())
+
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return {
+        "ddp": partial(replicated, torch.bfloat16),
+        "ddp, fp32": partial(replicated, torch.float32),
+        "ddp, fp32 sent as fp16": partial(replicated, torch.float32, "fp16"),
+        "ddp, fp32 sent as bf16": partial(replicated, torch.float32, "bf16"),
+        "zero1-torch": zero1,
+        "fsdp": partial(sharded, torch.bfloat16),
+        "fsdp, fp32 gathered as bf16": partial(sharded, torch.float32, mp_policy=mixed),
+        "fsdp1": fsdp1,
+        "tensor parallel": tensor_parallel,
+    }
+
+
+def one_step(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]) -> dict[str, Any]:
+    """What a rank holds after its third step, and every collective of that step: clipped, and scaled as for fp16."""
+    model, optimizer = make()
+    scaler = halfstep.GradScaler("cpu", init_scale=4.0)
+    tokens = torch.randint(SHAPE["vocab"], (BATCH, SHAPE["seq"] + 1))
+    for _ in range(3):  # DDP builds its buckets in the first, and optimizers their states
+        with Messages() as seen:
+            optimizer.zero_grad()
+            with loss_parallel():  # which changes nothing without a head that is divided
+                logits = model(tokens[:, :-1]).float()
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                scaler.scale(loss).backward()
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    held = counted(model.parameters(), getattr(optimizer, "optim", optimizer))
+    return {"held": held, "sent": seen.plain()}
+
+
+@contextmanager
+def joined(rank: int, world: int, port: int) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     try:
-        hybrid = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
-        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        result = {
-            "fsdp split": under_fsdp2(torch.bfloat16, halfstep.AdamW),
-            "fsdp full": under_fsdp2(torch.float16, halfstep.AdamW),
-            "fsdp torch": under_fsdp2(torch.float32, torch.optim.AdamW),
-            "hsdp": under_fsdp2(torch.bfloat16, halfstep.AdamW, hybrid),
-            "fsdp1": under_fsdp1(),
-            "zero1 split": under_zero1(torch.bfloat16, halfstep.AdamW),
-            "zero1 torch": under_zero1(torch.float32, torch.optim.AdamW),
-            "ddp": under_ddp(view=False),
-            "ddp view": under_ddp(view=True),
-            "tensor parallel": under_tensor_parallelism(init_device_mesh("cpu", (WORLD,))),
-            "messages": messages(),
-            "messages mixed": messages(mp_policy=mixed),
-        }
-        torch.save(result, os.path.join(folder, f"rank{rank}.pt"))
+        yield
         gc.collect()  # as in sharded_training.py
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def on_two() -> dict[str, Any]:
+    hybrid = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    result = {
+        "fsdp split": under_fsdp2(torch.bfloat16, halfstep.AdamW),
+        "fsdp full": under_fsdp2(torch.float16, halfstep.AdamW),
+        "fsdp torch": under_fsdp2(torch.float32, torch.optim.AdamW),
+        "hsdp": under_fsdp2(torch.bfloat16, halfstep.AdamW, hybrid),
+        "fsdp1": under_fsdp1(),
+        "zero1 split": under_zero1(torch.bfloat16, halfstep.AdamW),
+        "zero1 torch": under_zero1(torch.float32, torch.optim.AdamW),
+        "ddp": under_ddp(view=False),
+        "ddp view": under_ddp(view=True),
+        "messages": messages(),
+        "messages mixed": messages(mp_policy=mixed),
+    }
+    made = strategies(init_device_mesh("cpu", (WORLD,)))
+    return {**result, "strategies": {name: one_step(make) for name, make in made.items()}}
+
+
+def on_four() -> dict[str, Any]:
+    """Two groups of two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return one_step(strategies(mesh)["fsdp"])
+
+
+def run(rank: int, ports: tuple[int, int], folder: str) -> None:
+    """The first two processes alone, then all four."""
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"strategies": {}}
+    if rank < WORLD:
+        with joined(rank, WORLD, ports[0]):
+            result = on_two()
+    with joined(rank, 2 * WORLD, ports[1]):
+        result["strategies"]["hsdp"] = on_four()
+    torch.save(result, os.path.join(folder, f"rank{rank}.pt"))
     os._exit(0)  # as in sharded_training.py
+
+
+def measured() -> list[dict[str, Any]]:
+    """What each of the four ranks counted."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        second.bind(("127.0.0.1", 0))
+        ports = (first.getsockname()[1], second.getsockname()[1])
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run, (ports, folder), nprocs=2 * WORLD)
+        return [torch.load(os.path.join(folder, f"rank{rank}.pt"), weights_only=True) for rank in range(2 * WORLD)]

@@ -1,0 +1,96 @@
+"""What is planned for a small GPT under each strategy, what was counted, and the table of both in docs/distributed.md.
+
+``python tests/support/planned_table.py`` trains it on two and four gloo ranks and prints the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import planned_bytes
+from counted_bytes import Message
+
+from halfstep.numerics.planning import Plan, Transformer, plan
+
+_FP32 = {"precision": "fp32"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "ddp, fp32": {"strategy": "ddp", **_FP32},
+    "ddp, fp32 sent as fp16": {"strategy": "ddp", "compress": "fp16", **_FP32},
+    "ddp, fp32 sent as bf16": {"strategy": "ddp", "compress": "bf16", **_FP32},
+    "zero1-torch": {"strategy": "zero1-torch"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp, fp32 gathered as bf16": {"strategy": "fsdp", "precision": "amp-bf16"},
+    "fsdp1": {"strategy": "fsdp1"},
+    "hsdp": {"strategy": "hsdp", "gpus": 4, "shard": 2},
+    "tensor parallel": {"tensor_parallel": 2},
+}
+MODEL = Transformer(**planned_bytes.SHAPE)
+KINDS = ("weights", "gradients", "states")
+
+
+def made_for(name: str, rank: int) -> Plan:
+    """The plan of what `planned_bytes.one_step` trains. `rank` is of the world."""
+    options = {"gpus": 2, **OPTIONS[name]}
+    ways = options.get("shard", 2) if options.get("strategy", "ddp") != "ddp" else 1
+    return plan(model=MODEL, batch=planned_bytes.BATCH, rank=rank % ways, **options)
+
+
+def planned_memory(made: Plan) -> dict[str, int]:
+    """Bytes of weights, gradients and each state. DDP's buckets are counted by a test of their own."""
+    return {part.name: part.bytes for part in made.parts if part.phase == "always" and part.name != "buckets"}
+
+
+def in_three(held: dict[str, int]) -> dict[str, int]:
+    """Bytes of weights, of gradients, and of all states with their scalars."""
+    three = {name: held[name] for name in KINDS[:2]}
+    return {**three, "states": sum(size for name, size in held.items() if name not in three)}
+
+
+def planned_messages(made: Plan) -> dict[str, int]:
+    """Bytes that one rank sends in a step, by operation."""
+    sent: Counter[str] = Counter()
+    for each in made.communication:
+        sent[each.name] += each.bytes
+    return dict(sent)
+
+
+def split(sent: list[tuple[Any, ...]]) -> tuple[dict[str, int], int]:
+    """Bytes that one rank sends in a step by operation, and those of flag and norm, two fp64 numbers, apart."""
+    by_operation: dict[str, Fraction] = {}
+    scaler = Fraction(0)
+    for message in (Message(*each) for each in sent):
+        if (message.dtype, message.elements) == ("float64", 2):
+            scaler += message.sent
+        else:
+            by_operation[message.name] = by_operation.get(message.name, Fraction(0)) + message.sent
+    return {name: math.ceil(size) for name, size in by_operation.items()}, math.ceil(scaler)
+
+
+def table(ranks: list[dict[str, Any]]) -> str:
+    """Rows of rank 0, in which every number is the planned one and the counted one.
+
+    Raises:
+        ValueError: they differ.
+    """
+    heads = ("strategy", "GPUs", *KINDS, "sent in a step", "flag and norm")
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    for name in OPTIONS:
+        made, found = made_for(name, 0), ranks[0]["strategies"][name]
+        sent, scaler = split(found["sent"])
+        counted = (in_three(found["held"]), sent)
+        expected = (in_three(planned_memory(made)), planned_messages(made))
+        if counted != expected:
+            raise ValueError(f"{name}: planned {expected}, counted {counted}")
+        operations = ", ".join(f"{operation} {size:,}" for operation, size in sent.items())
+        total = f"**{sum(sent.values()):,}**: {operations}"
+        cells = [name, str(made.settings["gpus"]), *(f"{counted[0][kind]:,}" for kind in KINDS), total, str(scaler)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(planned_bytes.measured()), end="")
