@@ -58,6 +58,11 @@ def _count(text: str) -> int:
     return int(value)
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between: 8, or 8,64,1024."""
+    return tuple(dict.fromkeys(_count(each) for each in text.split(",")))
+
+
 def _reserve(text: str) -> Fraction | int:
     """A share of a card's memory, or bytes: 10%, 4GiB."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
@@ -120,8 +125,19 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--flash", action="store_true", help="attention that does not keep its scores")
 
     where = parser.add_argument_group("GPUs")
-    where.add_argument("--gpus", type=_count, default=1, metavar="N", help="in all (default: 1)")
-    where.add_argument("--strategy", metavar="NAME", help=f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single)")
+    where.add_argument(
+        *("--gpus",),
+        type=_counts,
+        default=(1,),
+        metavar="N",
+        help="in all (default: 1); with --compare strategies also several, as 8,64,1024",
+    )
+    where.add_argument(
+        *("--strategy",),
+        metavar="NAME",
+        help=f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single); with --compare strategies those to compare, "
+        "as ddp,fsdp (default: all)",
+    )
     where.add_argument("--shard", type=_count, metavar="N", help="GPUs of one group of hsdp")
     where.add_argument("--tensor-parallel", "--tp", type=_count, default=1, metavar="N", help="GPUs that share a layer")
     where.add_argument("--sequence-parallel", action="store_true", help="and norms and dropouts too")
@@ -228,20 +244,32 @@ def _arguments(given: argparse.Namespace) -> dict[str, Any]:
     return {**about, "batch": batch, "seq": given.seq, **{name: getattr(given, name) for name in names}}
 
 
-def compared(what: str, arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
-    """Plans of all layouts of one precision, or of all strategies, each with its label.
+def compared(
+    what: str, arguments: dict[str, Any], gpus: Sequence[int] = (), strategies: Sequence[str] = ()
+) -> list[tuple[str, Plan]]:
+    """Plans of all layouts of one precision, or of strategies, each with its label.
 
     Layouts come with two to hold them against: torch's AdamW in fp32 and under autocast. A strategy that cannot
     offload is planned without. ``hsdp`` without ``shard`` has two groups.
+
+    Args:
+        what: ``"layouts"`` or ``"strategies"``.
+        arguments: those of `plan`.
+        gpus: on how many each strategy is planned. Default: those of `arguments`.
+        strategies: by name. Default: all but ``"single"``.
 
     Raises:
         ValueError: the arguments do not fit any of them.
     """
     one_of("compare", what, COMPARISONS)
     if what == "strategies":
-        if arguments["gpus"] // arguments["tensor_parallel"] < 2:
-            raise ValueError(f"gpus is {arguments['gpus']}; strategies differ from 2 data-parallel GPUs")
-        return _strategies(arguments)
+        counts = gpus or (arguments["gpus"],)
+        if min(counts) // arguments["tensor_parallel"] < 2:
+            raise ValueError(f"gpus is {min(counts)}; strategies differ from 2 data-parallel GPUs")
+        names = strategies or [name for name in STRATEGIES if name != "single"]
+        for name in names:
+            one_of("strategy", name, [name for name in STRATEGIES if name != "single"])
+        return [_strategy(arguments, name, count, len(counts) > 1) for name in names for count in counts]
     for name in ("moments", "master", "gradients"):
         if arguments[name] is not None:
             raise ValueError(f"{name} is {arguments[name]!r} while layouts are compared; leave it out")
@@ -265,17 +293,14 @@ def compared(what: str, arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
     ]
 
 
-def _strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
-    ranks = arguments["gpus"] // arguments["tensor_parallel"]
-    made = []
-    for strategy in STRATEGIES.values():
-        if strategy.name == "single":
-            continue
-        shard = arguments["shard"] or (ranks // 2 if ranks % 2 == 0 else ranks) if strategy.name == "hsdp" else None
-        changes = {"shard": shard, "offload": arguments["offload"] and bool(strategy.offloads), "rank": None}
-        label = strategy.name if shard is None else f"{strategy.name}, groups of {shard}"
-        made.append((label, plan(**{**arguments, "strategy": strategy.name, **changes})))
-    return made
+def _strategy(arguments: dict[str, Any], name: str, gpus: int, counted: bool) -> tuple[str, Plan]:
+    """One of the strategies compared; `counted` if its label says on how many GPUs."""
+    ranks = gpus // arguments["tensor_parallel"]
+    shard = arguments["shard"] or (ranks // 2 if ranks % 2 == 0 else ranks) if name == "hsdp" else None
+    offload = arguments["offload"] and bool(STRATEGIES[name].offloads)
+    changes = {"strategy": name, "gpus": gpus, "shard": shard, "offload": offload, "rank": None}
+    parts = [name, *([] if shard is None else [f"groups of {shard}"]), *([f"{gpus:,} GPUs"] if counted else [])]
+    return ", ".join(parts), plan(**{**arguments, **changes})
 
 
 def _with_card(made: Plan, gpu: Card | None, reserve: Fraction | int, step_ms: float | None) -> dict[str, Any]:
@@ -311,7 +336,24 @@ def content_of(
     }
 
 
+def _several(given: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
+    """The numbers of GPUs and the strategies to compare; `given` keeps the first of each for what plans one.
+
+    Raises:
+        ValueError: several, and nothing compares them.
+    """
+    gpus, strategies = given.gpus, given.strategy.split(",") if given.strategy else []
+    if given.compare != "strategies":
+        for name, values in (("--gpus", gpus), ("--strategy", strategies)):
+            if len(values) > 1:
+                text = ",".join(map(str, values))
+                raise ValueError(f"{name} is {text}; give one, or add --compare strategies, which plans each")
+    given.gpus, given.strategy = gpus[0], strategies[0] if strategies else None
+    return gpus, strategies
+
+
 def _run(given: argparse.Namespace) -> int:
+    gpus, strategies = _several(given)
     arguments = _arguments(given)
     gpu = None if given.card is None else card(given.card)
     one_of("--fit", given.fit, FITS)
@@ -325,7 +367,7 @@ def _run(given: argparse.Namespace) -> int:
         made = plan(**arguments)
         plans = [(f"{made.layout.name}, {made.strategy.name}", made)]
     else:
-        plans = compared(given.compare, arguments)
+        plans = compared(given.compare, arguments, gpus, strategies)
     largest = None
     if given.fit != "none" and gpu is not None:
         if given.compare is not None:

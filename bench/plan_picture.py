@@ -1,11 +1,14 @@
-"""The stacked bars of ``halfstep plan --out``: one bar a plan, one colour a kind of memory, the card as a line."""
+"""The stacked bars of ``halfstep plan --out``: one bar a plan, one colour a kind of memory, the card as a line.
+
+Strategies on several numbers of GPUs have a second panel: what each GPU sends in a step.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from halfstep.bench.plan_tables import digits
+from halfstep.bench.plan_tables import digits, gpus_of, numbers_of_gpus
 
 # Okabe and Ito's colours, told apart without red-green vision; kinds side by side also differ in lightness.
 KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -63,19 +66,21 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     # A card far larger than every bar would squeeze them: then its memory is said in the title.
     drawn = gpu is not None and gpu["memory"] < 4 * largest
     head = 0.45 + 0.21 * -(-(len(present) + 2 * drawn) // ACROSS)
-    height = head + 0.6 + 0.32 * len(plans)
+    scaled = len(numbers_of_gpus(content)) > 1
+    places = _places(plans) if scaled else [float(row) for row in range(len(plans))]
+    height = head + 0.6 + (0.26 if scaled else 0.32) * (places[-1] + 1)
     below_head = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - head / height))
     figure = Figure(figsize=(9.5, height), dpi=120, layout=below_head)
-    axes = figure.add_subplot()
-    for row, one in enumerate(stacks):
+    axes, *others = figure.subplots(1, 1 + scaled, squeeze=False, width_ratios=(5, 2)[: 1 + scaled])[0]
+    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    for made, row, one in zip(plans, places, stacks, strict=True):
         start = 0.0
         for kind, colour in present:
             width = one.get(kind, 0) / unit
             axes.barh(row, width, left=start, color=colour, edgecolor="white", linewidth=0.4, height=0.74)
             start += width
-        host = plans[row]["totals"]["host"]
+        host = made["totals"]["host"]
         text = digits(start) + (f"  (+ {digits(host / unit)} on the host)" if host else "")
-        clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
         axes.annotate(text, (start, row), (5, 0), textcoords="offset points", va="center", fontsize=8, bbox=clear)
     reach = largest / unit
     if gpu is not None and drawn:
@@ -87,14 +92,18 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     room = {made["label"]: 0.24 if made["totals"]["host"] else 0.08 for made in plans}
     ends = [made["totals"]["peak"] / unit / (1 - room[made["label"]]) for made in plans]
     axes.set_xlim(0, max(1.02 * reach, *ends))
-    axes.set_yticks(range(len(plans)), [made["label"] for made in plans], fontsize=8)
-    axes.set_ylim(len(plans) - 0.5, -0.5)
-    axes.set_xlabel(f"{name} per GPU at the peak", fontsize=9)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(True, axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.set_yticks(places, [made["label"] for made in plans], fontsize=8)
+    _plain(axes, places, f"{name} per GPU at the peak")
+    for sent in others:
+        values = [made["bytes_sent"] / unit for made in plans]
+        sent.barh(places, values, color="#666666", height=0.74)
+        for row, value in zip(places, values, strict=True):
+            sent.annotate(
+                digits(value), (value, row), (5, 0), textcoords="offset points", va="center", fontsize=8, bbox=clear
+            )
+        sent.set_xlim(0, 1.25 * max(values))
+        sent.set_yticks([])
+        _plain(sent, places, f"{name} that each GPU sends in a step")
     handles: list[Any] = [Patch(color=colour, label=kind) for kind, colour in present]
     handles += axes.get_legend_handles_labels()[0] if drawn else []
     at = (0.005, 1 - 0.32 / height)
@@ -106,10 +115,29 @@ def draw(path: Path, content: dict[str, Any]) -> None:
         figure.savefig(path, metadata=_UNDATED.get(path.suffix.lower()))
 
 
+def _places(plans: list[dict[str, Any]]) -> list[float]:
+    """Where bars stand: those of one strategy side by side, and a gap before the next."""
+    found: list[float] = []
+    for made, before in zip(plans, [None, *plans], strict=False):
+        apart = before is not None and made["settings"]["strategy"] != before["settings"]["strategy"]
+        found.append(found[-1] + 1 + 0.5 * apart if found else 0.0)
+    return found
+
+
+def _plain(axes: Any, places: list[float], label: str) -> None:
+    axes.set_ylim(places[-1] + 0.5, -0.5)
+    axes.set_xlabel(label, fontsize=9)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(True, axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
 def _title(content: dict[str, Any], gpu: dict[str, Any] | None, drawn: bool) -> str:
     first = content["plans"][0]
     settings = first["settings"]
-    parts = [f"{first['parameters']:,} parameters, {settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"]
+    parts = [f"{first['parameters']:,} parameters, {gpus_of(content)}"]
     if content["compare"] == "layouts":
         parts.append(settings["strategy"])
     elif content["compare"] == "strategies":

@@ -173,6 +173,9 @@ def _comparison(content: dict[str, Any]) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column({"layouts": "layout", "strategies": "strategy"}[content["compare"]], overflow="fold")
+    counts = numbers_of_gpus(content)
+    if len(counts) > 1:
+        table.add_column("GPUs", justify="right", no_wrap=True)
     hosted = any(made["totals"]["host"] for made in plans)
     carded = plans[0]["card"] is not None
     for head in ("weights", "gradients", "states", "always", "peak", "sent", *(["host"] if hosted else [])):
@@ -186,8 +189,25 @@ def _comparison(content: dict[str, Any]) -> Table:
         cells = [by_name["weights"], gradients, states, made["totals"]["state"], made["totals"]["peak"]]
         cells += [made["bytes_sent"], *([made["totals"]["host"]] if hosted else [])]
         fits = [("yes" if made["card"]["fits"] else "no")] if carded else []
-        table.add_row(made["label"], *(digits(cell / unit) if cell else "0" for cell in cells), *fits)
+        settings = made["settings"]
+        first = [made["label"]]
+        if len(counts) > 1:
+            groups = f", shard {settings['shard']}" if settings["shard"] else ""
+            first = [settings["strategy"] + groups, f"{settings['gpus']:,}"]
+        last = settings["gpus"] == counts[-1] and len(counts) > 1
+        table.add_row(*first, *(digits(cell / unit) if cell else "0" for cell in cells), *fits, end_section=last)
     return table
+
+
+def numbers_of_gpus(content: dict[str, Any]) -> list[int]:
+    """Those of the plans, each once."""
+    return list(dict.fromkeys(made["settings"]["gpus"] for made in content["plans"]))
+
+
+def gpus_of(content: dict[str, Any]) -> str:
+    """1 GPU; 8 GPUs; 8, 64 and 1,024 GPUs."""
+    *others, last = (f"{count:,}" for count in numbers_of_gpus(content))
+    return f"{', '.join(others)} and {last} GPUs" if others else f"{last} GPU{'s' * (last != '1')}"
 
 
 STATES = ("master", "remainder", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -196,8 +216,10 @@ STATES = ("master", "remainder", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 def _common(content: dict[str, Any]) -> str:
     first = content["plans"][0]
     settings = first["settings"]
-    gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
+    gpus = gpus_of(content)
     shared = settings["strategy"] if content["compare"] == "layouts" else first["layout"]["name"]
+    if len(numbers_of_gpus(content)) > 1:  # a column of their own
+        return f"{first['parameters']:,} parameters; {shared}; per GPU"
     return f"{first['parameters']:,} parameters; {gpus if shared == 'single' else f'{shared} on {gpus}'}; per GPU"
 
 

@@ -38,6 +38,14 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
         (["--params", "0.5"], "argument --params: '0.5'; allowed are whole numbers from 1"),
         (["--params", "0"], "argument --params: '0'; allowed are whole numbers from 1"),
         (["--params", "1e9", "--gpus", "1.5"], "argument --gpus: '1.5'; allowed are whole numbers from 1"),
+        (["--params", "1e9", "--gpus", "8,"], "argument --gpus: ''; allowed are whole numbers from 1"),
+        (["--params", "1e9", "--gpus", "8,64"], "--gpus is 8,64; give one, or add --compare strategies, which plans"),
+        (["--params", "1", "--gpus", "2", "--strategy", "ddp,fsdp"], "--strategy is ddp,fsdp; give one, or add"),
+        (["--params", "1", "--gpus", "2,1", "--compare", "strategies"], "gpus is 1; strategies differ from 2"),
+        (
+            ["--params", "1", "--gpus", "2", "--strategy", "ddp,single", "--compare", "strategies"],
+            "strategy is 'single'; Allowed are ddp, zero1",
+        ),
         (["--params", "1e9", "--strategy", "fsdb"], "strategy is 'fsdb'; did you mean 'fsdp'? Allowed are single, ddp"),
         (["--params", "1e9", "--card", "h10"], "card is 'h10'; did you mean 'h100'? Allowed are a100-40"),
         (["--params", "1e9", "--model", "gpt2"], "--params is 1,000,000,000 and the shape has 124,439,808; leave one"),
@@ -211,6 +219,35 @@ def test_layouts_and_strategies_compared(
         assert told(capsys, *common, "--compare", "layouts", "--precision", precision)["plans"]
 
 
+def test_strategies_on_several_numbers_of_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ["--model", "gpt2", "--compare", "strategies", "--shard", "8", "--strategy", "zero1,hsdp"]
+    several = told(capsys, *common, "--gpus", "16,1024,16")["plans"]
+    assert [one["label"] for one in several] == [
+        *("zero1, 16 GPUs", "zero1, 1,024 GPUs", "hsdp, groups of 8, 16 GPUs", "hsdp, groups of 8, 1,024 GPUs")
+    ]
+    for gpus in (16, 1024):
+        alone = told(capsys, *common, "--gpus", str(gpus))["plans"]
+        assert [one["label"] for one in alone] == ["zero1", "hsdp, groups of 8"]
+        listed = [{**one, "label": ""} for one in several if one["settings"]["gpus"] == gpus]
+        assert listed == [{**one, "label": ""} for one in alone]
+    for columns in ("80", "160"):
+        monkeypatch.setenv("COLUMNS", columns)
+        printed = run(capsys, *common, "--gpus", "16,1024").splitlines()
+        assert max(map(len, printed)) <= int(columns)
+        assert printed[0].rstrip() == "124,439,808 parameters; halfstep, bf16; per GPU, GiB"
+        assert [line.split()[:4] for line in printed if line.startswith(" hsdp")] == [
+            ["hsdp,", "shard", "8", "16"],
+            ["hsdp,", "shard", "8", "1,024"],
+        ]
+
+
+def test_bars_of_a_strategy_stand_together() -> None:
+    plans = [{"settings": {"strategy": name}} for name in ("ddp", "ddp", "fsdp", "fsdp", "hsdp")]
+    assert plan_picture._places(plans) == [0, 1, 2.5, 3.5, 5]
+
+
 def test_a_strategy_that_cannot_offload_is_planned_without(capsys: pytest.CaptureFixture[str]) -> None:
     plans = told(capsys, "--params", "7e9", "--gpus", "8", "--offload", "--compare", "strategies")["plans"]
     hosted = {one["label"] for one in plans if one["totals"]["host"]}
@@ -290,6 +327,20 @@ def test_the_page_can_be_typed(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         words = line.replace("plan.png", str(tmp_path / "plan.png")).split()
         assert words[:2] == ["halfstep", "plan"] and run(capsys, *words[2:])
     assert (tmp_path / "plan.png").exists()
+
+
+def test_the_page_on_8_64_and_1024_gpus_shows_what_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ halfstep plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 2
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    for typed, shown in blocks:
+        printed = run(capsys, *typed.replace("\\\n", " ").split())
+        assert [line.rstrip() for line in printed.rstrip().splitlines()] == shown.splitlines()
+    assert (tmp_path / "scaling.png").exists()
 
 
 def test_help_names_every_choice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
