@@ -276,9 +276,11 @@ def on_two() -> dict[str, Any]:
 
 
 def on_four() -> dict[str, Any]:
-    """Two groups of two."""
+    """Two groups of two for HSDP, and one of four for those that any number divides."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return one_step(strategies(mesh)["fsdp"])
+    made = strategies(init_device_mesh("cpu", (2 * WORLD,)))
+    names = ("ddp", "ddp, fp32 sent as bf16", "zero1-torch", "fsdp", "fsdp1")
+    return {"hsdp": one_step(strategies(mesh)["fsdp"]), **{f"{name} on 4": one_step(made[name]) for name in names}}
 
 
 def run(rank: int, ports: tuple[int, int], folder: str) -> None:
@@ -289,7 +291,7 @@ def run(rank: int, ports: tuple[int, int], folder: str) -> None:
         with joined(rank, WORLD, ports[0]):
             result = on_two()
     with joined(rank, 2 * WORLD, ports[1]):
-        result["strategies"]["hsdp"] = on_four()
+        result["strategies"] |= on_four()
     torch.save(result, os.path.join(folder, f"rank{rank}.pt"))
     os._exit(0)  # as in sharded_training.py
 

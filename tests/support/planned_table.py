@@ -16,6 +16,7 @@ from counted_bytes import Message
 from halfstep.numerics.planning import Plan, Transformer, plan
 
 _FP32 = {"precision": "fp32"}
+# The arguments of `plan` beside the model; on two GPUs unless they say otherwise.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "ddp, fp32": {"strategy": "ddp", **_FP32},
@@ -27,6 +28,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp1": {"strategy": "fsdp1"},
     "hsdp": {"strategy": "hsdp", "gpus": 4, "shard": 2},
     "tensor parallel": {"tensor_parallel": 2},
+    "ddp on 4": {"strategy": "ddp", "gpus": 4},
+    "ddp, fp32 sent as bf16 on 4": {"strategy": "ddp", "compress": "bf16", "gpus": 4, **_FP32},
+    "zero1-torch on 4": {"strategy": "zero1-torch", "gpus": 4},
+    "fsdp on 4": {"strategy": "fsdp", "gpus": 4},
+    "fsdp1 on 4": {"strategy": "fsdp1", "gpus": 4},
 }
 MODEL = Transformer(**planned_bytes.SHAPE)
 KINDS = ("weights", "gradients", "states")
@@ -35,7 +41,7 @@ KINDS = ("weights", "gradients", "states")
 def made_for(name: str, rank: int) -> Plan:
     """The plan of what `planned_bytes.one_step` trains. `rank` is of the world."""
     options = {"gpus": 2, **OPTIONS[name]}
-    ways = options.get("shard", 2) if options.get("strategy", "ddp") != "ddp" else 1
+    ways = options.get("shard", options["gpus"]) if options.get("strategy", "ddp") != "ddp" else 1
     return plan(model=MODEL, batch=planned_bytes.BATCH, rank=rank % ways, **options)
 
 
@@ -87,7 +93,13 @@ def table(ranks: list[dict[str, Any]]) -> str:
             raise ValueError(f"{name}: planned {expected}, counted {counted}")
         operations = ", ".join(f"{operation} {size:,}" for operation, size in sent.items())
         total = f"**{sum(sent.values()):,}**: {operations}"
-        cells = [name, str(made.settings["gpus"]), *(f"{counted[0][kind]:,}" for kind in KINDS), total, str(scaler)]
+        cells = [
+            name.removesuffix(" on 4"),
+            str(made.settings["gpus"]),
+            *(f"{counted[0][kind]:,}" for kind in KINDS),
+            total,
+            str(scaler),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
