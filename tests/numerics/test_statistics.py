@@ -192,7 +192,9 @@ def test_modules_dicts_lists_and_pairs() -> None:
 
 
 def test_odd_tensors() -> None:
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0, 4]]), torch.tensor([2.0**-26, 2.0**-26, 1.0]), (9,))
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 4]]), torch.tensor([2.0**-26, 2.0**-26, 1.0]), (9,), check_invariants=True
+    )
     row = statistics(sparse)[0]  # the duplicates are one element, which is not flushed
     assert (row.elements, row.flushed, row.subnormal, row.normal) == (2, 1, 0, 1)
     parameter = torch.nn.Parameter(torch.ones(3))
