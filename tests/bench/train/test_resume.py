@@ -111,7 +111,7 @@ def test_a_finished_comparison_resumes_to_its_own_report(
         assert before["gradient_bytes_per_param"] == after["gradient_bytes_per_param"] > 0
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "fp16"), ("fsdp", "bf16"), ("fsdp", "fp16")])
+@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "fp16"), ("fsdp", "bf16")])
 def test_two_processes_reach_the_loss_of_one_and_resume_to_the_same_bits(
     text: Path, tmp_path: Path, strategy: str, precision: str
 ) -> None:
