@@ -1,4 +1,4 @@
-"""`python -m halfstep.bench.codec`: the codec's speed on one core, beside numpy, torch, ml_dtypes and gfloat.
+"""``halfstep bench codec``: the codec's speed on one core, beside numpy, torch, ml_dtypes and gfloat.
 
 Each peer does the same job, from an fp32 array to rounded numbers: ours gives codes, theirs their own dtype or, in
 gfloat, float32 values. A peer is timed only if its results agree with ours on the array that is timed. Turn by turn,
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,12 +100,18 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> None:
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from 1")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Print two Markdown tables."""
-    parser = argparse.ArgumentParser(prog="python -m halfstep.bench.codec", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--size", type=int, default=2**20, help="elements of the array (default: 1 Mi)")
-    parser.add_argument("--turns", type=int, default=5, help="turns, the best of which counts (default: 5)")
-    options = parser.parse_args()
+    parser = argparse.ArgumentParser(prog="halfstep bench codec", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--size", type=_whole, default=2**20, help="elements of the array (default: 1 Mi)")
+    parser.add_argument("--turns", type=_whole, default=5, help="turns, the best of which counts (default: 5)")
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     who = ("halfstep", "numpy", "torch", "ml_dtypes", "gfloat")
     print(f"Million elements per second, one core, {platform.machine()}, {options.size} fp32 normal numbers.\n")
@@ -124,7 +130,4 @@ def main() -> None:
             ratio = f", {speed['halfstep'] / speed['gfloat']:.0f}x" if "gfloat" in speed else ""
             cells.append(f"{speed['halfstep']:.0f}{ratio}")
         print(_line([name, *cells]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

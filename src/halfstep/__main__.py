@@ -32,6 +32,9 @@ COMMANDS = (
     _Command(("inspect",), "halfstep.bench.inspect_file", "where the tensors in a checkpoint fall in a number format"),
     _Command(("train",), "halfstep.bench.train.cli", "train a small GPT on text in fp32, bf16, fp16, or compare them"),
     _Command(("bench", "audit"), "halfstep.bench.audit", "compile every kernel for four GPU generations, with none"),
+    _Command(
+        ("bench", "codec"), "halfstep.bench.codec", "time the codec on one core beside numpy, torch, ml_dtypes, gfloat"
+    ),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "test and measure everything that needs a GPU, in minutes"),
     _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, with no GPU"),
     _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step against every peer here"),
