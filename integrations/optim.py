@@ -317,8 +317,9 @@ class _Batch:
         for operand in keys:
             lists[operand] = self._state(operand)
             table.refresh(operand, list(map(_address, lists[operand])))
-        hyper = torch.zeros(len(held), adam.HYPER_COLUMNS, device=self.device)
-        self.batch = adam.Batch(layout, table, lists, torch.tensor(rows, device=self.device), hyper)
+        hyper = torch.zeros(len(held), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
+        row_of = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        self.batch = adam.Batch(layout, table, lists, row_of, hyper)
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
