@@ -40,6 +40,7 @@ from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, is_flat
 from halfstep.kernels.philox import check_seed
 from halfstep.kernels.rounding import join_master, split_master
+from halfstep.numerics.foreign_scalers import StepSupportsAmpScaling
 from halfstep.numerics.gradients import GradientCheck, check_gradients, local
 from halfstep.numerics.topology import TopologyMemory, is_sharded, settle_gradients
 
@@ -403,10 +404,11 @@ class _Batch:
 class _AdamBase(Optimizer):
     """What Adam and AdamW share: everything but their signatures."""
 
-    # torch.amp.GradScaler then leaves unscaling and skipping to us, and reads nothing from the device.
-    _step_supports_amp_scaling = True
-    # halfstep.GradScaler passes on the sum of squares that its check has found.
-    _accepts_sum_of_squares = True
+    # False: torch's scalers unscale in place, and decide whether to call step().
+    _step_supports_amp_scaling = StepSupportsAmpScaling()
+    # halfstep.GradScaler leaves unscaling, clipping and skipping to step(), which reads grad_scale, found_inf and
+    # sum_of_squares from the instance, and waits for nothing.
+    _unscales_in_step = True
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
         _check_options(defaults)

@@ -280,7 +280,7 @@ class GradScaler(torch.amp.GradScaler):
         kwargs.pop("closure", None)
         self._check_scale_growth_tracker("step")
         stepping = _stepping(optimizer)
-        if not getattr(stepping, "_accepts_sum_of_squares", False):
+        if not getattr(stepping, "_unscales_in_step", False):
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -337,7 +337,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: `step` was called already since the last `update`.
         """
         _checked("max_norm", max_norm, "finite numbers above 0", lambda x: x > 0)
-        if not self._enabled or not getattr(_stepping(optimizer), "_accepts_sum_of_squares", False):
+        if not self._enabled or not getattr(_stepping(optimizer), "_unscales_in_step", False):
             if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             return self._clip_in_place(optimizer, max_norm)

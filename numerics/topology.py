@@ -121,16 +121,19 @@ def _instances(module: str, name: str) -> list[Any]:
     return [] if cls is None else [one for one in gc.get_objects() if issubclass(type(one), cls)]
 
 
-def _flat_parts() -> dict[int, Part | None]:
-    """By the parameter's id: where FSDP1 has put it. Parameters do not know their module, so all modules are asked."""
-    found: dict[int, Part | None] = {}
+def _flat_parts() -> dict[int, tuple[Part | None, bool]]:
+    """By the parameter's id: where FSDP1 has put it, and whether it has cut it.
+
+    Parameters do not know their module, so all modules are asked.
+    """
+    found: dict[int, tuple[Part | None, bool]] = {}
     for state in _instances("torch.distributed.fsdp._common_utils", "_FSDPState"):
         handle = getattr(state, "_handle", None)
         if handle is None or getattr(state, "_fsdp_extension", None) is not None:
             continue  # with an extension, DTensors lie inside the flat parameter, each in a way of its own
         flat = handle.flat_param
-        part = _of_flat(state, handle)
-        found.update((id(one), part) for one in (flat, *(flat._params or ()), *(flat._shared_params or ())))
+        placed = _of_flat(state, handle), handle.uses_sharded_strategy and handle.process_group.size() > 1
+        found.update((id(one), placed) for one in (flat, *(flat._params or ()), *(flat._shared_params or ())))
     return found
 
 
@@ -235,6 +238,7 @@ class Topology:
         counted: for each kind whether this rank adds its squares to the sum over all ranks.
         groups: to reduce over, one after the other; none if there is nothing to agree on.
         settled: whether gradients need no `settle_gradients`.
+        cut_by_fsdp1: whether FSDP1 has spread any of them over several ranks.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], process_group: Any = None) -> None:
@@ -243,6 +247,7 @@ class Topology:
         self.kinds: list[Part | None] = [None]
         self.kind_of: list[int] | None = None
         self.settled = not any(map(is_sharded, self.parameters))
+        self.cut_by_fsdp1 = False
         self._find()
         parts = [part for part in self.kinds if part is not None]
         further = None
@@ -258,7 +263,7 @@ class Topology:
         self.ranks, self.groups, self.counted = agreed
 
     def _find(self) -> None:
-        flats: dict[int, Part | None] | None = None
+        flats: dict[int, tuple[Part | None, bool]] | None = None
         known: dict[Part | None, int] = {None: 0}
         kind_of = []
         for index, parameter in enumerate(self.parameters):
@@ -273,7 +278,8 @@ class Topology:
                         "tensor parallelism, or its module cannot be found (after gc.freeze(), say), so which ranks "
                         f"hold its other parts is not known; use torch.distributed.fsdp.fully_shard, or {REMEDY}"
                     )
-                part = flats.get(id(parameter))
+                part, cut = flats.get(id(parameter), (None, False))
+                self.cut_by_fsdp1 |= cut
             kind_of.append(known.setdefault(part, len(known)))
         self.kinds = list(known)
         if len(known) > 1:

@@ -223,7 +223,8 @@ def test_step_and_update_read_nothing_from_the_device(monkeypatch: pytest.Monkey
     s.update()
 
 
-def test_torchs_scaler_drives_our_optimizer_without_unscaling_the_gradients() -> None:
+def test_torchs_scaler_drives_our_optimizer_as_it_drives_torchs() -> None:
+    """It unscales in place and leaves `step` out after an overflow, which is how others tell that one was skipped."""
     results = []
     for make in (halfstep.GradScaler, torch.amp.GradScaler):
         parameters, optimizer = model_and_optimizer(halfstep.AdamW, torch.bfloat16)
@@ -231,6 +232,23 @@ def test_torchs_scaler_drives_our_optimizer_without_unscaling_the_gradients() ->
         results.append((history, [optimizer.state_dict()["state"][i]["master"] for i in range(2)]))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_torchs_scaler_calls_no_step_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, optimizer = model_and_optimizer(halfstep.AdamW, fused=True)
+    assert optimizer._step_supports_amp_scaling is False
+    called = []
+    monkeypatch.setattr(optimizer, "step", lambda step=optimizer.step: (called.append(1), step())[1])
+    train(torch.amp.GradScaler("cpu", init_scale=64.0), parameters, optimizer, {1: INF}, 3)
+    assert len(called) == 2
+    assert torch.equal(parameters[0].grad, torch.full((3,), 3.0)), "unscaled in place, so that others may clip"
+
+
+def test_torchs_scaler_refuses_fp16_gradients_of_our_optimizer_as_of_its_own() -> None:
+    for make in (halfstep.AdamW, torch.optim.AdamW):
+        parameters, optimizer = model_and_optimizer(make, torch.float16)
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            train(torch.amp.GradScaler("cpu"), parameters, optimizer, {}, 1)
 
 
 @pytest.mark.parametrize("flag", [1.0, 2.0, -1.0, NAN])

@@ -1,0 +1,136 @@
+"""A rank of two that walks all pairings of optimizer, scaler and strategy; started once by test_pairings.py.
+
+In each cell a small model takes three steps, once unscaling in `step` and once before it. In the second step a gradient
+holds an Inf: in the shard of the last rank where gradients are sharded, in every rank's copy where they are not, as the
+reduction leaves it. What weights, scale and step counts have become on each rank is left for the test to compare.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep
+
+WORLD = 2
+STEPS, BROKEN = 3, 1
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "halfstep.AdamW": partial(halfstep.AdamW, lr=0.01),
+    "torch.optim.AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "torch.optim.AdamW(fused=True)": partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+SCALERS: dict[str, Callable[..., Any]] = {
+    "halfstep.GradScaler": halfstep.GradScaler,
+    "torch.amp.GradScaler": torch.amp.GradScaler,
+    "ShardedGradScaler": ShardedGradScaler,
+}
+
+
+def plain(model: torch.nn.Module) -> torch.nn.Module:
+    return model
+
+
+def ddp(model: torch.nn.Module) -> torch.nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp1(model: torch.nn.Module) -> torch.nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def fsdp2(model: torch.nn.Module) -> torch.nn.Module:
+    for layer in model:  # type: ignore[attr-defined]
+        fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+    return model
+
+
+STRATEGIES: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "one process": plain,
+    "DDP": ddp,
+    "FSDP1": fsdp1,
+    "FSDP2": fsdp2,
+}
+SHARDED = ("FSDP1", "FSDP2")
+
+
+def local(tensor: Any) -> torch.Tensor:
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held
+
+
+def train(model: torch.nn.Module, optimizer: Any, scaler: Any, strategy: str, unscale: bool) -> str:
+    """Three steps, the second with an Inf; the control, whose scaler is disabled, leaves that one out."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        scaler.scale(model(inputs).square().mean()).backward()
+        if step == BROKEN and not scaler.is_enabled():
+            continue
+        if step == BROKEN and (strategy not in SHARDED or dist.get_rank() == WORLD - 1):
+            held = [local(p.grad) for p in model.parameters() if p.grad is not None and local(p.grad).numel()]
+            held[0].view(-1)[0] = float("inf")
+        try:
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        except RuntimeError as caught:
+            return str(caught)
+        scaler.update()
+    return ""
+
+
+def bare() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+
+
+def cell(optimizer_name: str, scaler_name: str, strategy: str, unscale: bool) -> dict[str, Any]:
+    """What one pairing comes to on this rank: its part of the weights, flat, step counts, scale, and the error."""
+    model = STRATEGIES[strategy](bare())
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    scaler = SCALERS[scaler_name]("cpu", init_scale=8.0)
+    error = train(model, optimizer, scaler, strategy, unscale)
+    steps = {float(local(state["step"])) for state in optimizer.state.values() if "step" in state}
+    weights = [local(p.detach()).reshape(-1).clone() for p in model.parameters()]
+    return {"weights": weights, "steps": sorted(steps), "scale": scaler.get_scale(), "error": error}
+
+
+def control() -> list[torch.Tensor]:
+    """The weights after the steps without the one that overflows, unscaled, in one process."""
+    model = bare()
+    train(model, torch.optim.AdamW(model.parameters(), lr=0.01), halfstep.GradScaler("cpu", enabled=False), "", False)
+    return [p.detach().reshape(-1) for p in model.parameters()]
+
+
+def run(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    found: dict[Any, Any] = {
+        (optimizer, scaler, strategy, unscale): cell(optimizer, scaler, strategy, unscale)
+        for strategy in STRATEGIES
+        for scaler in SCALERS
+        for optimizer in OPTIMIZERS
+        for unscale in (False, True)
+    }
+    found["control"] = control()
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # torch's teardown, which aborts now and then, is not what is tested
