@@ -15,6 +15,7 @@ from halfstep.kernels.statistics import foreach_count_, width
 from halfstep.numerics.advice import ScaleAdvice, advise_scale
 from halfstep.numerics.formats import formats
 from halfstep.numerics.named_tensors import countable, named_tensors, scaled_to_odd
+from halfstep.numerics.scaler import unwrapped
 from halfstep.numerics.statistics import Statistics, grid_of
 
 
@@ -129,9 +130,10 @@ class AmpMonitor:
         scaler = self._scaler
         if scaler is None or not scaler.is_enabled():
             return None
-        states = scaler._per_optimizer_states
-        if optimizer is not None and id(optimizer) in states:
-            if states[id(optimizer)]["stage"] is OptState.UNSCALED:
+        # torch's scaler knows an optimizer by what it was given, ours by the one inside wrappers.
+        for known in () if optimizer is None else {id(optimizer), id(unwrapped(optimizer))}:
+            states = scaler._per_optimizer_states
+            if known in states and states[known]["stage"] is OptState.UNSCALED:
                 return None
         scale = scaler._get_scale_async()  # get_scale() would wait for the device
         return None if scale is None else scale.detach()

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from numbers import Real
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -60,10 +60,46 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside wrappers that hold it as ``optimizer`` or ``optim``: Accelerate's, Fabric's, torchft's.
+
+    What a scaler knows of an optimizer it keeps by this one, so that it may be given either. Followed is only what has
+    the same parameters: the local part of a `ZeroRedundancyOptimizer` has some of them.
+    """
+    passed: list[Any] = []
+    while not any(one is optimizer for one in passed):
+        passed.append(optimizer)
+        for name in ("optimizer", "optim"):
+            inner = getattr(optimizer, name, None)
+            if inner is not None and _same_parameters(optimizer, inner):
+                optimizer = inner
+                break
+    return optimizer
+
+
+def _same_parameters(outer: Any, inner: Any) -> bool:
+    groups, others = getattr(outer, "param_groups", None), getattr(inner, "param_groups", None)
+    if groups is None or others is None or not callable(getattr(inner, "step", None)) or _is_zero(outer):
+        return False
+    if groups is others:
+        return True
+    own, its = _parameters(outer), _parameters(inner)
+    return len(own) == len(its) and all(map(is_, own, its))
+
+
+def _is_zero(optimizer: Any) -> bool:
+    """Whether it is a `ZeroRedundancyOptimizer`, without importing torch.distributed to find out."""
+    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+
+
 def _stepping(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer that does the work: the local part of a `ZeroRedundancyOptimizer`, or itself."""
-    inner = getattr(optimizer, "optim", None)
-    return optimizer if inner is None or type(optimizer).__name__ != "ZeroRedundancyOptimizer" else inner
+    return getattr(optimizer, "optim", optimizer) if _is_zero(optimizer) else optimizer
+
+
+def _clip_is_due(state: dict[str, Any]) -> bool:
+    """Whether gradients are to be clipped in a step that has not been taken yet."""
+    return "max_norm" in state and state["stage"] is not OptState.STEPPED
 
 
 class _Shared:
@@ -188,6 +224,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> GradientCheck | None:
         """Check an optimizer's gradients times `inv_scale` (None: over the scale); kept until `update`."""
         parameters, memory = _parameters(optimizer), self._memory(optimizer)
+        self._refuse_twice(optimizer, parameters)
         topology = memory.topology.of(parameters, self._process_group)
         if not topology.settled:
             settle_gradients(parameters)
@@ -218,7 +255,29 @@ class GradScaler(torch.amp.GradScaler):
         state["found_inf_per_device"] = {} if check is None else {check.found_inf.device: check.found_inf}
         state["gradient_check"] = check
         state["topology"] = topology
+        state["optimizer"] = memory.optimizer
         return check
+
+    def _refuse_twice(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Raise if gradients of these parameters wait, unscaled or to be clipped, for the step of another optimizer.
+
+        They would be unscaled twice, or the limit lost: so it is where a wrapper was given first that hides what it
+        holds.
+        """
+        others = [
+            state
+            for key, state in self._per_optimizer_states.items()
+            if key != id(optimizer) and (state["stage"] is OptState.UNSCALED or _clip_is_due(state))
+        ]
+        own = set(map(id, parameters)) if others else set()
+        for state in others:
+            other = state["optimizer"]()
+            if other is not None and not own.isdisjoint(map(id, _parameters(other))):
+                raise RuntimeError(
+                    f"optimizer is a {type(optimizer).__qualname__} with parameters whose gradients were unscaled or "
+                    f"clipped for a {type(other).__qualname__} since the last update(); allowed is one object for "
+                    "unscale_, clip_grad_norm_ and step: a wrapper, or the optimizer in it"
+                )
 
     def _known_early(
         self,
@@ -243,6 +302,18 @@ class GradScaler(torch.amp.GradScaler):
             known = self._memories[id(optimizer)] = _Memory(optimizer)
         return known
 
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale an optimizer's gradients in place; see `torch.amp.GradScaler.unscale_`.
+
+        An update without a step of this optimizer may follow, where the caller has looked at the gradients and leaves
+        the step out.
+
+        Raises:
+            RuntimeError: a second time since the last `update`; after `step`; or the same gradients were unscaled or
+                clipped for another optimizer.
+        """
+        super().unscale_(unwrapped(optimizer))
+
     def _unscale_grads_(
         self,
         optimizer: torch.optim.Optimizer,
@@ -256,9 +327,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self._check_scale_growth_tracker("_check_inf_per_device")
-        self._check(optimizer, None, write=False)
-        result: dict[str, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return result
+        self._check(unwrapped(optimizer), None, write=False)
+        return self._found_inf_per_device(optimizer)
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        found: dict[str, Any] = super()._found_inf_per_device(unwrapped(optimizer))
+        return found
 
     # ------------------------------------------------------------------------------------------------ step and update
 
@@ -266,8 +340,12 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless its gradients overflowed; see `torch.amp.GradScaler.step`.
 
+        A wrapper around an optimizer (held as ``optimizer`` or ``optim``) is stepped as torch's scaler would: its
+        gradients are unscaled in place, and it is not called if they overflowed, for which one flag is read.
+
         Raises:
-            RuntimeError: a closure was passed; a second `step` before `update`.
+            RuntimeError: a closure was passed; a second `step` before `update`; or the same gradients were unscaled or
+                clipped for another optimizer.
             AssertionError: no gradient was found, or `scale` was never called.
         """
         if not self._enabled:
@@ -279,6 +357,9 @@ class GradScaler(torch.amp.GradScaler):
             )
         kwargs.pop("closure", None)
         self._check_scale_growth_tracker("step")
+        inner = unwrapped(optimizer)
+        if inner is not optimizer:
+            return self._step_wrapper(optimizer, inner, *args, **kwargs)
         stepping = _stepping(optimizer)
         if not getattr(stepping, "_unscales_in_step", False):
             return super().step(optimizer, *args, **kwargs)
@@ -315,6 +396,23 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return result
 
+    def _step_wrapper(self, wrapper: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step a wrapper of which nothing is known but what it holds: it must not run for a step that is skipped."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
+            )
+        if "max_norm" in state:
+            self._clip_in_place(optimizer, state.pop("max_norm"))
+        result = self._maybe_opt_step(wrapper, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
     @torch._disable_dynamo
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         """Have the coming `step` clip the unscaled gradients of an optimizer, all together, to a 2-norm.
@@ -325,7 +423,7 @@ class GradScaler(torch.amp.GradScaler):
         `torch.nn.utils.clip_grad_norm_` would, but over all ranks that hold any part of the parameters.
 
         Args:
-            optimizer: whose gradients; call before ``step(optimizer)``.
+            optimizer: whose gradients; call before ``step(optimizer)``. It, or a wrapper around it.
             max_norm: a finite number above 0.
 
         Returns:
@@ -334,9 +432,11 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             ValueError: `max_norm` is out of range.
-            RuntimeError: `step` was called already since the last `update`.
+            RuntimeError: `step` was called already since the last `update`, or the same gradients were unscaled or
+                clipped for another optimizer. `update` raises if no step follows and the gradients are finite.
         """
         _checked("max_norm", max_norm, "finite numbers above 0", lambda x: x > 0)
+        optimizer = unwrapped(optimizer)
         if not self._enabled or not getattr(_stepping(optimizer), "_unscales_in_step", False):
             if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)
@@ -384,10 +484,12 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: `new_scale` is a number out of range.
             AssertionError: no optimizer was stepped or unscaled since the last update.
+            RuntimeError: `clip_grad_norm_` was called for an optimizer that was not stepped.
         """
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        self._refuse_lost_limits()
         if new_scale is not None:
             if not isinstance(new_scale, torch.Tensor):
                 allowed = f"numbers from min_scale {self._min_scale} to max_scale {self._max_scale}"
@@ -411,6 +513,18 @@ class GradScaler(torch.amp.GradScaler):
         loss_scale.update(state, overflow, self._rules())
         self._mirror.take(self._counts)
         self._per_optimizer_states.clear()
+
+    def _refuse_lost_limits(self) -> None:
+        """Raise if finite gradients were to be clipped in a step that was not taken."""
+        for state in self._per_optimizer_states.values():
+            if _clip_is_due(state) and not state["gradient_check"].found_inf.item():
+                optimizer = state["optimizer"]()
+                raise RuntimeError(
+                    f"clip_grad_norm_ was called for an optimizer ({type(optimizer).__qualname__}) that this scaler "
+                    "has not stepped since: its gradients are neither unscaled nor clipped; allowed is "
+                    "scaler.step(optimizer) before update(); to leave a step out, use scaler.unscale_ and "
+                    "torch.nn.utils.clip_grad_norm_"
+                )
 
     def _agreed(self, overflow: torch.Tensor) -> torch.Tensor:
         """Whether an optimizer of any rank overflowed, if they decided over different sets of ranks."""
