@@ -1,4 +1,4 @@
-"""Tensors in a file, mapped into memory and not executed: torch's checkpoints and safetensors.
+"""Tensors in a file, mapped into memory and not executed: torch's checkpoints (torch_file.py) and safetensors.
 
 A safetensors file is 8 bytes with the length of a header, little-endian, the header in JSON, and the tensors' bytes:
 for each name a dtype, a shape and where its bytes begin and end, counted from the end of the header. Nothing in a
@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
-import re
-import zipfile
-from collections.abc import Iterator, Mapping
+import stat
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from halfstep.integrations import checkpoint_files, torch_file
+from halfstep.integrations.torch_pickle import Damaged, Dense, Meta, Refused, Sparse, Unsuitable
+from halfstep.numerics.wording import printable
+
+DEEPEST = 100  # containers within containers
+NAMES_EACH = 16  # of a tensor that several containers hold
+LONGEST_NAME = 2000  # characters
 LARGEST_HEADER = 100_000_000  # bytes; that of the format's own reader
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -31,7 +36,10 @@ _DTYPES = {
 
 
 class TensorFileError(ValueError):
-    """A file that cannot be read; the text says which, why, and what to do."""
+    """A file that cannot be read; the text says which, why, and what to do, in one line that can be printed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(printable(text))
 
 
 def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
@@ -47,49 +55,112 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     """
     path = Path(path)
     try:
-        if path.is_dir():
-            raise TensorFileError(f"{path} is a folder; give the file of tensors in it")
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise TensorFileError(f"{path} is a folder{_of_shards(path)}; give the file of tensors in it")
+        if not stat.S_ISREG(mode):
+            raise TensorFileError(
+                f"{path} is a pipe or a device; give a file of tensors, which can be mapped into memory"
+            )
         with open(path, "rb") as file:
-            start = file.read(8)
+            start = file.read(4)
     except OSError as error:
         raise TensorFileError(f"{path} cannot be read: {error.strerror or error}") from error
-    if start[:4] == b"PK\x03\x04" or start[:1] == b"\x80" or path.suffix in (".pt", ".pth"):
-        return _from_torch(path, zipped=start[:4] == b"PK\x03\x04")
+    if start == b"PK\x03\x04" or start[:1] == b"\x80" or path.suffix in (".pt", ".pth"):
+        return _from_torch(path)
     return _from_safetensors(path)
 
 
-def _from_torch(path: Path, zipped: bool) -> dict[str, torch.Tensor]:
+def _of_shards(folder: Path) -> str:
+    """What kind of folder it is, if it is a checkpoint of ours, and what is wrong with that."""
+    if not (folder / checkpoint_files.MANIFEST).is_file():
+        return ""
+    complaint = checkpoint_files.complaint(folder)
+    return " with a checkpoint in shards" + ("" if complaint is None else f", which is damaged: {complaint}")
+
+
+def _from_torch(path: Path) -> dict[str, Any]:
+    """The content of torch's files by name: zip archives, which it has written since 1.6, or what it wrote before."""
     try:
-        # Only zip archives, which torch has written since 1.6, can be mapped.
-        content = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True if zipped else None)
-    except pickle.UnpicklingError as error:
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        if refused:
-            raise TensorFileError(
-                f"{path} holds Python objects beside tensors, of {refused[1]}, and loading those could run any code; "
-                "save a state_dict instead"
-            ) from error
-        said = str(error).splitlines()[-1][:200]
+        with torch_file.opened(path) as (content, storages), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sparse tensors, that they are in beta
+            leaves = _leaves(content)
+            made = {id(leaf): torch_file.tensor(leaf, storages) for leaf in leaves.values()}
+    except Refused as error:
+        raise TensorFileError(
+            f"{path} holds Python objects beside tensors, of {error}, and loading those could run any code; "
+            "save a state_dict instead"
+        ) from error
+    except Unsuitable as error:
+        raise TensorFileError(f"{path} {error}") from error
+    except Exception as error:  # what a damaged file says of itself may be anything, and so may what follows from it
+        said = str(error) if isinstance(error, Damaged) else f"it cannot be decoded ({type(error).__name__})"
         raise TensorFileError(f"{path} is no checkpoint of torch.save, or is damaged: {said}") from error
-    except (RuntimeError, EOFError, zipfile.BadZipFile, OSError, ValueError, KeyError, AttributeError) as error:
-        said = (str(error).split(".")[0].splitlines() or [type(error).__name__])[0]
-        raise TensorFileError(f"{path} is no checkpoint of torch.save, or is damaged: {said[:200]}") from error
-    try:
-        return dict(_flattened("", content))
-    except RecursionError as error:
-        raise TensorFileError(f"{path} holds containers that contain themselves; save a state_dict instead") from error
+    return {name: made[id(leaf)] for name, leaf in leaves.items()}
 
 
-def _flattened(prefix: str, content: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in nested containers, by dotted names."""
-    if isinstance(content, torch.Tensor):
-        yield prefix or "tensor", content
-    elif isinstance(content, Mapping):
-        for name, value in content.items():
-            yield from _flattened(f"{prefix}.{name}" if prefix else str(name), value)
-    elif isinstance(content, (list, tuple)):
-        for index, value in enumerate(content):
-            yield from _flattened(f"{prefix}.{index}" if prefix else str(index), value)
+def _leaves(content: Any) -> dict[str, Any]:
+    """The tensors in nested containers, by dotted names.
+
+    A container that several others hold is looked at once, and all names together must not be many more than tensors.
+    """
+    below: dict[
+        int, tuple[int, int] | None
+    ] = {}  # by container: tensors in it, and how deep; None: it is being counted
+    distinct: set[int] = set()
+
+    def counted(value: Any, depth: int) -> tuple[int, int]:
+        if isinstance(value, (Dense, Sparse, Meta)):
+            distinct.add(id(value))
+            return 1, 0
+        if not isinstance(value, (dict, list, tuple)):
+            return 0, 0
+        if id(value) not in below:
+            if depth > DEEPEST:
+                raise Unsuitable(f"nests containers more than {DEEPEST} deep; save a state_dict instead")
+            below[id(value)] = None
+            parts = [counted(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)]
+            height = 1 + max((height for _, height in parts), default=0)
+            if height > DEEPEST:
+                raise Unsuitable(f"nests containers more than {DEEPEST} deep; save a state_dict instead")
+            below[id(value)] = (sum(number for number, _ in parts), height)
+        known = below[id(value)]
+        if known is None:
+            raise Unsuitable("holds containers that contain themselves; save a state_dict instead")
+        return known
+
+    total, _ = counted(content, 0)
+    if total > 1000 + NAMES_EACH * len(distinct):
+        raise Unsuitable(
+            f"has containers that hold one another so often that {len(distinct):,} tensors have {total:,} names; save "
+            "a state_dict instead"
+        )
+    found: dict[str, Any] = {}
+    taken: dict[str, int] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if len(prefix) > LONGEST_NAME:
+            raise Unsuitable(
+                f"has a tensor whose name is longer than {LONGEST_NAME:,} characters; save a state_dict instead"
+            )
+        if isinstance(value, (Dense, Sparse, Meta)):
+            found[_unique(prefix or "tensor", taken)] = value
+        elif counted(value, 0)[0]:
+            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                walk(f"{prefix}.{key}" if prefix else str(key), part)
+
+    walk("", content)
+    return found
+
+
+def _unique(name: str, taken: dict[str, int]) -> str:
+    """`name` as it can be printed, with a number behind it if another tensor has that already."""
+    name = numbered = printable(name)
+    while numbered in taken:
+        taken[name] += 1
+        numbered = f"{name} ({taken[name]})"
+    taken[numbered] = 1
+    return numbered
 
 
 def _from_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -99,16 +170,26 @@ def _from_safetensors(path: Path) -> dict[str, torch.Tensor]:
     data = (
         torch.from_numpy(np.memmap(path, np.uint8, "c", start, (size,))) if size else torch.empty(0, dtype=torch.uint8)
     )
-    found = {}
+    found: dict[str, torch.Tensor] = {}
+    taken: dict[str, int] = {}
+    ends = 0
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         dtype, shape, begin, end = _entry(path, name, entry, size)
+        ends += end - begin
+        if ends > size or len(name) > LONGEST_NAME:
+            raise TensorFileError(
+                f"{path}, tensor {name[:100]!r}: its name is too long, or its bytes are another tensor's too; the file "
+                "is damaged"
+            )
         piece = data[begin:end]
         # torch wants the place in the file's data to be a multiple, vector instructions the address.
         if piece.numel() and (begin % dtype.itemsize or piece.data_ptr() % dtype.itemsize):
             piece = piece.clone()
-        found[name] = (piece.view(dtype) if piece.numel() else torch.empty(0, dtype=dtype)).reshape(shape)
+        found[_unique(name, taken)] = (piece.view(dtype) if piece.numel() else torch.empty(0, dtype=dtype)).reshape(
+            shape
+        )
     return found
 
 

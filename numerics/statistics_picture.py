@@ -141,7 +141,7 @@ def draw_bars(axes: Any, rows: Sequence[Row], title: str) -> None:
         if any(shares):
             axes.barh(places, shares, left=left, color=colour, height=0.78, label=MEANINGS[kind])
         left = [start + share for start, share in zip(left, shares, strict=True)]
-    axes.set_yticks(places, [shortened(row.name, 34) for row in rows], fontsize=8)
+    axes.set_yticks(places, [shortened(row.name, 34) for row in rows], fontsize=8, parse_math=False)
     axes.set_xlim(0, 100)
     axes.set_ylim(-0.6, max(len(rows), 1) - 0.4)
     axes.set(title=title, xlabel="% of elements")

@@ -39,3 +39,8 @@ def count(number: int) -> str:
             break
         value /= 1000
     return f"{value:.0f}" if unit == "" else f"{value:.3g}{unit}"
+
+
+def printable(text: str) -> str:
+    """`text` in one line that a terminal only shows: other characters are written as in Python, such as ``\\x1b``."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import damaged_files
 import pytest
 import torch
 
@@ -141,6 +142,41 @@ def test_errors(
     assert status == 2
     assert f"halfstep inspect: error: {said}" in caught.err
     assert caught.out == ""
+
+
+def test_values_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an expanded tensor repeats is beyond any memory, and a sparse one's zeros are not in the file."""
+    content = {
+        "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 10**12),
+        "sparse": torch.eye(10**3).to_sparse(),
+        "empty": torch.empty(0, 5),
+    }
+    torch.save(content, tmp_path / "x.pt")
+    assert main([str(tmp_path / "x.pt"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    assert [row["elements"] for row in rows] == [2, 1000, 0]
+    torch.save({"windows": torch.zeros(2000).unfold(0, 1000, 1)}, tmp_path / "x.pt")
+    assert main([str(tmp_path / "x.pt")]) == 2
+    assert "tensor 'windows': its strides make 1,001,000 elements of 2,000; save a copy" in capsys.readouterr().err
+
+
+def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "\x1b[31mx.pt"
+    torch.save({"\x1b[2J\rw$\\frac$": torch.ones(3)}, path)
+    assert main([str(path), "--advise", "--out", str(tmp_path / "x.png")]) == 0
+    assert main([str(path), "--json"]) == 0
+    path.write_bytes(path.read_bytes()[:-30])
+    assert main([str(path)]) == 2
+    printed = capsys.readouterr()
+    assert r"\x1b[2J\rw$\frac$" in printed.out and r"\x1b[31mx.pt" in printed.err
+    assert all(sign.isprintable() or sign == "\n" for sign in printed.out + printed.err)
+    assert printed.err.count("\n") == 1
+
+
+def test_damaged_files_are_answered_in_one_line(tmp_path: Path) -> None:
+    refused = damaged_files.campaign(240, 0, tmp_path)
+    assert min(refused.values()) > 30
 
 
 def test_the_command(checkpoint: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfstep.integrations import checkpoint
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
 
 NAMES = {
@@ -172,6 +175,12 @@ def test_a_damaged_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFact
         np.asarray(tensor.reshape(-1).view(torch.uint8)).sum()
 
 
+def test_tensors_in_safetensors_do_not_overlap(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    with pytest.raises(TensorFileError, match=r"tensor 'b': .* its bytes are another tensor's too"):
+        read_tensors(write(tmp_path / "x.safetensors", {"a": entry, "b": entry}, b"\0" * 8))
+
+
 def test_damaged_checkpoints_of_torch(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.arange(100.0)}, path)
@@ -186,6 +195,179 @@ def test_damaged_checkpoints_of_torch(tmp_path: Path) -> None:
             read_tensors(path)
         except TensorFileError as error:
             assert "x.pt" in str(error)
+
+
+KINDS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+
+
+@KINDS
+def test_every_kind_of_tensor_comes_back(zipped: bool, tmp_path: Path) -> None:
+    weight = torch.randn(4, 6)
+    content: dict[str, Any] = {
+        "transposed": weight.T,
+        "part": weight[1:3, ::2],
+        "expanded": torch.ones(1, 3).expand(5, 3),
+        "parameter": torch.nn.Parameter(weight[0]),
+        "buffer": torch.nn.Buffer(weight[1]),
+        "sparse": torch.eye(3).to_sparse(),
+        "complex": torch.ones(2, dtype=torch.complex64).conj(),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    if zipped:  # torch cannot write these into its old files
+        content |= {"fp8": torch.ones(3).to(torch.float8_e4m3fn), "unsigned": torch.ones(3, dtype=torch.uint16)}
+    others = {
+        "size": torch.Size([1, 2]),
+        "dtype": torch.float32,
+        "bytes": b"x",
+        "set": {1},
+        "complex": 1j,
+        "big": 1 << 70,
+    }
+    for protocol in (2, 4):
+        path = tmp_path / f"{protocol}.pt"
+        beside = others if protocol == 2 else {}
+        torch.save({**content, "others": beside}, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+        found = read_tensors(path)
+        assert list(found) == list(content)
+        for name, tensor in content.items():
+            given = tensor.detach()
+            assert (found[name].dtype, found[name].shape) == (given.dtype, given.shape)
+            assert found[name].layout == given.layout
+            same = (one.to_dense() if one.is_sparse else one for one in (found[name], given))
+            assert torch.equal(*(one.resolve_conj().contiguous().view(-1).view(torch.uint8) for one in same))
+
+
+@KINDS
+def test_a_file_asks_for_no_memory_that_it_does_not_fill(zipped: bool, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(1).expand(10**6, 10**6)}, path, _use_new_zipfile_serialization=zipped)
+    (found,) = read_tensors(path).values()
+    assert found.shape == (10**6, 10**6) and found.untyped_storage().nbytes() < 2000
+    torch.save({"a": torch.ones(3, 5)}, path, _use_new_zipfile_serialization=zipped)
+    whole = path.read_bytes()
+    for old, new in ((b"K\x03K\x05\x86", b"K\xffK\xff\x86"), (b"K\x05K\x01\x86", b"K\xffK\xff\x86")):
+        assert whole.count(old) == 1
+        path.write_bytes(whole.replace(old, new))
+        with pytest.raises(
+            TensorFileError, match=r"is damaged: a tensor of size .* ends at byte .* of a storage of 60"
+        ):
+            read_tensors(path)
+
+
+@KINDS
+def test_containers_that_several_hold(zipped: bool, tmp_path: Path) -> None:
+    path, model = tmp_path / "x.pt", {"w": torch.ones(2)}
+    torch.save({"model": model, "again": model}, path, _use_new_zipfile_serialization=zipped)
+    assert list(read_tensors(path)) == ["model.w", "again.w"]
+    nested: list[Any] = [torch.ones(1), 3]
+    empty: list[Any] = []
+    for _ in range(60):
+        nested, empty = [nested, nested], [empty, empty]
+    torch.save({"nested": nested}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(
+        TensorFileError, match=r"hold one another so often that 1 tensors have 1,152,921,504,606,846,976 n"
+    ):
+        read_tensors(path)
+    torch.save({"empty": empty, "a": torch.ones(1)}, path, _use_new_zipfile_serialization=zipped)
+    assert list(read_tensors(path)) == ["a"]
+
+
+def test_containers_nested_deeply(tmp_path: Path) -> None:
+    """Each is looked at once, so the way to the innermost may be longer than any that was walked."""
+    number = [place.to_bytes(4, "little") for place in range(300)]
+    made = b"".join(b"]r" + place for place in number)
+    linked = b"".join(b"j" + outer + b"j" + inner + b"a0" for outer, inner in pairwise(number))
+    every = b"](" + b"".join(b"j" + place for place in number[::-60]) + b"e"
+    (tmp_path / "x.pt").write_bytes(instructions(made, linked, every))
+    with pytest.raises(TensorFileError, match="nests containers more than 100 deep; save a state_dict instead"):
+        read_tensors(tmp_path / "x.pt")
+
+
+@KINDS
+def test_names(zipped: bool, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    names = {
+        "b": {"a": torch.ones(1)},
+        "b.a": torch.ones(2),
+        "b.a (2)": torch.ones(3),
+        "\x1b[2J\n\u202e": torch.ones(4),
+    }
+    torch.save({**names, 3: torch.ones(5), "3": torch.ones(6)}, path, _use_new_zipfile_serialization=zipped)
+    found = {name: tensor.numel() for name, tensor in read_tensors(path).items()}
+    assert found == {"b.a": 1, "b.a (2)": 2, "b.a (2) (2)": 3, r"\x1b[2J\n\u202e": 4, "3": 5, "3 (2)": 6}
+    torch.save({"a" * 2001: torch.ones(1)}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(TensorFileError, match="has a tensor whose name is longer than 2,000 characters"):
+        read_tensors(path)
+    write_safetensors(tmp_path / "x.safetensors", {"\x1b]0;x\x07": torch.ones(1)})
+    assert list(read_tensors(tmp_path / "x.safetensors")) == [r"\x1b]0;x\x07"]
+
+
+def instructions(*parts: bytes) -> bytes:
+    """A file as torch wrote them before 1.6, whose content is these instructions."""
+    head = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({"little_endian": True}, 2)
+    return head + b"\x80\x02" + b"".join(parts) + b"." + pickle.dumps([], 2)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([b"cos\nsystem\n(U\x04truetR"], "holds Python objects beside tensors, of os.system, and loading"),
+        ([b"ctorch.hub\nload\n)R"], "of torch.hub.load"),
+        ([b"cbuiltins\nbytearray\n(\x8a\x05\x00\x00\x00\x00\x01tR"], ""),
+        ([b"})" + b"\x85" * 3 + b"K\x01s"], "it has a dict with a tuple for a key"),
+        ([b"]r\xff\xff\xff\xff"], ""),
+        ([b"\x8e\x00\x00\x00\x00\xff\x00\x00\x00"], "a string in it is .* bytes long"),
+        ([b"c" + b"x" * 5000], r"is damaged: it cannot be decoded \(ValueError\)"),
+        ([b"h\x65"], r"is damaged: it cannot be decoded \(KeyError\)"),
+        ([b"]K\x01K\x02s"], "it puts a key into a list"),
+        ([b"Q"], r"it cannot be decoded \(IndexError\)"),
+        ([b"K\x01Q"], r"it cannot be decoded \(TypeError\)"),
+        ([b"\x82\x01"], "its pickle has the instruction EXT1, which torch.save does not write"),
+    ],
+)
+def test_hostile_instructions(parts: list[bytes], said: str, tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(instructions(*parts))
+    if not said:
+        assert read_tensors(tmp_path / "x.pt") == {}
+        return
+    with pytest.raises(TensorFileError, match=said):
+        read_tensors(tmp_path / "x.pt")
+
+
+def test_no_byte_of_our_own_checkpoint_may_change(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 7, {"a": torch.ones(3), "step": 7})
+    assert list(read_tensors(path)) == ["a"]
+    whole = path.read_bytes()
+    for place in [*range(0, len(whole), 37), *range(len(whole) - 90, len(whole))]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(
+            TensorFileError, match=r"step-00000007.pt is (damaged: |no checkpoint of torch.save, or is )"
+        ):
+            read_tensors(path)
+
+
+def test_folders_of_shards_are_checked(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 3, model=torch.nn.Linear(2, 2))
+    with pytest.raises(TensorFileError, match=r"step-00000003 is a folder with a checkpoint in shards; give the file"):
+        read_tensors(path)
+    shard = next(path.glob("*.distcp"))
+    with pytest.raises(TensorFileError, match=r"has something before its archive, as shards have|is damaged"):
+        read_tensors(shard)
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(
+        TensorFileError, match=r"a checkpoint in shards, which is damaged: its file .*distcp does not have"
+    ):
+        read_tensors(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_pipes_and_devices_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(TensorFileError, match="is a pipe or a device; give a file of tensors"):
+            read_tensors(path)
 
 
 def test_missing_files_and_folders(tmp_path: Path) -> None:
