@@ -8,51 +8,100 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.numerics.scaler import GradScaler
 
+OWN = ("scheduler", "scaler", "_skips_counted", "_updates_seen", "_holds")
 
-class SkipAwareScheduler:
+
+class SkipAwareScheduler(LRScheduler):
     """Steps a scheduler only for steps of the optimizer that the scaler did not skip.
 
-    Call `step` once after every ``scaler.update()``, wherever the wrapped scheduler's own would have been called. The
-    host never waits: on a CPU it knows at once whether the step was skipped, so the schedule is exact. On a GPU news
-    of a skip arrives a step or two later; until then the step counts as taken, and the schedule then stands still once.
+    Call `step` after every ``scaler.update()``, wherever the wrapped scheduler's own would have been called. It
+    advances if any step was taken since the last call, so a schedule stepped once per epoch, or by a metric, stands
+    still only if all steps in between were skipped. Further calls before the next ``update()`` do as the first:
+    Accelerate steps a schedule once per process. The host never waits: on a CPU it knows at once whether the step was
+    skipped, so the schedule is exact. On a GPU news of a skip arrives a step or two later; until then the step counts
+    as taken, and the schedule then stands still once.
+
+    It is an `LRScheduler`, and every attribute but `scheduler` and `scaler` is the wrapped scheduler's, to read and to
+    write.
 
     Args:
-        scheduler: any of torch's schedulers that is stepped once per iteration.
+        scheduler: any of torch's schedulers, or an object with a method ``step()``.
         scaler: the scaler that steps the optimizer.
 
     Raises:
         TypeError: `scheduler` has no ``step``, or `scaler` is not a `halfstep.GradScaler`.
     """
 
+    scheduler: Any
+    scaler: GradScaler
+
     def __init__(self, scheduler: LRScheduler, scaler: GradScaler) -> None:
+        # Not the base class's: it would step the optimizer's schedule anew.
         if not callable(getattr(scheduler, "step", None)):
             raise TypeError(f"scheduler is a {type(scheduler).__name__}; allowed are objects with a method step()")
         if not isinstance(scaler, GradScaler):
             raise TypeError(f"scaler is a {type(scaler).__name__}; allowed is halfstep.GradScaler")
         self.scheduler, self.scaler = scheduler, scaler
-        self._skips_counted = scaler.skips_known()
+        self._start()
+
+    def _start(self) -> None:
+        """Leave out what the scaler has skipped before."""
+        self._skips_counted, self._updates_seen = self.scaler.skips_known(), self.scaler._updates
+        self._holds = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule, unless a step was skipped since the last call that was not yet allowed for."""
-        known = self.scaler.skips_known()
-        if known > self._skips_counted:
-            self._skips_counted += 1
-            return
-        self.scheduler.step(*args, **kwargs)
+        """Advance the schedule if a step was taken since the last call, as far as the host knows."""
+        updates = self.scaler._updates - self._updates_seen
+        if updates:
+            self._updates_seen += updates
+            skips = self.scaler.skips_known() - self._skips_counted
+            self._holds = skips >= updates
+            # Late news of several skips hold as many later calls; where a step was taken as well, they are used up.
+            self._skips_counted += updates if self._holds else skips
+        if not self._holds:
+            self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
         """The learning rates that the wrapped scheduler set last."""
-        return self.scheduler.get_last_lr()
+        rates: list[Any] = self.scheduler.get_last_lr()
+        return rates
+
+    def get_lr(self) -> list[Any]:
+        """What the wrapped scheduler's ``get_lr`` says."""
+        rates: list[Any] = self.scheduler.get_lr()
+        return rates
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped scheduler's state."""
-        return self.scheduler.state_dict()
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the wrapped scheduler, saved with or without this wrapper."""
         self.scheduler.load_state_dict(state_dict)
 
+    # What SequentialLR calls of those that it holds.
+
+    def _initial_step(self) -> None:
+        self.scheduler._initial_step()
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        self.scheduler._update_lr(epoch)
+
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not there yet: while unpickling
+        if name in OWN:  # not there yet: while unpickling
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.scheduler, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler, "scaler": self.scaler}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()  # a copy of a scaler counts anew

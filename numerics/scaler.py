@@ -194,6 +194,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: torch.Tensor | None = None
         self._skipped: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
+        self._updates = 0  # calls of update(), as the host counts them
         self._mirror = Mirror()
         self._memories: dict[int, _Memory] = {}
         self._joint = _Shared()  # of all optimizers together
@@ -490,6 +491,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         self._refuse_lost_limits()
+        self._updates += 1
         if new_scale is not None:
             if not isinstance(new_scale, torch.Tensor):
                 allowed = f"numbers from min_scale {self._min_scale} to max_scale {self._max_scale}"
@@ -640,6 +642,7 @@ class GradScaler(torch.amp.GradScaler):
             "_hysteresis_tracker": None,
             "_skipped": None,
             "_counts": None,
+            "_updates": 0,
             "_mirror": Mirror(),
             "_memories": {},
             "_joint": _Shared(),

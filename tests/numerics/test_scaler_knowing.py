@@ -179,7 +179,8 @@ def test_news_that_arrive_late_hold_the_schedule_once_each(monkeypatch: pytest.M
     for known in (0, 0, 2, 2, 2, 2):  # two skips, both heard of at the third step
         monkeypatch.setattr(scaler, "skips_known", lambda known=known: known)
         before = schedule.last_epoch
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         schedule.step()
         advanced.append(schedule.last_epoch - before)
     assert advanced == [1, 1, 0, 0, 1, 1]
