@@ -191,7 +191,7 @@ def _count_writes(parameter: torch.Tensor) -> None:
 def _counts_writes(mesh: Any) -> bool:
     from torch.distributed.tensor import DTensor, Replicate
 
-    one = torch.zeros(1, device=mesh.device_type)
+    one = torch.zeros(1, dtype=torch.float32, device=mesh.device_type)
     probe = DTensor.from_local(one, mesh, [Replicate()] * mesh.ndim, run_check=False)
     before = probe._version
     torch._foreach_mul_([probe], 1.0)

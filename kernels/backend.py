@@ -108,9 +108,9 @@ def resolve(device: torch.device, family: str) -> str:
     return "reference"
 
 
-def jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any], **options: Any) -> Any:
     """``triton.jit`` where Triton is installed, else the function itself, which is then never called."""
-    return function if triton is None else triton.jit(function)
+    return function if triton is None else triton.jit(function, **options)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

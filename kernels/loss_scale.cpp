@@ -2,21 +2,21 @@
 #include "native.h"
 
 extern "C" void halfstep_loss_scale(float* scale, int32_t* clean_steps, int32_t* tolerance, float* skipped,
-                                    int64_t* counts, const float* found_inf, float growth_factor,
-                                    float backoff_factor, int32_t growth_interval, int32_t hysteresis,
+                                    int64_t* counts, const float* found_inf, double growth_factor,
+                                    double backoff_factor, int32_t growth_interval, int32_t hysteresis,
                                     int32_t refill_on_clean, float least, float most) {
     const bool overflow = *found_inf != 0.0f;
     int32_t left = *tolerance, clean = overflow ? 0 : *clean_steps + 1;
     float value = *scale;
     if (overflow) {
         left = left > 1 ? left - 1 : 0;
-        if (left == 0) value *= backoff_factor;
+        if (left == 0) value = static_cast<float>(value * backoff_factor);
         counts[2] = counts[0] + 1;
     } else if (refill_on_clean) {
         left = hysteresis;
     }
     if (clean == growth_interval) {
-        value *= growth_factor;
+        value = static_cast<float>(value * growth_factor);
         clean = 0;
         left = hysteresis;
     }

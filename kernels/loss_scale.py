@@ -9,6 +9,8 @@ step overflowed:
               t == interval:       S = S * growth   t = 0   h = hysteresis
     S = min(max(S, least), most)
 
+Products are formed in fp64 and rounded to fp32 once, as torch's are: 1.1 and 0.9 are no fp32 numbers.
+
 With a hysteresis of 1 this is `torch.amp.GradScaler`, which never bounds S. Refilling at growth only is Megatron-LM's
 and DeepSpeed's default; on every clean step is apex's and DeepSpeed's ``consecutive_hysteresis``.
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -78,8 +81,8 @@ def _reference(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     left = torch.where(overflow, (left - 1).clamp(min=0), rules.hysteresis if rules.refill_on_clean else left)
     clean = torch.where(overflow, 0, clean + 1)
     grows = clean == rules.growth_interval
-    scale = torch.where(overflow & (left == 0), scale * rules.backoff_factor, scale)
-    scale = torch.where(grows, scale * rules.growth_factor, scale).clamp(rules.least, rules.most)
+    scale = torch.where(overflow & (left == 0), (scale.double() * rules.backoff_factor).float(), scale)
+    scale = torch.where(grows, (scale.double() * rules.growth_factor).float(), scale).clamp(rules.least, rules.most)
     state.scale.copy_(scale.reshape(state.scale.shape))
     state.clean_steps.copy_(torch.where(grows, 0, clean).reshape(state.clean_steps.shape))
     state.tolerance.copy_(torch.where(grows, rules.hysteresis, left).reshape(state.tolerance.shape))
@@ -93,6 +96,13 @@ def _reference(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
 
 
 @jit
+def _times(value, bits):
+    """An fp32 number times the fp64 number that the bits are, rounded to fp32."""
+    return (value.to(tl.float64) * bits.to(tl.float64, bitcast=True)).to(tl.float32)
+
+
+# The bits of the factors are new with each scaler: nothing is compiled for those that 16 divides.
+@functools.partial(jit, do_not_specialize=["growth_bits", "backoff_bits"])
 def loss_scale_kernel(
     scale,
     clean_steps,
@@ -100,8 +110,8 @@ def loss_scale_kernel(
     skipped,
     counts,
     found_inf,
-    growth_factor,
-    backoff_factor,
+    growth_bits,
+    backoff_bits,
     growth_interval,
     hysteresis,
     least,
@@ -115,8 +125,8 @@ def loss_scale_kernel(
     left = tl.where(overflow, tl.maximum(left - 1, 0), refilled)
     grows = clean == growth_interval
     value = tl.load(scale)
-    value = tl.where(overflow & (left == 0), value * backoff_factor, value)
-    value = tl.where(grows, value * growth_factor, value)
+    value = tl.where(overflow & (left == 0), _times(value, backoff_bits), value)
+    value = tl.where(grows, _times(value, growth_bits), value)
     tl.store(scale, tl.minimum(tl.maximum(value, least), most))
     tl.store(clean_steps, tl.where(grows, 0, clean))
     tl.store(tolerance, tl.where(grows, hysteresis, left))
@@ -130,6 +140,12 @@ def loss_scale_kernel(
 # ---------------------------------------------------------------------------------------------------------- launchers
 
 
+def _bits(factor: float) -> int:
+    """Of an fp64 number: Triton passes floats as fp32. Any less than 2^-300 makes 0 of an fp32 number, as that does."""
+    bits: int = struct.unpack("<q", struct.pack("<d", max(factor, 2.0**-300)))[0]
+    return bits
+
+
 def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     loss_scale_kernel[(1,)](
         state.scale,
@@ -138,8 +154,8 @@ def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
         state.skipped,
         state.counts,
         found_inf,
-        rules.growth_factor,
-        rules.backoff_factor,
+        _bits(rules.growth_factor),
+        _bits(rules.backoff_factor),
         rules.growth_interval,
         rules.hysteresis,
         rules.least,
@@ -154,8 +170,8 @@ def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
 def _library() -> ctypes.CDLL:
     library = native.library("loss_scale")
     assert library is not None
-    pointer, number, count = ctypes.c_void_p, ctypes.c_float, ctypes.c_int32
-    library.halfstep_loss_scale.argtypes = [pointer] * 6 + [number] * 2 + [count] * 3 + [number] * 2
+    pointer, factor, count, bound = ctypes.c_void_p, ctypes.c_double, ctypes.c_int32, ctypes.c_float
+    library.halfstep_loss_scale.argtypes = [pointer] * 6 + [factor] * 2 + [count] * 3 + [bound] * 2
     return library
 
 
@@ -197,7 +213,7 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
 def variants() -> list[Variant]:
     """Every compiled form of the kernel, for the compile audit."""
     signature = {"scale": "*fp32", "clean_steps": "*i32", "tolerance": "*i32", "skipped": "*fp32", "counts": "*i64"}
-    signature |= {"found_inf": "*fp32", "growth_factor": "fp32", "backoff_factor": "fp32"}
+    signature |= {"found_inf": "*fp32", "growth_bits": "i64", "backoff_bits": "i64"}
     signature |= {"growth_interval": "i32", "hysteresis": "i32", "least": "fp32", "most": "fp32"}
     return [
         Variant(

@@ -18,13 +18,13 @@ What differs from torch's, each because torch's goes wrong there:
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from numbers import Real
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -50,10 +50,52 @@ def _in_fp32(outputs: Any) -> Any:
     return map(_in_fp32, outputs) if isinstance(outputs, Iterable) else outputs
 
 
-def _checked(name: str, value: Any, allowed: str, fits: Callable[[Any], bool]) -> Any:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not fits(value):
-        raise ValueError(f"{name} is {value!r}; allowed are {allowed}")
-    return value
+class _Option(NamedTuple):
+    """What a number of a scaler may be, wherever it comes from."""
+
+    allowed: str
+    fits: Callable[[Any], bool]
+    kind: Callable[[Any], Any] = float
+
+    def checked(self, name: str, value: Any) -> Any:
+        """The number as a float or an int of Python.
+
+        Raises:
+            ValueError: it is none, or out of range.
+        """
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not self.fits(value):
+            raise ValueError(f"{name} is {value!r}; allowed are {self.allowed}")
+        return self.kind(value)
+
+
+def _whole(least: int) -> _Option:
+    return _Option(f"whole numbers from {least}", lambda x: x >= least and x == int(x), int)
+
+
+def _between(low: float, high: float, allowed: str) -> _Option:
+    return _Option(allowed.format(low, high), lambda x: low <= x <= high)
+
+
+GROWTH_FACTOR = _Option("finite numbers above 1", lambda x: x > 1)
+BACKOFF_FACTOR = _Option("numbers between 0 and 1, both excluded", lambda x: 0 < x < 1)
+COUNT = _whole(1)
+TRACKER = _Option(f"whole numbers from 0 to {2**31 - 1}", lambda x: 0 <= x < 2**31 and x == int(x), int)
+MAX_NORM = _Option("finite numbers above 0", lambda x: x > 0)
+ANY_SCALE = _between(SMALLEST_SCALE, LARGEST_SCALE, "numbers from {} to {}")
+SAVED_SCALE = ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed}: start with a fresh scaler instead")
+# What a state holds: torch's five, and one of ours.
+SAVED = {
+    "scale": SAVED_SCALE,
+    "growth_factor": GROWTH_FACTOR,
+    "backoff_factor": BACKOFF_FACTOR,
+    "growth_interval": COUNT,
+    "_growth_tracker": TRACKER,
+    "_hysteresis_tracker": TRACKER,
+}
+
+
+def _zero() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -170,24 +212,20 @@ class GradScaler(torch.amp.GradScaler):
         if hysteresis_refill not in ("growth", "clean_step"):
             raise ValueError(f"hysteresis_refill is {hysteresis_refill!r}; allowed are 'growth' and 'clean_step'")
         if enabled:
-            in_range = f"numbers from {SMALLEST_SCALE} to {LARGEST_SCALE}"
-            _checked("growth_factor", growth_factor, "finite numbers above 1", lambda x: x > 1)
-            _checked("backoff_factor", backoff_factor, "numbers between 0 and 1, both excluded", lambda x: 0 < x < 1)
-            _checked("growth_interval", growth_interval, "whole numbers from 1", lambda x: x >= 1 and x == int(x))
-            _checked("hysteresis", hysteresis, "whole numbers from 1", lambda x: x >= 1 and x == int(x))
+            growth_factor = GROWTH_FACTOR.checked("growth_factor", growth_factor)
+            backoff_factor = BACKOFF_FACTOR.checked("backoff_factor", backoff_factor)
+            growth_interval = COUNT.checked("growth_interval", growth_interval)
+            hysteresis = COUNT.checked("hysteresis", hysteresis)
             for name, value in (("min_scale", min_scale), ("max_scale", max_scale), ("init_scale", init_scale)):
                 if value is not None:
-                    _checked(name, value, in_range, lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE)
+                    ANY_SCALE.checked(name, value)
             low = SMALLEST_SCALE if min_scale is None else min_scale
             high = max(USUAL_MAX_SCALE, init_scale) if max_scale is None else max_scale
-            _checked(
-                "init_scale",
-                init_scale,
-                f"numbers from min_scale {low} to max_scale {high}",
-                lambda x: low <= x <= high,
+            init_scale = _between(low, high, "numbers from min_scale {} to max_scale {}").checked(
+                "init_scale", init_scale
             )
             self._min_scale, self._max_scale = float(low), float(high)
-        super().__init__(device, float(init_scale), growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._hysteresis = hysteresis
         self._refill_on_clean = hysteresis_refill == "clean_step"
         self._init_hysteresis_tracker = hysteresis
@@ -249,7 +287,7 @@ class GradScaler(torch.amp.GradScaler):
             places=places,
             slots=len(parameters),
             step=None if self._counts is None else self._counts[DECIDED],
-            early=None if write else partial(self._known_early, parameters),
+            early=None if write else functools.partial(self._known_early, parameters),
         )
         state = self._per_optimizer_states[id(optimizer)]
         # One entry, so that sums over devices stay 0 or 1.
@@ -428,15 +466,16 @@ class GradScaler(torch.amp.GradScaler):
             max_norm: a finite number above 0.
 
         Returns:
-            The norm of the unscaled gradients before clipping, 0-dim fp32 on their device; not finite if they
-            overflowed, in which case the step is skipped.
+            The norm of the unscaled gradients before clipping, 0-dim on their device; not finite if they overflowed,
+            in which case the step is skipped. In fp32 for optimizers of halfstep, whatever the dtype of the gradients;
+            for others in the dtype that `torch.nn.utils.clip_grad_norm_` returns, that of the gradients.
 
         Raises:
             ValueError: `max_norm` is out of range.
             RuntimeError: `step` was called already since the last `update`, or the same gradients were unscaled or
                 clipped for another optimizer. `update` raises if no step follows and the gradients are finite.
         """
-        _checked("max_norm", max_norm, "finite numbers above 0", lambda x: x > 0)
+        max_norm = MAX_NORM.checked("max_norm", max_norm)
         optimizer = unwrapped(optimizer)
         if not self._enabled or not getattr(_stepping(optimizer), "_unscales_in_step", False):
             if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
@@ -451,8 +490,8 @@ class GradScaler(torch.amp.GradScaler):
         elif state["stage"] is OptState.READY and "gradient_check" not in state:
             self._check_inf_per_device(optimizer)
         if state["gradient_check"] is None:
-            return torch.zeros(())
-        state["max_norm"] = float(max_norm)
+            return _zero()
+        state["max_norm"] = max_norm
         norm: torch.Tensor = state["gradient_check"].sum_of_squares.sqrt().float()
         return norm
 
@@ -466,14 +505,15 @@ class GradScaler(torch.amp.GradScaler):
         places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
         check = check_gradients(grads, None, topology=topology, places=places)
-        norm = torch.zeros(()) if check is None else check.sum_of_squares.sqrt().float()
+        norm = _zero() if check is None else check.sum_of_squares.sqrt().float()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for grad in map(local, grads):
             by_device.setdefault(grad.device, []).append(grad)
         for device, own in by_device.items():
             torch._foreach_mul_(own, factor.to(device, non_blocking=True))
-        return norm
+        # As torch's: the dtype of the gradients, or of parameters on a rank that has none.
+        return norm.to(functools.reduce(torch.promote_types, {one.dtype for one in grads or parameters}))
 
     @torch._disable_dynamo
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -494,9 +534,8 @@ class GradScaler(torch.amp.GradScaler):
         self._updates += 1
         if new_scale is not None:
             if not isinstance(new_scale, torch.Tensor):
-                allowed = f"numbers from min_scale {self._min_scale} to max_scale {self._max_scale}"
-                _checked("new_scale", new_scale, allowed, lambda x: self._min_scale <= x <= self._max_scale)
-                new_scale = float(new_scale)
+                own = _between(self._min_scale, self._max_scale, "numbers from min_scale {} to max_scale {}")
+                new_scale = own.checked("new_scale", new_scale)
             super().update(new_scale)
             scale.clamp_(self._min_scale, self._max_scale)
             return
@@ -556,7 +595,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Overwritten by the next `update`; clone it to keep it. With several optimizers: whether any of them skipped.
         """
-        return torch.zeros(()) if self._skipped is None else self._skipped
+        return _zero() if self._skipped is None else self._skipped
 
     def last_step_skipped(self) -> bool | None:
         """Whether the last step was skipped, as far as the host knows without waiting for the device.
@@ -615,7 +654,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: the state is empty (it was saved from a disabled scaler).
             KeyError: a key is missing; the scaler is unchanged.
-            ValueError: the scale is not finite and positive; the scaler is unchanged.
+            ValueError: a number is out of its range, or none; the scaler is unchanged.
         """
         if not self._enabled:
             return
@@ -625,12 +664,37 @@ class GradScaler(torch.amp.GradScaler):
                 raise KeyError(
                     f"scaler state lacks {', '.join(missing)}; allowed is what GradScaler.state_dict() returns"
                 )
-            allowed = f"numbers from {SMALLEST_SCALE} to {LARGEST_SCALE}: start with a fresh scaler instead"
-            _checked("scale", state_dict["scale"], allowed, lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE)
+            state_dict = {
+                key: option.checked(key, state_dict[key]) for key, option in SAVED.items() if key in state_dict
+            }
         super().load_state_dict(state_dict)
-        self._init_hysteresis_tracker = int(state_dict.get("_hysteresis_tracker", self._hysteresis))
+        self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what the scale grows by.
+
+        Raises:
+            ValueError: it is not a finite number above 1.
+        """
+        super().set_growth_factor(GROWTH_FACTOR.checked("growth_factor", new_factor))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by after an overflow.
+
+        Raises:
+            ValueError: it is not between 0 and 1.
+        """
+        super().set_backoff_factor(BACKOFF_FACTOR.checked("backoff_factor", new_factor))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many clean steps in a row the scale grows.
+
+        Raises:
+            ValueError: it is not a whole number from 1.
+        """
+        super().set_growth_interval(COUNT.checked("growth_interval", new_interval))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def scaler(**options: Any) -> halfstep.GradScaler:
 
 
 def model_and_optimizer(make: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    parameters = [torch.nn.Parameter(torch.ones(n).to(dtype)) for n in (3, 5000)]
+    parameters = [torch.nn.Parameter(torch.ones(n, dtype=dtype)) for n in (3, 5000)]
     return parameters, make(parameters, lr=1e-2, **options)
 
 
@@ -41,6 +42,16 @@ def train(scaler: Any, parameters: Any, optimizer: Any, spoil: dict[int, float],
         scaler.update()
         history.append((scaler.get_scale(), scaler._get_growth_tracker()))
     return history
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Whatever default dtype and device a test sets."""
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
 
 
 OPTIMIZERS = {
@@ -62,11 +73,13 @@ def test_signature_is_torchs_and_additions_are_keyword_only() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_scale_and_weights_follow_torchs_scaler(name: str) -> None:
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_scale_and_weights_follow_torchs_scaler(name: str, default: torch.dtype, restored: None) -> None:
     make, options = OPTIMIZERS[name]
     spoil = {2: INF, 3: -INF, 8: NAN}
     results = []
     for cls in (halfstep.GradScaler, torch.amp.GradScaler):
+        torch.set_default_dtype(default if cls is halfstep.GradScaler else torch.float32)
         parameters, optimizer = model_and_optimizer(make, **options)
         history = train(cls("cpu", init_scale=1024.0, growth_interval=3), parameters, optimizer, spoil, 14)
         results.append((history, [p.detach().clone() for p in parameters]))
@@ -124,6 +137,38 @@ def test_fp16_gradients_that_would_underflow_unscaled_reach_the_weights_in_a_fol
     s.step(optimizer)
     torch.testing.assert_close(optimizer.state[p]["exp_avg"], torch.full((4,), 2.0**-30 * 0.1))
     torch.testing.assert_close(p.detach().float(), torch.full((4,), -1.0))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_and_device_change_no_answer(default: torch.dtype, restored: None) -> None:
+    """Many language-model scripts set bf16; "meta" is set while a model is built."""
+
+    def answers() -> dict[str, torch.Tensor]:
+        s = halfstep.GradScaler("cpu", hysteresis=2)
+        found = {"skipped before": s.step_skipped}
+        parameters = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device="cpu")) for n in (3, 4)]
+        optimizers = [halfstep.AdamW(parameters[:1]), torch.optim.SGD(parameters[1:], lr=0.1)]
+        nothing = halfstep.AdamW([torch.nn.Parameter(torch.ones(2, dtype=torch.float32, device="cpu"))])
+        one = torch.ones((), dtype=torch.float32, device="cpu")
+        found["scaled"] = s.scale(one)
+        found["norm of nothing"] = s.clip_grad_norm_(nothing, 1.0)
+        for p in parameters:
+            p.grad = torch.full_like(p, 65536.0)
+        for number, optimizer in enumerate(optimizers):
+            found[f"norm {number}"] = s.clip_grad_norm_(optimizer, 0.5).clone()
+            s.step(optimizer)
+        s.update()
+        found["skipped"] = s.step_skipped
+        found |= {f"weight {number}": p.detach() for number, p in enumerate(parameters)}
+        return found
+
+    expected = answers()
+    torch.set_default_dtype(default)
+    torch.set_default_device("meta")
+    found = answers()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and found[name].device == value.device, name
+        assert torch.equal(found[name], value), name
 
 
 def test_mixed_dtypes_devices_sum_to_one_flag() -> None:
@@ -423,6 +468,63 @@ def test_misuse_is_answered_as_by_torch() -> None:
     with pytest.raises(RuntimeError, match="being called after step"):
         s.unscale_(optimizer)
     s.update()
+
+
+BAD_NUMBERS: dict[str, tuple[str, list[Any]]] = {
+    "scale": ("numbers from", [NAN, INF, 0.0, -8.0, 1e300, True, None, "8", [8.0], 8j]),
+    "growth_factor": ("finite numbers above 1", [NAN, INF, 1.0, 0.5, -2.0, True, None, "2", torch.tensor(2.0)]),
+    "backoff_factor": ("numbers between 0 and 1, both excluded", [NAN, 0.0, 1.0, -0.5, False, None, "0.5"]),
+    "growth_interval": ("whole numbers from 1", [0, -1, 1.5, NAN, INF, True, None, "2000"]),
+    "_growth_tracker": ("whole numbers from 0 to 2147483647", [-1, 1.5, NAN, INF, 2**31, True, None, "0"]),
+    "_hysteresis_tracker": ("whole numbers from 0 to 2147483647", [-1, 0.5, NAN, 2**31, None]),
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, (_, values) in BAD_NUMBERS.items() for value in values]
+)
+def test_a_state_with_a_bad_number_is_refused_by_key_and_value(key: str, value: Any) -> None:
+    s = scaler(init_scale=64.0, hysteresis=2)
+    before = s.state_dict()
+    other = scaler(init_scale=2.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=9, hysteresis=2).state_dict()
+    message = f"{key} is {value!r}; allowed are {BAD_NUMBERS[key][0]}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        s.load_state_dict({**other, key: value})
+    assert s.state_dict() == before
+
+
+@pytest.mark.parametrize("growth", [1.0000001, 2, 1e30])
+@pytest.mark.parametrize("backoff", [1e-30, 0.999999])
+@pytest.mark.parametrize(("interval", "tracker"), [(1, 0), (2000, 1999), (10**12, 2**31 - 1)])
+def test_every_state_of_torchs_scaler_loads(growth: float, backoff: float, interval: int, tracker: int) -> None:
+    for scale in (2.0**-126, 3.0, 65536, torch.finfo(torch.float32).max):
+        torchs = torch.amp.GradScaler("cpu", scale, growth, backoff, interval)
+        torchs._init_growth_tracker = tracker
+        for used in (False, True):
+            if used:
+                torchs.scale(torch.ones(()))
+            s = scaler()
+            s.load_state_dict(torchs.state_dict())
+            assert s.state_dict() == torchs.state_dict()
+
+
+def test_numbers_of_numpy_load_as_pythons() -> None:
+    import numpy as np
+
+    s = scaler()
+    state = {key: np.asarray(value)[()] for key, value in s.state_dict().items()}
+    s.load_state_dict(state)
+    assert {type(value) for value in s.state_dict().values()} == {float, int}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("growth_factor", NAN), ("growth_factor", 1), ("backoff_factor", 1.5), ("growth_interval", 1.5)]
+)
+def test_a_bad_number_is_refused_when_it_is_set(name: str, value: float) -> None:
+    s = scaler()
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}; allowed are")):
+        getattr(s, f"set_{name}")(value)
+    assert getattr(s, f"get_{name}")() == getattr(halfstep.GradScaler("cpu"), f"get_{name}")()
 
 
 @pytest.mark.parametrize(

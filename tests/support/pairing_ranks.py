@@ -117,6 +117,24 @@ def control() -> list[torch.Tensor]:
     return [p.detach().reshape(-1) for p in model.parameters()]
 
 
+def norm_dtypes() -> dict[str, list[str]]:
+    """By parameter dtype, that of the norm which clipping under FSDP2 returns: torch's function, and our scaler."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = fsdp2(bare().to(dtype))
+        scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(torch.ones(3, 4, dtype=dtype)).float().mean()).backward()
+        norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)]
+        for make in OPTIMIZERS.values():
+            scaler.scale(torch.zeros(()))
+            optimizer = make(model.parameters())
+            norms.append(scaler.clip_grad_norm_(optimizer, 1e6))
+            scaler.step(optimizer)
+            scaler.update()
+        found[str(dtype)] = [str(norm.dtype) for norm in norms]
+    return found
+
+
 def run(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
@@ -131,6 +149,7 @@ def run(rank: int, port: int, folder: str) -> None:
         for unscale in (False, True)
     }
     found["control"] = control()
+    found["norm dtypes"] = norm_dtypes()
     torch.save(found, Path(folder) / f"rank{rank}.pt")
     dist.barrier()
     os._exit(0)  # torch's teardown, which aborts now and then, is not what is tested

@@ -77,3 +77,10 @@ def test_all_ranks_agree_or_all_are_told_what_to_use(ranks: list[Any], key: tupl
     if found != expected and not ours and not installed.startswith("2.13"):
         pytest.skip(f"torch {installed}: {', '.join(map(str, key))} {found}: correct docs/distributed.md")
     assert found == expected
+
+
+def test_the_norm_of_a_torch_optimizer_has_the_dtype_that_torchs_clipping_returns(ranks: list[Any]) -> None:
+    """And that of ours is fp32, as its gradients are in its step."""
+    for rank in ranks:
+        bf16, fp32 = "torch.bfloat16", "torch.float32"
+        assert rank["norm dtypes"] == {bf16: [bf16, fp32, bf16, bf16], fp32: [fp32] * 4}
