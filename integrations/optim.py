@@ -314,10 +314,10 @@ class _Batch:
             table.refresh(row, values)
         lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
         lists[adam.PARAM] = self.dense
-        table.refresh(adam.PARAM, list(map(_address, self.dense)))
+        table.point(adam.PARAM, self.dense)
         for operand in keys:
             lists[operand] = self._state(operand)
-            table.refresh(operand, list(map(_address, lists[operand])))
+            table.point(operand, lists[operand])
         hyper = torch.zeros(len(held), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
         row_of = torch.tensor(rows, dtype=torch.int64, device=self.device)
         self.batch = adam.Batch(layout, table, lists, row_of, hyper)
@@ -387,7 +387,7 @@ class _Batch:
         for parameter, copy in self.copied:
             copy.copy_(parameter)
         self.batch.lists[adam.GRAD] = gradients
-        self.batch.table.refresh(adam.GRAD, list(map(_address, gradients)))
+        self.batch.table.point(adam.GRAD, gradients)
         adam.step(self.batch, groups, control)
         self.batch.lists[adam.GRAD] = []  # or their memory would outlive zero_grad
         for parameter, copy in self.copied:

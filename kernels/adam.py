@@ -66,7 +66,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
-from halfstep.kernels.multi_tensor import ADDRESSES, DTYPE_CODES, FLOATS, TensorTable
+from halfstep.kernels.multi_tensor import ADDRESSES, DTYPE_CODES, FLOATS, TensorTable, address, check_addresses
 from halfstep.kernels.philox import reference_words, words_of, words_of_groups
 from halfstep.kernels.rounding import (
     FORMATS,
@@ -587,6 +587,7 @@ def _warps(layout: Layout) -> int:
 
 def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
     table, hyper = batch.table, batch.hyper
+    check_addresses(hyper, groups, control.grad_scale, control.found_inf, control.sum_of_squares)
     prepare_kernel[((table.tensors + LANES - 1) // LANES,)](
         table.rows,
         table.tensors,
@@ -621,20 +622,19 @@ def _native_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
     assert library is not None
     table, layout = batch.table, batch.layout
 
-    def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    def at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if tensor is None else address(tensor))
 
     library.halfstep_adam(
-        address(table.rows),
-        address(table.chunk_tensor),
+        *map(ctypes.c_void_p, table.places),
         ctypes.c_int64(table.tensors),
         ctypes.c_int64(table.chunks),
-        address(batch.groups),
-        address(groups),
-        address(batch.hyper),
-        address(control.grad_scale),
-        address(control.found_inf),
-        address(control.sum_of_squares),
+        at(batch.groups),
+        at(groups),
+        at(batch.hyper),
+        at(control.grad_scale),
+        at(control.found_inf),
+        at(control.sum_of_squares),
         ctypes.c_int32(DTYPE_CODES[layout.param]),
         ctypes.c_int32(DTYPE_CODES[layout.grad]),
         ctypes.c_int32(DTYPE_CODES[layout.state]),

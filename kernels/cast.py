@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, 
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
+    PLAIN_TYPES,
     TableCache,
     TensorTable,
+    address,
     check_tensor,
     check_tensor_list,
     flattened,
     is_flat,
+    own_operations,
 )
 from halfstep.kernels.philox import check_seed, consecutive_words, reference_words, words_of
 from halfstep.kernels.rounding import (
@@ -327,8 +331,8 @@ def _format(dtype: torch.dtype) -> Any:
 
 def _triton_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: bool, seed: int, offset: int) -> None:
     cast_kernel[((source.numel() + CHUNK - 1) // CHUNK,)](
-        source.data_ptr(),
-        target.data_ptr(),
+        address(source),
+        address(target),
         source.numel(),
         _disguised(seed & 0xFFFFFFFF),
         _disguised(seed >> 32),
@@ -397,20 +401,21 @@ def _cast_lists(
     seed: int,
     streams: list[int],
     offsets: list[int],
+    in_memory: bool = True,
 ) -> None:
     """Cast each source into its target: flat tensors on one device, equal strides, one dtype each side."""
-    implementation = resolve(sources[0].device, "cast")
+    implementation = resolve(sources[0].device, "cast") if in_memory else "reference"
     if implementation == "reference":
-        for source, target, stream, offset in zip(sources, targets, streams, offsets, strict=True):
-            _reference(source, target, mode, saturate, seed, stream, offset)
+        with nullcontext() if in_memory else own_operations([*sources, *targets]):
+            for source, target, stream, offset in zip(sources, targets, streams, offsets, strict=True):
+                _reference(source, target, mode, saturate, seed, stream, offset)
         return
     pair = sources[0].dtype, targets[0].dtype
     table = _tables[pair].table(sources, targets, numbers=(streams, offsets) if mode == STOCHASTIC else ())
     if not table.chunks:
         return
     if implementation == "native":
-        places = table.rows.data_ptr(), table.chunk_tensor.data_ptr()
-        _native(*places, table.tensors, table.chunks, *pair, mode, saturate, seed)
+        _native(*table.places, table.tensors, table.chunks, *pair, mode, saturate, seed)
     else:
         with on_device(table.device):
             _triton_list(table, *pair, mode, saturate, seed)
@@ -431,7 +436,7 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: b
     elif implementation == "reference" or plain:
         _reference(source, target, mode, saturate, seed, 0, offset)
     else:
-        rows = (ctypes.c_int64 * (ADDRESSES + 4))(numel, 0, source.data_ptr(), target.data_ptr(), 0, offset)
+        rows = (ctypes.c_int64 * (ADDRESSES + 4))(numel, 0, address(source), address(target), 0, offset)
         chunks = (numel + CHUNK - 1) // CHUNK
         _native(ctypes.addressof(rows), None, 1, chunks, source.dtype, target.dtype, mode, saturate, seed)
 
@@ -531,6 +536,12 @@ def _drawn() -> torch.Tensor:
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 
+def _drawn_number() -> int:
+    """The same for the host; 0 under FakeTensorMode, where nothing is drawn."""
+    drawn = _drawn()
+    return int(drawn) if type(drawn) is torch.Tensor else 0
+
+
 def cast(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -575,7 +586,8 @@ def cast(
     if out is None:
         token = None
         if rounding == "stochastic":
-            token = _drawn() if seed is None else torch.tensor(seed, dtype=torch.int64, device="cpu")
+            with nullcontext() if type(x) in PLAIN_TYPES else own_operations([x]):
+                token = _drawn() if seed is None else torch.tensor(seed, dtype=torch.int64, device="cpu")
         result: torch.Tensor = torch.ops.halfstep.cast(x, dtype, rounding, saturate, token, offset)
         return result
     if out.shape != x.shape or out.dtype != dtype or out.device != x.device:
@@ -619,7 +631,7 @@ def foreach_cast(
             `cast`.
     """
     _check_options(dtype, rounding, seed)
-    sources = check_tensor_list(tensors, "tensors", DTYPES)
+    sources, in_memory = check_tensor_list(tensors, "tensors", DTYPES)
     places = [0] * len(sources) if offsets is None else list(offsets)
     if len(places) != len(sources):
         raise ValueError(f"offsets has {len(places)} numbers; allowed is one per tensor, {len(sources)}")
@@ -631,7 +643,8 @@ def foreach_cast(
     if out is None:
         results = [torch.empty_like(source, dtype=dtype) for source in flat]
     else:
-        results = check_tensor_list(out, "out", DTYPES)
+        results, out_in_memory = check_tensor_list(out, "out", DTYPES)
+        in_memory = in_memory and out_in_memory
         if len(results) != len(sources):
             raise ValueError(f"out has {len(results)} tensors; allowed is one per input, {len(sources)}")
         for index, (source, result) in enumerate(zip(sources, results, strict=True)):
@@ -650,7 +663,7 @@ def foreach_cast(
     ]
     number = 0
     if random:
-        number = int(_drawn()) if seed is None else seed
+        number = _drawn_number() if seed is None else seed
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, source in enumerate(flat):
         by_dtype.setdefault(source.dtype, []).append(index)
@@ -663,6 +676,7 @@ def foreach_cast(
             number,
             indices,
             [places[index] for index in indices],
+            in_memory,
         )
     for target, result in zip(targets, results, strict=True):
         if target is not result:

@@ -28,6 +28,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl
+from halfstep.kernels.multi_tensor import address, check_addresses
 from halfstep.kernels.variant import Variant
 
 DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # places in `counts`
@@ -147,6 +148,7 @@ def _bits(factor: float) -> int:
 
 
 def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
+    check_addresses(state.scale, state.clean_steps, state.tolerance, state.skipped, state.counts, found_inf)
     loss_scale_kernel[(1,)](
         state.scale,
         state.clean_steps,
@@ -177,12 +179,12 @@ def _library() -> ctypes.CDLL:
 
 def _native(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     _library().halfstep_loss_scale(
-        state.scale.data_ptr(),
-        state.clean_steps.data_ptr(),
-        state.tolerance.data_ptr(),
-        state.skipped.data_ptr(),
-        state.counts.data_ptr(),
-        found_inf.data_ptr(),
+        address(state.scale),
+        address(state.clean_steps),
+        address(state.tolerance),
+        address(state.skipped),
+        address(state.counts),
+        address(found_inf),
         rules.growth_factor,
         rules.backoff_factor,
         rules.growth_interval,

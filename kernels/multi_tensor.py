@@ -5,6 +5,9 @@ row of addresses per operand (a gradient, a moment, ...). Beside it stands, per 
 belongs to. A program (or a CPU thread) takes a chunk, looks up its tensor, and works on at most `chunk` elements of it.
 
 The table is built once per set of tensors and refreshed in place: only rows whose addresses moved are written again.
+
+Every address that a kernel is given is taken here, and refused where it would be none: a wrapper subclass, a fake
+tensor and a freed storage answer ``data_ptr()`` with 0, or with their offset from 0.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -23,6 +29,93 @@ FLOATS = tuple(DTYPE_CODES)
 
 NUMEL, FIRST_CHUNK, ADDRESSES = 0, 1, 2  # rows
 
+PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+
+_address = torch.Tensor.data_ptr
+# An address from here on is none that an offset from 0 could give. One below it may be either and is looked at closer.
+_BEYOND_OFFSETS = 2**40
+_FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def _is_nowhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements and its address is an offset from 0."""
+    return tensor.numel() > 0 and _address(tensor) == tensor.storage_offset() * tensor.element_size()
+
+
+def _no_memory(tensor: torch.Tensor) -> TypeError:
+    return TypeError(
+        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} has no memory of its own; "
+        "allowed are tensors whose elements lie at their address: pass the tensors that a wrapper subclass holds, real "
+        "ones instead of fake ones, and none whose storage was freed"
+    )
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the elements of a tensor begin.
+
+    Raises:
+        TypeError: it has elements, and they are nowhere.
+    """
+    found: int = _address(tensor)
+    if found < _BEYOND_OFFSETS and _is_nowhere(tensor):
+        raise _no_memory(tensor)
+    return found
+
+
+def check_addresses(*tensors: torch.Tensor | None) -> None:
+    """`address` of tensors, or None, that go to Triton as they are."""
+    for tensor in tensors:
+        if tensor is not None:
+            address(tensor)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether kernels may read and write a tensor at its address: its elements lie there, and nobody watches.
+
+    False for subclasses with a ``__torch_dispatch__`` of their own, whose elements are what their operations say, for
+    fake and meta tensors, for those inside a transform of `torch.func`, for a freed storage, and, as what a kernel
+    writes to would be fake, for all under FakeTensorMode.
+    """
+    if tensor.is_meta or _dispatches(type(tensor)) or torch._C._get_dispatch_mode(_FAKE_MODE) is not None:
+        return False
+    try:
+        return not _is_nowhere(tensor)
+    except (RuntimeError, ValueError):  # it has no storage, or no shape yet
+        return False
+
+
+def _dispatches(kind: type[Any]) -> bool:
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def own_operations(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Around plain torch on tensors some of which have no memory: what is made beside fake ones is fake too.
+
+    Raises:
+        TypeError: a tensor has neither memory nor operations of its own.
+    """
+    for tensor in tensors:
+        if not tensor.is_meta and not _dispatches(type(tensor)):
+            address(tensor)
+    return next(filter(None, (getattr(tensor, "fake_mode", None) for tensor in tensors)), nullcontext())
+
+
+def all_have_memory(tensors: list[torch.Tensor]) -> bool:
+    """`has_memory` of a list on one device.
+
+    Of plain tensors it is told by their type, at the speed of C: a freed storage among them is found and refused when
+    its address is taken.
+    """
+    if not tensors:
+        return True
+    if set(map(type, tensors)) <= PLAIN_TYPES:
+        return _plain_have_memory(tensors)
+    return all(map(has_memory, tensors))
+
+
+def _plain_have_memory(tensors: list[torch.Tensor]) -> bool:
+    return not tensors[0].is_meta and torch._C._get_dispatch_mode(_FAKE_MODE) is None
+
 
 class TensorTable:
     """Addresses of `operands` lists of tensors that agree in sizes, on one device.
@@ -30,6 +123,7 @@ class TensorTable:
     Attributes:
         rows: int64, shape ``(2 + operands, tensors)``; see the module's docstring.
         chunk_tensor: int32, shape ``(chunks,)``: the tensor of each chunk.
+        places: the addresses of both, for C++.
         tensors, chunks, chunk: how many of each, and elements per chunk.
     """
 
@@ -54,27 +148,49 @@ class TensorTable:
         self._copied: list[torch.Tensor] = []
         self.rows = host.to(device)
         self.chunk_tensor = owner.to(device)
+        self.places = address(self.rows), address(self.chunk_tensor)
 
     def known(self, operand: int) -> list[int] | None:
-        """The addresses of one operand that the table holds; None before the first `refresh`."""
+        """What the table holds of one operand; None before it was first written."""
         return self._known[operand]
 
-    def refresh(self, operand: int, addresses: list[int]) -> None:
-        """Write the addresses of one operand, unless they are what the table holds.
+    def point(self, operand: int, tensors: Sequence[torch.Tensor], addresses: list[int] | None = None) -> None:
+        """Write where the tensors of one operand lie, unless that is what the table holds.
+
+        Args:
+            operand: which.
+            tensors: one per column.
+            addresses: theirs, if they were asked for already.
+
+        Raises:
+            TypeError: a tensor has elements, and they are nowhere.
+        """
+        if addresses is None:
+            addresses = list(map(_address, tensors))
+        if self._known[operand] == addresses:
+            return
+        if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
+            for tensor in filter(_is_nowhere, compress(tensors, map(_BEYOND_OFFSETS.__gt__, addresses))):
+                raise _no_memory(tensor)
+        self.refresh(operand, addresses)
+
+    def refresh(self, operand: int, numbers: list[int]) -> None:
+        """Write the row of one operand, unless it is what the table holds. Addresses of tensors: `point`.
 
         On a GPU the copy goes through pinned memory and does not wait for the device.
         """
-        if self._known[operand] == addresses:
+        if self._known[operand] == numbers:
             return
-        self._known[operand] = addresses
-        fresh = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        self._known[operand] = None  # what an interrupt from here on leaves is not known
+        fresh = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if self.device.type == "cpu":
             self.rows[ADDRESSES + operand] = fresh
-            return
-        fresh = fresh.pin_memory()
-        if capturing(self.device):
-            self._copied.append(fresh)  # a replay reads it again
-        self.rows[ADDRESSES + operand].copy_(fresh, non_blocking=True)
+        else:
+            fresh = fresh.pin_memory()
+            if capturing(self.device):
+                self._copied.append(fresh)  # a replay reads it again
+            self.rows[ADDRESSES + operand].copy_(fresh, non_blocking=True)
+        self._known[operand] = numbers
 
 
 def capturing(device: torch.device) -> bool:
@@ -104,8 +220,8 @@ class TableCache(threading.local):
         """
         device = operands[0][0].device
         numels = list(map(torch.Tensor.numel, operands[0]))
-        contents = [list(map(torch.Tensor.data_ptr, tensors)) for tensors in operands]
-        contents += numbers
+        addresses = [list(map(_address, tensors)) for tensors in operands]
+        contents = [*addresses, *numbers]
         key = (device, tuple(numels))
         recording = capturing(device)
         for table in self._recorded.get(key, ()) if recording else ():
@@ -119,7 +235,9 @@ class TableCache(threading.local):
             self._tables[key] = table
         while len(self._tables) > self._capacity:
             self._tables.popitem(last=False)
-        for row, content in enumerate(contents):
+        for row, tensors in enumerate(operands):
+            table.point(row, tensors, addresses[row])
+        for row, content in enumerate(numbers, len(operands)):
             table.refresh(row, content)
         return table
 
@@ -165,11 +283,11 @@ def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOA
 
 def check_tensor_list(
     tensors: Sequence[torch.Tensor], argument: str, dtypes: Sequence[torch.dtype] = FLOATS
-) -> list[torch.Tensor]:
+) -> tuple[list[torch.Tensor], bool]:
     """Validate a list of tensors for a one-launch function.
 
     Returns:
-        The tensors as a list.
+        The tensors as a list, and `all_have_memory` of them: without, only their own operations can be used.
 
     Raises:
         TypeError: something is not a tensor, not dense, or not of one of `dtypes`.
@@ -180,12 +298,12 @@ def check_tensor_list(
     listed = list(tensors)
     # The usual case, at the speed of C: with thousands of tensors the loop below takes longer than the kernels.
     if (
-        set(map(type, listed)) <= {torch.Tensor, torch.nn.Parameter}
+        set(map(type, listed)) <= PLAIN_TYPES
         and set(map(attrgetter("layout"), listed)) <= {torch.strided}
         and set(map(attrgetter("dtype"), listed)) <= set(dtypes)
         and len(set(map(attrgetter("device"), listed))) <= 1
     ):
-        return listed
+        return listed, not listed or _plain_have_memory(listed)
     for index, tensor in enumerate(listed):
         check_tensor(tensor, f"{argument}[{index}]", dtypes)
         if tensor.device != listed[0].device:
@@ -193,4 +311,4 @@ def check_tensor_list(
                 f"{argument}[{index}] is on {tensor.device}, {argument}[0] on {listed[0].device}; "
                 "allowed is one device per call: call once per device"
             )
-    return listed
+    return listed, all_have_memory(listed)

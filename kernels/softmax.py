@@ -36,7 +36,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl
-from halfstep.kernels.multi_tensor import DTYPE_CODES
+from halfstep.kernels.multi_tensor import DTYPE_CODES, address, check_addresses
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
 
@@ -788,9 +788,9 @@ def _native_forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log
     x, mask = rows.x, rows.mask
     geometry = _Geometry(*rows.sizes, rows.columns, *rows.x_strides, *rows.mask_strides, rows.mask_column, queries)
     _native().halfstep_softmax(
-        x.data_ptr(),
-        None if mask is None else mask.data_ptr(),
-        y.data_ptr(),
+        address(x),
+        None if mask is None else address(mask),
+        address(y),
         ctypes.addressof(geometry),
         scale,
         log,
@@ -805,8 +805,8 @@ def _native_plain_forward(x: torch.Tensor, y: torch.Tensor, scale: float, querie
     """Contiguous and without a mask, which for small tensors saves half of the host time."""
     columns = x.shape[-1]
     _native().halfstep_softmax_rows(
-        x.data_ptr(),
-        y.data_ptr(),
+        address(x),
+        address(y),
         x.numel() // columns,
         columns,
         queries,
@@ -823,9 +823,9 @@ def _native_backward(
 ) -> None:
     columns = y.shape[-1]
     _native().halfstep_softmax_backward(
-        grad.data_ptr(),
-        y.data_ptr(),
-        dx.data_ptr(),
+        address(grad),
+        address(y),
+        address(dx),
         y.numel() // columns,
         columns,
         queries,
@@ -884,7 +884,7 @@ def _boundaries(*tensors: torch.Tensor) -> int:
 
 def _in_step(line: int, x: torch.Tensor, other: torch.Tensor, *steps: tuple[int, int, int]) -> bool:
     """Whether rows of both begin equally far from a boundary. `steps`: sizes of dimensions, strides of both."""
-    apart = x.data_ptr() // x.element_size() - other.data_ptr() // other.element_size()
+    apart = address(x) // x.element_size() - address(other) // other.element_size()
     return apart % line == 0 and all((one - two) % line == 0 for size, one, two in steps if size > 1)
 
 
@@ -894,7 +894,7 @@ def _lines(rows: Rows, y: torch.Tensor) -> tuple[int, bool, bool]:
     b, c = rows.sizes[1:]
     operands = (x, y) if mask is None else (x, mask, y)
     steps = (*rows.x_strides, rows.columns, *(rows.mask_strides if mask is not None else ()))
-    plain = all(step % 16 == 0 for step in steps) and all(tensor.data_ptr() % 16 == 0 for tensor in operands)
+    plain = all(step % 16 == 0 for step in steps) and all(address(tensor) % 16 == 0 for tensor in operands)
     if plain or rows.columns < SHORTEST_LINED:
         return 0, False, False
     line = _boundaries(*operands)
@@ -951,7 +951,7 @@ def _triton_backward(
     columns = y.shape[-1]
     count = y.numel() // columns
     line = 0
-    if columns >= SHORTEST_LINED and (columns % 16 or any(t.data_ptr() % 16 for t in (grad, y, dx))):
+    if columns >= SHORTEST_LINED and (columns % 16 or any(address(tensor) % 16 for tensor in (grad, y, dx))):
         line = _boundaries(y, dx)
         if not (_in_step(line, y, grad) and _in_step(line, y, dx)):
             line = 0
@@ -1089,6 +1089,7 @@ def _forward(
         y = torch.empty_like(x, dtype=dtype)
         _native_plain_forward(x, y, scale, x.shape[-2] if causal else 0, log)
         return y
+    check_addresses(x, mask)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y
@@ -1108,7 +1109,7 @@ def _forward(
             sizes = _outer_inner(x.shape, dim)
             x = x.contiguous()
             _native().halfstep_softmax_strided(
-                x.data_ptr(), y.data_ptr(), *sizes, scale, log, DTYPE_CODES[dtype], torch.get_num_threads()
+                address(x), address(y), *sizes, scale, log, DTYPE_CODES[dtype], torch.get_num_threads()
             )
             return y
         moved_mask = None if mask is None else mask.movedim(dim, -1)
@@ -1131,6 +1132,7 @@ def _backward(
     if plain and grad.dtype == y.dtype == dtype == torch.float32 and y.shape[-1] <= TORCHS_ROWS:
         result: torch.Tensor = torch.ops.aten._softmax_backward_data(grad, y, -1, dtype)
         return result
+    check_addresses(grad, y)
     if y.is_contiguous():
         dx = torch.empty_like(y, dtype=dtype)
     else:
@@ -1150,9 +1152,9 @@ def _backward(
         _triton_strided_backward(grad, y, dx, sizes, scale, log)
     elif dtype == y.dtype:
         _native().halfstep_softmax_strided_backward(
-            grad.data_ptr(),
-            y.data_ptr(),
-            dx.data_ptr(),
+            address(grad),
+            address(y),
+            address(dx),
             *sizes,
             scale,
             log,

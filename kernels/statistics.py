@@ -36,7 +36,16 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
-from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, TensorTable, all_flattened, check_tensor_list
+from halfstep.kernels.multi_tensor import (
+    DTYPE_CODES,
+    TableCache,
+    TensorTable,
+    address,
+    all_flattened,
+    check_addresses,
+    check_tensor_list,
+    own_operations,
+)
 from halfstep.kernels.rounding import to_float32
 from halfstep.kernels.variant import Variant
 
@@ -122,8 +131,7 @@ def _reference_count(
     place = torch.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
     counts[CELLS:].scatter_add_(0, torch.where(counted, place, 0).long(), counted.long())
     if x.numel():
-        most = torch.where(counted, relative, 0).amax().long()
-        counts[-1] = torch.maximum(counts[-1], most)
+        counts[-1].clamp_(min=torch.where(counted, relative, 0).amax().long())
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -261,6 +269,7 @@ def _launch(
     """Count tensors of one dtype."""
     errors = counts.shape[1] > CELLS
     if implementation == "triton":
+        check_addresses(scale, counts)
         given = torch.ones((), dtype=torch.float32, device=counts.device) if scale is None else scale
         count_kernel[(table.chunks,)](
             table.rows,
@@ -281,16 +290,15 @@ def _launch(
     library = native.library("statistics")
     assert library is not None
     _entry(library)(
-        table.rows.data_ptr(),
-        table.chunk_tensor.data_ptr(),
+        *table.places,
         table.tensors,
         table.chunks,
-        None if scale is None else scale.data_ptr(),
+        None if scale is None else address(scale),
         inverted,
         *grid[:],
         errors,
         DTYPE_CODES[dtype],
-        counts.data_ptr(),
+        address(counts),
         counts.shape[1],
         torch.get_num_threads(),
     )
@@ -348,7 +356,7 @@ def foreach_count_(
         TypeError: an element of `tensors` is not a dense fp32, fp16 or bf16 tensor.
         ValueError: the tensors are on different devices, or `counts`, `rows` or `scale` does not fit.
     """
-    listed = check_tensor_list(tensors, "tensors")
+    listed, in_memory = check_tensor_list(tensors, "tensors")
     if not listed:
         return counts
     places = range(len(listed)) if rows is None else rows
@@ -359,14 +367,13 @@ def foreach_count_(
         of_dtype.append(tensor)
         where.append(place)
     device = listed[0].device
-    implementation = resolve(device, "statistics")
-    with on_device(device):
+    implementation = resolve(device, "statistics") if in_memory else "reference"
+    with on_device(device) if in_memory else own_operations(listed):
         for dtype, (group, where) in by_dtype.items():
             if implementation == "reference":
                 number = None if scale is None else scale.detach().reshape(())
                 for tensor, place in zip(group, where, strict=True):
-                    flat = torch.as_strided(tensor, (tensor.numel(),), (1,)).float()
-                    _reference_count(flat, counts[place], grid, number, inverted)
+                    _reference_count(tensor.reshape(-1).float(), counts[place], grid, number, inverted)
                 continue
             table = _tables[dtype].table(group, numbers=[where])
             if table.chunks:

@@ -34,6 +34,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -45,9 +46,12 @@ from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
     TableCache,
     TensorTable,
+    address,
     all_flattened,
     capturing,
+    check_addresses,
     check_tensor_list,
+    own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
@@ -406,6 +410,8 @@ def _launch_triton(
     """Check tensors of one dtype, `first` chunks being those of others."""
     mode = 0
     if factor is not None:
+        if isinstance(factor.value, torch.Tensor):
+            check_addresses(factor.value)
         mode = 2 if isinstance(factor.value, float) else 3 if factor.inverted else 1
     check_kernel[(table.chunks,)](
         table.rows,
@@ -434,23 +440,22 @@ def _launch_native(
 ) -> None:
     """Check tensors of one dtype, `first` chunks being those of others."""
     number = ctypes.c_float(factor.value) if factor is not None and isinstance(factor.value, float) else None
-    address = None if number is None else ctypes.addressof(number)
+    by = None if number is None else ctypes.addressof(number)
     if factor is not None and isinstance(factor.value, torch.Tensor):
-        address = factor.value.data_ptr()
+        by = address(factor.value)
     library = native.library("unscale")
     assert library is not None
     _entries(library)[0](
-        table.rows.data_ptr(),
-        table.chunk_tensor.data_ptr(),
+        *table.places,
         table.tensors,
         table.chunks,
-        address,
+        by,
         factor is not None and factor.inverted,
         write,
         isinstance(scratch, CheckInParts),
         DTYPE_CODES[dtype],
-        scratch.flags.data_ptr(),
-        scratch.sums.data_ptr() + 8 * first,
+        address(scratch.flags),
+        address(scratch.sums) + 8 * first,
         torch.get_num_threads() if isinstance(scratch, _Scratch) else scratch.threads or torch.get_num_threads(),
     )
 
@@ -478,6 +483,35 @@ def _run_reference(
         note(answer.flags, answer.tally)
 
 
+def _run_by_operations(
+    tensors: list[torch.Tensor], factor: _Factor | None, write: bool, answer: _Answer, places: Sequence[int]
+) -> None:
+    """One pass over tensors some of which have no memory, by what each says that its operations do."""
+    inv_scale = None if factor is None else factor.for_reference(answer.flags.device)
+    answer.flags.zero_()
+    answer.sum_of_squares.zero_()
+    for tensor, place in zip(tensors, places, strict=True):
+        _check_by_operations(tensor, inv_scale, write, answer.flags[place], answer.sum_of_squares)
+    answer.found_inf.copy_(answer.flags.any())
+    if answer.norm is not None:
+        answer.norm.copy_(answer.sum_of_squares.sqrt())
+    if answer.tally is not None:
+        note(answer.flags, answer.tally)
+
+
+def _check_by_operations(
+    tensor: torch.Tensor, inv_scale: torch.Tensor | None, write: bool, flag: torch.Tensor, total: torch.Tensor
+) -> None:
+    """Add to a flag and to a sum of squares, in place: of a subclass that holds several tensors, each adds its own."""
+    y = tensor.float() if inv_scale is None else tensor.float() * inv_scale
+    if write:
+        tensor.copy_(y)
+        y = tensor.float()
+    flag.bitwise_or_(y.isinf().any().int() * HAS_INF)
+    flag.bitwise_or_(y.isnan().any().int() * HAS_NAN)
+    total.add_(y.double().square().sum())
+
+
 def _by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[int]]:
     """Positions of the tensors of each dtype."""
     dtypes = list(map(attrgetter("dtype"), tensors))
@@ -494,8 +528,14 @@ def _placed(indices: list[int], answer: _Answer) -> list[int]:
     return indices if answer.places is None else [answer.places[index] for index in indices]
 
 
-def _run(tensors: list[torch.Tensor], factor: _Factor | None, write: bool, answer: _Answer) -> None:
+def _run(
+    tensors: list[torch.Tensor], factor: _Factor | None, write: bool, answer: _Answer, in_memory: bool = True
+) -> None:
     """One pass over flat tensors on one device: a launch per dtype, and one to gather."""
+    if not in_memory:
+        places = range(len(tensors)) if answer.places is None else answer.places
+        _run_by_operations(tensors, factor, write, answer, places)
+        return
     device = tensors[0].device
     by_dtype = _by_dtype(tensors)
     implementation = resolve(device, "unscale")
@@ -531,17 +571,18 @@ def _gather(
     gathering: _Gathering | None = None,
 ) -> None:
     norm = scratch.norm if answer.norm is None else answer.norm
-    unused = (scratch.flags, scratch.flags)
+    unused: tuple[None, None] = (None, None)
     tally = unused if answer.tally is None else answer.tally
     apart = unused if gathering is None else (gathering.order, gathering.sources)
     places = answer.found_inf, answer.sum_of_squares, norm, answer.flags, *tally, *apart
+    addresses = [None if place is None else address(place) for place in places]
     if implementation == "triton":
         finish_kernel[(1,)](
             scratch.sums,
             chunks,
             scratch.flags,
             tensors,
-            *places,
+            *(scratch.flags if place is None else place for place in places),
             LANES=LANES,
             UNROLLED=UNROLLED,
             TALLY=answer.tally is not None,
@@ -552,12 +593,7 @@ def _gather(
         return
     library = native.library("unscale")
     assert library is not None
-    addresses: list[int | None] = [place.data_ptr() for place in places]
-    if answer.tally is None:
-        addresses[4:6] = [None, None]
-    if gathering is None:
-        addresses[6:] = [None, None]
-    _entries(library)[1](scratch.sums.data_ptr(), chunks, scratch.flags.data_ptr(), tensors, *addresses)
+    _entries(library)[1](address(scratch.sums), chunks, address(scratch.flags), tensors, *addresses)
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -627,7 +663,12 @@ def _answer(tensors: int, device: torch.device, norm: bool) -> _Answer:
     )
 
 
-CHECK_OF_NOTHING = Check(torch.zeros(()), torch.zeros((), dtype=torch.float64), torch.zeros(0, dtype=torch.int32))
+_NOTHING = nullcontext()
+CHECK_OF_NOTHING = Check(
+    torch.zeros((), dtype=torch.float32, device="cpu"),
+    torch.zeros((), dtype=torch.float64, device="cpu"),
+    torch.zeros(0, dtype=torch.int32, device="cpu"),
+)
 
 
 @torch.no_grad()
@@ -661,7 +702,7 @@ def foreach_check(
     """
     if inv_scale is not None and scale is not None:
         raise ValueError("inv_scale and scale are both given; allowed is one of them: they are each other's reciprocal")
-    tensors = check_tensor_list(grads, "grads")
+    tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return Check(*(part.clone() for part in CHECK_OF_NOTHING))
     device = tensors[0].device
@@ -677,8 +718,9 @@ def foreach_check(
         _checked_out(out, slots, device)
     if tally is not None:
         _checked_tally(tally, slots, device)
-    answer = _answer(slots, device, norm=False) if out is None else _Answer(*out, None)
-    _run(all_flattened(tensors), factor, False, answer._replace(tally=tally, places=places))
+    with _NOTHING if in_memory else own_operations(tensors):
+        answer = _answer(slots, device, norm=False) if out is None else _Answer(*out, None)
+        _run(all_flattened(tensors), factor, False, answer._replace(tally=tally, places=places), in_memory)
     if out is not None:
         torch.autograd.graph.increment_version(list(out))
         return out
@@ -687,14 +729,15 @@ def foreach_check(
 
 def _unscale(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | None, norm: bool) -> _Answer | None:
     """Unscale in place and check; None if there is nothing to do it to."""
-    tensors = check_tensor_list(grads, "grads")
+    tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return None
     device = tensors[0].device
     factor = None if inv_scale is None else _Factor(_checked_factor(inv_scale, device))
-    flat = all_flattened(tensors)
-    answer = _answer(len(tensors), device, norm)
-    _run(flat, factor, factor is not None, answer)
+    with _NOTHING if in_memory else own_operations(tensors):
+        flat = all_flattened(tensors)
+        answer = _answer(len(tensors), device, norm)
+        _run(flat, factor, factor is not None, answer, in_memory)
     if factor is not None:
         for tensor, copy in zip(tensors, flat, strict=True):
             if copy is not tensor:
@@ -732,7 +775,7 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
     """
     answer = _unscale(grads, inv_scale, norm=True)
     if answer is None or answer.norm is None:
-        return Unscaled(torch.zeros(()), torch.zeros(()))
+        return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))
     return Unscaled(answer.found_inf, answer.norm)
 
 
@@ -802,7 +845,7 @@ class CheckInParts:
             TypeError: an element of `tensors` is not a dense fp32, fp16 or bf16 tensor.
             ValueError: a tensor has another size than its slot or another device, or `slots` do not fit.
         """
-        listed, slots = check_tensor_list(tensors, "tensors"), list(slots)
+        (listed, in_memory), slots = check_tensor_list(tensors, "tensors"), list(slots)
         self._check_slots(slots, listed)
         if not listed:
             return
@@ -818,7 +861,7 @@ class CheckInParts:
                 own = slots if len(indices) == len(slots) else [slots[index] for index in indices]
                 for slot in own:
                     self._dtypes[slot] = dtype
-                self._launch(dtype, own, [flat[index] for index in indices], factor)
+                self._launch(dtype, own, [flat[index] for index in indices], factor, in_memory)
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device)
                 self._streams[stream.cuda_stream] = stream
@@ -850,8 +893,22 @@ class CheckInParts:
             raise ValueError(f"tensors are on {tensors[0].device}; allowed is {self.device}")
 
     def _launch(
-        self, dtype: torch.dtype, slots: list[int], tensors: list[torch.Tensor], factor: _Factor | None
+        self,
+        dtype: torch.dtype,
+        slots: list[int],
+        tensors: list[torch.Tensor],
+        factor: _Factor | None,
+        in_memory: bool,
     ) -> None:
+        if not in_memory:
+            inverse = None if factor is None else factor.for_reference(self.device)
+            with own_operations(tensors):
+                for slot, tensor in zip(slots, tensors, strict=True):
+                    first, end = self._ends[slot], self._ends[slot + 1]
+                    self.sums[first:end] = 0
+                    total = self.sums[first:end].sum() if first == end else self.sums[first]
+                    _check_by_operations(tensor, inverse, False, self.flags[slot], total)
+            return
         implementation = resolve(self.device, "unscale")
         if implementation == "reference":
             inverse = None if factor is None else factor.for_reference(self.device)
@@ -861,7 +918,7 @@ class CheckInParts:
             self.flags[slots] = flags
             return
         table = self._table(dtype, slots)
-        table.refresh(0, list(map(torch.Tensor.data_ptr, tensors)))
+        table.point(0, tensors)
         if table.chunks:
             launch = _launch_triton if implementation == "triton" else _launch_native
             launch(table, dtype, factor, False, self, 0)
@@ -875,11 +932,12 @@ class CheckInParts:
             if self._tabled > 4 * len(self.numels):  # divisions that change and change: forget the old ones
                 self._tables.clear()
                 self._tabled = len(slots)
-            table = self._tables[key] = TensorTable([self.numels[slot] for slot in slots], 3, CHUNK, self.device)
+            table = TensorTable([self.numels[slot] for slot in slots], 3, CHUNK, self.device)
             counts = [self._ends[slot + 1] - self._ends[slot] for slot in slots]
             firsts = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0).tolist()
             table.refresh(1, slots)
             table.refresh(2, [self._ends[slot] - first for slot, first in zip(slots, firsts, strict=False)])
+            self._tables[key] = table  # whole, whatever interrupts
         return table
 
     @torch.no_grad()

@@ -99,8 +99,9 @@ def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:
         values = values.coalesce()._values()
     if values.layout != torch.strided:
         raise TypeError(f"{name} has layout {values.layout}; allowed are dense and COO tensors: use .to_dense()")
-    if values.is_meta:
-        raise TypeError(f"{name} is on the meta device and has no values; load it first")
+    if values.is_meta or getattr(values, "fake_mode", None) is not None:
+        kind = "on the meta device" if values.is_meta else "a fake tensor"
+        raise TypeError(f"{name} is {kind} and has no values; load it first")
     if values.dtype == torch.float64:
         if format.mantissa > 21:
             raise TypeError(

@@ -197,10 +197,10 @@ def test_is_flat() -> None:
 
 def test_a_list_comes_back_as_a_list() -> None:
     tensors = (torch.ones(1), torch.ones(2).half(), torch.ones(3).bfloat16())
-    checked = check_tensor_list(tensors, "x")
-    assert isinstance(checked, list) and all(a is b for a, b in zip(checked, tensors, strict=True))
-    assert check_tensor_list([], "x") == []
-    assert len(check_tensor_list((tensor for tensor in tensors), "x")) == 3  # type: ignore[arg-type]
+    checked, in_memory = check_tensor_list(tensors, "x")
+    assert in_memory and isinstance(checked, list) and all(a is b for a, b in zip(checked, tensors, strict=True))
+    assert check_tensor_list([], "x") == ([], True)
+    assert len(check_tensor_list((tensor for tensor in tensors), "x")[0]) == 3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
