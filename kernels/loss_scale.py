@@ -28,7 +28,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl
-from halfstep.kernels.multi_tensor import address, check_addresses
+from halfstep.kernels.multi_tensor import address, check_addresses, has_memory
 from halfstep.kernels.variant import Variant
 
 DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # places in `counts`
@@ -205,6 +205,8 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
         rules: how.
     """
     implementation = resolve(state.scale.device, "loss_scale")
+    if not (has_memory(state.scale) and has_memory(found_inf)):
+        implementation = "reference"
     run = {"reference": _reference, "native": _native, "triton": _triton}[implementation]
     with on_device(state.scale.device):
         run(state, found_inf, rules)

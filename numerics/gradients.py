@@ -51,15 +51,20 @@ def _values(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _check_in_torch(tensors: list[torch.Tensor], inv_scale: torch.Tensor | None, write: bool) -> Check:
-    """The same for dtypes that the kernels do not know (fp64), which optimizers of others may hold."""
-    unscaled = tensors if inv_scale is None else [tensor * inv_scale for tensor in tensors]
-    if write:
-        for tensor, value in zip(tensors, unscaled, strict=True):
+    """The same for dtypes that the kernels do not know (fp64), which optimizers of others may hold.
+
+    Answers are added to plain tensors in place, so that of a subclass that holds several tensors each adds its own.
+    """
+    device = tensors[0].device
+    flags = torch.zeros(len(tensors), dtype=torch.int32, device=device)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for place, tensor in enumerate(tensors):
+        value = tensor if inv_scale is None else tensor * inv_scale
+        if write:
             tensor.copy_(value)
-    flags = torch.stack(
-        [HAS_INF * tensor.isinf().any().int() + HAS_NAN * tensor.isnan().any().int() for tensor in unscaled]
-    )
-    squares = torch.stack([tensor.abs().double().square().sum() for tensor in unscaled]).sum()
+        flags[place].bitwise_or_(value.isinf().any().int() * HAS_INF)
+        flags[place].bitwise_or_(value.isnan().any().int() * HAS_NAN)
+        squares.add_(value.abs().double().square().sum())
     return Check(flags.any().float(), squares, flags)
 
 

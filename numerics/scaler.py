@@ -31,11 +31,12 @@ from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
+from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.unscale import Check, Tally
 from halfstep.numerics.gradients import CheckMemory, GradientCheck, agree, check_gradients, local
 from halfstep.numerics.mirror import Mirror
 from halfstep.numerics.overflow import Overflow, OverflowReport, names_of, read
-from halfstep.numerics.topology import TopologyMemory, settle_gradients
+from halfstep.numerics.topology import TopologyMemory, is_sharded, settle_gradients
 
 # 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices take for 0, so no scale grows that far.
 SMALLEST_SCALE, USUAL_MAX_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126, torch.finfo(torch.float32).max
@@ -499,16 +500,20 @@ class GradScaler(torch.amp.GradScaler):
     def _clip_in_place(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         parameters = _parameters(optimizer)
         topology = self._memory(optimizer).topology.of(parameters, self._process_group)
-        if not topology.groups and topology.settled:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        settle_gradients(parameters)
-        places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
+        if not topology.settled:
+            settle_gradients(parameters)
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
+        shards = list(map(local, grads))
+        # Of subclasses torch's function knows what their norm is.
+        if (not topology.groups and topology.settled) or not all(map(has_memory, shards)):
+            whole: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            return whole.full_tensor() if is_sharded(whole) else whole  # type: ignore[no-any-return]
+        places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
         check = check_gradients(grads, None, topology=topology, places=places)
         norm = _zero() if check is None else check.sum_of_squares.sqrt().float()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for grad in map(local, grads):
+        for grad in shards:
             by_device.setdefault(grad.device, []).append(grad)
         for device, own in by_device.items():
             torch._foreach_mul_(own, factor.to(device, non_blocking=True))
