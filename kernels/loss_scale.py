@@ -28,7 +28,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl
-from halfstep.kernels.multi_tensor import address, check_addresses, has_memory
+from halfstep.kernels.multi_tensor import address, check_addresses, has_memory, own_operations
 from halfstep.kernels.variant import Variant
 
 DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # places in `counts`
@@ -203,11 +203,15 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
         state: what is moved, on one device.
         found_inf: fp32, one element, same device; not 0 if the step overflowed and was skipped.
         rules: how.
+
+    Raises:
+        TypeError: a tensor has neither memory nor, as fake and meta ones have, operations of its own.
     """
-    implementation = resolve(state.scale.device, "loss_scale")
     if not (has_memory(state.scale) and has_memory(found_inf)):
-        implementation = "reference"
-    run = {"reference": _reference, "native": _native, "triton": _triton}[implementation]
+        with own_operations([state.scale, found_inf]):
+            _reference(state, found_inf, rules)
+        return
+    run = {"reference": _reference, "native": _native, "triton": _triton}[resolve(state.scale.device, "loss_scale")]
     with on_device(state.scale.device):
         run(state, found_inf, rules)
     # The kernels write through addresses, which autograd cannot see.
