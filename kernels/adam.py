@@ -642,7 +642,7 @@ def _native_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
         ctypes.c_int32(layout.amsgrad),
         ctypes.c_int32(layout.l2),
         ctypes.c_int32(layout.stochastic),
-        ctypes.c_int32(torch.get_num_threads()),
+        ctypes.c_int32(native.threads()),
     )
 
 

@@ -389,7 +389,7 @@ def _native(
 ) -> None:
     library = native.library("cast")
     assert library is not None
-    threads = torch.get_num_threads()
+    threads = native.threads()
     _entry(library)(rows, chunk_tensor, tensors, chunks, CODES[source], CODES[target], mode, saturate, seed, threads)
 
 

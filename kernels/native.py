@@ -4,6 +4,9 @@ Each kernel family `name.py` may have a `name.cpp` beside it with a plain C inte
 compiled once, at first use, with the machine's own compiler (2 to 6 s), kept in the user's cache folder and loaded
 with ctypes. Without a compiler the library is None, the reference runs instead: the same bits, slower.
 
+What is loaded is run, so it must be what was compiled: a folder or file that others may write to is not looked at, and
+the name of a library ends in a digest of its bytes, which a truncated or damaged one has not.
+
 The flags keep IEEE semantics, which is what makes the bits equal: no contraction to FMA, no reassociation, correctly
 rounded division and square root. ``-fno-math-errno -fno-trapping-math`` give up errno and the exception flags only.
 """
@@ -17,7 +20,9 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,9 +31,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 _HERE = Path(__file__).resolve().parent
 _HEADER = _HERE / "native.h"
-_EXACT = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+_EXACT = ["-std=c++17", "-O3", "-fno-fast-math", "-fPIC", "-shared", "-ffp-contract=off"]
+_EXACT += ["-fno-math-errno", "-fno-trapping-math"]
 _logger = logging.getLogger("halfstep")
 
 
@@ -42,10 +50,17 @@ def _flag_sets() -> list[list[str]]:
     return [*wide, [*tuned, "-fopenmp"], tuned, ["-fopenmp"], []]
 
 
-def compiler() -> str | None:
-    """Path of the C++ compiler: ``$CXX`` if set, else the first of g++, clang++, c++ found; None if there is none."""
+def compiler() -> list[str] | None:
+    """The C++ compiler and the arguments it is always given, None if there is none.
+
+    ``$CXX`` if set, split as a shell would (``g++ -O2``, ``ccache g++``); else the first of g++, clang++, c++ found.
+    """
     wished = os.environ.get("CXX")
-    return shutil.which(wished) if wished else next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    try:
+        candidates = [shlex.split(wished)] if wished else [["g++"], ["clang++"], ["c++"]]
+    except ValueError:  # a quotation without an end
+        return None
+    return next(([found, *rest] for name, *rest in filter(None, candidates) if (found := shutil.which(name))), None)
 
 
 def cache_folder() -> Path:
@@ -64,37 +79,137 @@ def _cpu_identity() -> str:
         return platform.processor() + platform.machine()
 
 
+def _writable_by_others(info: os.stat_result) -> bool:
+    """Whether somebody other than root and this user may write it."""
+    return info.st_uid not in (0, os.geteuid()) or bool(info.st_mode & 0o022)
+
+
+def _is_private_group(group: int) -> bool:
+    """Whether a group is this user's own, as many systems give everybody one and let it write."""
+    import grp
+    import pwd
+
+    try:
+        user = pwd.getpwuid(os.geteuid())
+        return user.pw_gid == group and set(grp.getgrgid(group).gr_mem) <= {user.pw_name}
+    except KeyError:
+        return False
+
+
+def _danger(folder: Path) -> str:
+    """Why a library in a folder might be somebody else's, and what to do about it; "" if it cannot be."""
+    real = folder.resolve()
+    for place in (real, *real.parents):
+        info = place.stat()
+        if info.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
+            return f"{place} belongs to user {info.st_uid}"
+        others = info.st_mode & 0o022
+        if place != real:  # whoever may rename it may put another in its place
+            own_group = not others & 0o002 and _is_private_group(info.st_gid)
+            others = 0 if info.st_mode & stat.S_ISVTX or own_group else others
+        if others:
+            return f"others may write to {place}; use `chmod go-w {shlex.quote(str(place))}`"
+    return ""
+
+
+_refused: set[Path] = set()
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether only this user and root can have written what is in a folder; one warning if not."""
+    danger = _danger(folder)
+    if danger and folder not in _refused:
+        _refused.add(folder)
+        warnings.warn(
+            f"halfstep neither loads compiled CPU kernels from {folder} nor keeps them there, as others could have put "
+            f"code of theirs there, and compiles them for this process alone: {danger}, or set HALFSTEP_CACHE to a "
+            "folder that is yours alone.",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+    return not danger
+
+
+_own: Path | None = None
+
+
+def _own_folder() -> Path:
+    """A fresh folder that nobody else can write to, for this process, removed when it ends."""
+    global _own
+    if _own is None or not _own.is_dir():  # machines tidy up
+        _own = Path(tempfile.mkdtemp(prefix="halfstep-"))
+        atexit.register(_remove, _own, os.getpid())
+    return _own
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # and not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Let one process of several (the ranks of a job) compile while the others wait for its result."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: two may compile the same thing; the rename below keeps that harmless
-        yield
-        return
+    import fcntl
+
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems have no locks: two may compile the same, which is harmless
+            _logger.info("%s cannot be locked: %s", folder, error)
         yield
 
 
-def _build(source: Path, target: Path, command: str) -> str:
+def _build(source: Path, target: Path, command: list[str]) -> str:
     """Compile `source` to `target` in one step visible to others. Returns "" or the compiler's last complaint."""
     complaint = ""
     for flags in _flag_sets():
         handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
         os.close(handle)
-        done = subprocess.run(
-            [command, *_EXACT, *flags, str(source), "-o", name], capture_output=True, text=True, timeout=300
-        )
-        if done.returncode == 0:
-            os.chmod(name, 0o755)
-            with open(name, "rb+") as written:
-                os.fsync(written.fileno())  # or a power cut could leave an empty file under the final name
-            os.replace(name, target)
-            return ""
-        os.unlink(name)
+        try:
+            done = subprocess.run(
+                [*command, *_EXACT, *flags, str(source), "-o", name], capture_output=True, text=True, timeout=300
+            )
+            if done.returncode == 0:
+                os.chmod(name, 0o755)
+                with open(name, "rb+") as written:
+                    os.fsync(written.fileno())  # or a power cut could leave an empty file under the final name
+                os.replace(name, target)
+                return ""
+        finally:
+            Path(name).unlink(missing_ok=True)
         complaint = done.stderr.strip()
     return complaint or "no message"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _holds_what_it_says(path: Path) -> bool:
+    """Whether a library is a file of this user or root that has the digest in its name."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            info = os.fstat(handle)
+            if not stat.S_ISREG(info.st_mode) or _writable_by_others(info):
+                return False
+            return _digest(file.read()) == path.stem.rpartition("-")[2]
+    except OSError:
+        return False
+
+
+def _kept(folder: Path, name: str) -> ctypes.CDLL | None:
+    """The library of this name in a private folder, None if there is none that is whole and loads."""
+    for path in sorted(folder.glob(f"{name}-*.so")):
+        if not _holds_what_it_says(path):
+            _logger.info("%s is damaged or not ours", path)
+            continue
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:  # a library that it was linked against is gone
+            _logger.info("%s does not load: %s", path, error)
+    return None
 
 
 def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
@@ -104,33 +219,69 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     command = compiler()
     if command is None:
         return f"no C++ compiler found (CXX is {os.environ.get('CXX')!r}; looked for g++, clang++, c++)"
-    version = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
-    parts = [source.read_bytes(), _HEADER.read_bytes(), repr((_EXACT, _flag_sets(), version, _cpu_identity())).encode()]
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    made_by = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
+    parts = [source.read_bytes(), _HEADER.read_bytes(), repr(made_by).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
+    name = f"{family}-{key}"
     folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
+        private = _is_private(folder)
     except OSError:
-        writable = False
-    if not writable:
-        folder = Path(tempfile.mkdtemp(prefix="halfstep-"))  # a fresh, private folder: nobody else's library is loaded
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    target = folder / f"{family}-{key}.so"
+        private = False
+    found = _kept(folder, name) if private else None
+    if found is not None:
+        return found
+    if not private or not os.access(folder, os.W_OK):
+        folder = _own_folder()
     with _one_at_a_time(folder):
-        if target.exists():
-            try:
-                return ctypes.CDLL(str(target))
-            except OSError as error:  # damaged, or a library it was linked against is gone: make it anew
-                _logger.info("%s does not load: %s", target, error)
-        _logger.info("compiling %s with %s into %s", source.name, command, target)
-        complaint = _build(source, target, command)
+        found = _kept(folder, name)  # what another process has made meanwhile
+        if found is not None:
+            return found
+        _logger.info("compiling %s with %s into %s", source.name, shlex.join(command), folder)
+        fresh = folder / f"{name}.{os.getpid()}"
+        complaint = _build(source, fresh, command)
         if complaint:
-            return f"{command} could not compile {source.name}: {complaint}"
+            return f"{shlex.join(command)} could not compile {source.name}: {complaint}"
+        target = folder / f"{name}-{_digest(fresh.read_bytes())}.so"
+        os.replace(fresh, target)
         try:
             return ctypes.CDLL(str(target))
         except OSError as error:
             return f"{target} does not load: {error}"
+
+
+_in_parallel = False  # whether OpenMP may have started threads here
+_without_threads = False  # whether this process was forked from one where it had
+
+
+def threads(wished: int | None = None) -> int:
+    """How many threads a kernel may use: those wished for, else as many as torch uses.
+
+    One in a process that was forked after kernels had run in parallel.
+    """
+    global _in_parallel
+    if _without_threads:
+        return 1
+    count = wished or torch.get_num_threads()
+    _in_parallel = _in_parallel or count > 1
+    return count
+
+
+def _after_fork() -> None:
+    """OpenMP would wait for ever for threads that only the parent has: ours does, and torch's, which builds the tables.
+
+    torch's workers that load data are told the same.
+    """
+    global _without_threads
+    if _in_parallel:
+        _without_threads = True
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @functools.cache

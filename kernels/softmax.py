@@ -797,7 +797,7 @@ def _native_forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log
         DTYPE_CODES[x.dtype],
         DTYPE_CODES[y.dtype],
         _mask_kind(mask),
-        torch.get_num_threads(),
+        native.threads(),
     )
 
 
@@ -814,7 +814,7 @@ def _native_plain_forward(x: torch.Tensor, y: torch.Tensor, scale: float, querie
         log,
         DTYPE_CODES[x.dtype],
         DTYPE_CODES[y.dtype],
-        torch.get_num_threads(),
+        native.threads(),
     )
 
 
@@ -833,7 +833,7 @@ def _native_backward(
         log,
         DTYPE_CODES[y.dtype],
         DTYPE_CODES[dx.dtype],
-        torch.get_num_threads(),
+        native.threads(),
     )
 
 
@@ -1109,7 +1109,7 @@ def _forward(
             sizes = _outer_inner(x.shape, dim)
             x = x.contiguous()
             _native().halfstep_softmax_strided(
-                address(x), address(y), *sizes, scale, log, DTYPE_CODES[dtype], torch.get_num_threads()
+                address(x), address(y), *sizes, scale, log, DTYPE_CODES[dtype], native.threads()
             )
             return y
         moved_mask = None if mask is None else mask.movedim(dim, -1)
@@ -1159,7 +1159,7 @@ def _backward(
             scale,
             log,
             DTYPE_CODES[dtype],
-            torch.get_num_threads(),
+            native.threads(),
         )
     else:
         moved = _backward(grad.movedim(dim, -1), y.movedim(dim, -1), -1, scale, False, log, dtype)

@@ -300,7 +300,7 @@ def _launch(
         DTYPE_CODES[dtype],
         address(counts),
         counts.shape[1],
-        torch.get_num_threads(),
+        native.threads(),
     )
 
 

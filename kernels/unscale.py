@@ -456,7 +456,7 @@ def _launch_native(
         DTYPE_CODES[dtype],
         address(scratch.flags),
         address(scratch.sums) + 8 * first,
-        torch.get_num_threads() if isinstance(scratch, _Scratch) else scratch.threads or torch.get_num_threads(),
+        native.threads(None if isinstance(scratch, _Scratch) else scratch.threads),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def cached(tmp_path: Path) -> list[str]:
 def compiler_script(folder: Path, body: str) -> Path:
     """A compiler that runs `body` first, then the real one."""
     script = folder / "c++-for-the-test"
-    script.write_text(f'#!/bin/sh\n{body}\nexec "{native.compiler()}" "$@"\n')
+    script.write_text(f'#!/bin/sh\n{body}\nexec {shlex.join(native.compiler() or [])} "$@"\n')
     script.chmod(0o755)
     return script
 
@@ -105,7 +106,7 @@ def test_the_flags_keep_ieee_arithmetic(toy: Path) -> None:
     assert library is not None
     assert library.contracted() == 0  # fused, the square keeps its 2^-46
     for flags in native._flag_sets():
-        assert not any("fast-math" in flag or "Ofast" in flag for flag in [*native._EXACT, *flags])
+        assert not {"-ffast-math", "-Ofast"} & {*native._EXACT, *flags}
 
 
 def test_a_family_without_c_plus_plus_is_none_in_silence(toy: Path) -> None:
@@ -127,17 +128,237 @@ def test_a_source_that_does_not_compile_warns_once(toy: Path, tmp_path: Path) ->
     assert list((tmp_path / "cache").glob("*.so")) == [], "a failed build left a file behind"
 
 
-def test_a_damaged_library_is_built_anew(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def other_library(folder: Path) -> bytes:
+    """A library that loads, and answers wrongly."""
+    source, target = folder / "other.cpp", folder / "other.so"
+    source.write_text('extern "C" int answer() { return 666; }\n')
+    assert native._build(source, target, native.compiler() or []) == ""
+    return target.read_bytes()
+
+
+def put_library(folder: Path, name: str, content: bytes) -> Path:
+    """A file of the name that a library of this content would have."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name.rpartition('-')[0]}-{native._digest(content)}.so"
+    path.write_bytes(content)
+    path.chmod(0o755)
+    return path
+
+
+def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """The name of the toy's library and another cache folder, still empty.
+
+    In another, since the loader of the system would answer the same path from memory.
+    """
     native.library("toy")
     native.library.cache_clear()
-    (name,) = cached(tmp_path)
-    # In another folder, since the loader of the system would answer the same path from memory.
-    (tmp_path / "second").mkdir()
-    (tmp_path / "second" / name).write_bytes(b"")
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "second"))
+    return cached(tmp_path)[0], tmp_path / "second"
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "bit", "another library", "a symbolic link", "a FIFO"])
+def test_a_damaged_library_is_built_anew(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """A cut one would be SIGBUS, one with another content SIGSEGV, AttributeError or wrong results."""
+    name, folder = in_a_new_folder(tmp_path, monkeypatch)
+    content = (tmp_path / "cache" / name).read_bytes()
+    folder.mkdir(mode=0o700)
+    bad = {"empty": b"", "cut": content[:-4096], "bit": content[:5000] + bytes([content[5000] ^ 1]) + content[5001:]}
+    if damage == "a FIFO":
+        os.mkfifo(folder / name)
+    elif damage == "a symbolic link":
+        (folder / name).symlink_to(put_library(tmp_path / "elsewhere", "toy-x.so", other_library(tmp_path)))
+    else:
+        (folder / name).write_bytes(bad.get(damage) if damage in bad else other_library(tmp_path))
+        (folder / name).chmod(0o755)
     library = native.library("toy")
     assert library is not None and library.answer() == 42
-    assert (tmp_path / "second" / name).stat().st_size > 0
+    assert (folder / name).read_bytes() == content and not (folder / name).is_symlink()
+    assert sorted(path.name for path in folder.iterdir()) == ["lock", name], "something was left behind"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
+def test_a_library_planted_where_others_may_write_is_not_run(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    name, folder = in_a_new_folder(tmp_path, monkeypatch)
+    planted = put_library(folder, name, other_library(tmp_path))
+    folder.chmod(mode)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(native.tempfile, "tempdir", None)
+    with pytest.warns(RuntimeWarning) as caught:
+        library = native.library("toy")
+        native.library.cache_clear()
+        assert library is not None and library.answer() == 42
+        again = native.library("toy")
+        assert again is not None and again.answer() == 42
+    assert [str(warning.message) for warning in caught] == [
+        f"halfstep neither loads compiled CPU kernels from {folder} nor keeps them there, as others could have put "
+        f"code of theirs there, and compiles them for this process alone: others may write to {folder}; use "
+        f"`chmod go-w {folder}`, or set HALFSTEP_CACHE to a folder that is yours alone."
+    ]
+    assert list(folder.iterdir()) == [planted]
+    # Made safe, the folder is used; the file was written while it was not, by whom nobody knows, but is the user's own.
+    folder.chmod(0o700)
+    planted.chmod(0o757)
+    native.library.cache_clear()
+    library = native.library("toy")
+    assert library is not None and library.answer() == 42, "a file that others may write to"
+
+
+@pytest.mark.parametrize(
+    ("mode", "refused"), [(0o777, True), (0o1777, False), (0o755, False), (0o770, None), (0o700, False)]
+)
+def test_whoever_may_rename_a_parent_could_exchange_the_folder(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, refused: bool | None
+) -> None:
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    parent.chmod(mode)
+    (tmp_path / "link").symlink_to(parent)
+    for name in ("parent", "link"):
+        folder = tmp_path / name / "new" / "cache"
+        if refused is None:  # a group may be the user's own
+            for private in (True, False):
+                monkeypatch.setattr(native, "_is_private_group", lambda group, private=private: private)
+                folder.mkdir(parents=True, exist_ok=True)
+                assert bool(native._danger(folder)) is not private
+            continue
+        monkeypatch.setenv("HALFSTEP_CACHE", str(folder))
+        native.library.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            library = native.library("toy")
+        assert library is not None and library.answer() == 42
+        assert len(caught) == refused
+        if refused:
+            assert f"others may write to {parent}; use `chmod go-w {parent}`" in str(caught[0].message)
+        assert bool(list(folder.glob("toy-*.so"))) is not refused
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may give a folder away")
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o755)
+    assert native._danger(folder) == ""
+    os.chown(folder, 54321, -1)
+    assert native._danger(folder) == f"{folder} belongs to user 54321"
+    file = folder / "x-y.so"
+    file.write_bytes(b"")
+    file = file.rename(folder / f"x-{native._digest(b'')}.so")
+    assert native._holds_what_it_says(file)
+    os.chown(file, 54321, -1)
+    assert not native._holds_what_it_says(file)
+
+
+def test_a_cache_that_cannot_be_written_is_read(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an image, say, whose libraries root has put there."""
+    name, folder = in_a_new_folder(tmp_path, monkeypatch)
+    put_library(folder, name, (tmp_path / "cache" / name).read_bytes())
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("compiled a second time"))
+    library = native.library("toy")
+    assert library is not None and library.answer() == 42
+    assert [path.name for path in folder.iterdir()] == [name]
+
+
+def test_a_file_system_without_locks_is_no_obstacle(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def without(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without)
+    library = native.library("toy")
+    assert library is not None and library.answer() == 42 and len(cached(tmp_path)) == 1
+
+
+def test_a_compiler_may_come_with_arguments(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.write_text('extern "C" int answer() { return ANSWER; }\n')
+    plain = shlex.join(native.compiler() or [])
+    for answer in (7, 8):
+        monkeypatch.setenv("CXX", f"{plain} -O2 -DANSWER={answer} -DTEXT='\"a b\"'")
+        native.library.cache_clear()
+        library = native.library("toy")
+        assert library is not None and library.answer() == answer
+    assert len(cached(tmp_path)) == 2, "arguments change the result"
+    wrapper = compiler_script(tmp_path, "[ -x ] && shift")  # as ccache: the compiler is its first argument
+    wrapper.write_text('#!/bin/sh\nexec "$@"\n')
+    monkeypatch.setenv("CXX", f"'{wrapper}' {plain} -DANSWER=9")
+    native.library.cache_clear()
+    library = native.library("toy")
+    assert library is not None and library.answer() == 9
+    for nonsense in ("g++ 'unclosed", "/nonexistent/g++ -O2", " "):
+        monkeypatch.setenv("CXX", nonsense)
+        assert native.compiler() is None
+
+
+FORK = """
+import os, sys, torch, halfstep
+from halfstep.kernels import native
+torch.set_num_threads(2)
+generator = torch.Generator().manual_seed(0)
+xs = [torch.randn(20000, generator=generator) for _ in range(6)]  # fewer than torch hands to a second thread
+ps = [torch.nn.Parameter(x.bfloat16()) for x in xs]
+optimizer = halfstep.AdamW(ps, max_grad_norm=1.0)
+rows = torch.randn(160, 160, generator=generator)
+
+def work():
+    out = []
+    for p, x in zip(ps, xs):
+        p.grad = (x * 0.1).bfloat16()
+    optimizer.step()
+    out += [p.detach().float().sum().item() for p in ps]
+    out.append(halfstep.foreach_check(xs).sum_of_squares.item())
+    out += [y.float().sum().item() for y in halfstep.foreach_cast(xs, torch.float8_e4m3fn)]
+    out.append(halfstep.cast(rows.reshape(-1), torch.bfloat16).float().sum().item())
+    x = rows.clone().requires_grad_()
+    halfstep.softmax(x).square().sum().backward()
+    out.append(x.grad.double().sum().item())
+    out.append(halfstep.statistics(xs).total.cells.tolist())
+    return out
+
+start = [p.detach().clone() for p in ps]
+def again():
+    with torch.no_grad():
+        for p, s in zip(ps, start):
+            p.copy_(s)
+    optimizer.state.clear()
+    return work()
+
+before = again()
+child = os.fork()
+if child == 0:
+    same = again() == before and native.threads() == 1
+    os._exit(0 if same else 3)
+assert os.waitpid(child, 0)[1] == 0, "the child differs"
+assert again() == before and native.threads() == 2
+print("done")
+"""
+
+
+def test_a_fork_of_a_process_that_has_run_in_parallel_works_alone(tmp_path: Path) -> None:
+    """OpenMP's threads are not in the child; waiting for them never ended."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_a_fork_before_anything_ran_keeps_its_threads() -> None:
+    code = (
+        "import os, torch\nfrom halfstep.kernels import native\ntorch.set_num_threads(2)\n"
+        "child = os.fork()\nif child == 0: os._exit(native.threads())\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), native.threads(3))"
+    )
+    assert run(code).stdout == "2 3\n"
 
 
 def test_without_openmp_it_compiles_single_threaded(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +373,7 @@ def test_every_family_compiles_without_openmp_and_without_native_tuning(tmp_path
     """The last resort of `_flag_sets`, for compilers that know neither."""
     for source in sorted(Path(native.__file__).parent.glob("*.cpp")):
         done = subprocess.run(
-            [str(native.compiler()), *native._EXACT, "-O0", str(source), "-o", str(tmp_path / "out.so")],
+            [*(native.compiler() or []), *native._EXACT, "-O0", str(source), "-o", str(tmp_path / "out.so")],
             capture_output=True,
             text=True,
         )

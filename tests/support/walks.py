@@ -39,7 +39,7 @@ extern "C" void join_only(const uint16_t* weight, const int16_t* remainder, floa
 """
 
 
-def build(folder: Path, command: str) -> Path:
+def build(folder: Path, command: list[str]) -> Path:
     """adam.cpp with its split and join made callable, compiled as the package compiles it."""
     source, target = folder / "wrapper.cpp", folder / "wrapper.so"
     source.write_text(WRAPPER.format(source=Path(native.__file__).resolve().parent / "adam.cpp"))
