@@ -4,9 +4,10 @@ A step gathers, per device and dtype combination, the tensors of all parameter g
 once. The batch is kept: later steps compare addresses and write down only those that moved.
 
 **State.** In memory ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``,
-with amsgrad ``max_exp_avg_sq``, and for a low-precision parameter ``master`` (fp32) or ``remainder`` (int16).
-``state_dict()`` is canonical: whatever the layout, it has ``master`` and the moments in fp32, so it loads bit for bit
-into every other one.
+with amsgrad ``max_exp_avg_sq``, and for a low-precision parameter ``master``: fp32, or, where the master is split, the
+16 bits (int16) that complete the bf16 parameter to it. The name is one so that code that looks for a checkpoint's
+entries by the names in memory (``flatten_optimizer_state_dict``, torchtitan) finds it. ``state_dict()`` is canonical:
+whatever the layout, it has ``master`` and the moments in fp32, so it loads bit for bit into every other one.
 `torch.optim.Optimizer.load_state_dict` would cast all of it to the parameter's dtype; ours does not call it.
 
 **Random bits.** With ``rounding="stochastic"`` every rounding is named by the seed, the parameter's number in the
@@ -21,23 +22,33 @@ where it no longer rounds to it. A split master is the parameter and 16 bits mor
 the same was written again, and lies within half a bf16 ulp of the parameter everywhere. Which elements were written
 cannot be told, and to drop the bits of all would, in a training that writes after each step (masks, weight clipping),
 lose every update below that ulp. `refresh_master` drops them on demand.
+
+**Interrupts.** `step` and `load_state_dict` first prepare everything that can fail or take long, and then change
+weights and state in one sequence that Ctrl-C does not divide (`halfstep.integrations.uninterrupted`).
 """
 
 from __future__ import annotations
 
+import gc
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+import sys
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, repeat
 from numbers import Real
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, NamedTuple, overload
 
+import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from halfstep.integrations.uninterrupted import apply
 from halfstep.kernels import adam
-from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, is_flat
+from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, has_memory, is_flat
 from halfstep.kernels.philox import check_seed
 from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.foreign_scalers import StepSupportsAmpScaling
@@ -73,10 +84,18 @@ def _all_contiguous(tensors: list[torch.Tensor]) -> bool:
 # --------------------------------------------------------------------------------------------------------- validation
 
 
+def _plain(value: Any) -> Any:
+    """numpy's numbers as Python's, so that checkpoints hold no objects of numpy; others as they are."""
+    if isinstance(value, (tuple, list)) and any(isinstance(one, (np.ndarray, np.generic)) for one in value):
+        return type(value)(map(_plain, value))
+    return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
+
+
 def _number(value: Any, message: str, allowed: str, fits: Callable[[float], bool]) -> None:
-    """Raise unless a hyper-parameter is a finite number in its range; device tensors are not read."""
+    """Raise unless a hyper-parameter is a finite number in its range; device and fake tensors are not read."""
+    value = _plain(value)
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
+        if value.device.type != "cpu" or not has_memory(value):
             return
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -257,6 +276,10 @@ def _version(parameter: torch.Tensor) -> int:
     return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
 
 
+def _address_of(values: torch.Tensor) -> int:
+    return values.data_ptr() if has_memory(values) else 0
+
+
 class _Agreed(NamedTuple):
     """When a parameter and its full master last held the same weight."""
 
@@ -266,18 +289,28 @@ class _Agreed(NamedTuple):
 
     @classmethod
     def now(cls, parameter: torch.Tensor) -> _Agreed:
-        return cls(_version(parameter), local(parameter).data_ptr(), parameter.dtype)
+        return cls(_version(parameter), _address_of(local(parameter)), parameter.dtype)
 
     def may_be_written(self, parameter: torch.Tensor) -> bool:
         """Whether somebody may have written the parameter since. A change of dtype is none: the master says more."""
         if parameter.dtype != self.dtype:
             return False
-        return (self.version, self.address) != (_version(parameter), local(parameter).data_ptr())
+        return (self.version, self.address) != (_version(parameter), _address_of(local(parameter)))
 
 
-def _take_written(parameter: torch.Tensor, master: torch.Tensor) -> None:
-    """Let local values replace the full master where they are not its rounding; nothing waits for the device."""
-    master.copy_(torch.where(parameter != master.to(parameter.dtype), parameter.float(), master))
+def _as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """A full master, replaced by local values where they are not its rounding; nothing waits for the device."""
+    return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
+
+
+def _state_keys(layout: adam.Layout) -> dict[int, str]:
+    """By operand, the names of the state tensors that a layout keeps."""
+    keys = {adam.M: "exp_avg", adam.V: "exp_avg_sq", adam.STEP: "step"}
+    if layout.master != adam.NO_MASTER:
+        keys[adam.EXTRA] = "master"
+    if layout.amsgrad:
+        keys[adam.TOP] = "max_exp_avg_sq"
+    return keys
 
 
 class _Batch:
@@ -294,13 +327,7 @@ class _Batch:
         """`rows` are the parameters' groups, `names` further rows of the table; full masters agree now."""
         self.parameters, self.states = parameters, states
         self.sharded = any(map(is_sharded, parameters))
-        extra = {adam.NO_MASTER: None, adam.FULL_MASTER: "master", adam.SPLIT_MASTER: "remainder"}[layout.master]
-        keys = {adam.M: "exp_avg", adam.V: "exp_avg_sq", adam.STEP: "step"}
-        if extra:
-            keys[adam.EXTRA] = extra
-        if layout.amsgrad:
-            keys[adam.TOP] = "max_exp_avg_sq"
-        self.keys = keys
+        self.keys = keys = _state_keys(layout)
         held = [local(parameter.detach()) for parameter in parameters]
         self.device = held[0].device
         self.dense = [_dense(one, layout) for one in held]
@@ -348,6 +375,7 @@ class _Batch:
             # On plain tensors: the same objects. Shards are taken anew each time, and only where they lie tells.
             if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):
                 return False
+            assert self.batch.table is not None
             if list(map(_address, now)) != self.batch.table.known(operand):
                 return False
         return True
@@ -362,7 +390,7 @@ class _Batch:
         masters = self.batch.lists[adam.EXTRA]
         for index, (before, after) in enumerate(zip(self.versions, now, strict=True)):
             if before != after:
-                _take_written(self.held[index], masters[index])
+                masters[index].copy_(_as_written(self.held[index], masters[index]))
         self.versions = now
 
     def _in_order(self, gradients: list[torch.Tensor], contiguous: bool) -> list[torch.Tensor]:
@@ -377,8 +405,17 @@ class _Batch:
             ordered.append(grad)
         return ordered
 
-    def step(self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control) -> None:
-        """One step; `contiguous` tells whether all of `grads` are."""
+    def prepare(
+        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
+    ) -> list[partial[Any]]:
+        """All of a step that can fail or take long, and the calls that make it; they hold addresses only.
+
+        Args:
+            grads: one per parameter.
+            contiguous: whether all of them are.
+            groups: the table of the groups' options.
+            control: on this device.
+        """
         if self.sharded:
             grads = list(map(local, grads))
             contiguous = _all_contiguous(grads)
@@ -387,28 +424,94 @@ class _Batch:
         for parameter, copy in self.copied:
             copy.copy_(parameter)
         self.batch.lists[adam.GRAD] = gradients
+        assert self.batch.table is not None
         self.batch.table.point(adam.GRAD, gradients)
-        adam.step(self.batch, groups, control)
+        back = (partial(parameter.copy_, copy) for parameter, copy in self.copied)
+        return [adam.launch(self.batch, groups, control), *back]
+
+    def finish(self) -> None:
+        """After the calls."""
         self.batch.lists[adam.GRAD] = []  # or their memory would outlive zero_grad
-        for parameter, copy in self.copied:
-            parameter.copy_(copy)
         # The kernels write through addresses, which autograd cannot see.
         torch.autograd.graph.increment_version(self.parameters)
         if self.batch.layout.master == adam.FULL_MASTER:
             self.versions = self._versions()
 
 
+class _OwnOperations(_Batch):
+    """Tensors whose memory no kernel may read (wrapper subclasses, fake and meta tensors): the reference steps them."""
+
+    def __init__(
+        self, layout: adam.Layout, parameters: list[torch.Tensor], states: list[dict[str, Any]], rows: list[int]
+    ):
+        self.parameters, self.states = parameters, states
+        self.sharded = any(map(is_sharded, parameters))
+        self.keys = _state_keys(layout)
+        self.known = list(map(local, parameters))
+        self.device = self.known[0].device
+        self.addresses = [0] * len(parameters)
+        self.held = [local(parameter.detach()) for parameter in parameters]
+        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
+        for operand in self.keys:
+            lists[operand] = self._state(operand)
+        row_of = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        hyper = torch.zeros(len(rows), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
+        self.batch = adam.Batch(layout, None, lists, row_of, hyper)
+        self.versions = self._versions()
+
+    def still_describes(self) -> bool:
+        return all(map(is_, map(local, self.parameters), self.known)) and all(
+            all(map(is_, self._state(operand), self.batch.lists[operand])) for operand in self.keys
+        )
+
+    def prepare(
+        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
+    ) -> list[partial[Any]]:
+        # Taken anew: `parameter.data` may have been replaced.
+        self.held = self.batch.lists[adam.PARAM] = [local(parameter.detach()) for parameter in self.parameters]
+        self.take_outside_writes()
+        self.batch.lists[adam.GRAD] = list(map(local, grads))
+        return [adam.launch(self.batch, groups, control)]
+
+
 # ----------------------------------------------------------------------------------------------------------- optimizer
 
 
+class _Masters(Mapping[torch.Tensor, torch.Tensor]):
+    """What `masters` returns: each master is put together when it is asked for."""
+
+    def __init__(self, optimizer: _AdamBase) -> None:
+        self._optimizer = optimizer
+        self._own = dict.fromkeys(optimizer._parameters())
+
+    @torch.no_grad()
+    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter not in self._own:
+            raise KeyError("not a parameter of this optimizer")
+        master = self._optimizer._master(parameter)
+        return parameter.detach().float() if master is None else master
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
 class _AdamBase(Optimizer):
-    """What Adam and AdamW share: everything but their signatures."""
+    """What Adam and AdamW share: everything but their signatures.
+
+    They inherit from torch's classes of the same names, for frameworks that ask `isinstance`, and nothing of theirs:
+    what this class does not define comes from `torch.optim.Optimizer`, called by its name.
+    """
 
     # False: torch's scalers unscale in place, and decide whether to call step().
     _step_supports_amp_scaling = StepSupportsAmpScaling()
     # halfstep.GradScaler leaves unscaling, clipping and skipping to step(), which reads grad_scale, found_inf and
     # sum_of_squares from the instance, and waits for nothing.
     _unscales_in_step = True
+    # Options that a checkpoint does not change, beside those of the layout.
+    _fixed_options: tuple[str, ...] = ()
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
         _check_options(defaults)
@@ -420,10 +523,10 @@ class _AdamBase(Optimizer):
         self._agreed: dict[int, _Agreed] = {}
         self._topology = TopologyMemory()
         self._had_nothing = False
-        super().__init__(params, defaults)
+        Optimizer.__init__(self, params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        Optimizer.__setstate__(self, state)
         self.__dict__.setdefault("max_grad_norm", None)
         self.__dict__.setdefault("_squares", None)
         self.__dict__.setdefault("_checked_norm", None)
@@ -433,24 +536,26 @@ class _AdamBase(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self._forget()
-        # Checkpoints may bring entries of others, under any key.
-        full = [p for p, held in self.state.items() if isinstance(p, torch.Tensor) and "master" in held]
-        self._agreed = {id(parameter): _Agreed.now(parameter) for parameter in full}
+        self._agree()
 
+    @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
-        self._take_outside_writes()
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+        self._note_agreed()
+        state: dict[Any, Any] = defaultdict(dict, self.state)
+        for parameter in self._with_full_master():
+            state[parameter] = {**state[parameter], "master": self._master(parameter)}
+        return {**Optimizer.__getstate__(self), "state": state, "max_grad_norm": self.max_grad_norm}
 
     def _forget(self) -> None:
         """Drop what is derived from parameters and state."""
         self._note_agreed()
         self._stepped: list[torch.Tensor] | None = None
-        self._stepped_dtypes: list[torch.dtype] = []
+        self._stepped_kinds: tuple[list[torch.dtype], set[type]] = ([], set())
         self._stepped_state: tuple[Any, int] = (None, 0)
         self._checked: list[tuple[Any, ...]] = []
         self._kinds: list[tuple[Any, ...]] = []
         self._members: list[tuple[_Batch, list[int]]] = []
-        self._group_tables: dict[torch.device, tuple[list[list[float]], torch.Tensor]] = {}
+        self._group_tables: dict[torch.device, tuple[list[list[float]] | None, torch.Tensor]] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see `torch.optim.Optimizer.add_param_group`.
@@ -459,12 +564,15 @@ class _AdamBase(Optimizer):
             TypeError, ValueError: an option or a parameter is not allowed; the optimizer is unchanged.
         """
         _check_options({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        Optimizer.add_param_group(self, param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]
+        added.update({name: _plain(added[name]) for name in ("lr", "betas", "eps", "weight_decay")})
         try:
             for index, parameter in enumerate(added["params"]):
-                _check_parameter(parameter, f"parameter {index} of group {number}", added["master_weights"])
+                # What is frozen now may be of any kind (quantized weights); if it is ever stepped, it is checked then.
+                if parameter.requires_grad and not is_lazy(parameter):
+                    _check_parameter(parameter, f"parameter {index} of group {number}", added["master_weights"])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -482,19 +590,66 @@ class _AdamBase(Optimizer):
         for batch, _ in self.__dict__.get("_members", ()):
             self._agreed.update(batch.agreed())
 
+    def _agree(self) -> None:
+        """Note that parameters and full masters hold the same weights now."""
+        self._agreed = {id(parameter): _Agreed.now(parameter) for parameter in self._with_full_master()}
+
+    def _with_full_master(self) -> list[torch.Tensor]:
+        held = (
+            (parameter, self.state[parameter].get("master"))
+            for parameter in self._parameters()
+            if parameter in self.state
+        )
+        return [p for p, master in held if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
+
+    def _master_if_written(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The local values that a full master must become because somebody wrote the parameter; None if nobody did."""
+        held, own = local(parameter.detach()), local(self.state[parameter]["master"])
+        known = self._agreed.get(id(parameter))
+        comparable = held.device == own.device and held.shape == own.shape
+        if known is None or not comparable or not known.may_be_written(parameter):
+            return None
+        return _as_written(held, own)
+
+    def _master(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The fp32 master as it is now, none for fp32 parameters; it changes nothing.
+
+        So weights that are swapped in for a while (an average, for evaluation) cost the masters no bits, even if a
+        checkpoint is made of them.
+        """
+        state = self.state[parameter] if parameter in self.state else {}
+        master = state.get("master")
+        if parameter.dtype == torch.float32 or not isinstance(master, torch.Tensor):
+            return None
+        if master.dtype == torch.int16:
+            return _like(parameter, join_master(local(parameter.detach()), local(master)))
+        written = self._master_if_written(parameter)
+        return master if written is None else _like(parameter, written)
+
+    def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """By parameter, its weight in fp32: the master, or the parameter where there is none.
+
+        Where the optimizer holds it in fp32 (fp32 parameters, full masters) nothing is copied: clone what you want to
+        keep, since the next step changes it, and write nothing into it. A split master is put together when it is asked
+        for, one at a time while `items` runs. For DTensors they are DTensors.
+
+        A moving average of the weights, which in bf16 would stand still::
+
+            average = {p: master.clone() for p, master in optimizer.masters().items()}
+            for p, master in optimizer.masters().items():  # after each step
+                average[p].lerp_(master, 1 - decay)
+        """
+        self._note_agreed()
+        return _Masters(self)
+
     @torch.no_grad()
     def _take_outside_writes(self) -> None:
         """Let parameters that somebody wrote replace their full masters, whether or not they are in a batch."""
         self._note_agreed()
-        for parameter in self._parameters():
-            master = self.state[parameter].get("master") if parameter in self.state else None
-            if not isinstance(master, torch.Tensor):
-                continue
-            held, own = local(parameter.detach()), local(master)
-            known = self._agreed.get(id(parameter))
-            comparable = held.device == own.device and held.shape == own.shape
-            if known is not None and comparable and known.may_be_written(parameter):
-                _take_written(held, own)
+        for parameter in self._with_full_master():
+            written = self._master_if_written(parameter)
+            if written is not None:
+                local(self.state[parameter]["master"]).copy_(written)
                 self._agreed[id(parameter)] = _Agreed.now(parameter)
 
     @torch._disable_dynamo
@@ -524,10 +679,9 @@ class _AdamBase(Optimizer):
         self._note_agreed()
         for parameter in chosen:
             state = self.state[parameter] if parameter in self.state else {}
-            if "remainder" in state:
-                local(state["remainder"]).zero_()
             if "master" in state:
-                local(state["master"]).copy_(local(parameter.detach()))
+                master = local(state["master"])
+                master.zero_() if master.dtype == torch.int16 else master.copy_(local(parameter.detach()))
             self._agreed[id(parameter)] = _Agreed.now(parameter)
 
     # -------------------------------------------------------------------------------------------------------- state
@@ -541,25 +695,44 @@ class _AdamBase(Optimizer):
         if master == "full":
             state["master"] = value.to(torch.float32, memory_format=torch.preserve_format)
         elif master == "split":
-            state["remainder"] = torch.zeros_like(value, dtype=torch.int16, memory_format=torch.preserve_format)
+            state["master"] = torch.zeros_like(value, dtype=torch.int16, memory_format=torch.preserve_format)
         return state
 
     def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, with whatever it lacks."""
-        state: dict[str, Any] = self.state[parameter]
+        """The state of a parameter, with whatever it lacks; what was there before stays until all of it is made."""
+        known = self.state.get(parameter)
+        state = {} if known is None else dict(known)
+        kept = _master_of(parameter, group["master_weights"])
+        self._fit_master(parameter, kept, state)
         needed = ["step", "exp_avg", "exp_avg_sq"]
-        if group["amsgrad"]:
-            needed.append("max_exp_avg_sq")
-        kept = {"full": "master", "split": "remainder"}.get(_master_of(parameter, group["master_weights"]) or "")
-        needed += [kept] if kept else []
-        for key in {"master", "remainder"} - {kept}:
-            state.pop(key, None)  # of the dtype or option that this parameter had before
+        needed += ["max_exp_avg_sq"] if group["amsgrad"] else []
+        needed += ["master"] if kept else []
         if any(key not in state for key in needed):
-            if kept == "master" and kept not in state:
+            if kept == "full" and "master" not in state:
                 self._agreed[id(parameter)] = _Agreed.now(parameter)
-            for key, value in self._new_state(parameter, group).items():
-                state.setdefault(key, value)
+            state = {**self._new_state(parameter, group), **state}
+        if not isinstance(state["step"], torch.Tensor) or state["step"].dtype != torch.float32:
+            state["step"] = _step_count(state["step"], "a parameter's state").to(parameter.device)
+        if known is not None and known.keys() == state.keys() and all(map(is_, map(known.get, state), state.values())):
+            return known
+        self.state[parameter] = state
         return state
+
+    def _fit_master(self, parameter: torch.Tensor, kept: str | None, state: dict[str, Any]) -> None:
+        """Turn the master into the kind to keep: dtype or option may have changed, or canonical state was put in."""
+        master = state.get("master")
+        if not isinstance(master, torch.Tensor):
+            return
+        split = master.dtype == torch.int16
+        if kept == "split" and not split:
+            written = self._master_if_written(parameter)
+            weight, rest = split_master(local(master) if written is None else written)
+            local(parameter.detach()).copy_(weight)
+            state["master"] = _like(parameter, rest)
+        elif kept == "full" and split and parameter.dtype == torch.bfloat16:
+            state["master"] = _like(parameter, join_master(local(parameter.detach()), local(master)))
+        elif kept is None or (kept == "full" and split):
+            del state["master"]  # without the bf16 parameter that they complete, 16 bits say nothing
 
     # --------------------------------------------------------------------------------------------------------- step
 
@@ -574,7 +747,7 @@ class _AdamBase(Optimizer):
         for values, before in zip(now, self._checked, strict=True):
             if not all(map(is_, values, before)) or type(values[1]) is not tuple:
                 return True
-            if any(isinstance(value, torch.Tensor) for value in (values[0], *values[1], values[2], values[3])):
+            if not {float, int}.issuperset(map(type, (values[0], *values[1], values[2], values[3]))):
                 return True
         return False
 
@@ -606,17 +779,29 @@ class _AdamBase(Optimizer):
                 )
             state = self._complete_state(parameter, group)
             layout = _layout_of(parameter, grad.dtype, group)
+            tensors = (parameter, grad, *map(state.__getitem__, _state_keys(layout).values()))
+            addressable = all(map(has_memory, map(local, tensors)))
             for key, value in state.items():
-                if key in CANONICAL_KEYS or key == "remainder":
-                    self._check_state(where, key, value, parameter, group, layout)
+                if key in CANONICAL_KEYS:
+                    self._check_state(where, key, value, parameter, group, layout, addressable)
             if layout.stochastic:
+                if not addressable:
+                    raise TypeError(
+                        f"{where} is a {type(local(parameter)).__name__} without memory of its own, and rounding is "
+                        "'stochastic'; allowed is rounding='nearest'"
+                    )
                 seed = group["seed"]
                 names[index] = (stream_of[id(parameter)], *_place(parameter, where), seed)
-            kinds.setdefault((local(parameter).device, layout), []).append(index)
+            kinds.setdefault((local(parameter).device, layout, addressable), []).append(index)
         self._take_outside_writes()
-        for (_, layout), indices in kinds.items():
+        for (_, layout, addressable), indices in kinds.items():
             members = [parameters[index] for index in indices]
             states = [self.state[parameter] for parameter in members]
+            if not addressable:
+                self._members.append(
+                    (_OwnOperations(layout, members, states, [rows[index] for index in indices]), indices)
+                )
+                continue
             named = list(zip(*(names[index] for index in indices), strict=True)) if layout.stochastic else []
             further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
             batch = _Batch(layout, members, states, [rows[index] for index in indices], further)
@@ -630,14 +815,14 @@ class _AdamBase(Optimizer):
         parameter: torch.Tensor,
         group: dict[str, Any],
         layout: adam.Layout,
+        addressable: bool,
     ) -> None:
         """Raise unless a state tensor can stand beside its parameter in one launch."""
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"state {key!r} of {where} is a {type(value).__name__}; allowed is a tensor")
         held, own = local(value), local(parameter)
-        dtype = {"step": torch.float32, "master": torch.float32, "remainder": torch.int16}.get(
-            key, group["state_dtype"]
-        )
+        master = torch.int16 if layout.master == adam.SPLIT_MASTER else torch.float32
+        dtype = {"step": torch.float32, "master": master}.get(key, group["state_dtype"])
         shape = () if key == "step" else tuple(own.shape)
         fits = held.numel() == 1 if key == "step" else held.shape == own.shape
         if held.dtype != dtype or held.device != own.device or not fits:
@@ -645,6 +830,8 @@ class _AdamBase(Optimizer):
                 f"state {key!r} of {where} is {tuple(held.shape)} {held.dtype} on {held.device}; allowed is {shape} "
                 f"{dtype} on {own.device}: move it back, or load it with load_state_dict"
             )
+        if not addressable:
+            return
         dense = _dense(own, layout)
         same_order = held.stride() == dense.stride() or (held.is_contiguous() and dense.is_contiguous())
         if key != "step" and not same_order:
@@ -675,10 +862,9 @@ class _AdamBase(Optimizer):
             fresh = torch.tensor(values, dtype=torch.float64, device="cpu")
             if table is None:
                 table = fresh.to(device)
-            elif device.type == "cpu":
-                table.copy_(fresh)
             else:
-                table.copy_(fresh.pin_memory(), non_blocking=True)
+                self._group_tables[device] = (None, table)  # until it is written
+                table.copy_(fresh.pin_memory() if device.type == "cuda" else fresh, non_blocking=True)
             self._group_tables[device] = (values, table)
         for row, column, value in late:
             table[row, column].copy_(value.reshape(()), non_blocking=True)
@@ -761,22 +947,25 @@ class _AdamBase(Optimizer):
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         if not parameters:
+            if not self._had_nothing:
+                self._warn_if_sharded_since()
             # Others may have some, and wait for this rank's part of their sums.
             self._had_nothing = True
             self._control()
             if first_at_rest:
                 self._check(None)
             return
-        if not {torch.Tensor}.issuperset(map(type, grads)):
+        types = set(map(type, grads))
+        if types != {torch.Tensor}:
             settle_gradients(parameters)
             grads = list(map(attrgetter("grad"), parameters))
         contiguous = _all_contiguous(grads)
-        dtypes = list(map(attrgetter("dtype"), grads))
+        grad_kinds = list(map(attrgetter("dtype"), grads)), types
         if not (
             self._stepped is not None
             and len(parameters) == len(self._stepped)
             and all(map(is_, parameters, self._stepped))
-            and dtypes == self._stepped_dtypes
+            and grad_kinds == self._stepped_kinds
             # Somebody may have cleared the state, or put another in its place, to start anew.
             and self.state is self._stepped_state[0]
             and len(self.state) == self._stepped_state[1]
@@ -786,13 +975,15 @@ class _AdamBase(Optimizer):
         ):
             self._stepped = None
             self._regroup(parameters, grads)
-            self._stepped, self._stepped_dtypes = parameters, dtypes
+            self._stepped, self._stepped_kinds = parameters, grad_kinds
             self._stepped_state = (self.state, len(self.state))
         control = self._control()
         if first_at_rest:
             check = self._check(None)
             assert check is not None
             control = _skipping_zeros(control, check)
+        calls: list[partial[Any]] = []
+        controls: list[adam.Control] = []  # the calls hold only their addresses
         for batch, indices in self._members:
             device = batch.device
             own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
@@ -801,9 +992,34 @@ class _AdamBase(Optimizer):
                 _scalar(control.found_inf, torch.float32, device),
                 _scalar(control.sum_of_squares, torch.float64, device),
             )
-            batch.step(own, contiguous, self._group_table(device, changed), here)
+            controls.append(here)
+            calls += batch.prepare(own, contiguous, self._group_table(device, changed), here)
+        apply(calls)
+        for batch, _ in self._members:
+            batch.finish()
         self._checked = list(map(_options_of, self.param_groups))
         self._checked_norm = self.max_grad_norm
+
+    def _warn_if_sharded_since(self) -> None:
+        """Say so if the model was sharded after the optimizer was made, which then trains parameters of nobody.
+
+        They have no gradients, while DTensors of the same shapes do. Looked for once, when nothing has a gradient.
+        """
+        cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        own = [parameter for parameter in self._parameters() if parameter.requires_grad and not is_lazy(parameter)]
+        if cls is None or not own or any(map(is_sharded, own)):
+            return
+        leaves = [one for one in gc.get_objects() if issubclass(type(one), cls) and one.is_leaf and one.requires_grad]
+        with_gradient = {leaf.shape for leaf in leaves if leaf.grad is not None}
+        shapes = {parameter.shape for parameter in own}
+        if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:
+            warnings.warn(
+                f"none of the {len(own)} parameters of this optimizer has a gradient, while DTensors of the same "
+                "shapes do: the model was sharded after the optimizer was made, so that it trains nothing; make the "
+                "optimizer after fully_shard",
+                UserWarning,
+                stacklevel=5,
+            )
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
@@ -816,11 +1032,11 @@ class _AdamBase(Optimizer):
 
         There is no ``master`` for fp32 parameters, which are their own, nor with ``master_weights=None``.
         """
-        self._take_outside_writes()
+        self._note_agreed()
         # Hooks registered by others see the canonical form, so they run at the end.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
-            packed = super().state_dict()
+            packed = Optimizer.state_dict(self)
         finally:
             self._optimizer_state_dict_post_hooks = hooks
         for index, parameter in enumerate(self._parameters()):
@@ -828,18 +1044,18 @@ class _AdamBase(Optimizer):
             if state is None:
                 continue
             canonical = dict(state)
-            remainder = canonical.pop("remainder", None)
-            if parameter.dtype == torch.float32:
-                canonical.pop("master", None)
-            elif remainder is not None:
-                canonical["master"] = _like(parameter, join_master(local(parameter.detach()), local(remainder)))
+            canonical.pop("master", None)
+            master = self._master(parameter)
+            if master is not None:
+                canonical["master"] = master
             for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
                 if key in canonical and canonical[key].dtype != torch.float32:
                     canonical[key] = canonical[key].float()
             packed["state"][index] = canonical
-        # How state lies in memory is no part of a checkpoint; and torch.distributed.checkpoint knows no dtypes.
+        # How state lies in memory is not loaded. It is there because what loads a flat checkpoint asks for every option
+        # that a group has, and as text because not everything that reads checkpoints knows dtypes.
         packed["param_groups"] = [
-            {name: value for name, value in group.items() if name not in LAYOUT_OPTIONS}
+            {**group, "state_dtype": str(group["state_dtype"]).removeprefix("torch.")}
             for group in packed["param_groups"]
         ]
         for hook in list(hooks.values()):
@@ -862,14 +1078,15 @@ class _AdamBase(Optimizer):
         whether weight decay is decoupled; the class it is loaded into does.
 
         Raises:
-            ValueError: groups, parameters, shapes or keys do not fit; the optimizer and its parameters are unchanged.
+            ValueError: groups, parameters, shapes, keys or numbers do not fit; the optimizer and its parameters are
+                unchanged, as they are after Ctrl-C.
         """
         state_dict = dict(state_dict)
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        groups, owners = _matched_groups(self.param_groups, state_dict)
+        groups, owners = _matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
         counts = {
             index: group["step"] for group in state_dict["param_groups"] if "step" in group for index in group["params"]
         }
@@ -880,15 +1097,15 @@ class _AdamBase(Optimizer):
             for index, (parameter, group) in owners.items()
             if (saved := state_dict["state"].get(index))
         }
-        other = {key: value for key, value in state_dict["state"].items() if key not in owners}
-        # Everything fits: from here on nothing raises.
-        self.state.clear()
-        self.state.update(other)
-        for parameter, (state, weight) in loaded.items():
-            self.state[parameter] = state
-            if weight is not None:
-                parameter.detach().copy_(weight)
-        self.__setstate__({"state": self.state, "param_groups": groups})
+        fresh: dict[Any, Any] = defaultdict(dict)
+        fresh.update((key, value) for key, value in state_dict["state"].items() if key not in owners)
+        fresh.update((parameter, state) for parameter, (state, _) in loaded.items())
+        # Everything fits. What was derived from the state before goes first: without it all is found out anew.
+        self._forget()
+        pairs = ((local(p.detach()), weight) for p, (_, weight) in loaded.items() if weight is not None)
+        writes = [partial(held.copy_, local(weight)) for held, weight in pairs]
+        apply([*writes, partial(self.__dict__.update, state=fresh, param_groups=groups, _agreed={})])
+        self._agree()
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
 
@@ -906,10 +1123,7 @@ class _AdamBase(Optimizer):
         state: dict[str, Any] = {}
         for key, value in saved.items():
             if key == "step":
-                step = torch.as_tensor(value, dtype=torch.float32)
-                if step.numel() != 1:
-                    raise ValueError(f"'step' in the {where} has shape {tuple(step.shape)}; allowed is one number")
-                state[key] = step.reshape(()).to(parameter.device, copy=True)
+                state[key] = _step_count(value, where).to(parameter.device)
             elif key in CANONICAL_KEYS:
                 if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -924,7 +1138,7 @@ class _AdamBase(Optimizer):
                 dtype = torch.float32 if key == "master" else group["state_dtype"]
                 state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
             else:
-                state[key] = value
+                state[key] = _moved(value, parameter.device)
         master = state.pop("master", None)
         if not group["amsgrad"]:
             state.pop("max_exp_avg_sq", None)
@@ -933,11 +1147,11 @@ class _AdamBase(Optimizer):
             if kept == "full":
                 state["master"] = parameter.detach().to(torch.float32, memory_format=torch.preserve_format)
             elif kept == "split":
-                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+                state["master"] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
             return state, None
         if kept == "split":
-            weight, remainder = split_master(local(master))
-            state["remainder"] = _like(parameter, remainder)
+            weight, rest = split_master(local(master))
+            state["master"] = _like(parameter, rest)
             return state, _like(parameter, weight)
         if kept == "full":
             state["master"] = master
@@ -960,9 +1174,48 @@ def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _step_count(saved: Any, where: str) -> torch.Tensor:
+    """A saved step count as a tensor of its own, 0-dim fp32, where it was.
+
+    Raises:
+        ValueError: it is no whole number from 0 that fp32 holds.
+    """
+    device, value = torch.device("cpu"), saved
+    if isinstance(saved, torch.Tensor):
+        if saved.numel() != 1:
+            raise ValueError(f"'step' in the {where} has shape {tuple(saved.shape)}; allowed is one number")
+        held = local(saved.detach())
+        if not has_memory(held):
+            return held.reshape(()).to(torch.float32, copy=True)
+        device, value = held.device, held.item()
+    value = _plain(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"'step' in the {where} is {value!r}; allowed are whole numbers from 0")
+    if value != int(value) or float(np.float32(value)) != value:
+        raise ValueError(
+            f"'step' in the {where} is {value!r}, which is no step count in fp32; allowed are whole numbers from 0 "
+            "that fp32 holds: all up to 16,777,216"
+        )
+    return torch.full((), float(value), dtype=torch.float32, device=device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """State of others, its tensors on the device of their parameter, as `torch.optim.Optimizer` has it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(one, device) for key, one in value.items()}
+    return type(value)(_moved(one, device) for one in value) if type(value) in (list, tuple, set) else value
+
+
+def _is_nothing(value: Any) -> bool:
+    """TransformerEngine's None, or the empty dict that torch puts where a flat state lacks an entry."""
+    return value is None or (isinstance(value, dict) and not value)
+
+
 def _canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], count: Any) -> dict[str, Any]:
     """One parameter's saved state by our names, whoever saved it; `count` is the step count of its group, or None."""
-    state = {key: value for key, value in saved.items() if value is not None and key != "master_param"}
+    state = {key: value for key, value in saved.items() if not _is_nothing(value) and key != "master_param"}
     if count is not None:
         state.setdefault("step", count)
     master = saved.get("master_param")
@@ -987,9 +1240,15 @@ def _canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], count
 
 
 def _matched_groups(
-    groups: list[dict[str, Any]], state_dict: dict[str, Any]
+    groups: list[dict[str, Any]], state_dict: dict[str, Any], kept: Iterable[str]
 ) -> tuple[list[dict[str, Any]], dict[Any, tuple[torch.Tensor, dict[str, Any]]]]:
-    """The groups as they will be after loading, and to which parameter each saved index belongs."""
+    """The groups as they will be after loading, and to which parameter each saved index belongs.
+
+    Args:
+        groups: as they are.
+        state_dict: what is loaded.
+        kept: options that stay as they are.
+    """
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
@@ -1023,7 +1282,7 @@ def _matched_groups(
                 f"{names[first]!r} there, {here[first]!r} here; allowed is the same order: make the optimizer in it"
             )
         known = {name: value for name, value in saved.items() if name not in FOREIGN_OPTIONS}
-        merged = {**group, **known, **{name: group[name] for name in LAYOUT_OPTIONS}, "params": group["params"]}
+        merged = {**group, **known, **{name: group[name] for name in kept}, "params": group["params"]}
         if isinstance(merged["lr"], torch.Tensor):
             merged["lr"] = merged["lr"].clone()
         _check_options(merged)
@@ -1060,11 +1319,12 @@ _ARGUMENTS = """
 
     Raises:
         ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
-        TypeError: a parameter is not a dense fp32, fp16 or bf16 tensor, or `seed` not an integer.
+        TypeError: a parameter that requires a gradient is not a dense fp32, fp16 or bf16 tensor, or `seed` not an
+            integer. Frozen parameters may be of any kind.
 """
 
 
-class Adam(_AdamBase):
+class Adam(_AdamBase, torch.optim.Adam):
     def __init__(
         self,
         params: ParamsT,
@@ -1103,7 +1363,7 @@ class Adam(_AdamBase):
             "rounding": rounding,
             "seed": seed,
         }
-        super().__init__(params, defaults, max_grad_norm)
+        _AdamBase.__init__(self, params, defaults, max_grad_norm)
 
     __doc__ = (
         "Adam (Kingma and Ba, 2015) with exact fp32 master weights, a drop-in for `torch.optim.Adam`."
@@ -1114,7 +1374,10 @@ class Adam(_AdamBase):
     )
 
 
-class AdamW(Adam):
+class AdamW(Adam, torch.optim.AdamW):
+    # As torch's: whatever is loaded into an AdamW decays as AdamW does.
+    _fixed_options = ("decoupled_weight_decay",)
+
     def __init__(
         self,
         params: ParamsT,
@@ -1135,7 +1398,8 @@ class AdamW(Adam):
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(
+        Adam.__init__(
+            self,
             params,
             lr,
             betas,

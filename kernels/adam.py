@@ -58,6 +58,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -66,7 +67,15 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
-from halfstep.kernels.multi_tensor import ADDRESSES, DTYPE_CODES, FLOATS, TensorTable, address, check_addresses
+from halfstep.kernels.multi_tensor import (
+    ADDRESSES,
+    DTYPE_CODES,
+    FLOATS,
+    TensorTable,
+    address,
+    check_addresses,
+    has_memory,
+)
 from halfstep.kernels.philox import reference_words, words_of, words_of_groups
 from halfstep.kernels.rounding import (
     FORMATS,
@@ -140,14 +149,15 @@ class Batch:
     Attributes:
         layout: what they have in common.
         table: their addresses, and with stochastic rounding what names their random bits; the launcher's caller keeps
-            it fresh.
+            it fresh. None for tensors without memory of their own (wrapper subclasses, fake and meta tensors), which
+            the reference steps through their own operations, whatever the backend; they cannot round stochastically.
         lists: the tensors themselves, for the reference.
         groups: int64, one per tensor: its row in the group table.
         hyper: fp32, shape ``(tensors, HYPER_COLUMNS)``, scratch that the step fills.
     """
 
     layout: Layout
-    table: TensorTable
+    table: TensorTable | None
     lists: list[list[torch.Tensor]]
     groups: torch.Tensor
     hyper: torch.Tensor
@@ -173,7 +183,7 @@ class Control:
 
 def _exact_sqrt_fp64(x: torch.Tensor) -> torch.Tensor:
     """Correctly rounded fp64 square root; numpy's on the CPU, where torch's promises less."""
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or not has_memory(x):
         return x.sqrt()
     return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
 
@@ -191,7 +201,7 @@ def _reference_prepare(batch: Batch, groups: torch.Tensor, control: Control) -> 
     """Advance the step counts and fill `batch.hyper`."""
     hyper = batch.hyper
     device = hyper.device
-    skip = torch.zeros((), device=device)
+    skip = torch.zeros((), dtype=torch.float32, device=device)
     if control.found_inf is not None:
         skip = (control.found_inf.reshape(()) != 0).float()
     steps = torch.stack([step.reshape(()) for step in batch.lists[STEP]]) + (1 - skip)
@@ -231,6 +241,7 @@ def _reference_noise(batch: Batch, tensor: int) -> torch.Tensor | None:
     """The random words of a tensor's elements, or None if nothing is rounded by chance."""
     if not batch.layout.stochastic:
         return None
+    assert batch.table is not None
     column = batch.table.rows[ADDRESSES:, tensor]
     local = torch.arange(batch.lists[PARAM][tensor].numel(), device=column.device)
     row = local // column[INNER]
@@ -248,9 +259,9 @@ def _reference_rounded(x: torch.Tensor, dtype: torch.dtype, words: torch.Tensor 
 def _reference_update(
     layout: Layout, tensors: Sequence[torch.Tensor | None], hyper: torch.Tensor, words: torch.Tensor | None
 ) -> None:
-    """One tensor's step; `tensors` by operand, `hyper` its row, `words` its random bits."""
+    """One tensor's step; `tensors` by operand, of one shape, `hyper` its row, `words` its random bits."""
     gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2 = hyper.unbind()
-    grad, param, extra, first, second, top = (None if t is None else _flat(t) for t in tensors)
+    grad, param, extra, first, second, top = tensors
     assert grad is not None and param is not None and first is not None and second is not None
     if layout.master == SPLIT_MASTER:
         assert extra is not None
@@ -302,6 +313,8 @@ def _reference_step(batch: Batch, groups: torch.Tensor, control: Control) -> Non
     _reference_prepare(batch, groups, control)
     for index, row in enumerate(batch.hyper):
         tensors = [operand[index] if operand else None for operand in batch.lists[:STEP]]
+        if batch.table is not None:  # elements in the order of memory, whatever the strides
+            tensors = [None if tensor is None else _flat(tensor) for tensor in tensors]
         _reference_update(batch.layout, tensors, row, _reference_noise(batch, index))
 
 
@@ -587,45 +600,48 @@ def _warps(layout: Layout) -> int:
 
 def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
     table, hyper = batch.table, batch.hyper
+    assert table is not None
     check_addresses(hyper, groups, control.grad_scale, control.found_inf, control.sum_of_squares)
-    prepare_kernel[((table.tensors + LANES - 1) // LANES,)](
-        table.rows,
-        table.tensors,
-        batch.groups,
-        groups,
-        hyper,
-        hyper if control.grad_scale is None else control.grad_scale,
-        hyper if control.found_inf is None else control.found_inf,
-        hyper if control.sum_of_squares is None else control.sum_of_squares,
-        HAS_SCALE=control.grad_scale is not None,
-        HAS_FOUND=control.found_inf is not None,
-        CLIP=control.sum_of_squares is not None,
-        STEP_ROW=ADDRESSES + STEP,
-        LANES=LANES,
-        enable_fp_fusion=False,
-    )
-    if table.chunks:
-        adam_kernel[(table.chunks,)](
+    with on_device(hyper.device):
+        prepare_kernel[((table.tensors + LANES - 1) // LANES,)](
             table.rows,
-            table.chunk_tensor,
             table.tensors,
+            batch.groups,
+            groups,
             hyper,
-            **_constexprs(batch.layout),
-            num_warps=_warps(batch.layout),
-            num_stages=1,
+            hyper if control.grad_scale is None else control.grad_scale,
+            hyper if control.found_inf is None else control.found_inf,
+            hyper if control.sum_of_squares is None else control.sum_of_squares,
+            HAS_SCALE=control.grad_scale is not None,
+            HAS_FOUND=control.found_inf is not None,
+            CLIP=control.sum_of_squares is not None,
+            STEP_ROW=ADDRESSES + STEP,
+            LANES=LANES,
             enable_fp_fusion=False,
         )
+        if table.chunks:
+            adam_kernel[(table.chunks,)](
+                table.rows,
+                table.chunk_tensor,
+                table.tensors,
+                hyper,
+                **_constexprs(batch.layout),
+                num_warps=_warps(batch.layout),
+                num_stages=1,
+                enable_fp_fusion=False,
+            )
 
 
-def _native_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
+def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
     library = native.library("adam")
-    assert library is not None
+    assert library is not None and batch.table is not None
     table, layout = batch.table, batch.layout
 
     def at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
         return ctypes.c_void_p(None if tensor is None else address(tensor))
 
-    library.halfstep_adam(
+    return partial(
+        library.halfstep_adam,
         *map(ctypes.c_void_p, table.places),
         ctypes.c_int64(table.tensors),
         ctypes.c_int64(table.chunks),
@@ -646,18 +662,26 @@ def _native_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
     )
 
 
-def step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
-    """One optimizer step over the tensors of a batch, in place.
+def launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
+    """One optimizer step over the tensors of a batch, in place, ready to be called.
+
+    On the CPU what is returned runs no Python, so no exception can be raised in the middle. It holds addresses: the
+    arguments must live until it was called.
 
     Args:
         batch: tensors of one layout on one device; parameters, moments, masters, remainders and step counts change.
         groups: fp64, shape ``(groups, GROUP_COLUMNS)``, on the same device.
         control: device scalars on the same device.
     """
-    implementation = resolve(batch.hyper.device, "adam")
-    run = {"reference": _reference_step, "native": _native_step, "triton": _triton_step}[implementation]
-    with on_device(batch.hyper.device):
-        run(batch, groups, control)
+    implementation = "reference" if batch.table is None else resolve(batch.hyper.device, "adam")
+    if implementation == "native":
+        return _native_launch(batch, groups, control)
+    return partial(_reference_step if implementation == "reference" else _triton_step, batch, groups, control)
+
+
+def step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
+    """`launch`, and call what it returns."""
+    launch(batch, groups, control)()
 
 
 def variant_name(layout: Layout) -> str:

@@ -50,7 +50,7 @@ def test_it_is_the_state_of_the_optimizer_without_zero() -> None:
 
 
 def test_what_is_loaded_goes_through_the_optimizers_own_loading() -> None:
-    """Torch's way leaves a master in fp32 beside an optimizer that keeps remainders, and training stands still."""
+    """What torch puts in is taken over at the next step only; ours goes through `load_state_dict`, with its checks."""
     plain = halfstep.AdamW(_groups())
     _step(plain, 1)
     state, weights = plain.state_dict(), _weights(plain)
@@ -59,7 +59,7 @@ def test_what_is_loaded_goes_through_the_optimizers_own_loading() -> None:
         parameter.data.copy_(weight)
     divided = ZeroRedundancyOptimizer(groups, optimizer_class=halfstep.AdamW)
     zero.load_state_dict(divided, state)
-    assert all(entry.keys() == {"step", "exp_avg", "exp_avg_sq", "remainder"} for entry in divided.optim.state.values())
+    assert all(entry["master"].dtype == torch.int16 for entry in divided.optim.state.values())
     assert [group["lr"] for group in divided.param_groups] == [0.1, 0.2]
     for optimizer in (plain, divided):
         _step(optimizer, 2)

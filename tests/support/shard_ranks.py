@@ -145,17 +145,17 @@ def scaled_overflow() -> dict[str, Any]:
 def counting() -> Iterator[list[adam.Layout]]:
     """The layouts of the launches inside."""
     launched: list[adam.Layout] = []
-    step = adam.step
+    launch = adam.launch
 
-    def counted(launch: adam.Batch, groups: torch.Tensor, control: adam.Control) -> None:
-        launched.append(launch.layout)
-        step(launch, groups, control)
+    def counted(batch: adam.Batch, groups: torch.Tensor, control: adam.Control) -> Any:
+        launched.append(batch.layout)
+        return launch(batch, groups, control)
 
-    adam.step = optim.adam.step = counted
+    adam.launch = optim.adam.launch = counted
     try:
         yield launched
     finally:
-        adam.step = optim.adam.step = step
+        adam.launch = optim.adam.launch = launch
 
 
 def many_kinds() -> torch.nn.ModuleList:

@@ -14,11 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 import halfstep
 from halfstep.integrations import checkpoint, checkpoint_files, checkpoint_sharded
@@ -193,17 +188,6 @@ def test_torchs_optimizer_is_saved_and_loaded_as_well_and_ours_continues_it(tmp_
         moment = other.state_dict()["state"][0]["exp_avg"]
         assert torch.equal(moment.float(), theirs.state_dict()["state"][0]["exp_avg"].float())
     assert torch.equal(other.state_dict()["state"][0]["master"], model.weight.float())
-
-
-def test_torchs_flattened_optimizer_state_is_refused_by_torch_and_not_loaded_in_part() -> None:
-    """It looks for the states' names in memory, where a split master is a remainder."""
-    model, optimizer = _training(5.0)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    before = optimizer.state_dict()["state"][0]["master"].clone()
-    with pytest.raises(KeyError):
-        set_optimizer_state_dict(model, optimizer, state, options=options)
-    assert torch.equal(optimizer.state_dict()["state"][0]["master"], before)
 
 
 def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path) -> None:
@@ -386,7 +370,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, monkeypatch: pytes
     with torch.no_grad():
         model.weight.zero_()
         optimizer.state[model.weight]["exp_avg"].zero_()
-        optimizer.state[model.weight]["remainder"].zero_()
+        optimizer.state[model.weight]["master"].zero_()
     extra["list"].append(2)  # type: ignore[attr-defined]
     extra["at"] = 4
     go.set()

@@ -1,0 +1,82 @@
+"""Flat optimizer states, as torchtitan saves them, from each wrapping into each; and models sharded too late."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import flat_ranks
+import pytest
+import torch
+import torch.multiprocessing
+from flat_ranks import LAYOUTS, WRAPPINGS
+
+import halfstep
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the checkpoints of all wrappings and what each of two ranks found."""
+    folder = Path(tmp_path_factory.mktemp("flat"))
+    for layout in LAYOUTS:
+        path = folder / f"single, {layout}"
+        torch.save(flat_ranks.save(path, "single", layout), path.with_suffix(".pt"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(flat_ranks.run, (port, str(folder)), nprocs=flat_ranks.WORLD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(flat_ranks.WORLD)]
+
+
+def test_two_ranks_load_every_flat_state_with_every_bit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["wrong"] == [] and rank["compared"] == len(LAYOUTS) * len(WRAPPINGS) * (len(WRAPPINGS) - 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("saver", WRAPPINGS)
+def test_one_process_loads_every_flat_state_with_every_bit(folder: Path, saver: str, layout: str) -> None:
+    path = folder / f"{saver}, {layout}"
+    saved = torch.load(path.with_suffix(".pt"), weights_only=True)
+    loaded = flat_ranks.load(path, "single", layout)
+    assert saved.keys() == loaded.keys() and "0.weight.master" in saved
+    for key, value in saved.items():
+        assert torch.equal(loaded[key], value), key
+
+
+def test_an_optimizer_made_before_the_model_was_sharded_says_so_once(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        (said,) = rank["said"]
+        assert said.startswith("none of the 2 parameters of this optimizer has a gradient, while DTensors of the same")
+        assert said.endswith("it trains nothing; make the optimizer after fully_shard")
+
+
+def test_torchtitans_own_container_carries_every_bit() -> None:
+    """It looks entries up by the names that state has in memory."""
+    titan = pytest.importorskip("torchtitan.components.optimizer.optimizer")
+
+    class Container(titan.OptimizersContainer):  # type: ignore[misc, name-defined]
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Any:
+            return halfstep.AdamW
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).bfloat16()
+        return model, Container(titan.default_adamw(fused=False, foreach=False), model_parts=[model])
+
+    model, container = made()
+    flat_ranks.train(model, container)
+    other, target = made()
+    other.load_state_dict(model.state_dict())
+    target.load_state_dict(container.state_dict())
+    saved, loaded = container.state_dict(), target.state_dict()
+    assert saved["state.0.weight.master"].dtype == torch.float32 and saved.keys() == loaded.keys()
+    for key, value in saved.items():
+        assert torch.equal(loaded[key], value) if isinstance(value, torch.Tensor) else loaded[key] == value, key

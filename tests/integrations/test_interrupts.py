@@ -1,0 +1,71 @@
+"""Ctrl-C in `step` and `load_state_dict`. The program runs in a process of its own: it replaces handlers of signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import interrupts
+import pytest
+
+from halfstep.integrations.uninterrupted import apply
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str) -> None:
+    command = [sys.executable, interrupts.__file__, "--tries", "60", "--seed", "1", "--backend", backend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 of 60 interrupts of each kind left something done in part" in done.stdout
+
+
+def test_the_campaign_sees_what_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Python between the calls, some interrupt comes between the launches of two dtypes."""
+
+    def one_by_one(calls: list[partial[None]]) -> None:
+        for call in calls:
+            call()
+
+    monkeypatch.setattr(interrupts, "OURS", (interrupts.OURS, __file__))
+    monkeypatch.setattr("halfstep.integrations.optim.apply", one_by_one)
+    campaign = interrupts.Campaign("bytecode", 0)
+
+    def trained_once() -> interrupts.Training:
+        training = interrupts.Training()
+        for step in range(2):
+            training.give_gradients(step)
+            if step == 0:
+                training.optimizer.step()
+        return training
+
+    length = interrupts.at_bytecode(0, trained_once().optimizer.step)
+    for number in range(length // 2, length, 12):
+        trained, twin = trained_once(), trained_once()
+        before = twin.bits()
+        twin.optimizer.step()
+        interrupts.at_bytecode(number, trained.optimizer.step)
+        campaign.judge("step", trained.bits(), before, twin.bits())
+    assert campaign.divided > 0
+
+
+def test_an_interrupt_in_the_middle_is_raised_after_the_last_call() -> None:
+    called = []
+    calls = [
+        partial(called.append, 1),
+        partial(signal.raise_signal, signal.SIGINT),
+        partial(lambda: called.append(2)),  # Python code, where it would be raised
+        partial(called.append, 3),
+    ]
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        apply(calls)
+    assert called == [1, 2, 3] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_of_a_call_leaves_the_handler_as_it_was() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ZeroDivisionError):
+        apply([partial(divmod, 1, 0)])
+    assert signal.getsignal(signal.SIGINT) is before

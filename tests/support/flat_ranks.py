@@ -1,0 +1,135 @@
+"""A rank of two that saves and loads flat optimizer states; started by test_flat_state.py."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import halfstep
+
+WORLD = 2
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+WRAPPINGS = ("single", "ddp", "fsdp1", "fsdp2")
+# By name: the parameters' dtype and further options.
+LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "split": (torch.bfloat16, {}),
+    "full": (torch.float16, {}),
+    "split, bf16 state": (torch.bfloat16, {"state_dtype": torch.bfloat16, "rounding": "stochastic", "seed": 5}),
+}
+
+
+def made(wrapping: str, layout: str) -> tuple[torch.nn.Module, Any]:
+    """A model with uneven shards, wrapped, and its optimizer in two groups."""
+    dtype, options = LAYOUTS[layout]
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(5, 7, dtype=dtype), torch.nn.Linear(7, 3, dtype=dtype))
+    if wrapping == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif wrapping == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    elif wrapping == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    others = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
+    optimizer = halfstep.AdamW([{"params": others, "lr": 0.1}, {"params": biases, "lr": 0.2}], **options)
+    return model, optimizer
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: int = 2) -> None:
+    """The same inputs on every rank, so that all wrappings train alike."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        model(inputs.to(next(model.parameters()).dtype)).float().square().mean().backward()
+        optimizer.step()
+
+
+def whole(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The canonical optimizer state by name, gathered. Collective."""
+    options = StateDictOptions(full_state_dict=True)
+    _, state = get_state_dict(model, optimizer, options=options)
+    found = {}
+    for name, entry in state["state"].items():
+        for key, value in entry.items():
+            tensor = torch.as_tensor(value)
+            found[f"{name}.{key}"] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return found
+
+
+def save(folder: Path, wrapping: str, layout: str) -> dict[str, torch.Tensor]:
+    """What was saved."""
+    model, optimizer = made(wrapping, layout)
+    train(model, optimizer)
+    weights, state = get_state_dict(model, optimizer, options=FLAT)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    return whole(model, optimizer)
+
+
+def load(folder: Path, wrapping: str, layout: str) -> dict[str, torch.Tensor]:
+    """What was loaded."""
+    model, optimizer = made(wrapping, layout)
+    weights, state = get_state_dict(model, optimizer, options=FLAT)
+    read = {"model": weights, "optimizer": state}
+    dcp.load(read, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=FLAT)
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    assert lrs == [0.1, 0.2], lrs
+    return whole(model, optimizer)
+
+
+def sharded_later() -> list[str]:
+    """What an optimizer says that was made before `fully_shard`, in three steps."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    other = halfstep.AdamW(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        other.step()
+        other.zero_grad()
+        other.step()
+    return [str(one.message) for one in said if issubclass(one.category, UserWarning)]
+
+
+def run(rank: int, port: int, folder: str) -> None:
+    """A rank: every wrapping's checkpoint is loaded into every other, those of one process too."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    wrong, compared = [], 0
+    try:
+        for layout in LAYOUTS:
+            for saver in WRAPPINGS:
+                path = Path(folder, f"{saver}, {layout}")
+                if saver == "single":
+                    saved = torch.load(path.with_suffix(".pt"), weights_only=True)
+                else:
+                    saved = save(path, saver, layout)
+                    if rank == 0:
+                        torch.save(saved, path.with_suffix(".pt"))
+                for loader in WRAPPINGS[1:]:
+                    loaded = load(path, loader, layout)
+                    same = saved.keys() == loaded.keys() and all(torch.equal(saved[key], loaded[key]) for key in saved)
+                    compared += 1
+                    if not same:
+                        wrong.append(f"{layout}: {saver} to {loader}")
+        said = sharded_later()
+    finally:
+        dist.destroy_process_group()
+    torch.save({"wrong": wrong, "compared": compared, "said": said}, Path(folder, f"rank{rank}.pt"))

@@ -1,0 +1,206 @@
+"""Ctrl-C at any moment of `step` and `load_state_dict`: afterwards everything is as before, or all of it as after.
+
+Two ways of interrupting:
+
+- ``bytecode``: KeyboardInterrupt is raised before a random bytecode of halfstep's own code, which is where Python
+  raises it. With C++ kernels only: the others' launches are Python code, which this would divide.
+- ``signal``: a real SIGINT at a random time, on any backend.
+
+As a program it is the campaign: ``python tests/support/interrupts.py --tries 2000 --seed 0``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.integrations import optim
+
+OURS: Any = str(Path(optim.__file__).resolve().parents[1])  # where halfstep's code is; several may stand in a tuple
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Training:
+    """Three parameters of each dtype, one of them with gaps between its elements, and gradients for any step."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = []
+        for dtype in DTYPES:
+            for shape in ((33, 5), (7,)):
+                self.parameters.append(torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+            self.parameters.append(torch.nn.Parameter(torch.randn((6, 4), generator=generator).to(dtype)[:, ::2]))
+        self.optimizer = halfstep.AdamW(self.parameters, lr=0.1)
+
+    def give_gradients(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(1 + step)
+        for parameter in self.parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+    def bits(self) -> list[bytes]:
+        """Of everything that training goes on from."""
+        state = self.optimizer.state_dict()
+        found = [parameter.detach() for parameter in self.parameters]
+        for number in range(len(self.parameters)):
+            entry = state["state"].get(number, {"step": 0})
+            if entry["step"] > 0:  # state of a parameter that was never stepped is as good as none
+                found += [entry[key] for key in sorted(entry)]
+        lrs = [repr(group["lr"]).encode() for group in state["param_groups"]]
+        return [one.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in found] + lrs
+
+
+def at_bytecode(number: int, action: Callable[[], Any]) -> int:
+    """Raise KeyboardInterrupt before the `number`-th bytecode of halfstep that `action` runs.
+
+    Returns:
+        How many bytecodes came; `number` if it was interrupted.
+    """
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == number:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        assert count == number
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def at_time(seconds: float, action: Callable[[], Any]) -> bool:
+    """Send SIGINT to this process after some seconds; whether it interrupted `action`."""
+    timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT])
+    try:
+        timer.start()
+        action()
+        timer.join()
+        time.sleep(0)  # the interrupt comes here at the latest
+    except KeyboardInterrupt:
+        return True
+    finally:
+        timer.cancel()
+    return False
+
+
+class Campaign:
+    """Interrupts, one after the other, in a training that must go on as one that was never interrupted."""
+
+    def __init__(self, how: str, seed: int) -> None:
+        self.how, self.choose = how, random.Random(seed)
+        self.outcomes: Counter[str] = Counter()
+        self._lengths: dict[str, float] = {}
+
+    def _interrupted(self, what: str, action: Callable[[], Any], spare: Callable[[], Any]) -> bool:
+        """Interrupt `action` at a random moment; `spare` is the like of it, to see how long it takes."""
+        if what not in self._lengths:
+            start = time.perf_counter()
+            spare()
+            self._lengths[what] = 1.2 * (time.perf_counter() - start)
+            if self.how == "bytecode":
+                self._lengths[what] = at_bytecode(0, spare)
+        length = self._lengths[what]
+        if self.how == "bytecode":
+            number = self.choose.randint(1, int(length))
+            return at_bytecode(number, action) == number
+        return at_time(self.choose.uniform(0, length), action)
+
+    def judge(self, what: str, found: Any, before: Any, after: Any) -> bool:
+        """Count what came of an interrupt; whether the action is done."""
+        outcome = "before" if found == before else "after" if found == after else "DIVIDED"
+        self.outcomes[f"{what}: {outcome}"] += 1
+        return outcome != "before"
+
+    def steps(self, tries: int) -> None:
+        """Every tenth try begins a training anew: its first step makes the state."""
+        for number in range(tries):
+            if number % 10 == 0:
+                trained, twin = Training(), Training()
+                step = 0
+            for one in (trained, twin):
+                one.give_gradients(step)
+            spare = Training()
+            spare.give_gradients(step)
+            before = twin.bits()
+            twin.optimizer.step()
+            what = "first step" if step == 0 else "step"
+            if step:
+                spare.optimizer.step()
+            if not self._interrupted(what, trained.optimizer.step, spare.optimizer.step):
+                self.outcomes[f"{what}: too late"] += 1
+            elif not self.judge(what, trained.bits(), before, twin.bits()):
+                trained.optimizer.step()
+            assert trained.bits() == twin.bits() or self.divided, "the training goes on otherwise"
+            step += 1
+
+    def loads(self, tries: int) -> None:
+        """Two states are loaded in turn."""
+        target, spare = Training(), Training()
+        states, bits = [], []
+        for lr in (0.1, 0.2):
+            source = Training()
+            source.optimizer.param_groups[0]["lr"] = lr
+            for step in range(int(lr * 20)):
+                source.give_gradients(step)
+                source.optimizer.step()
+            states.append(source.optimizer.state_dict())
+            target.optimizer.load_state_dict(states[-1])
+            bits.append(target.bits())
+        at = 1
+        for _ in range(tries):
+            load = partial(target.optimizer.load_state_dict, states[1 - at])
+            if not self._interrupted("load", load, partial(spare.optimizer.load_state_dict, states[0])):
+                self.outcomes["load: too late"] += 1
+                at = 1 - at
+            elif self.judge("load", target.bits(), bits[at], bits[1 - at]):
+                at = 1 - at
+
+    @property
+    def divided(self) -> int:
+        """How often something was done in part."""
+        return sum(count for outcome, count in self.outcomes.items() if "DIVIDED" in outcome)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tries", type=int, default=2000, help="of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", default="auto", help="for the signals")
+    given = parser.parse_args(argv)
+    divided = 0
+    for how in ("bytecode", "signal") if given.backend == "auto" else ("signal",):
+        campaign = Campaign(how, given.seed)
+        with halfstep.backend(given.backend):
+            campaign.steps(given.tries)
+            campaign.loads(given.tries)
+        print(how, dict(sorted(campaign.outcomes.items())), flush=True)
+        divided += campaign.divided
+    print(f"{divided} of {given.tries} interrupts of each kind left something done in part")
+    return 1 if divided else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
