@@ -128,7 +128,7 @@ def smoke(device: torch.device) -> dict[str, Any]:
     """One kernel of each family, against torch."""
     import halfstep
 
-    x = torch.linspace(-3.0, 3.0, 1001, device=device)
+    x = torch.linspace(-3.0, 3.0, 1001, dtype=torch.float32, device=device)
 
     def cast() -> None:
         _expect(torch.equal(halfstep.cast(x, torch.bfloat16), x.bfloat16()), "cast to bf16 is not torch's")
@@ -166,7 +166,9 @@ class _Training:
         generator = torch.Generator().manual_seed(0)
 
         def normal(size: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.randn(size, generator=generator).to(device=device, dtype=dtype)
+            return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(
+                device=device, dtype=dtype
+            )
 
         kinds = [(size, dtype) for size in STEP_SIZES for dtype in (torch.bfloat16, torch.float16, torch.float32)]
         self.parameters = [torch.nn.Parameter(normal(size, dtype)) for size, dtype in kinds]
@@ -175,7 +177,7 @@ class _Training:
         self.gradients[3][6][-1] = torch.nan
         self.optimizer = halfstep.AdamW(self.parameters, lr=1e-2, max_grad_norm=1.0)
         self.scaler = halfstep.GradScaler(device.type, init_scale=1024.0, growth_interval=2)
-        self.scaler.scale(torch.zeros((), device=device))
+        self.scaler.scale(torch.zeros((), dtype=torch.float32, device=device))
         for parameter in self.parameters:
             parameter.grad = torch.ones_like(parameter)
         for _ in range(3):

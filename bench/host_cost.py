@@ -211,7 +211,7 @@ def _nothing() -> None:
 def _parameters(count: int, dtype: Any) -> list[Any]:
     import torch
 
-    parameters = [torch.nn.Parameter(torch.zeros(NUMEL, dtype=dtype)) for _ in range(count)]
+    parameters = [torch.nn.Parameter(torch.zeros(NUMEL, dtype=dtype, device="cpu")) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     return parameters
@@ -252,7 +252,7 @@ def _our_amp_step(moved: bool) -> Callable[[int], tuple[Callable[[], object], Ca
         parameters = _parameters(count, torch.bfloat16)
         optimizer = halfstep.AdamW(parameters, max_grad_norm=1.0)
         scaler = halfstep.GradScaler("cpu")
-        scaler.scale(torch.zeros(()))
+        scaler.scale(torch.zeros((), dtype=torch.float32, device="cpu"))
 
         def step() -> None:
             scaler.step(optimizer)
@@ -268,7 +268,7 @@ def _our_check(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
 
     import halfstep
 
-    grads = [torch.zeros(NUMEL, dtype=torch.bfloat16) for _ in range(count)]
+    grads = [torch.zeros(NUMEL, dtype=torch.bfloat16, device="cpu") for _ in range(count)]
     return lambda: halfstep.foreach_check(grads), _nothing
 
 
@@ -277,7 +277,7 @@ def _our_cast(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
 
     import halfstep
 
-    tensors = [torch.zeros(NUMEL) for _ in range(count)]
+    tensors = [torch.zeros(NUMEL, dtype=torch.float32, device="cpu") for _ in range(count)]
     return lambda: halfstep.foreach_cast(tensors, torch.bfloat16), _nothing
 
 
@@ -286,7 +286,7 @@ def _our_softmax(count: int) -> tuple[Callable[[], object], Callable[[], object]
 
     import halfstep
 
-    inputs = [torch.zeros(4, 256, dtype=torch.bfloat16) for _ in range(count)]
+    inputs = [torch.zeros(4, 256, dtype=torch.bfloat16, device="cpu") for _ in range(count)]
     return lambda: [halfstep.softmax(x) for x in inputs], _nothing
 
 
@@ -294,7 +294,7 @@ def _liger_softmax(count: int) -> tuple[Callable[[], object], Callable[[], objec
     import torch
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
-    inputs = [torch.zeros(4, 256, dtype=torch.bfloat16) for _ in range(count)]
+    inputs = [torch.zeros(4, 256, dtype=torch.bfloat16, device="cpu") for _ in range(count)]
     return lambda: [LigerSoftmaxFunction.apply(x) for x in inputs], _nothing
 
 

@@ -46,7 +46,7 @@ def measure(total: int, tensors: int, layout: str, rounds: int, device: torch.de
     generator = torch.Generator(device).manual_seed(0)
 
     def normal() -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device).bfloat16()
+        return torch.randn(size, generator=generator, dtype=torch.float32, device=device).bfloat16()
 
     ours = [torch.nn.Parameter(normal()) for _ in range(tensors)]
     visible = [p.detach().clone() for p in ours]

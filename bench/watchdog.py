@@ -84,7 +84,7 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
         return
     try:
         torch.cuda.synchronize()
-        torch.zeros(1, device="cuda").item()
+        torch.zeros(1, dtype=torch.float32, device="cuda").item()
     except Exception as error:  # every later test of this process would fail with the same words
         _write(event="lost", test=nodeid, message=str(error)[:500])
         os._exit(CONTEXT_LOST)

@@ -513,7 +513,7 @@ class _Load:
                 return self.own["state"][name][key]  # FSDP1's own kind, made for this
             if name in parameters and parameters[name].shape == known.size:
                 return torch.empty_like(parameters[name].detach(), dtype=known.properties.dtype)
-        return torch.empty(known.size, dtype=known.properties.dtype)
+        return torch.empty(known.size, dtype=known.properties.dtype, device="cpu")
 
     def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Each rank for itself: what to read follows from the metadata and from what it holds."""

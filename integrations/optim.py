@@ -250,6 +250,13 @@ def _scalar(value: torch.Tensor | float | None, dtype: torch.dtype, device: torc
     return value.to(device=device, dtype=dtype, non_blocking=True)
 
 
+def _as_fp32(value: Any) -> torch.Tensor:
+    """A number as an fp32 tensor on the CPU, a tensor where it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.float32)
+    return torch.as_tensor(value, dtype=torch.float32, device="cpu")
+
+
 def _is_zero(lr: torch.Tensor | float) -> bool:
     """Whether a learning rate is known to be 0; device tensors are not read."""
     return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
@@ -887,7 +894,7 @@ class _AdamBase(Optimizer):
         if squares is None:
             inverse = None
             if scale is not None:
-                inverse = torch.as_tensor(scale, dtype=torch.float32).reshape(()).double().reciprocal().float()
+                inverse = _as_fp32(scale).reshape(()).double().reciprocal().float()
             check = self._check(inverse)
             squares = None if check is None else check.sum_of_squares
         self._squares = squares

@@ -168,7 +168,9 @@ def _from_safetensors(path: Path) -> dict[str, torch.Tensor]:
     size = path.stat().st_size - start
     # Written to, a page becomes a copy of its own, so torch does not warn of memory that must not be written.
     data = (
-        torch.from_numpy(np.memmap(path, np.uint8, "c", start, (size,))) if size else torch.empty(0, dtype=torch.uint8)
+        torch.from_numpy(np.memmap(path, np.uint8, "c", start, (size,)))
+        if size
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
     found: dict[str, torch.Tensor] = {}
     taken: dict[str, int] = {}
@@ -187,9 +189,9 @@ def _from_safetensors(path: Path) -> dict[str, torch.Tensor]:
         # torch wants the place in the file's data to be a multiple, vector instructions the address.
         if piece.numel() and (begin % dtype.itemsize or piece.data_ptr() % dtype.itemsize):
             piece = piece.clone()
-        found[_unique(name, taken)] = (piece.view(dtype) if piece.numel() else torch.empty(0, dtype=dtype)).reshape(
-            shape
-        )
+        found[_unique(name, taken)] = (
+            piece.view(dtype) if piece.numel() else torch.empty(0, dtype=dtype, device="cpu")
+        ).reshape(shape)
     return found
 
 

@@ -172,7 +172,7 @@ def _size(given: Any) -> None:
 def _dense(found: Dense, storages: Storages) -> torch.Tensor:
     _size(found.size)
     if not math.prod(found.size):
-        return torch.empty(found.size, dtype=found.dtype)
+        return torch.empty(found.size, dtype=found.dtype, device="cpu")
     _numbers(found.stride, "stride")
     _numbers((found.offset,), "offset")
     held, itemsize = storages(found.storage), found.dtype.itemsize

@@ -243,7 +243,7 @@ def _reference_noise(batch: Batch, tensor: int) -> torch.Tensor | None:
         return None
     assert batch.table is not None
     column = batch.table.rows[ADDRESSES:, tensor]
-    local = torch.arange(batch.lists[PARAM][tensor].numel(), device=column.device)
+    local = torch.arange(batch.lists[PARAM][tensor].numel(), dtype=torch.int64, device=column.device)
     row = local // column[INNER]
     index = column[BASE] + row * column[INNER_WHOLE] + (local - row * column[INNER])
     step = batch.lists[STEP][tensor].reshape(()).clamp(1.0, 2.0**30).long()

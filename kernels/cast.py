@@ -85,7 +85,9 @@ def _reference(
     else:
         words = None
         if mode == STOCHASTIC:
-            words = reference_words(torch.arange(offset, offset + x.numel(), device=x.device), seed, 0, stream)
+            words = reference_words(
+                torch.arange(offset, offset + x.numel(), dtype=torch.int64, device=x.device), seed, 0, stream
+            )
         y.copy_(reference_round(x.float(), y.dtype, mode, saturate, words))
 
 

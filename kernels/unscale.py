@@ -913,7 +913,10 @@ class CheckInParts:
         if implementation == "reference":
             inverse = None if factor is None else factor.for_reference(self.device)
             sums, flags = _reference_pass(tensors, inverse, write=False)
-            where = [torch.arange(self._ends[slot], self._ends[slot + 1], device=self.device) for slot in slots]
+            where = [
+                torch.arange(self._ends[slot], self._ends[slot + 1], dtype=torch.int64, device=self.device)
+                for slot in slots
+            ]
             self.sums[torch.cat(where)] = sums
             self.flags[slots] = flags
             return

@@ -85,7 +85,9 @@ def prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) 
     generator = torch.Generator(device).manual_seed(0)
 
     def normal() -> torch.Tensor:
-        return (TYPICAL * torch.randn(tensors, numel, generator=generator, device=device)).to(dtype)
+        return (TYPICAL * torch.randn(tensors, numel, generator=generator, dtype=torch.float32, device=device)).to(
+            dtype
+        )
 
     return Inputs(normal(), normal())
 

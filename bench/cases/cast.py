@@ -29,7 +29,9 @@ NEAREST = 0.5
 
 def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(numel, generator=generator, device=device).to(dtype) for _ in range(tensors)]
+    return [
+        torch.randn(numel, generator=generator, dtype=torch.float32, device=device).to(dtype) for _ in range(tensors)
+    ]
 
 
 def _one(function: Callable[[torch.Tensor], torch.Tensor], sources: list[torch.Tensor]) -> Job:

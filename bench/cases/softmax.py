@@ -41,8 +41,8 @@ class Inputs:
 
 def _prepare(device: torch.device, rows: int, columns: int, dtype: torch.dtype) -> Inputs:
     generator = torch.Generator(device).manual_seed(0)
-    x = (2 * torch.randn(rows, columns, generator=generator, device=device)).to(dtype)
-    grad = torch.randn(rows, columns, generator=generator, device=device).to(dtype)
+    x = (2 * torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=device)).to(dtype)
+    grad = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=device).to(dtype)
     return Inputs(x.requires_grad_(), grad)
 
 

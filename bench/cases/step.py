@@ -84,7 +84,7 @@ def _job(
     step: Callable[[], Any],
     weights: Callable[[], list[torch.Tensor]],
 ) -> Job:
-    scaler.scale(torch.zeros((), device=grads[0].device))  # makes the scale
+    scaler.scale(torch.zeros((), dtype=torch.float32, device=grads[0].device))  # makes the scale
 
     def values() -> Answer:
         for factor in FACTORS:

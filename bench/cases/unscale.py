@@ -43,7 +43,9 @@ class Answer(NamedTuple):
 
 def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(numel, generator=generator, device=device).to(dtype) for _ in range(tensors)]
+    return [
+        torch.randn(numel, generator=generator, dtype=torch.float32, device=device).to(dtype) for _ in range(tensors)
+    ]
 
 
 def _with(gradients: list[torch.Tensor], planted: float) -> list[torch.Tensor]:
@@ -64,7 +66,7 @@ def _check_job(look: Look, gradients: list[torch.Tensor]) -> Job:
 
 def _unscale_job(unscale: Unscale, gradients: list[torch.Tensor]) -> Job:
     own = [gradient.clone() for gradient in gradients]
-    inverse = torch.tensor(1 / SCALE, device=own[0].device)
+    inverse = torch.tensor(1 / SCALE, dtype=torch.float32, device=own[0].device)
 
     def values() -> Answer:
         found, norm = unscale(own, inverse)
@@ -108,7 +110,7 @@ def _halfstep_unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> t
 
 
 def _amp_unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found = torch.zeros(1, device=inverse.device)
+    found = torch.zeros(1, dtype=torch.float32, device=inverse.device)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
     return found, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 

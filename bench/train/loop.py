@@ -113,7 +113,9 @@ class History:
         return [step for step, flag in enumerate(self.skipped, 1) if flag]
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in HISTORIES}
+        state: dict[str, Any] = {
+            name: torch.tensor(getattr(self, name), dtype=torch.float64, device="cpu") for name in HISTORIES
+        }
         return {**state, "validation": [list(point) for point in self.validation]}
 
     @classmethod
@@ -323,7 +325,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.rate(self.step)
         self._clock.start()
-        loss = torch.zeros((), device=device)
+        loss = torch.zeros((), dtype=torch.float32, device=device)
         parts = self._parts(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
         for number, part in enumerate(parts, 1):
             with backward_of(self.model, last=number == len(parts)):
@@ -363,7 +365,9 @@ class Trainer:
     def flush(self, *extra: float) -> list[float]:
         """Move what the device has gathered into the history. Returns the mean over all ranks of each extra number."""
         losses = [loss.float() for loss in self._losses]
-        packed = torch.stack([*losses, *(torch.tensor(x, device=self.world.device) for x in extra)])
+        packed = torch.stack(
+            [*losses, *(torch.tensor(x, dtype=torch.float32, device=self.world.device) for x in extra)]
+        )
         values = self.world.mean(packed).tolist()
         count = len(losses)
         self.history.train_loss += values[:count]
@@ -403,7 +407,11 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Collective under FSDP, where the shards are put together."""
-        cuda = torch.cuda.get_rng_state(self.world.device) if self.world.device.type == "cuda" else torch.empty(0)
+        cuda = (
+            torch.cuda.get_rng_state(self.world.device)
+            if self.world.device.type == "cuda"
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         return {
             "format": FORMAT,
             "plan": plan(self.run, self.settings, self.corpus),
@@ -471,7 +479,7 @@ class Trainer:
             return None
         state = self.monitor.state_dict()
         mine = [counts_here(parameter, self.world) for parameter in self.plain.parameters()]
-        ranks = self.world.objects(state["counts"] * torch.tensor(mine).unsqueeze(1))
+        ranks = self.world.objects(state["counts"] * torch.tensor(mine, dtype=torch.bool, device="cpu").unsqueeze(1))
         return {**state, "counts": torch.stack(ranks).sum(0)}
 
     def gradients(self) -> dict[str, Any] | None:

@@ -52,8 +52,8 @@ class _Attention(nn.Module):
         super().__init__()
         self.heads = size.heads
         self.precision = precision
-        self.qkv = nn.Parameter(torch.empty(3 * size.width, size.width))
-        self.out = nn.Parameter(torch.empty(size.width, size.width))
+        self.qkv = nn.Parameter(torch.empty(3 * size.width, size.width, dtype=torch.float32))
+        self.out = nn.Parameter(torch.empty(size.width, size.width, dtype=torch.float32))
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         B, T, C = x_BTC.shape
@@ -70,8 +70,8 @@ class _MLP(nn.Module):
     def __init__(self, size: Size, precision: Precision) -> None:
         super().__init__()
         self.precision = precision
-        self.up = nn.Parameter(torch.empty(4 * size.width, size.width))
-        self.down = nn.Parameter(torch.empty(size.width, 4 * size.width))
+        self.up = nn.Parameter(torch.empty(4 * size.width, size.width, dtype=torch.float32))
+        self.down = nn.Parameter(torch.empty(size.width, 4 * size.width, dtype=torch.float32))
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         return self.precision.linear(F.gelu(self.precision.linear(x_BTC, _held(self.up))), _held(self.down))
@@ -81,9 +81,9 @@ class _Block(nn.Module):
     def __init__(self, size: Size, precision: Precision, recompute: bool) -> None:
         super().__init__()
         self.recompute = recompute
-        self.norm1 = nn.LayerNorm(size.width)
+        self.norm1 = nn.LayerNorm(size.width, dtype=torch.float32)
         self.attention = _Attention(size, precision)
-        self.norm2 = nn.LayerNorm(size.width)
+        self.norm2 = nn.LayerNorm(size.width, dtype=torch.float32)
         self.mlp = _MLP(size, precision)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
@@ -111,11 +111,11 @@ class GPT(nn.Module):
     def __init__(self, size: Size, precision: Precision, seed: int, recompute: bool = False) -> None:
         super().__init__()
         self.precision = precision
-        self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.width))
-        self.positions = nn.Parameter(torch.empty(size.context, size.width))
+        self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
+        self.positions = nn.Parameter(torch.empty(size.context, size.width, dtype=torch.float32))
         self.blocks = nn.ModuleList(_Block(size, precision, recompute) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Parameter(torch.empty(VOCABULARY, size.width))
+        self.norm = nn.LayerNorm(size.width, dtype=torch.float32)
+        self.head = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
         self._initialise(size, torch.Generator().manual_seed(seed))
 
     def _initialise(self, size: Size, generator: torch.Generator) -> None:
