@@ -31,7 +31,7 @@ from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
-from halfstep.kernels.multi_tensor import has_memory
+from halfstep.kernels.multi_tensor import all_have_memory
 from halfstep.kernels.unscale import Check, Tally
 from halfstep.numerics.gradients import CheckMemory, GradientCheck, agree, check_gradients, local
 from halfstep.numerics.mirror import Mirror
@@ -505,9 +505,9 @@ class GradScaler(torch.amp.GradScaler):
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
         shards = list(map(local, grads))
         # Of subclasses torch's function knows what their norm is.
-        if (not topology.groups and topology.settled) or not all(map(has_memory, shards)):
+        if (not topology.groups and topology.settled) or not all_have_memory(shards):
             whole: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-            return whole.full_tensor() if is_sharded(whole) else whole  # type: ignore[no-any-return]
+            return whole.full_tensor() if is_sharded(whole) else whole
         places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
         check = check_gradients(grads, None, topology=topology, places=places)
         norm = _zero() if check is None else check.sum_of_squares.sqrt().float()
