@@ -7,6 +7,7 @@ control run leaves out the step that overflowed, weights must be equal, not clos
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch.AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
     "torch.AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "torch.AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "torch.Adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, foreach=False),
+    "torch.Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "torch.SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
 }
 
@@ -78,6 +81,45 @@ def clipping_unscaled(case: Setting) -> None:
         case.scaler.unscale_(case.optimizers[0])
         torch.nn.utils.clip_grad_norm_(case.models[0].parameters(), CLIP, error_if_nonfinite=False)
         case.step(step)
+        case.scaler.update()
+
+
+def unscaling_by_hand(case: Setting) -> None:
+    """`unscale_` before each step, and nothing in between."""
+    for step, (x, target) in enumerate(case.data):
+        case.optimizers[0].zero_grad()
+        case.scaler.scale(mse_loss(case.models[0](x), target)).backward()
+        case.spoil(step)
+        case.scaler.unscale_(case.optimizers[0])
+        case.step(step)
+        case.scaler.update()
+
+
+def clipping_accumulated(case: Setting) -> None:
+    """Two backward passes, whose sum is unscaled and clipped."""
+    for step in range(4):
+        case.optimizers[0].zero_grad()
+        for x, target in case.data[step : step + 2]:
+            case.scaler.scale(mse_loss(case.models[0](x), target) / 2).backward()
+        case.spoil(step)
+        case.scaler.unscale_(case.optimizers[0])
+        torch.nn.utils.clip_grad_norm_(case.models[0].parameters(), CLIP, error_if_nonfinite=False)
+        case.step(step)
+        case.scaler.update()
+
+
+def several_clipped(case: Setting) -> None:
+    """Two optimizers, each clipped by its own norm; one overflows, the scale is for both."""
+    for step, (x, target) in enumerate(case.data):
+        for model, optimizer in zip(case.models, case.optimizers, strict=True):
+            optimizer.zero_grad()
+            case.scaler.scale(mse_loss(model(x), target)).backward()
+        case.spoil(step)
+        for model, optimizer in zip(case.models, case.optimizers, strict=True):
+            case.scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, error_if_nonfinite=False)
+        case.step(step, 1)
+        case.step(step, 0)
         case.scaler.update()
 
 
@@ -135,7 +177,10 @@ def several(case: Setting) -> None:
 
 CASES: dict[str, tuple[Callable[[Setting], None], int]] = {
     "plain": (plain, 1),
+    "unscale by hand": (unscaling_by_hand, 1),
     "unscale, then clip": (clipping_unscaled, 1),
+    "accumulate, then clip": (clipping_accumulated, 1),
+    "several, clipped": (several_clipped, 2),
     "clip scaled": (clipping_scaled, 1),
     "gradient penalty": (penalty, 1),
     "accumulation": (accumulation, 1),
@@ -165,7 +210,7 @@ def test_scaled_training_has_the_bits_of_training_without_a_scaler(
     assert not any(
         torch.equal(a, b) for a, b in zip(before[0].parameters(), control.models[0].parameters(), strict=True)
     )
-    steps = 4 if case == "accumulation" else 6
+    steps = 4 if case.startswith("accumula") else 6
     assert scaled.scaler.get_scale() == 128.0 * 2.0 ** (steps - 1) * 0.5
     assert control.scaler.get_scale() == 1.0
 
@@ -294,3 +339,136 @@ def test_scaling_keeps_the_structure_of_what_is_scaled(enabled: bool) -> None:
     if enabled:
         with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
             scaler.scale(1.0)
+
+
+KINDS = [halfstep.GradScaler, torch.amp.GradScaler]
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("target", KINDS, ids=["into ours", "into torchs"])
+@pytest.mark.parametrize("source", KINDS, ids=["of ours", "of torchs"])
+def test_a_state_goes_from_any_scaler_into_any(source: Any, target: Any, used: bool) -> None:
+    """Before and after the scale has become a tensor; both then go on alike."""
+    one: Any = source("cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
+    other: Any = target("cpu", init_scale=6.0, growth_factor=7.0, backoff_factor=0.8, growth_interval=1)
+    if used:
+        for scaler in (one, other):
+            scaler.scale(torch.full((1,), 4.0))
+            parameter = torch.nn.Parameter(torch.zeros(1))
+            parameter.grad = torch.ones(1)
+            scaler.step(torch.optim.SGD([parameter], lr=0.1))
+            scaler.update()
+    other.load_state_dict(one.state_dict())
+    assert other.state_dict() == one.state_dict()
+    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval"):
+        assert getattr(other, f"get_{name}")() == getattr(one, f"get_{name}")()
+    assert other._get_growth_tracker() == one._get_growth_tracker() == int(used)
+    histories = []
+    for scaler in (one, other):
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer, history = torch.optim.SGD([parameter], lr=0.1), []
+        for bad in (False, True, False, False, False):
+            scaler.scale(torch.ones(()))
+            parameter.grad = torch.full((1,), float("inf") if bad else 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            history.append(scaler.get_scale())
+        histories.append(history)
+    assert histories[0] == histories[1]
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda g: g,
+    "transposed": lambda g: g.t().contiguous().t(),
+    "with gaps": lambda g: torch.cat([g, g], dim=1)[:, : g.shape[1]],
+    "every other": lambda g: torch.repeat_interleave(g, 2, dim=0)[::2],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["ours", "torchs"])
+@pytest.mark.parametrize("value", [4.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_of_any_layout_are_unscaled_where_they_are(name: str, value: float, kind: Any) -> None:
+    for bad in range(2):
+        parameters = [torch.nn.Parameter(torch.zeros(20, 20)) for _ in range(3)]
+        for parameter, how in zip(parameters, (name, "contiguous", name), strict=True):
+            parameter.grad = LAYOUTS[how](torch.full((20, 20), 4.0))
+        grads = [parameter.grad for parameter in parameters]
+        grads[bad][11, 7] = value  # type: ignore[index]
+        optimizer, scaler = torch.optim.SGD(parameters, lr=1.0), kind("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        assert [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()] == [float(value != 4.0)]
+        assert all(parameter.grad is grad for parameter, grad in zip(parameters, grads, strict=True))
+        if value == 4.0:
+            assert all(bool((grad == 1.0).all()) for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("value", [8.0, float("inf"), float("nan"), "sum"])
+def test_sparse_gradients_with_bad_values_are_found(value: Any, dtype: torch.dtype) -> None:
+    """Also two duplicates whose sum alone is too large; torch unscales fp16 ones under ShardedGradScaler only."""
+    parameter = torch.nn.Parameter(torch.zeros(5, 2, dtype=dtype))
+    values = torch.full((3, 2), 8.0, dtype=dtype)
+    values[1:] = torch.finfo(dtype).max if value == "sum" else 8.0
+    if value != "sum":
+        values[1, 1] = value
+    parameter.grad = torch.sparse_coo_tensor(torch.tensor([[0, 3, 3]]), values, (5, 2), check_invariants=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert bool((parameter == 0).all()) == (value != 8.0)
+    assert scaler.get_scale() == (8.0 if value == 8.0 else 4.0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["ours", "torchs"])
+@pytest.mark.parametrize("make", ["halfstep.AdamW", "torch.AdamW", "torch.AdamW fused"])
+def test_a_scaler_is_pickled_between_iterations_only(make: str, kind: Any) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer, scaler = OPTIMIZERS[make]([parameter]), kind("cpu", init_scale=4.0, growth_interval=1)
+    scaler.scale(torch.ones(()))
+    parameter.grad = torch.ones(2)
+    scaler.step(optimizer)
+    with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
+        pickle.dumps(scaler)
+    scaler.update()
+    restored = pickle.loads(pickle.dumps(scaler))
+    assert restored.get_scale() == 8.0 and restored.state_dict() == scaler.state_dict()
+    restored.scale(torch.ones(()))
+    restored.step(optimizer)
+    restored.update()
+    assert restored.get_scale() == 16.0
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["ours", "torchs"])
+def test_what_step_is_given_and_returns_goes_through(kind: Any) -> None:
+    class Says(torch.optim.SGD):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            return args, kwargs
+
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer, scaler = Says([parameter], lr=1.0), kind("cpu")
+    for value, said in ((1.0, ((1, 2), {"extra": 3})), (float("inf"), None)):
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.full((2,), value)
+        assert scaler.step(optimizer, 1, 2, extra=3) == said
+        scaler.update()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["ours", "torchs"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_disabled_scaler_is_not_there(name: str, kind: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = OPTIMIZERS[name]([parameter]), kind("cpu", enabled=False)
+    parameter.grad = torch.full((3,), 2.0)
+    outputs = [torch.ones(2), (torch.ones(1),)]
+    assert scaler.scale(outputs) is outputs
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.update(4.0)
+    scaler.load_state_dict({})
+    assert not scaler.is_enabled() and scaler.get_scale() == 1.0 and scaler.state_dict() == {}
+    assert scaler._get_growth_tracker() == 0 and bool((parameter < 1).all()) and bool((parameter.grad == 2).all())
