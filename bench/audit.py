@@ -26,13 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from halfstep.bench import audit_bounds, audit_markdown
+from halfstep.bench.command_line import Parser, UsageError, input_file, output_file, run, whole
 
 PEERS = "halfstep.bench.audit_peers"
 FAMILIES = tuple(
@@ -366,20 +367,15 @@ def _target(name: str) -> str:
     # bf16 conversions need sm_80.
     if not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx\d+[0-9a-f]*", name):
         raise argparse.ArgumentTypeError(
-            f"{name!r}; allowed are NVIDIA targets such as sm_90, from sm_80 on, and AMD targets such as gfx942"
+            f"{name!r} is not allowed; allowed are NVIDIA targets from sm_80 on, such as sm_90, and AMD targets as "
+            "gfx942"
         )
     return name
 
 
-def _jobs(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from 1")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="halfstep bench audit",
+def _parser() -> Parser:
+    parser = Parser(
+        "bench audit",
         description="Compile every kernel for every target, with no GPU, and read bytes per element, access widths, "
         "registers, spills, shared memory, barriers and layout conversions from the machine code.",
     )
@@ -401,11 +397,11 @@ def _parser() -> argparse.ArgumentParser:
         "--peers", action="store_true", help="also compile the kernels of installed peers, as they launch them"
     )
     parser.add_argument(
-        "--bounds", type=Path, metavar="FILE", help="fail where a row leaves the bounds recorded in FILE"
+        "--bounds", type=input_file, metavar="FILE", help="fail where a row leaves the bounds recorded in FILE"
     )
     parser.add_argument(
         "--record",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="record the rows as bounds in FILE; with --module or --target, only those of its rows",
     )
@@ -417,12 +413,16 @@ def _parser() -> argparse.ArgumentParser:
         help="print the table as Markdown or, with FILE, put it between FILE's markers; after --record, of all bounds",
     )
     parser.add_argument(
-        "--jobs", type=_jobs, default=min(os.cpu_count() or 1, 8), help="processes (default: one per core, at most 8)"
+        *("--jobs",),
+        type=whole(1),
+        default=min(os.cpu_count() or 1, 8),
+        metavar="N",
+        help="processes (default: one per core, at most 8)",
     )
     return parser
 
 
-def _without_interpreter(argv: list[str]) -> int | None:
+def _without_interpreter(argv: Sequence[str]) -> int | None:
     """Run again in a process of its own if kernels are interpreted here: those cannot be compiled.
 
     Triton decides when a kernel is decorated, so neither removing the variable nor importing again would help.
@@ -506,25 +506,19 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     return 1 if failing or left else 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep bench audit`` with the arguments `argv`. Returns the exit status: 0 if every variant passes."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser().parse_args(argv)
-    status = _without_interpreter(argv)
-    if status is not None:
-        return status
-    if importlib.util.find_spec("triton") is None:
-        print(
-            "halfstep bench audit compiles Triton kernels, and triton is not installed: pip install triton",
-            file=sys.stderr,
-        )
-        return 2
-    try:
+
+    def command(arguments: argparse.Namespace) -> int:
+        status = _without_interpreter(argv)
+        if status is not None:
+            return status
+        if importlib.util.find_spec("triton") is None:
+            raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
         return _audit_as_asked(arguments)
-    except ValueError as error:
-        print(f"halfstep bench audit: {error}", file=sys.stderr)
-        return 2
+
+    return run(_parser(), argv, command, (ValueError,))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from halfstep.bench.command_line import Parser, run, whole
 from halfstep.numerics import codec
 from halfstep.numerics.formats import formats
 
@@ -100,18 +101,17 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from 1")
-    return int(text)
+def _parser() -> Parser:
+    parser = Parser("bench codec", "Time the codec on one core, beside numpy, torch, ml_dtypes and gfloat.")
+    parser.add_argument(
+        "--size", type=whole(1, 2**32), default=2**20, metavar="N", help="elements of the array (default: 1 Mi)"
+    )
+    parser.add_argument("--turns", type=whole(1), default=5, metavar="N", help="turns, the best of which counts")
+    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Print two Markdown tables."""
-    parser = argparse.ArgumentParser(prog="halfstep bench codec", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--size", type=_whole, default=2**20, help="elements of the array (default: 1 Mi)")
-    parser.add_argument("--turns", type=_whole, default=5, help="turns, the best of which counts (default: 5)")
-    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     who = ("halfstep", "numpy", "torch", "ml_dtypes", "gfloat")
     print(f"Million elements per second, one core, {platform.machine()}, {options.size} fp32 normal numbers.\n")
@@ -131,3 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             cells.append(f"{speed['halfstep']:.0f}{ratio}")
         print(_line([name, *cells]), flush=True)
     return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep bench codec`` with the arguments `argv`. Returns the exit status."""
+    return run(_parser(), argv, _run)

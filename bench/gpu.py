@@ -37,6 +37,9 @@ from typing import Any
 
 import torch
 
+from halfstep.bench import command_line
+from halfstep.bench.command_line import Parser, UsageError, make_folder, number
+
 ROOT = Path(__file__).resolve().parents[1]
 TEST_SECONDS = 60  # for one test, compiling included
 CASE_SECONDS = 0.5  # of timing
@@ -544,36 +547,28 @@ def _tests_text(detail: dict[str, Any]) -> str:
 # -------------------------------------------------------------------------------------------------------- the command
 
 
-def _minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value <= 600.0:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are numbers of minutes above 0")
-    return value
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run ``halfstep bench gpu`` with the arguments `argv`. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="halfstep bench gpu", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results, at most eight files")
-    parser.add_argument("--minutes", type=_minutes, default=7.5, help="for everything together (default: 7.5)")
+def _parser() -> Parser:
+    parser = Parser("bench gpu", "Test and measure, in minutes, everything that needs a GPU.")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for the results, at most eight files"
+    )
+    minutes = number(float, lambda value: 0 < value <= 600, "numbers of minutes above 0, up to 600")
+    parser.add_argument("--minutes", type=minutes, default=7.5, metavar="M", help="for everything together")
     stages = ("environment", "smoke", "steps", "tests", "benchmark", "report")
     parser.add_argument("--stage", choices=stages, help=argparse.SUPPRESS)
     parser.add_argument("--argument", default="", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _main(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
-        print(
-            "halfstep bench gpu: no GPU: torch.cuda.is_available() is False. Use halfstep bench run for what this "
-            "machine's CPU does, halfstep bench host for what a step costs the host, halfstep bench audit for what the "
-            "compiled kernels move",
-            file=sys.stderr,
+        raise UsageError(
+            "no GPU: torch.cuda.is_available() is False. Use halfstep bench run for what this machine's CPU does, "
+            "halfstep bench host for what a step costs the host, halfstep bench audit for what compiled kernels move"
         )
-        return 2
     if options.stage:
         return _stage(options.stage, options.out, 60 * options.minutes, options.argument)
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     return _run(options.out, 60 * options.minutes)
 
 
@@ -620,5 +615,10 @@ def _run(out: Path, seconds: float) -> int:
     return 1 if failed else 0
 
 
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep bench gpu`` with the arguments `argv`. Returns the exit status."""
+    return command_line.run(_parser(), argv, _main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -37,6 +37,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from halfstep.bench.command_line import Parser, above_zero, complain, run, whole
+
 COUNTS = (1, 10, 100, 1_000, 10_000)
 NUMEL = 64  # elements per tensor: the host does not care, and torch's CPU operations stay short
 CAPABILITY = 90
@@ -492,25 +494,27 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 # -------------------------------------------------------------------------------------------------------- the command
 
 
-def _from(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from {least}")
-        return int(text)
-
-    return parse
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run ``halfstep bench host`` with the arguments `argv`. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="halfstep bench host", description=(__doc__ or "").split("\n", 1)[0])
+def _parser() -> Parser:
+    parser = Parser("bench host", "Measure what a step costs the host, in µs and launches, with no GPU.")
     jobs = ("adamw", "amp step", "check", "cast", "softmax")
-    parser.add_argument("--tensors", type=_from(1), nargs="+", default=COUNTS, help="numbers of tensors (1 ... 10,000)")
-    parser.add_argument("--job", choices=jobs, action="append", default=[], help="only this job; may be repeated")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time per row (default: 0.5)")
+    parser.add_argument(
+        *("--tensors",), type=whole(1), nargs="+", default=COUNTS, metavar="N", help="numbers of tensors (1 ... 10,000)"
+    )
+    parser.add_argument(
+        *("--job",),
+        choices=jobs,
+        action="append",
+        default=[],
+        metavar="JOB",
+        help=f"only this one of {', '.join(jobs)}; may be repeated",
+    )
+    parser.add_argument("--seconds", type=above_zero, default=0.5, metavar="S", help="time per row")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.worker:
         _worker(options.worker, options.tensors, options.seconds, options.job)
         return 0
@@ -529,7 +533,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         except RuntimeError as error:
             bar.stop()
-            print(f"halfstep bench host: {error}", file=sys.stderr)
+            complain("halfstep bench host", str(error))
             return 1
     print(json.dumps({"rows": rows}, indent=2) if options.json else markdown(rows))
     failed = [row for row in rows if row["problem"]]
@@ -538,5 +542,10 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep bench host`` with the arguments `argv`. Returns the exit status."""
+    return run(_parser(), argv, _run)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
+from halfstep.bench.command_line import Parser, picture, run, whole
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
 from halfstep.numerics.advice import advise_scale, power
 from halfstep.numerics.formats import UnknownFormat, formats
@@ -32,7 +32,6 @@ from halfstep.numerics.named_tensors import named_tensors
 from halfstep.numerics.statistics import KINDS, Row, Statistics, checked_scale, grid_of, statistics
 from halfstep.numerics.wording import count, percent, shortened
 
-PICTURES = (".png", ".svg", ".pdf")
 PATIENCE = 2.0  # seconds without a word
 BATCH = 64 << 20  # bytes of tensors counted at a time, so that the bar moves
 WIDE = 140  # columns from which on there is room for all
@@ -54,7 +53,7 @@ def _scale(text: str) -> float:
         return checked_scale("scale", math.ldexp(1.0, int(found[1])) if found else float(text))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}; allowed are numbers from 2^-126 to 2^126, as 65536 or 2^16"
+            f"{text!r} is not allowed; allowed are numbers from 2^-126 to 2^126, as 65536 or 2^16"
         ) from None
 
 
@@ -66,24 +65,9 @@ def _format(text: str) -> str:
     return formats[text].name
 
 
-def _limit(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers, 0 for all")
-    return int(text)
-
-
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are names that end in {', '.join(PICTURES)}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {path.parent}; make it first")
-    return path
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="halfstep inspect",
+def _parser() -> Parser:
+    parser = Parser(
+        "inspect",
         description="Where the tensors in a checkpoint fall in a number format: shares zero, flushed to zero, "
         "subnormal, normal, overflowing; rounding errors; exponents. Reads torch.save's files and safetensors, "
         "executes nothing.",
@@ -91,13 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=Path, help="a checkpoint, or all parts of one")
-    add("--format", type=_format, default="fp16", metavar="NAME", help="fp16 (default), bf16, e4m3fn, e5m7, ...")
-    add("--scale", type=_scale, default=1.0, metavar="S", help="multiply by S first: a number or 2^16; default 1")
-    add("--sort", choices=SORTS, default="size", help="which tensors come first; default: the largest")
-    add("--limit", type=_limit, default=40, metavar="N", help="tensors in the table; 0 for all; default 40")
+    add("--format", type=_format, default="fp16", metavar="NAME", help="fp16, bf16, e4m3fn, e5m7, ...")
+    add("--scale", type=_scale, default=1.0, metavar="S", help="multiply by S first: a number or 2^16")
+    add("--sort", choices=SORTS, default="size", help=f"which tensors come first: {', '.join(SORTS)}", metavar="BY")
+    add("--limit", type=whole(0, note=", 0 for all"), default=40, metavar="N", help="tensors in the table; 0 for all")
     add("--advise", action="store_true", help="take the tensors for gradients and advise a loss scale")
     add("--json", action="store_true", help="print everything as JSON")
-    add("--out", type=_picture, metavar="PICTURE", help="draw exponents and the worst tensors: .png, .svg or .pdf")
+    add("--out", type=picture, metavar="PICTURE", help="draw exponents and the worst tensors: .png, .svg or .pdf")
     return parser
 
 
@@ -242,7 +226,7 @@ def _inspect(options: argparse.Namespace) -> int:
     power_of_two = math.frexp(found.scale)[0] == 0.5
     if options.advise and not power_of_two:
         raise TensorFileError(
-            f"--scale {options.scale:g} is no power of two, so nothing can be advised; allowed are powers"
+            f"--scale {options.scale:g} is no power of two, so nothing can be advised; allowed are powers, as 2^16"
         )
     advice = advise_scale(found, options.format) if options.advise else None
     if options.out is not None:
@@ -275,10 +259,6 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep inspect`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
-    try:
-        return _inspect(_parser().parse_args(sys.argv[2:] if argv is None else list(argv)))
-    except (TensorFileError, ImportError, TypeError, ValueError, OSError) as error:
-        print(f"halfstep inspect: error: {error}", file=sys.stderr)
-        return 2
+    return run(_parser(), argv, _inspect, (ImportError, TypeError, ValueError))

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from halfstep._version import __version__
+from halfstep.bench.command_line import Parser, above_zero, picture, run, whole
 from halfstep.numerics.plan_errors import one_of
 from halfstep.numerics.planning import (
     CARDS,
@@ -44,7 +43,6 @@ from halfstep.numerics.planning import (
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 FITS = ("none", "params", "layers", "batch")
 COMPARISONS = ("layouts", "strategies")
-PICTURES = (".png", ".svg", ".pdf")
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _SIZES = {"mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
 
@@ -54,7 +52,9 @@ def _count(text: str) -> int:
     found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]+)?)([kmbgt]?)", text.strip().lower())
     value = Fraction(found[1].replace("_", "")) * _SUFFIXES.get(found[2], 1) if found else Fraction(0)
     if value < 1 or value.denominator != 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from 1, as 7e9, 7B or 350M")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; allowed are whole numbers from 1, as 7e9, 7B or 350M"
+        )
     return int(value)
 
 
@@ -67,37 +67,18 @@ def _reserve(text: str) -> Fraction | int:
     """A share of a card's memory, or bytes: 10%, 4GiB."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are a share or a size, as 10% or 4GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are a share or a size, as 10% or 4GiB")
     number = Fraction(found[1])
     if found[2] == "%":
         if number >= 100:
-            raise argparse.ArgumentTypeError(f"{text!r}; allowed are shares below 100%")
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are shares below 100%")
         return number / 100
     return int(number * _SIZES[found[2]])
 
 
-def _milliseconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are numbers above 0")
-    return value
-
-
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are files that end in {', '.join(PICTURES)}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}; make it first")
-    return path
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="halfstep plan",
+def _parser() -> Parser:
+    parser = Parser(
+        "plan",
         usage="halfstep plan (--params N | --model NAME | --layers N --hidden N --heads N --vocab N --seq N) [OPTIONS]",
         description="What training takes of each GPU: bytes by part, messages per step, FLOPs. Give --params, --model "
         "or the shape of a transformer; only a shape has activations and gathered units.",
@@ -144,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--offload", action="store_true", help="leave on the host what the strategy can leave there")
     where.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True")
     where.add_argument("--compress", metavar="FORMAT", help="send gradients in bf16, fp16 or fp32")
-    where.add_argument("--rank", type=int, metavar="R", help="whose memory (default: of the rank that holds most)")
+    where.add_argument("--rank", type=whole(0), metavar="R", help="whose memory (default: of the rank that holds most)")
 
     kept = parser.add_argument_group("layout")
     kept.add_argument("--precision", metavar="NAME", default="bf16", help=f"{', '.join(PRECISIONS)} (default: bf16)")
@@ -168,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KIND",
         help=f"{', '.join(CHECKPOINTING)} (default: none; without a word: full)",
     )
-    step.add_argument("--step-ms", type=_milliseconds, metavar="MS", help="of a measured step: prints MFU and HFU")
+    step.add_argument("--step-ms", type=above_zero, metavar="MS", help="of a measured step: prints MFU and HFU")
 
     fits = parser.add_argument_group("card")
     fits.add_argument("--card", metavar="NAME", help=f"{', '.join(CARDS)}")
@@ -184,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     told = parser.add_argument_group("output")
     told.add_argument("--compare", metavar="WHAT", help=f"plan all {' or all '.join(COMPARISONS)}")
     told.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    told.add_argument("--out", type=_picture, metavar="FILE", help="draw stacked bars: .png, .svg or .pdf")
+    told.add_argument("--out", type=picture, metavar="FILE", help="draw stacked bars: .png, .svg or .pdf")
     return parser
 
 
@@ -352,7 +333,7 @@ def _several(given: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
     return gpus, strategies
 
 
-def _run(given: argparse.Namespace) -> int:
+def _plan(given: argparse.Namespace) -> int:
     gpus, strategies = _several(given)
     arguments = _arguments(given)
     gpu = None if given.card is None else card(given.card)
@@ -390,15 +371,6 @@ def _run(given: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep plan`` with the arguments `argv`. Returns the exit status."""
-    parser = _parser()
-    given = parser.parse_args(argv)
-    try:
-        return _run(given)
-    except (ValueError, ImportError) as error:
-        parser.error(str(error))  # ends the process
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return run(_parser(), argv, _plan, (ValueError, ImportError))

@@ -10,12 +10,14 @@ Exit status: 0, also if some peer failed; 1 if a provider of halfstep was wrong 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from halfstep.bench import command_line
+from halfstep.bench.command_line import Parser, above_zero, make_folder, whole
 
 if TYPE_CHECKING:
     from halfstep.bench.harness import Result
@@ -25,58 +27,21 @@ COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 SECONDS = {True: 0.25, False: 1.0}  # of timing per case, by --quick
 
 
-def _group(text: str) -> str:
-    if text not in GROUPS:
-        near = difflib.get_close_matches(text, GROUPS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise argparse.ArgumentTypeError(f"unknown case group {text!r}; {hint}Allowed are {', '.join(GROUPS)}")
-    return text
-
-
-def _folder(text: str) -> Path:
-    path = Path(text)
-    if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a file; allowed is a folder, which is made if it is not there")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror
-    else:
-        if os.access(path, os.W_OK):
-            return path
-        reason = "not writable"
-    raise argparse.ArgumentTypeError(f"{text!r}: {reason}; allowed is a folder that can be made and written to")
-
-
-def _above_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are numbers above 0")
-    return value
-
-
-def _threads(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from 1")
-    return int(text)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="halfstep bench run",
+def _parser() -> Parser:
+    parser = Parser(
+        "bench run",
         description="Measure every kernel and the whole AMP step against everyone who does the same job: torch eager, "
         "fused, foreach and compiled, and the peers that are installed. On a GPU if there is one, else on the CPU.",
     )
     parser.add_argument(
-        "groups", nargs="*", type=_group, metavar="GROUP", help=f"of {', '.join(GROUPS)} (default: all)"
+        "groups", nargs="*", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)} (default: all)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
-    parser.add_argument("--out", type=_folder, metavar="DIR", help="also write JSON, Markdown and pictures to DIR")
-    parser.add_argument("--minutes", type=_above_zero, help="start no further case after so long (default: no limit)")
-    parser.add_argument("--threads", type=_threads, help="of the CPU (default: torch's)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write JSON, Markdown and pictures to DIR")
+    parser.add_argument(
+        "--minutes", type=above_zero, metavar="M", help="start no further case after so long (default: no limit)"
+    )
+    parser.add_argument("--threads", type=whole(1), metavar="N", help="of the CPU (default: torch's)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
@@ -122,9 +87,9 @@ def run(
     return about, results
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run ``halfstep bench run`` with the arguments `argv`. Returns the exit status."""
-    arguments = _parser().parse_intermixed_args(argv)
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.out is not None:
+        make_folder(arguments.out)
     # Before torch loads: its allocator else remarks on memory that the memory profile has not seen allocated.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
@@ -161,5 +126,6 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep bench run`` with the arguments `argv`. Returns the exit status."""
+    return command_line.run(_parser(), argv, _run)

@@ -1,4 +1,4 @@
-"""`halfstep bench step`: the optimizer step on this machine, against torch's fused AdamW doing the same job.
+"""``halfstep bench step``: the optimizer step on this machine, against torch's fused AdamW doing the same job.
 
 The job: bf16 parameters with bf16 gradients and exact fp32 masters. Ours is one call. torch's is what it takes with
 `torch.optim.AdamW(fused=True)`: copy the gradients to fp32, step the fp32 masters, copy them back to the bf16 weights.
@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from halfstep.bench.command_line import Parser, run, whole
 from halfstep.integrations.optim import AdamW
 
 LAYOUTS = ("split", "full")
@@ -81,24 +82,17 @@ def measure(total: int, tensors: int, layout: str, rounds: int, device: torch.de
     }
 
 
-def _from(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers not below `least`."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}; allowed are whole numbers from {least}")
-        return int(text)
-
-    return parse
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run ``halfstep bench step`` with the arguments `argv`. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="halfstep bench step", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--parameters", type=_from(10_000), default=2**24, help="in all (default: 16 Mi)")
-    parser.add_argument("--rounds", type=_from(1), default=15, help="pairs of steps measured (default: 15)")
+def _parser() -> Parser:
+    parser = Parser(
+        "bench step", "Time the optimizer step on this machine against torch's fused AdamW doing the same job."
+    )
+    parser.add_argument("--parameters", type=whole(10_000), default=2**24, metavar="N", help="in all (default: 16 Mi)")
+    parser.add_argument("--rounds", type=whole(1), default=15, metavar="N", help="pairs of steps measured")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [(tensors, layout) for tensors in (1, 100, 10_000) for layout in LAYOUTS]
     errors = Console(stderr=True)
@@ -125,5 +119,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep bench step`` with the arguments `argv`. Returns the exit status."""
+    return run(_parser(), argv, _run)

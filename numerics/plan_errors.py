@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
+
+from halfstep.numerics.wording import instead
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Raise ValueError, with the nearest name, unless `value` is one of `allowed`."""
     names = list(allowed)
     if value not in names:
-        near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{name} is {value!r}; {hint}Allowed are {', '.join(names)}")
+        raise ValueError(f"{name} is {value!r}; {instead(str(value), names)}")
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:

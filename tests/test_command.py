@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +37,7 @@ def test_version_and_help_need_no_torch() -> None:
     ("words", "expected"),
     [
         (["bench", "adit"], "unknown command 'bench adit'; did you mean 'bench audit'?"),
-        (["qqq"], "unknown command 'qqq'; Allowed are bench, compare, decode"),
+        (["qqq"], "unknown command 'qqq'; allowed are bench, compare, decode"),
     ],
 )
 def test_unknown_commands_are_answered(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
@@ -70,3 +72,163 @@ def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
             [sys.executable, "-m", "halfstep", *words], stdout=closed, stderr=subprocess.PIPE, text=True
         )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+COMMANDS = importlib.import_module("halfstep.__main__").COMMANDS
+NAMES = [" ".join(command.words) for command in COMMANDS]
+# What each command needs so that only the mistake is wrong.
+NEEDED = {
+    "encode": ["1"], "decode": ["0x1"], "why": ["1", "fp16"], "compare": ["fp16", "bf16"], "ladder": ["--out", "x.png"],
+    "plan": ["--params", "7e9"], "inspect": ["x.pt"], "bench gpu": ["--out", "x"],
+}  # fmt: skip
+
+
+def _one_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 2, words
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1, printed
+    assert printed.err.isprintable() or printed.err.rstrip("\n").isprintable()
+    assert "usage" not in printed.err
+    return printed.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unknown_option_is_answered_with_the_nearest(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in ("--jsno", "--helpp=3"):
+        found = _one_line(capsys, *name.split(), *NEEDED.get(name, []), given)
+        assert found.startswith(f"halfstep {name}: error: unknown option {given}; ")
+        assert f"see halfstep {name} --help for those there are" in found
+    assert "did you mean --help?" in found
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        # an argument where none is taken
+        ("train foo", "unexpected argument 'foo'; halfstep train takes options only: see halfstep train --help"),
+        ("train fp16", "unexpected argument 'fp16'; did you mean --precision fp16? halfstep train takes options only"),
+        ("plan 7e9", "unexpected argument '7e9'; halfstep plan takes options only"),
+        ("bench step 3", "unexpected argument '3'; halfstep bench step takes options only"),
+        ("bench host x", "unexpected argument 'x'"),
+        ("bench codec x", "unexpected argument 'x'"),
+        ("bench audit x", "unexpected argument 'x'"),
+        ("bench gpu --out x x", "unexpected argument 'x'"),
+        ("ladder fp16", "the following arguments are required: --out; see halfstep ladder --help"),
+        ("ladder fp61 --out x.png", "argument FORMAT: unknown format 'fp61'; did you mean 'fp64'? Allowed are"),
+        # a value that is missing, or too many
+        ("plan --params", "argument --params: expected one argument; see halfstep plan --help"),
+        ("inspect", "the following arguments are required: FILE; see halfstep inspect --help"),
+        ("bench gpu", "the following arguments are required: --out; see halfstep bench gpu --help"),
+        ("bench run --quick=3", "argument --quick: takes no value, and was given '3'"),
+        # an unknown choice
+        ("train --precision fp17", "unknown precision 'fp17'; did you mean 'fp16'? Allowed are fp32, bf16"),
+        ("train --strategy fsd", "unknown strategy 'fsd'; did you mean 'fsdp'? Allowed are single, ddp"),
+        ("inspect x --sort siez", "unknown sort 'siez'; did you mean 'size'? Allowed are size, lost"),
+        ("bench run sofmax", "argument GROUP: unknown group 'sofmax'; did you mean 'softmax'? Allowed are softmax"),
+        ("bench host --job adam", "unknown job 'adam'; did you mean 'adamw'? Allowed are adamw, amp step"),
+        ("plan --model gtp2", "--model is 'gtp2'; did you mean 'gpt2'? Allowed are gpt2"),
+        # numbers: negative, NaN, huge, none
+        ("plan --params -3", "argument --params: '-3' is not allowed; allowed are whole numbers from 1, as 7e9"),
+        ("plan --params nan", "argument --params: 'nan' is not allowed"),
+        ("plan --params 7e9 --rank -1", "argument --rank: '-1' is not allowed; allowed are whole numbers from 0"),
+        ("plan --params 7e9 --step-ms inf", "argument --step-ms: 'inf' is not allowed; allowed are numbers above 0"),
+        ("inspect x --limit -1", "argument --limit: '-1' is not allowed; allowed are whole numbers from 0"),
+        ("inspect x --scale nan", "argument --scale: 'nan' is not allowed; allowed are numbers from 2^-126 to 2^126"),
+        ("train --steps 1e400", "argument --steps: '1e400' is not allowed; allowed are whole numbers from 1"),
+        ("train --lr nan", "argument --lr: 'nan' is not allowed; allowed are finite numbers above 0"),
+        (f"train --seed {10**30}", "argument --seed: '1000000000000000000000000000000' is not allowed"),
+        ("bench step --rounds -1", "argument --rounds: '-1' is not allowed; allowed are whole numbers from 1"),
+        ("bench codec --size 1e9", "argument --size: '1e9' is not allowed; allowed are whole numbers from 1 to"),
+        ("bench host --seconds nan", "argument --seconds: 'nan' is not allowed; allowed are numbers above 0"),
+        ("bench host --seconds -1", "argument --seconds: '-1' is not allowed"),
+        ("bench run --minutes -inf", "argument --minutes: '-inf' is not allowed; allowed are numbers above 0"),
+        ("bench gpu --out x --minutes 601", "'601' is not allowed; allowed are numbers of minutes above 0, up to 600"),
+        ("bench audit --jobs 0", "argument --jobs: '0' is not allowed; allowed are whole numbers from 1"),
+        # files and folders
+        ("plan --params 7e9 --out no/x.png", "argument --out: 'no/x.png' cannot be written: No such file or directory"),
+        ("plan --params 7e9 --out d.png", "argument --out: 'd.png' cannot be written: Is a directory"),
+        ("inspect x --out f/x.png", "argument --out: 'f/x.png' cannot be written: Not a directory; pass a file in a"),
+        ("ladder --out x.bmp", "argument --out: 'x.bmp' is no picture; allowed are names ending in .png, .svg, .pdf"),
+        ("inspect nowhere.pt", "nowhere.pt cannot be read: No such file or directory"),
+        ("inspect d.png", "d.png is a folder; give the file of tensors in it"),
+        ("train --out f --steps 3", "--out f cannot be written to: it is a file; pass a folder that can"),
+        ("train --data nowhere", "--data nowhere does not exist; pass a file"),
+        ("bench run --out f", "--out f cannot be written to: it is a file; pass a folder that can"),
+        ("bench audit --bounds nowhere", "argument --bounds: 'nowhere' does not exist; pass a file that can be read"),
+        ("bench audit --bounds d.png", "argument --bounds: 'd.png' is a folder; pass a file that can be read"),
+        ("bench audit --record no/x", "argument --record: 'no/x' cannot be written: No such file or directory"),
+        # commands
+        ("help plam", "unknown command 'plam'; did you mean 'plan'? Allowed are bench, compare"),
+        ("bench rum", "unknown command 'bench rum'; did you mean 'bench run'? Allowed are bench audit"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_gets_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("f").write_text("kept")
+    Path("d.png").mkdir()
+    assert said in _one_line(capsys, *words.split())
+    assert sorted(os.listdir()) == ["d.png", "f"] and Path("f").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("columns", [40, 80])
+def test_help_is_legible(
+    name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = []
+    for words in ([*name.split(), "--help"], ["help", *name.split()]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+    text = shown[0]
+    assert text == shown[1] and text.startswith(f"usage: halfstep {name}")
+    assert "`" not in text and "default: None" not in text
+    long = [line for line in text.splitlines() if len(line) > columns]
+    whole = (line.split() for line in long if not line.strip().startswith(("[", "-")))
+    assert all(len(words) == 1 for words in whole), "only an option or a word that is longer than the screen"
+
+
+def test_the_list_of_commands_fits_the_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns in (40, 80, 160):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for words in (["help"], ["--help"], ["help", "bench"], ["bench", "--help"]):
+            assert main(words) == 0
+            lines = capsys.readouterr().out.splitlines()
+            assert max(map(len, lines)) <= columns
+        assert sum(bool(re.match(r"  halfstep bench \w+", line)) for line in lines) == 6
+
+
+@pytest.mark.parametrize("words", [["format"], ["plan", "--params", "7e9"], ["train", "--steps", "3"], ["--version"]])
+def test_a_closed_standard_output_is_said_at_once(words: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "halfstep", *words]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr == "halfstep: error: standard output is closed; send it to a file, or to /dev/null\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_standard_error_is_no_standard_output() -> None:
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "halfstep", "encode", "x"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_output_that_nobody_takes_is_said_of_every_command() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "halfstep", "plan", "--params", "7e9"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "halfstep plan: error: standard output cannot be written: No space left on device\n"

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from halfstep.bench.lookup import elsewhere, numerals
 from halfstep.bench.lookup.arguments import Given
-from halfstep.bench.lookup.terminal import Terminal, table
 from halfstep.bench.lookup.view import Encoded, Stored, number_dict, special_text
+from halfstep.bench.terminal import Terminal, table
 
 _STYLES = {
     "exact": "good", "rounded": "", "underflow": "bad", "overflow": "bad", "saturated": "note", "none": "bad",

@@ -13,8 +13,8 @@ from halfstep.bench.lookup.arguments import Answer, Given, UsageError
 from halfstep.bench.lookup.cells import outcome
 from halfstep.bench.lookup.figures import figures, format_dict
 from halfstep.bench.lookup.overlap import lowest_exponent, shared_values, step_exponent
-from halfstep.bench.lookup.terminal import Terminal, table, visible
 from halfstep.bench.lookup.view import Encoded, encoded, number_dict, overflow_threshold
+from halfstep.bench.terminal import Terminal, table, visible
 from halfstep.numerics.exact import parse_number
 from halfstep.numerics.formats import Format
 
@@ -187,6 +187,6 @@ def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
     return Answer({"formats": [format.name for format in chosen]}, results, lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep compare`` with these arguments. Returns the exit status."""
     return arguments.main(_parser(), argv, _answer)

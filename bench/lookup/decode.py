@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from halfstep.bench.lookup import arguments
 from halfstep.bench.lookup.arguments import Answer, UsageError
 from halfstep.bench.lookup.cells import bits
-from halfstep.bench.lookup.terminal import Terminal, table, visible
 from halfstep.bench.lookup.view import Stored, number_dict
+from halfstep.bench.terminal import Terminal, table, visible
 from halfstep.numerics.formats import Format, formats
 
 _CODE = re.compile(r"0x(?P<hexadecimal>[0-9a-f_]+)|0b(?P<binary>[01_]+)|(?P<decimal>[0-9][0-9_]*)", re.IGNORECASE)
@@ -77,7 +77,7 @@ def _parser() -> arguments.Parser:
         "decode",
         "What bits mean in every format of their width.",
         "The digits say how many bits there are: 0x41 are 8, 0x0041 are 16, 0b000001 are 6. Of a decimal, 8, 16, 32 "
-        "or\n64, the first that holds it. --width and --format say it instead.\n"
+        "or 64, the first that holds it. --width and --format say it instead.\n"
         "example: halfstep decode 0x4100",
     )
     parser.add_argument("codes", nargs="+", type=code, metavar="CODE", help="bits, as 0x4100, 0b… or a decimal")
@@ -85,7 +85,7 @@ def _parser() -> arguments.Parser:
     parser.add_argument(
         "-w",
         "--width",
-        type=arguments.choice("width", [str(width) for width in widths()]),
+        choices=[str(width) for width in widths()],
         metavar="BITS",
         help=f"bits of the code: {', '.join(map(str, widths()))} (default: as many as its digits show)",
     )
@@ -169,6 +169,6 @@ def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
     return Answer(about, results, lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep decode`` with these arguments. Returns the exit status."""
     return arguments.main(_parser(), argv, _answer)

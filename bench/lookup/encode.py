@@ -6,11 +6,12 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from halfstep.bench import command_line
 from halfstep.bench.lookup import arguments, elsewhere, numerals
 from halfstep.bench.lookup.arguments import Answer, UsageError
 from halfstep.bench.lookup.cells import bits, elsewhere_lines, number_lines, outcome, ulps
-from halfstep.bench.lookup.terminal import Terminal, table, visible
 from halfstep.bench.lookup.view import Encoded, encoded, number_dict
+from halfstep.bench.terminal import Terminal, table, visible
 from halfstep.numerics.exact import ROUNDINGS
 
 _CLOSER = 4  # formats, up to which there is room for a second line with all digits
@@ -29,7 +30,7 @@ def _parser() -> arguments.Parser:
     arguments.add_formats(parser, "in which; several names, or several times (default: all)")
     parser.add_argument(
         "--rounding",
-        type=arguments.choice("rounding", ROUNDINGS),
+        choices=ROUNDINGS,
         default="nearest",
         metavar="MODE",
         help=f"{', '.join(ROUNDINGS)} (default: nearest, ties to even)",
@@ -37,7 +38,7 @@ def _parser() -> arguments.Parser:
     arguments.add_overflow(parser)
     parser.add_argument(
         "--seed",
-        type=arguments.integer(0, 2**63 - 1),
+        type=command_line.whole(0),
         metavar="N",
         help="of --rounding stochastic, to draw the same again (default: another each time)",
     )
@@ -136,6 +137,6 @@ def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
     return Answer(about, results, lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep encode`` with these arguments. Returns the exit status."""
     return arguments.main(_parser(), argv, _answer)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from halfstep.bench.lookup import arguments
 from halfstep.bench.lookup.arguments import Answer
 from halfstep.bench.lookup.figures import fields, figures, format_dict, integers, names, overflow, short, special
-from halfstep.bench.lookup.terminal import Terminal, table, visible
+from halfstep.bench.terminal import Terminal, table, visible
 from halfstep.numerics.formats import Format, formats
 
 
@@ -72,6 +72,6 @@ def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
     return Answer(about, lambda: [format_dict(format) for format in chosen], lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep format`` with these arguments. Returns the exit status."""
     return arguments.main(_parser(), argv, _answer)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
+from halfstep.bench.command_line import PICTURES, picture
 from halfstep.bench.lookup import arguments
 from halfstep.bench.lookup.arguments import Answer, UsageError
-from halfstep.bench.lookup.terminal import Terminal
+from halfstep.bench.terminal import Terminal
 from halfstep.numerics.formats import Format
 
-SUFFIXES = (".png", ".svg", ".pdf")
 KINDS = ("range", "density", "codes", "all")
 
 
@@ -25,30 +24,25 @@ def _small(text: str) -> Format:
     return format
 
 
-def _file(text: str) -> Path:
-    """An argparse type: where the picture goes."""
-    path = Path(text.strip())
-    if path.suffix not in SUFFIXES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no picture; allowed are names ending in {', '.join(SUFFIXES)}")
-    return path
-
-
 def _parser() -> arguments.Parser:
     parser = arguments.Parser(
         "ladder",
         "Draw what formats can hold: the range of their numbers, how many lie between two powers of two, and every "
-        "code\nof a small format.",
+        "code of a small format.",
         "Needs matplotlib: pip install 'halfstep[plots]'.\nexample: halfstep ladder --out formats.png",
     )
-    parser.add_argument("--out", required=True, type=_file, metavar="FILE", help=f"one of {', '.join(SUFFIXES)}")
+    parser.add_argument("--out", required=True, type=picture, metavar="FILE", help=f"one of {', '.join(PICTURES)}")
+    parser.add_argument(
+        "named", nargs="*", type=arguments.format_named, metavar="FORMAT", help="of range and density (default: all)"
+    )
     parser.add_argument(
         "--kind",
-        type=arguments.choice("kind", KINDS),
+        choices=KINDS,
         default="all",
         metavar="KIND",
         help=f"{', '.join(KINDS)} (default: all, beneath one another)",
     )
-    arguments.add_formats(parser, "of range and density; several names, or several times (default: all)")
+    arguments.add_formats(parser, "the same, as halfstep encode takes them")
     parser.add_argument(
         "--codes", type=_small, default="e4m3fn", metavar="FORMAT", help="whose codes; up to 8 bits (default: e4m3fn)"
     )
@@ -59,15 +53,11 @@ def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
     from halfstep.bench.lookup import pictures
 
     kinds = list(pictures.KINDS) if options.kind == "all" else [options.kind]
-    chosen = arguments.distinct(options.formats)
+    chosen = arguments.distinct(options.named + options.formats)
     try:
         pictures.draw(kinds, chosen, options.codes, options.out)
     except ImportError as error:
         raise UsageError(f"{error}: pictures need matplotlib; pip install 'halfstep[plots]'") from error
-    except OSError as error:
-        raise UsageError(
-            f"argument --out: {options.out} cannot be written: {error.strerror}; pass a file in a folder that can be"
-        ) from error
     shown = [format.name for format in chosen]
     about = {"out": str(options.out), "kind": options.kind, "formats": shown, "codes": options.codes.name}
     found = [
@@ -77,6 +67,6 @@ def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
     return Answer(about, lambda: found, lambda: [f"{options.out}: {', '.join(kinds)}"])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep ladder`` with these arguments. Returns the exit status."""
     return arguments.main(_parser(), argv, _answer)

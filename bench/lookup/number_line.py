@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from halfstep.bench.lookup.terminal import Terminal, visible
+from halfstep.bench.terminal import Terminal, visible
 
 
 def _row(width: int, labels: Sequence[tuple[int, str]]) -> str:

@@ -11,9 +11,9 @@ from halfstep.bench.lookup import arguments, elsewhere, number_line, numerals
 from halfstep.bench.lookup.arguments import Answer, Given, UsageError
 from halfstep.bench.lookup.cells import bits, elsewhere_lines, outcome, ulps
 from halfstep.bench.lookup.reason import chances, detours, ends_around, nearest, rule
-from halfstep.bench.lookup.terminal import Terminal, table
 from halfstep.bench.lookup.view import Encoded, Stored, code_text, encoded, finite, number_dict, overflows
 from halfstep.bench.lookup.wording import detour_words, text, words
+from halfstep.bench.terminal import Terminal, table
 from halfstep.numerics.exact import ROUNDINGS, Neighbours, encode_exact, neighbours
 
 
@@ -144,6 +144,6 @@ def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
     return Answer(about, lambda: [_as_dict(given, one, options.overflow) for one in found], lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep why`` with these arguments. Returns the exit status."""
     return arguments.main(_parser(), argv, _answer)

@@ -7,8 +7,8 @@ from fractions import Fraction
 from halfstep.bench.lookup import numerals
 from halfstep.bench.lookup.cells import bits, distance
 from halfstep.bench.lookup.reason import Detour, ends_around, nearest
-from halfstep.bench.lookup.terminal import Terminal
 from halfstep.bench.lookup.view import Encoded, Stored, overflow_threshold, overflows, special_text
+from halfstep.bench.terminal import Terminal
 from halfstep.numerics.exact import Neighbours, Number
 from halfstep.numerics.formats import Format
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import shlex
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from halfstep.bench.command_line import Parser, UsageError, make_folder, number, run, whole
 from halfstep.bench.train import data, loop, report, world
 from halfstep.bench.train.model import SIZES
 from halfstep.integrations import checkpoint
@@ -35,71 +34,16 @@ RUNS = {
 }
 
 
-class _UsageError(ValueError):
-    """The command line asks for something that cannot be done."""
-
-
-def _number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], float]:
-    """An argparse type that says which values are allowed."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-            if math.isfinite(value) and fine(value):
-                return value
-        except (ValueError, OverflowError):
-            pass
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed is {allowed}")
-
-    return parse
-
-
-_COUNT = _number(int, lambda n: n >= 1, "a whole number from 1 up")
-_COUNT_OR_NONE = _number(int, lambda n: n >= 0, "a whole number from 0 up")
-_SEED = _number(int, lambda n: 0 <= n < 2**63, "a whole number from 0 to 2^63 - 1")
-_RATE = _number(float, lambda x: x > 0, "a finite number above 0, such as 1e-3")
-_DECAY = _number(float, lambda x: x >= 0, "a finite number from 0 up, such as 0.1")
-_SCALE = _number(
-    float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "a power of two up to 2^127, such as 65536"
+_DECAY = number(float, lambda x: x >= 0, "finite numbers from 0, such as 0.1")
+_RATE = number(float, lambda x: x > 0, "finite numbers above 0, such as 1e-3")
+_SCALE = number(
+    float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "powers of two up to 2^127, such as 65536"
 )
 
 
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, but a typo is answered with what was probably meant, and nothing is guessed from a prefix."""
-
-    def error(self, message: str) -> NoReturn:
-        raise _UsageError(message)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        joined: list[str] = []
-        for word in args:
-            # argparse takes -1e-3 and -inf for options; joined to the name before it, each is a value to complain about
-            if word.startswith("-") and _is_number(word) and joined and joined[-1].startswith("--"):
-                joined[-1] += f"={word}"
-            else:
-                joined.append(word)
-        found, unknown = self.parse_known_args(joined, namespace)
-        if unknown:
-            options = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else "; see halfstep train --help for those there are"
-            raise _UsageError(f"unknown option {unknown[0]}{hint}")
-        return found
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="halfstep train",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _parser() -> Parser:
+    parser = Parser(
+        "train",
         description="Train a small byte-level GPT with halfstep's optimizer and loss scaler, and report what it did. "
         "'compare' trains the same model on the same batches four times: fp32 with torch.optim.AdamW, bf16 with split "
         "masters, fp16 with the loss scaler, and bf16 with torch.optim.AdamW and no master.",
@@ -121,26 +65,24 @@ def _parser() -> _Parser:
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes a GPU if there is one"
     )
     how = parser.add_argument_group("how")
-    how.add_argument("--steps", type=_COUNT, default=600, metavar="N", help="steps to train")
-    how.add_argument("--batch", type=_COUNT, default=16, metavar="N", help="windows per step, over all processes")
+    how.add_argument("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
+    how.add_argument("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
     how.add_argument("--lr", type=_RATE, metavar="X", help="highest learning rate (default: suits the size)")
-    how.add_argument(
-        "--warmup", type=_COUNT_OR_NONE, metavar="N", help="steps to reach it (default: a tenth of --steps)"
-    )
+    how.add_argument("--warmup", type=whole(0), metavar="N", help="steps to reach it (default: a tenth of --steps)")
     how.add_argument("--weight-decay", type=_DECAY, default=0.1, metavar="X", help="of the matrices")
     how.add_argument("--init-scale", type=_SCALE, default=2.0**16, metavar="X", help="first loss scale of fp16")
-    how.add_argument("--growth-interval", type=_COUNT, default=60, metavar="N", help="clean steps until it doubles")
-    how.add_argument("--seed", type=_SEED, default=0, metavar="N", help="of the weights and the batches")
+    how.add_argument("--growth-interval", type=whole(1), default=60, metavar="N", help="clean steps until it doubles")
+    how.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the weights and the batches")
     laid = parser.add_argument_group("how it lies over processes and memory")
     laid.add_argument(
-        "--accumulate", type=_COUNT, default=1, metavar="N", help="micro-batches per step, out of the same --batch"
+        "--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches per step, out of the same --batch"
     )
     laid.add_argument(
         "--activation-checkpointing", action="store_true", help="keep each block's input only, compute blocks twice"
     )
     laid.add_argument("--cpu-offload", action="store_true", help="weights and optimizer on the CPU (fsdp, hsdp)")
     laid.add_argument(
-        "--shard-size", type=_COUNT, default=0, metavar="N", help="ranks per copy (hsdp; default: those of a node)"
+        "--shard-size", type=whole(1), default=0, metavar="N", help="ranks per copy (hsdp; default: those of a node)"
     )
     laid.add_argument(
         "--compress", choices=world.COMPRESSIONS, default="none", help="what gradients are sent as (ddp, zero1)"
@@ -153,31 +95,35 @@ def _parser() -> _Parser:
     )
     left = parser.add_argument_group("what is left behind")
     left.add_argument("--out", metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
-    left.add_argument(
-        "--save-every", type=_COUNT_OR_NONE, default=0, metavar="N", help="steps between checkpoints; 0: none"
-    )
+    left.add_argument("--save-every", type=whole(0), default=0, metavar="N", help="steps between checkpoints; 0: none")
     left.add_argument(
         "--resume",
         nargs="?",
         const="",
-        metavar="FILE",
-        help="continue from the newest checkpoint in --out, or from FILE (default: start anew)",
+        metavar="PATH",
+        help="continue from the newest checkpoint in --out, or from PATH: a checkpoint, or a folder with some "
+        "(default: start anew)",
     )
     return parser
 
 
-def _prepare(out: Path) -> None:
-    """Make the folder, and prove that it can be written to before hours are spent on what goes there."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise _UsageError(f"--out {out} cannot be written to: {error.strerror}; pass a folder that can") from error
-
-
 def _folder(out: Path, run: loop.Run) -> Path:
     return out / "checkpoints" / run.name.replace(" ", "-")
+
+
+def _named(path: Path, run: loop.Run) -> Path:
+    """The checkpoint that --resume PATH means: the file, or the newest in a folder of checkpoints or in an --out."""
+    if not path.is_dir():
+        return path
+    found = next(
+        (there for there in map(checkpoint.checkpoints, (path, path / run.name, _folder(path, run))) if there), []
+    )
+    if not found or found[-1][1].is_dir():
+        raise UsageError(
+            f"--resume {path} is a folder without a checkpoint of halfstep train for precision {run.name!r}; pass "
+            "a file step-….pt, the folder of such files, or the --out of a run"
+        )
+    return found[-1][1]
 
 
 def _resumed(
@@ -196,19 +142,19 @@ def _resumed(
         taken = [(run, found[run.name]) for run in runs if found[run.name]]
         if options.save_every and taken:
             run, files = taken[0]
-            raise _UsageError(
+            raise UsageError(
                 f"{_folder(out, run)} already holds checkpoints, up to step {files[-1][0]}, which this run would "
                 "replace; pass --resume to continue from there, or another --out, or delete them"
             )
         return {}
     if options.resume:
         if len(runs) > 1:
-            raise _UsageError(
-                "--resume FILE is for one precision; with --precision compare pass --resume without a file"
+            raise UsageError(
+                "--resume PATH is for one precision; with --precision compare pass --resume without a path"
             )
-        return {runs[0].name: loop.read_checkpoint(Path(options.resume), runs[0], settings, corpus)}
+        return {runs[0].name: loop.read_checkpoint(_named(Path(options.resume), runs[0]), runs[0], settings, corpus)}
     if not any(found.values()):
-        raise _UsageError(
+        raise UsageError(
             f"--resume, but there is no checkpoint below {out / 'checkpoints'} for precision {options.precision!r}; "
             "drop --resume to start anew (with --save-every N to write some), or pass the --out they are in"
         )
@@ -292,7 +238,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
         growth_interval=options.growth_interval,
     )
     if settings.warmup >= settings.steps:
-        raise _UsageError(
+        raise UsageError(
             f"--warmup {settings.warmup} is not below --steps {settings.steps}; allowed are 0 to {settings.steps - 1}"
         )
     layout = world.Layout(
@@ -305,7 +251,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
     )
     world.check(options.strategy, options.device, options.batch, SIZES[options.size].heads, layout)
     corpus = data.read_corpus(options.data, settings.context)
-    _prepare(out)
+    make_folder(out)
     resumed = _resumed(options, runs, settings, corpus)
     results: list[loop.Result] = []
     with world.world(options.strategy, options.device, layout) as place, loop.Interrupt().listening() as interrupt:
@@ -340,7 +286,9 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
                     if options.save_every
                     else "; nothing saved without --save-every"
                 )
-                display.note(f"{run.name}: stopped by signal {result.stopped} after step {result.steps}{saved}")
+                display.note(
+                    f"{run.name}: stopped by {signal.Signals(result.stopped).name} after step {result.steps}{saved}"
+                )
                 return 128 + result.stopped
             if result.trouble is not None:
                 display.note(f"{run.name}: given up: {result.trouble}")
@@ -359,13 +307,12 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
     return 1 if any(result.trouble for result in results) else 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run ``halfstep train`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
-    arguments = list(sys.argv[2:] if argv is None else argv)
-    speaks = os.environ.get("RANK", "0") == "0"  # of several ranks with the same complaint, one speaks
-    try:
-        return _train(_parser().parse_args(arguments), arguments)
-    except (_UsageError, data.DataError, world.WorldError, checkpoint.CheckpointError) as error:
-        if speaks:
-            print(f"halfstep train: error: {error}", file=sys.stderr)
-        return 2
+    return run(
+        _parser(),
+        argv,
+        lambda options: _train(options, argv),
+        (data.DataError, world.WorldError, checkpoint.CheckpointError),
+        speaks=os.environ.get("RANK", "0") == "0",
+    )

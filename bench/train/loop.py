@@ -43,6 +43,11 @@ from halfstep.integrations.monitor import AmpMonitor
 from halfstep.numerics.overflow import Overflow, OverflowReport
 
 FORMAT = "halfstep train 3"
+# What a checkpoint holds beside its format: `Trainer.state`.
+CONTENT = (
+    *("plan", "step", "model", "optimizer", "scaler", "gradients", "overflowed", "rng", "cuda_rng", "history"),
+    *("gradient_bytes",),
+)
 VALIDATION_ROWS = 128
 FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: one batch alone is noisy
 BETAS = (0.9, 0.95)  # a second moment of 20 steps: what GPTs are usually trained with
@@ -245,7 +250,13 @@ def read_checkpoint(path: Path, run: Run, settings: Settings, corpus: Corpus) ->
         raise checkpoint.CheckpointError(
             f"{path} has format {state.get('format')!r}; allowed is {FORMAT!r}; pass one that halfstep train wrote"
         )
-    made, wanted = state["plan"], plan(run, settings, corpus)
+    made, wanted, step = state.get("plan"), plan(run, settings, corpus), state.get("step")
+    missing = [name for name in CONTENT if name not in state]
+    if missing or not isinstance(made, dict) or type(step) is not int or not 0 <= step:
+        raise checkpoint.CheckpointError(
+            f"{path} is not as halfstep train wrote it: {', '.join(missing) or 'its plan or step'} is "
+            f"{'missing' if missing else 'something else'}; continue from another checkpoint, or start anew"
+        )
     differing = [name for name in wanted if made.get(name) != wanted[name]]
     if differing:
         given = ", ".join(f"{name} is {_shown(wanted[name])} and was {_shown(made.get(name))}" for name in differing)
@@ -428,7 +439,22 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint that `read_checkpoint` has approved."""
+        """Continue from a checkpoint that `read_checkpoint` has approved.
+
+        Raises:
+            checkpoint.CheckpointError: what is in it does not fit.
+        """
+        try:
+            self._restore(state)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            if isinstance(error, checkpoint.CheckpointError):
+                raise
+            raise checkpoint.CheckpointError(
+                f"the checkpoint of step {state['step']} of {self.run.name} is not as halfstep train wrote it "
+                f"({type(error).__name__}: {str(error)[:200]}); continue from another one, or start anew"
+            ) from error
+
+    def _restore(self, state: dict[str, Any]) -> None:
         checkpoint.load_model(self.plain, state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
         if self.scaler is not None:

@@ -89,16 +89,24 @@ def _environment(strategy: str) -> tuple[int, int, int]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
+        partly = (
+            f", which sets {', '.join(names)}: here {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        )
         raise WorldError(
-            f"--strategy {strategy} needs the processes torchrun starts, and {', '.join(missing)} is not set; type: "
+            f"--strategy {strategy} trains in several processes that torchrun starts"
+            f"{partly if len(missing) < len(names) else ''}; type: "
             f"torchrun --nproc-per-node {4 if strategy == 'hsdp' else 2} -m halfstep train --strategy {strategy} …"
         )
     try:
         rank, size, local = (int(os.environ[name]) for name in names[:3])
-    except ValueError as error:
+    except ValueError:
+        rank = size = local = -1
+    if not (0 <= rank < size and 0 <= local < size):
+        given = ", ".join(f"{name}={os.environ[name]}" for name in names[:3])
         raise WorldError(
-            f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}; start with torchrun"
-        ) from error
+            f"torchrun's variables are {given}; allowed are whole numbers, RANK and LOCAL_RANK from 0 to below "
+            "WORLD_SIZE: start with torchrun, which sets them"
+        )
     return rank, size, local
 
 
@@ -152,7 +160,7 @@ def check(strategy: str, device: str, batch: int, heads: int, layout: Layout) ->
         started = os.environ.get("WORLD_SIZE", "1")
         if started != "1":
             raise WorldError(
-                f"--strategy single, but torchrun started {started} processes; use --strategy "
+                f"--strategy single, but WORLD_SIZE is {started}: torchrun has started so many; use --strategy "
                 f"{', '.join(STRATEGIES[1:-1])} or {STRATEGIES[-1]}, or no torchrun"
             )
         size = local = 0

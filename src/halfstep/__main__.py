@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -13,6 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep._version import __version__
+from halfstep.bench.command_line import complain
+from halfstep.bench.terminal import Terminal, terminal
+from halfstep.numerics.wording import instead
 
 
 class _Command(NamedTuple):
@@ -42,18 +44,34 @@ COMMANDS = (
 )
 
 
+def _listed(commands: Sequence[_Command]) -> list[str]:
+    """A line for each command, or as many as the screen needs."""
+    screen = terminal()
+    width = max(len(" ".join(command.words)) for command in commands) + len("  halfstep   ")
+    lines: list[str] = []
+    for command in commands:
+        name = f"  halfstep {' '.join(command.words)}"
+        beside = screen.width >= width + 30
+        folded = Terminal(screen.width - (width if beside else 6)).wrap(command.help)
+        lines += [f"{name:{width}}{folded[0]}"] if beside else [name, f"      {folded[0]}"]
+        lines += [" " * (width if beside else 6) + more for more in folded[1:]]
+    return lines
+
+
 def _usage() -> str:
-    width = max(len(" ".join(command.words)) for command in COMMANDS)
-    lines = [f"  halfstep {' '.join(command.words):{width}}  {command.help}" for command in COMMANDS]
+    screen = terminal()
     return "\n".join(
         [
             "usage: halfstep COMMAND [OPTIONS]",
             "",
-            "Half-precision training for PyTorch in the fewest bytes.",
+            *screen.wrap("Half-precision training for PyTorch in the fewest bytes."),
             "",
-            *lines,
+            *_listed(COMMANDS),
             "",
-            "  halfstep COMMAND --help shows a command's options; halfstep --version prints the version.",
+            *screen.wrap(
+                "halfstep help COMMAND shows a command's options, as does --help after it; halfstep --version prints "
+                "the version."
+            ),
         ]
     )
 
@@ -62,10 +80,7 @@ def _unknown(words: Sequence[str]) -> str:
     """What to say about words that are no command, with the nearest one that is."""
     starts = {" ".join(command.words[: len(words)]) for command in COMMANDS}
     given = " ".join(words)
-    near = difflib.get_close_matches(given, starts, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    allowed = ", ".join(sorted(starts))
-    return f"halfstep: error: unknown command {given!r}; {hint}Allowed are {allowed}; see halfstep --help"
+    return f"unknown command {given!r}; {instead(given, sorted(starts))}; see halfstep --help"
 
 
 def _wait_politely() -> None:
@@ -82,7 +97,14 @@ def _wait_politely() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 fine, 1 failed, 2 wrong input, 128 + signal if interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if sys.stderr is None:  # closed, as by 2>&-; print would take standard output instead
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:  # before hours are spent on what cannot be told
+        complain("halfstep", "standard output is closed; send it to a file, or to /dev/null")
+        return 1
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version", "version"):
@@ -94,21 +116,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if command.words == ("train",):
                 _wait_politely()
             try:
-                status = importlib.import_module(command.module).main(arguments[length:])
-                sys.stdout.flush()
+                return int(importlib.import_module(command.module).main(arguments[length:]))
             except KeyboardInterrupt:
                 print("halfstep: interrupted", file=sys.stderr)
                 return 130
-            except BrokenPipeError:
-                # Whoever read the output has seen enough; what is left must not be written at exit either.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                return 0
-            return 0 if status is None else int(status)
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
-        print("\n".join(f"halfstep {' '.join(command.words)}  {command.help}" for command in family))
+        print("\n".join(_listed(family)))
         return 0 if len(arguments) > 1 else 2
-    print(_unknown(arguments[: 2 if family else 1]), file=sys.stderr)
+    complain("halfstep", _unknown([word for word in arguments[: 2 if family else 1] if word != "--help"]))
     return 2
 
 

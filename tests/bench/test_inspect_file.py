@@ -114,15 +114,21 @@ def test_parts_of_one_checkpoint_and_batches(
         (["zeros.pt", "--format", "int8"], "argument --format: format is 'int8'; allowed are floating-point formats"),
         (
             ["zeros.pt", "--scale", "2^200"],
-            "argument --scale: '2^200'; allowed are numbers from 2^-126 to 2^126",
+            "argument --scale: '2^200' is not allowed; allowed are numbers from 2^-126 to 2^126",
         ),
         (["zeros.pt", "--scale", "-1"], "argument --scale"),
         (["zeros.pt", "--scale", "1000", "--advise"], "--scale 1000 is no power of two, so nothing can be advised"),
-        (["zeros.pt", "--limit", "x"], "argument --limit: 'x'; allowed are whole numbers, 0 for all"),
-        (["zeros.pt", "--out", "x.gif"], "argument --out: 'x.gif'; allowed are names that end in .png, .svg, .pdf"),
+        (
+            ["zeros.pt", "--limit", "x"],
+            "argument --limit: 'x' is not allowed; allowed are whole numbers from 0",
+        ),
+        (
+            ["zeros.pt", "--out", "x.gif"],
+            "argument --out: 'x.gif' is no picture; allowed are names ending",
+        ),
         (
             ["zeros.pt", "--out", "nowhere/x.png"],
-            "argument --out: 'nowhere/x.png': there is no folder nowhere;",
+            "argument --out: 'nowhere/x.png' cannot be written: No such file or directory; pass a file in",
         ),
         ([], "the following arguments are required: FILE"),
     ],
@@ -134,12 +140,8 @@ def test_errors(
     Path("README").write_text("# A file of text, and no tensors in it\n")
     torch.save({"a": torch.tensor(3)}, "integers.pt")
     torch.save({"a": torch.zeros(3)}, "zeros.pt")
-    try:
-        status = main(arguments)
-    except SystemExit as exit:  # argparse
-        status = exit.code
+    assert main(arguments) == 2
     caught = capsys.readouterr()
-    assert status == 2
     assert f"halfstep inspect: error: {said}" in caught.err
     assert caught.out == ""
 

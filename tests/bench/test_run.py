@@ -30,20 +30,18 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sofmax"], "unknown case group 'sofmax'; did you mean 'softmax'? Allowed are softmax, cast, unscale, adam"),
-        (["qqq"], "unknown case group 'qqq'; Allowed are softmax, cast, unscale, adam, step"),
-        (["--minutes", "0"], "argument --minutes: '0'; allowed are numbers above 0"),
-        (["--minutes", "inf"], "argument --minutes: 'inf'; allowed are numbers above 0"),
-        (["--minutes", "soon"], "argument --minutes: 'soon'; allowed are numbers above 0"),
-        (["--threads", "0"], "argument --threads: '0'; allowed are whole numbers from 1"),
+        (["sofmax"], "unknown group 'sofmax'; did you mean 'softmax'? Allowed are softmax, cast, unscale, adam"),
+        (["qqq"], "unknown group 'qqq'; allowed are softmax, cast, unscale, adam, step"),
+        (["--minutes", "0"], "argument --minutes: '0' is not allowed; allowed are numbers above 0"),
+        (["--minutes", "inf"], "argument --minutes: 'inf' is not allowed; allowed are numbers above 0"),
+        (["--minutes", "soon"], "argument --minutes: 'soon' is not allowed; allowed are numbers above 0"),
+        (["--threads", "0"], "argument --threads: '0' is not allowed; allowed are whole numbers from 1"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        halfstep_main(["bench", "run", *arguments])
-    assert stopped.value.code == 2
+    assert halfstep_main(["bench", "run", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -52,10 +50,8 @@ def test_a_folder_that_is_a_file_or_lies_in_one_is_refused_at_once(
 ) -> None:
     file = tmp_path / "file"
     file.write_text("kept")
-    for given, reason in ((file, "is a file; allowed is a folder"), (file / "deeper", "Not a directory; allowed is a")):
-        with pytest.raises(SystemExit) as stopped:
-            run.main(["--out", str(given)])
-        assert stopped.value.code == 2
+    for given, reason in ((file, "it is a file; pass a folder"), (file / "deeper", "Not a directory; pass a folder")):
+        assert run.main(["--out", str(given)]) == 2
         assert reason in " ".join(capsys.readouterr().err.split())
     assert file.read_text() == "kept"
 

@@ -575,7 +575,7 @@ def test_no_torch_is_needed() -> None:
         ({"params": 1, "optimizer": "torch", "moments": "bf16"}, "optimizer 'torch' has no choice of their format"),
         ({"params": 1, "master": "fp16"}, "optimizer 'halfstep' keeps its master as it is; leave master out"),
         ({"params": 1, "gradients": "fp8"}, "gradients is 'fp8'; did you mean 'fp"),
-        ({"params": 1, "compress": "int8"}, "compress is 'int8'; Allowed are fp32, bf16, fp16"),
+        ({"params": 1, "compress": "int8"}, "compress is 'int8'; allowed are fp32, bf16, fp16"),
         ({"params": 1, "gpus": 4, "rank": 4, "strategy": "fsdp"}, "rank is 4; allowed are whole numbers from 0 to 3"),
         ({"params": 1, "checkpointing": "full"}, "checkpointing is 'full', and without a model nothing is known"),
         ({"model": WORKED, "checkpointing": "ful"}, "checkpointing is 'ful'; did you mean 'full'?"),

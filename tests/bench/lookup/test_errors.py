@@ -32,7 +32,7 @@ from lookup_run import complaint, said
         (("encode",), "the following arguments are required: NUMBER; see halfstep encode --help"),
         (
             ("encode", "1", "--rounding", "nearst"),
-            "argument --rounding: unknown rounding 'nearst'; did you mean nearest? Allowed are nearest, nearest_away",
+            "argument --rounding: unknown rounding 'nearst'; did you mean 'nearest'? Allowed are nearest, nearest_away",
         ),
         (
             ("encode", "1", "--overflow", "wrap"),
@@ -60,7 +60,7 @@ from lookup_run import complaint, said
         (("compare", "fp16", "half"), "argument FORMAT: fp16 alone cannot be compared"),
         (("ladder",), "the following arguments are required: --out"),
         (("ladder", "--out", "x.bmp"), "argument --out: 'x.bmp' is no picture; allowed are names ending in .png, .svg"),
-        (("ladder", "--out", "x.png", "--kind", "rang"), "unknown kind 'rang'; did you mean range?"),
+        (("ladder", "--out", "x.png", "--kind", "rang"), "unknown kind 'rang'; did you mean 'range'?"),
         (("ladder", "--out", "x.png", "--codes", "fp16"), "fp16 has 65,536 codes; allowed are formats of up to 8 bits"),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, tuple) else "",
@@ -74,7 +74,7 @@ def test_what_is_refused_says_what_is_allowed(words: tuple[str, ...], text: str)
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
     out = tmp_path / "no" / "such" / "x.png"
     assert complaint("ladder", "--kind", "range", "-f", "fp16", "--out", str(out)) == (
-        f"halfstep ladder: error: argument --out: {out} cannot be written: {os.strerror(errno.ENOENT)}; pass a file "
+        f"halfstep ladder: error: argument --out: '{out}' cannot be written: {os.strerror(errno.ENOENT)}; pass a file "
         "in a folder that can be"
     )
     assert os.strerror(errno.EISDIR) in complaint("ladder", "--kind", "range", "-f", "fp16", "--out", _folder(tmp_path))

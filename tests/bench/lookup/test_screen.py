@@ -10,8 +10,8 @@ import pytest
 from lookup_run import lines, said
 
 from halfstep.bench.lookup.number_line import column_of
-from halfstep.bench.lookup.terminal import Terminal, table, terminal, visible
 from halfstep.bench.lookup.view import OUTCOMES
+from halfstep.bench.terminal import Terminal, table, terminal, visible
 from halfstep.numerics.formats import formats
 
 COMMANDS = [

@@ -283,20 +283,20 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--steps", "0"], "argument --steps: '0' is not allowed; allowed is a whole number from 1 up"),
+        (["--steps", "0"], "argument --steps: '0' is not allowed; allowed are whole numbers from 1"),
         (["--steps", "-3"], "'-3' is not allowed"),
         (["--steps", "many"], "'many' is not allowed"),
         (["--batch", "1.5"], "argument --batch: '1.5' is not allowed"),
-        (["--lr", "0"], "argument --lr: '0' is not allowed; allowed is a finite number above 0"),
+        (["--lr", "0"], "argument --lr: '0' is not allowed; allowed are finite numbers above 0"),
         (["--lr", "-1e-3"], "'-1e-3' is not allowed"),
         (["--lr", "nan"], "'nan' is not allowed"),
         (["--lr", "inf"], "'inf' is not allowed"),
         (["--weight-decay", "-0.1"], "argument --weight-decay"),
-        (["--init-scale", "1000"], "'1000' is not allowed; allowed is a power of two"),
+        (["--init-scale", "1000"], "'1000' is not allowed; allowed are powers of two"),
         (["--seed", "-1"], "argument --seed"),
         (["--save-every", "-1"], "argument --save-every"),
         (["--warmup", "12", "--steps", "12"], "--warmup 12 is not below --steps 12; allowed are 0 to 11"),
-        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8' (choose from"),
+        (["--precision", "fp8"], "argument --precision: unknown precision 'fp8'; did you mean 'fp"),
         (["--stpes", "3"], "unknown option --stpes; did you mean --steps?"),
         (["--save-evry=3"], "unknown option --save-evry=3; did you mean --save-every?"),
         (["--qqq"], "unknown option --qqq; see halfstep train --help"),
@@ -326,7 +326,34 @@ def test_several_processes_need_torchrun_and_the_line_to_type_is_given(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     error = _refused(capsys, "train", "--strategy", strategy, "--out", tmp_path / "out")
+    assert f"--strategy {strategy} trains in several processes that torchrun starts; type: torchrun" in error
     assert f"torchrun --nproc-per-node 2 -m halfstep train --strategy {strategy}" in error
+
+
+def test_torchruns_variables_in_part_or_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR")
+    monkeypatch.delenv("MASTER_PORT")
+    error = _refused(capsys, "train", "--strategy", "ddp", "--out", tmp_path / "out")
+    assert (
+        "which sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: here MASTER_ADDR, MASTER_PORT are" in error
+    )
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    error = _refused(capsys, "train", "--strategy", "ddp", "--out", tmp_path / "out")
+    assert "here MASTER_PORT is missing; type: torchrun" in error
+    monkeypatch.setenv("MASTER_PORT", "1")
+    for name, value in (("WORLD_SIZE", "many"), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "-3")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            error = _refused(capsys, "train", "--strategy", "ddp", "--out", tmp_path / "out")
+        assert (
+            f"{name}={value}" in error
+            and "allowed are whole numbers, RANK and LOCAL_RANK from 0 to below WORLD" in error
+        )
 
 
 def test_the_batch_must_divide_and_single_must_be_alone(
@@ -337,7 +364,9 @@ def test_the_batch_must_divide_and_single_must_be_alone(
         monkeypatch.setenv(name, value)
     error = _refused(capsys, "train", "--strategy", "ddp", "--batch", 16, "--out", tmp_path / "out")
     assert "--batch 16 is the global batch and does not divide by 3 processes; allowed are multiples of 3" in error
-    assert "torchrun started 3 processes" in _refused(capsys, "train", "--out", tmp_path / "out")
+    assert "WORLD_SIZE is 3: torchrun has started so many; use --strategy ddp" in _refused(
+        capsys, "train", "--out", tmp_path / "out"
+    )
     monkeypatch.setenv("RANK", "1")
     assert main(["train", "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == ""  # rank 0 has said it
@@ -404,6 +433,54 @@ def test_a_damaged_checkpoint_is_named_with_the_good_one_and_that_one_works(
     assert checkpoint.load(bad)["step"] == 12
 
 
+def test_a_folder_means_its_newest_checkpoint(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "picture", lambda content: None)
+    out = tmp_path / "out"
+    assert _train(text, out, "--save-every", 4) == 0
+    folder = out / "checkpoints" / "bf16"
+    checkpoint.checkpoints(folder)[-1][1].unlink()
+    for given in (folder, folder.parent, out):
+        capsys.readouterr()
+        assert _train(text, tmp_path / "other", "--resume", given) == 0
+        assert "bf16: continuing after step 8" in capsys.readouterr().out
+    assert _train(text, tmp_path / "other", "--precision", "fp16", "--resume", out) == 2
+    assert f"--resume {out} is a folder without a checkpoint of halfstep train for precision 'fp16'; pass a file" in (
+        capsys.readouterr().err
+    )
+
+
+def test_edited_content_is_refused_in_one_line(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a checksum that fits: what a user's script, or anybody, has written."""
+    monkeypatch.setattr(report, "picture", lambda content: None)
+    out = tmp_path / "out"
+    assert _train(text, out, "--save-every", 12, "--precision", "fp16") == 0
+    ((step, path),) = checkpoint.checkpoints(out / "checkpoints" / "fp16")
+    whole = checkpoint.load(path)
+    edits: list[tuple[str, Any]] = [
+        *((name, None) for name in loop.CONTENT),
+        *((name, "\x1b[2J") for name in loop.CONTENT if name not in ("gradients", "rng", "cuda_rng")),
+        ("step", -1),
+        ("plan", {}),
+        ("model", {}),
+        ("optimizer", {"state": {}, "param_groups": []}),
+        ("history", {"train_loss": 3}),
+        ("rng", [torch.zeros(3)]),
+        ("overflowed", [[{"name": 3}]]),
+    ]
+    for name, value in edits:
+        edited = {key: kept for key, kept in whole.items() if key != name} | ({} if value is None else {name: value})
+        checkpoint.save(path.parent, step, edited)
+        capsys.readouterr()
+        assert _train(text, out, "--precision", "fp16", "--resume") == 2, name
+        printed = capsys.readouterr().err
+        assert printed.startswith("halfstep train: error: ") and printed.count("\n") == 1, printed
+        assert printed.rstrip("\n").isprintable()
+
+
 def test_a_new_run_does_not_replace_the_checkpoints_of_an_old_one(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -427,7 +504,7 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(text: Path, tmp_path:
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
     ((step, path),) = checkpoint.checkpoints(out / "checkpoints" / "bf16")
-    assert f"stopped by signal {int(number)} after step {step}; continue with: halfstep train" in output
+    assert f"stopped by {number.name} after step {step}; continue with: halfstep train" in output
     assert checkpoint.load(path)["step"] == step
 
 
