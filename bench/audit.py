@@ -169,10 +169,11 @@ def _inspect(row: Row, variant: Any, compiled: Any) -> None:
     ttgir = compiled.asm["ttgir"]
     if "ptx" in compiled.asm:
         text, usage = _disassembled(compiled.asm["cubin"])
-        counted = machine_code.bulk(list(machine_code.ptx_accesses(compiled.asm["ptx"])), ttgir)
-        emitted = machine_code.bulk(list(machine_code.sass_accesses(text)), ttgir)
+        ptx = compiled.asm["ptx"]
+        counted = machine_code.bulk(list(machine_code.ptx_accesses(ptx)), ttgir)
+        emitted = machine_code.bulk(list(machine_code.sass_accesses(text, machine_code.ptx_shifted_lines(ptx))), ttgir)
         taken = machine_code.sass_resources(text, usage)
-        inexact = machine_code.ptx_inexact(compiled.asm["ptx"])
+        inexact = machine_code.ptx_inexact(ptx)
         row.occupancy = occupancy(row.target, taken.registers, compiled.metadata.shared, variant.num_warps)
     else:
         text = compiled.asm["amdgcn"]

@@ -61,16 +61,19 @@ R cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 R cuDeviceGetAttribute(int *value, int which, int device) { *value = 232448; return 0; }
 R cuCtxGetCurrent(void **context) { *context = (void *)1; return 0; }
 R cuCtxSetCurrent(void *context) { return 0; }
+R cuCtxGetDevice(int *device) { *device = 0; return 0; }
 R cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
 R cuCtxGetLimit(size_t *value, int which) { *value = 0; return 0; }
 R cuCtxSetLimit(int which, size_t value) { return 0; }
 R cuModuleLoadData(void **module, const void *image) { *module = (void *)1; return 0; }
 R cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)1; return 0; }
+R cuModuleUnload(void *module) { return 0; }
 R cuFuncGetAttribute(int *value, int which, void *function) { *value = which == 0 ? 1024 : 0; return 0; }
 R cuFuncSetAttribute(void *function, int which, int value) { return 0; }
 R cuFuncSetCacheConfig(void *function, int config) { return 0; }
 R cuPointerGetAttribute(void *data, int which, uint64_t address) { memcpy(data, &address, 8); return 0; }
 R cuOccupancyMaxActiveClusters(int *count, void *function, const void *config) { *count = 1; return 0; }
+R cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
 R cuTensorMapEncodeTiled(void) { return 0; }
 R cuTensorMapEncodeIm2col(void) { return 0; }
 """

@@ -21,7 +21,7 @@ import math
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,30 +146,55 @@ def resource_usage(cuobjdump: str, scratch: Path) -> str:
     return done.stdout
 
 
-def sass_accesses(text: str) -> Iterator[Access]:
-    """Every global memory instruction in SASS."""
+def sass_accesses(text: str, shifted: Mapping[Site, Site] | None = None) -> Iterator[Access]:
+    """Every global memory instruction in SASS; `shifted` is what `ptx_shifted_lines` says of the PTX it came from."""
     site: Site = ("", 0)
     for line in text.splitlines():
         if found := _SASS_LINE.match(line):
             site = (Path(found[1]).name, int(found[2]))
+            site = (shifted or {}).get(site, site)
         elif found := _SASS_GLOBAL.search(line):
             fields = found[2].split(".")
             bits = next((_SASS_WIDTHS[field] for field in fields if field in _SASS_WIDTHS), 32)
             yield Access(found[1] == "STG", bits, site)
 
 
-def ptx_accesses(text: str) -> Iterator[Access]:
-    """Every global memory instruction in PTX, asynchronous copies to shared memory included."""
+def _ptx_sited(text: str) -> Iterator[tuple[Access, Site]]:
+    """Every global memory instruction in PTX, and the line that the debug information gives it.
+
+    Triton writes its accesses as inline assembly of several lines. From 3.9 on each of these has a debug line of its
+    own, one more than the one before, of which the first is the source's.
+    """
     files = dict(_FILE.findall(text))
     site: Site = ("", 0)
+    stated = site
+    lines = None  # debug lines of the block of inline assembly so far; None outside of one
     for line in text.splitlines():
-        if found := _LINE.match(line):
-            site = (Path(files.get(found[1], "")).name, int(found[2]))
+        if "begin inline asm" in line:
+            lines = 0
+        elif "end inline asm" in line:
+            lines, stated = None, site
+        elif found := _LINE.match(line):
+            stated = (Path(files.get(found[1], "")).name, int(found[2]))
+            if not lines:
+                site = stated
+            if lines is not None:
+                lines += 1
         elif found := _PTX_GLOBAL.search(line):
             lanes = int(found[2] or 1)
-            yield Access(found[1] == "st", lanes * int(found[3]), site)
+            yield Access(found[1] == "st", lanes * int(found[3]), site), stated
         elif found := _PTX_ASYNC.search(line):
-            yield Access(False, 8 * int(found[1], 0), site)
+            yield Access(False, 8 * int(found[1], 0), site), stated
+
+
+def ptx_accesses(text: str) -> Iterator[Access]:
+    """Every global memory instruction in PTX, asynchronous copies to shared memory included."""
+    return (access for access, _ in _ptx_sited(text))
+
+
+def ptx_shifted_lines(text: str) -> dict[Site, Site]:
+    """The debug line that a memory access in PTX has, to that of the source, where they differ."""
+    return {stated: access.site for access, stated in _ptx_sited(text) if stated != access.site}
 
 
 def sass_resources(text: str, usage: str) -> Resources:

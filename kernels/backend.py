@@ -11,6 +11,7 @@ Every kernel family has up to three implementations with the same bits:
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -132,3 +133,23 @@ def _interpret_requested() -> bool:
 
 # Triton decides when a kernel is decorated, that is once, at import. Later changes of the variable have no effect.
 INTERPRET = _interpret_requested()
+
+
+def _warn_of_flushed_subnormals() -> None:
+    """Say it where the installed Triton gives Adam other bits than the reference has, and a GPU would run its kernels.
+
+    Up to 3.5 `tl.div_rn` and `tl.sqrt_rn` compile to ``div.rn.ftz.f32`` and ``sqrt.rn.ftz.f32`` on NVIDIA.
+    """
+    if triton is None or INTERPRET or torch.version.cuda is None:
+        return
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6) and torch.cuda.device_count() > 0:
+        warnings.warn(
+            f"triton {triton.__version__} flushes subnormal numbers to zero in division and square root on NVIDIA GPUs,"
+            " so halfstep.Adam and AdamW give other bits there than elsewhere where a second moment is below 1.2e-38; "
+            "install triton 3.6 or later, which comes with torch 2.10, or use halfstep.backend('reference')",
+            stacklevel=2,
+        )
+
+
+# `device_count` asks NVML, so that a process may still fork after the import.
+_warn_of_flushed_subnormals()

@@ -194,8 +194,10 @@ def _cast_chunk(
         IN: tl.constexpr = SOURCE.primitive_bitwidth // 8
         OUT: tl.constexpr = TARGET.primitive_bitwidth // 8
         EACH: tl.constexpr = 8 if IN == 4 and OUT == 1 else 16 // OUT
-        read = tl.multiple_of(source.to(tl.pointer_type(READ)), min(16, EACH * IN))
-        write = tl.multiple_of(target.to(tl.pointer_type(WRITE)), min(16, EACH * OUT))
+        # Triton 3.4 and 3.5 know no min of two constants.
+        READ_AT: tl.constexpr = EACH * IN if EACH * IN < 16 else 16
+        read = tl.multiple_of(source.to(tl.pointer_type(READ)), READ_AT)
+        write = tl.multiple_of(target.to(tl.pointer_type(WRITE)), EACH * OUT)
         # The mask's bound is a multiple of 16, or it would undo the hints.
         bulk = (left // 16) * 16
         offsets = tl.arange(0, CHUNK)

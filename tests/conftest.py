@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 
+import numpy
 import pytest
 import torch
 
@@ -13,6 +15,25 @@ if not HAS_GPU:
 # Beside other processes that test, one thread each: OpenMP's threads wait for one another, which takes turns badly.
 ALONE = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
 torch.set_num_threads(min(torch.get_num_threads(), 2) if ALONE else 1)
+
+
+def pytest_configure() -> None:
+    """Stop before thousands of tests where Triton's interpreter cannot run: up to 3.6 it takes no numpy from 2.4 on."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    unlike = release(triton) < (3, 7) and release(numpy.__version__) >= (2, 4)
+    if os.environ.get("TRITON_INTERPRET") == "1" and unlike:
+        raise pytest.UsageError(
+            f"the interpreter of triton {triton} does not take numpy {numpy.__version__}; install 'numpy<2.4', or "
+            "triton 3.7 or later"
+        )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

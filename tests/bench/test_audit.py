@@ -133,6 +133,41 @@ def test_ptx() -> None:
     ]
 
 
+INLINE = """
+	.file	1 "/somewhere/kernel.py"
+	.loc	1 12 14
+	// begin inline asm
+	.loc	1 12 14
+	mov.u32 %r1, 0x0;
+	.loc	1 13 14
+	ld.global.b32 { %r1 }, [ %rd4 + 0 ];
+
+	// end inline asm
+	// begin inline asm
+	ld.global.b32 { %r2 }, [ %rd5 + 0 ];
+	// end inline asm
+	.loc	1 20 14
+	// begin inline asm
+	st.global.b32 [ %rd6 + 0 ], { %r2 };
+	// end inline asm
+"""
+
+
+def test_each_line_of_inline_assembly_may_have_a_debug_line_of_its_own() -> None:
+    """Triton 3.9 writes them; an access of one value would then count as one of the tile's on the next line."""
+    one, twenty = ("kernel.py", 12), ("kernel.py", 20)
+    assert list(machine_code.ptx_accesses(INLINE)) == [
+        Access(False, 32, one),
+        Access(False, 32, one),
+        Access(True, 32, twenty),
+    ]
+    shifted = machine_code.ptx_shifted_lines(INLINE)
+    assert shifted == {("kernel.py", 13): one}
+    disassembled = '\t//## File "/somewhere/kernel.py", line 13\n LDG.E R4, desc[UR12][R4.64] ;\n'
+    assert list(machine_code.sass_accesses(disassembled, shifted)) == [Access(False, 32, one)]
+    assert list(machine_code.sass_accesses(disassembled)) == [Access(False, 32, ("kernel.py", 13))]
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [

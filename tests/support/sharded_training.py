@@ -52,6 +52,7 @@ def run(rank: int, world: int, port: int, folder: str) -> None:
         result = {
             "overflow": overflow_on_one_rank(rank),
             "norm": clipped_norm(),
+            "gloo averages": averages(world),
             "resumed": save_and_resume(world),
             "stochastic": stochastic_steps(shard=True),
         }
@@ -85,6 +86,13 @@ def overflow_on_one_rank(rank: int) -> dict[str, Any]:
         after = [p.to_local() for p in model.parameters()]
         changed.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
     return {"scales": scales, "changed": changed}
+
+
+def averages(world: int) -> bool:
+    """Whether gloo scatters the mean where it is asked to, as FSDP asks; torch 2.8's scatters the sum."""
+    mean = torch.empty(1)
+    dist.reduce_scatter_tensor(mean, torch.ones(world), op=dist.ReduceOp.AVG)
+    return mean.item() == 1
 
 
 def clipped_norm() -> float:
