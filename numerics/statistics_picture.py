@@ -23,6 +23,9 @@ COLOURS = {
     "overflow": "#7b2d8b",
     "not finite": "#222222",
 }
+# For words on the pale colour of their zone.
+INK = {**COLOURS, "subnormal": "#9a6200", "flushed": "#a84800"}
+OUTER = 0.18  # of the rest of the axis: the width of the zones beyond a format's range, at least
 BARS = 16
 MEANINGS = {
     "zero": "zero before",
@@ -92,6 +95,10 @@ def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, s
     # A format as wide as fp32 says nothing beyond the numbers that are there.
     if form.emax > 60:
         low, high = (min(found) - shift - 4, max(found) - shift + 5) if found else (-20 - shift, 5 - shift)
+    else:  # the zones beyond both ends are wide enough for their names
+        first, last = limits["flushed"][1], limits["overflow"][0]
+        high = max(high, last + OUTER * (last - low))
+        low = min(low, first - OUTER * (high - first))
     for kind, (start, end) in limits.items():
         start, end = max(start, low), min(end, high)
         if start < end:
@@ -107,13 +114,13 @@ def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, s
         )
     top = 100 * max(found.values(), default=0) / total or 1.0
     axes.set_xlim(low, high)
-    axes.set_ylim(0, top * 1.22)
+    axes.set_ylim(0, top * 1.26)
     for kind, (start, end) in limits.items():
         start, end = max(start, low), min(end, high)
-        name = {"flushed": "to zero"}.get(kind, kind)
-        if end - start > 0.0115 * len(name) * (high - low):
+        name = {"flushed": "flushed\nto zero"}.get(kind, kind)
+        if end - start > 0.0155 * max(map(len, name.split("\n"))) * (high - low):
             axes.text(
-                (start + end) / 2, top * 1.19, name, ha="center", va="top", fontsize=9, color=COLOURS[kind],
+                (start + end) / 2, top * 1.24, name, ha="center", va="top", fontsize=10, color=INK[kind],
                 fontweight="bold", clip_on=True,
             )  # fmt: skip
     from matplotlib.ticker import FuncFormatter, MaxNLocator
