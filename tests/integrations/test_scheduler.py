@@ -206,10 +206,12 @@ def test_accelerate_prepares_it_and_advances_it_as_any_other() -> None:
     assert rates == [0.25, 0.25, 0.125]
 
 
-def test_lightning_takes_it_as_a_scheduler(tmp_path: Any) -> None:
+@pytest.mark.parametrize("ours", [False, True], ids=["torchs scaler", "our scaler"])
+def test_lightning_takes_it_as_a_scheduler_and_clips(ours: bool, tmp_path: Any) -> None:
+    """It refuses to clip for optimizers that say that they unscale by themselves."""
     lightning = pytest.importorskip("lightning.pytorch")
     precision = pytest.importorskip("lightning.pytorch.plugins.precision")
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scaler: Any = (halfstep.GradScaler if ours else torch.amp.GradScaler)("cpu", init_scale=8.0)
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -225,7 +227,8 @@ def test_lightning_takes_it_as_a_scheduler(tmp_path: Any) -> None:
 
         def configure_optimizers(self) -> Any:
             optimizer = halfstep.AdamW(self.parameters(), lr=0.5)
-            schedule = SkipAwareScheduler(lr_scheduler.StepLR(optimizer, 1, gamma=0.5), scaler)
+            schedule: Any = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            schedule = SkipAwareScheduler(schedule, scaler) if ours else schedule
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=1)
@@ -233,6 +236,7 @@ def test_lightning_takes_it_as_a_scheduler(tmp_path: Any) -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_epochs=1,
+        gradient_clip_val=0.5,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -243,4 +247,5 @@ def test_lightning_takes_it_as_a_scheduler(tmp_path: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, data)
-    assert module.rates == [0.25, 0.25, 0.125, 0.0625]
+    assert module.rates == ([0.25, 0.25, 0.125, 0.0625] if ours else [0.25, 0.125, 0.0625, 0.03125])
+    assert scaler.get_scale() == 4.0

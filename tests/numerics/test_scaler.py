@@ -289,6 +289,20 @@ def test_torchs_scaler_calls_no_step_that_is_skipped(monkeypatch: pytest.MonkeyP
     assert torch.equal(parameters[0].grad, torch.full((3,), 3.0)), "unscaled in place, so that others may clip"
 
 
+def test_an_instance_may_still_take_scale_and_flag_from_torchs_scaler() -> None:
+    """torch's protocol for fused optimizers: attributes `grad_scale` and `found_inf`."""
+    results = []
+    for supports in (False, True):
+        parameters, optimizer = model_and_optimizer(halfstep.AdamW)
+        if supports:
+            optimizer._step_supports_amp_scaling = True
+        history = train(torch.amp.GradScaler("cpu", init_scale=64.0), parameters, optimizer, {1: INF}, 4)
+        results.append((history, [p.detach() for p in parameters]))
+        assert bool((parameters[0].grad == 4.0 * (64 / 2 if supports else 1)).all()), "read, and not written"
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
 def test_torchs_scaler_refuses_fp16_gradients_of_our_optimizer_as_of_its_own() -> None:
     for make in (halfstep.AdamW, torch.optim.AdamW):
         parameters, optimizer = model_and_optimizer(make, torch.float16)

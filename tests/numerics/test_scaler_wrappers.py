@@ -262,6 +262,21 @@ def test_accelerates_own_optimizer() -> None:
     assert torch.equal(*results) and bool((results[0] < 1).all())
 
 
+def test_accelerate_sees_the_steps_that_torchs_scaler_skips() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    _, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    prepared = accelerator.prepare(optimizer)
+    skipped = []
+    for value in (8.0, INF, 8.0):
+        accelerator.scaler.scale(torch.zeros(()))
+        give(parameters, value)
+        prepared.step()
+        skipped.append(prepared.step_was_skipped)
+    assert skipped == [False, True, False]
+
+
 def test_fabrics_own_optimizer() -> None:
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     results = []
