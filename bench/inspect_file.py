@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
+from halfstep.bench import tables
 from halfstep.bench.command_line import Parser, picture, run, whole
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
 from halfstep.numerics.advice import advise_scale, power
@@ -245,7 +246,7 @@ def _inspect(options: argparse.Namespace) -> int:
         console = Console(width=160, markup=False)  # a pipe has no width; 80 columns would leave most of it out
     rows = sorted(found, key=SORTS[options.sort])
     shown = rows[: options.limit] if options.limit else rows
-    console.print(table(found, shown, console.width))
+    tables.show(console, table(found, shown, console.width))
     if len(shown) < len(rows):
         console.print(f"{len(rows) - len(shown)} more tensors: --limit 0 shows all", highlight=False)
     if left_out:

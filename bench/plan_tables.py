@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from halfstep.bench.tables import show as show_table
+
 GIB = 2**30
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
 
@@ -230,12 +232,12 @@ def show(console: Console, content: dict[str, Any], shape_over_params: int | Non
         shape_over_params: the number of parameters given beside a shape, which is planned instead.
     """
     if content["compare"] is not None:
-        console.print(_comparison(content))
+        show_table(console, _comparison(content))
         return
     (made,) = content["plans"]
-    console.print(_parts(made))
+    show_table(console, _parts(made))
     if made["communication"]:
-        console.print(_messages(made))
+        show_table(console, _messages(made))
     notes = [f"{each['what'].capitalize()}: {each['note']}." for each in made["communication"] if each["note"]]
     said = [*notes, *_work(made), *_card(made), *_fit(content["fit"])]
     if shape_over_params is not None and shape_over_params != made["parameters"]:

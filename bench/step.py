@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from halfstep.bench import tables
 from halfstep.bench.command_line import Parser, run, whole
 from halfstep.integrations.optim import AdamW
 
@@ -115,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
             f"{row['ratio']:.2f}",
             f"{row['bytes_ratio']:.2f}",
         )
-    Console().print(table)
+    tables.show(Console(), table)
     return 0
 
 

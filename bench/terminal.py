@@ -90,6 +90,26 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     ]
 
 
+def fitted(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], width: int, gap: str = "  "
+) -> list[str]:
+    """The same in a width: where it is too wide, in several tables beneath one another, the first column in each."""
+    whole = table(header, rows, right, gap)
+    columns = len(header)
+    if columns <= 2 or max(map(visible, whole)) <= width:
+        return whole
+    last = columns - 1
+    while last > 2 and max(map(visible, table(header[:last], [row[:last] for row in rows], right[:last], gap))) > width:
+        last -= 1
+    rest = [0, *range(last, columns)]
+    beneath = ([row[place] for place in rest] for row in (header, *rows))
+    return [
+        *table(header[:last], [row[:last] for row in rows], right[:last], gap),
+        "",
+        *fitted(next(beneath), list(beneath), [right[place] for place in rest], width, gap),
+    ]
+
+
 def _set(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
 

@@ -232,3 +232,26 @@ def test_output_that_nobody_takes_is_said_of_every_command() -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr == "halfstep plan: error: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "format", "format fp16", "encode 2.5 -f fp16 bf16 e4m3", "decode 0x4100", "why 1.0001 fp16",
+        "compare fp16 bf16", "plan --params 7e9 --gpus 8", "plan --model gpt2 --compare layouts", "inspect x.pt",
+    ],
+)  # fmt: skip
+def test_tables_on_a_narrow_screen_keep_every_word(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    torch.save({"encoder.layers.0.self_attention.in_proj.weight": torch.ones(3), "bias": torch.zeros(2)}, "x.pt")
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(words.split()) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= (40 if not words.startswith(("why", "compare")) else 44), max(lines, key=len)
+    if not words.startswith("inspect"):  # which shortens names
+        assert "…" not in text

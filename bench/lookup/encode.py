@@ -11,7 +11,7 @@ from halfstep.bench.lookup import arguments, elsewhere, numerals
 from halfstep.bench.lookup.arguments import Answer, UsageError
 from halfstep.bench.lookup.cells import bits, elsewhere_lines, number_lines, outcome, ulps
 from halfstep.bench.lookup.view import Encoded, encoded, number_dict
-from halfstep.bench.terminal import Terminal, table, visible
+from halfstep.bench.terminal import Terminal, fitted, table, visible
 from halfstep.numerics.exact import ROUNDINGS
 
 _CLOSER = 4  # formats, up to which there is room for a second line with all digits
@@ -78,6 +78,8 @@ def screen_lines(found: Sequence[Encoded], screen: Terminal) -> list[str]:
                 lines += [head + line[len(head) :], " " * start + row[2]]
             else:
                 lines.append(line)
+        if max(map(visible, lines)) > screen.width:
+            lines = fitted(header, rows, right, screen.width)
     return [screen.paint(lines[0], "faint"), *lines[1:]]
 
 

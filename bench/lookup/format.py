@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from halfstep.bench.lookup import arguments
 from halfstep.bench.lookup.arguments import Answer
 from halfstep.bench.lookup.figures import fields, figures, format_dict, integers, names, overflow, short, special
-from halfstep.bench.terminal import Terminal, table, visible
+from halfstep.bench.terminal import Terminal, fitted, table, visible
 from halfstep.numerics.formats import Format, formats
 
 
@@ -30,7 +30,7 @@ def _card(format: Format, screen: Terminal) -> list[str]:
     lines = [screen.paint(format.name, "strong") + f": {format.title}"]
     for name, value in rows:
         indent = " " * (width + 4)
-        first, *rest = Terminal(max(screen.width - len(indent), 20)).wrap(value)
+        first, *rest = Terminal(max(screen.width - len(indent), 12)).wrap(value)
         lines += [f"  {screen.paint(name.ljust(width), 'faint')}  {first}", *(indent + line for line in rest)]
     return lines
 
@@ -58,7 +58,7 @@ def _table(chosen: Sequence[Format], screen: Terminal) -> list[str]:
         [[*row, *extra] for row, extra in zip(rows, more, strict=True)],
         [*right, False, True, False],
     )
-    lines = wide if max(map(visible, wide)) <= screen.width else table(header, rows, right)
+    lines = wide if max(map(visible, wide)) <= screen.width else fitted(header, rows, right, screen.width)
     return [screen.paint(lines[0], "faint"), *lines[1:]]
 
 

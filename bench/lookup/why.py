@@ -13,7 +13,7 @@ from halfstep.bench.lookup.cells import bits, elsewhere_lines, outcome, ulps
 from halfstep.bench.lookup.reason import chances, detours, ends_around, nearest, rule
 from halfstep.bench.lookup.view import Encoded, Stored, code_text, encoded, finite, number_dict, overflows
 from halfstep.bench.lookup.wording import detour_words, text, words
-from halfstep.bench.terminal import Terminal, table
+from halfstep.bench.terminal import Terminal, fitted
 from halfstep.numerics.exact import ROUNDINGS, Neighbours, encode_exact, neighbours
 
 
@@ -67,7 +67,8 @@ def _roundings(found: Encoded, overflow: str, screen: Terminal) -> list[str]:
         error = Encoded(found.number, found.format, one.stored)
         chance = f"with {numerals.rounded(share * 100, 6)} %"
         rows.append(("" if number else "stochastic", code, value, ulps(error), chance))
-    lines = table(("rounding", "code", "stored", "ulps", "outcome"), rows, (False, False, False, True, False))
+    head = ("rounding", "code", "stored", "ulps", "outcome")
+    lines = fitted(head, rows, (False, False, False, True, False), screen.width)
     return [screen.paint(lines[0], "faint"), *lines[1:]]
 
 

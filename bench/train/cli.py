@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from halfstep.bench import tables
 from halfstep.bench.command_line import Parser, UsageError, make_folder, number, run, whole
 from halfstep.bench.train import data, loop, report, world
 from halfstep.bench.train.model import SIZES
@@ -295,7 +296,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
             results.append(result)
         if place.rank == 0:
             content = report.report(results, settings, corpus)
-            console.print(report.table(content))
+            tables.show(console, report.table(content))
             for name, known in report.overflows(content).items():
                 display.note(f"{name}: {known}")
             for note in content["notes"]:
