@@ -83,14 +83,27 @@ def test_wrapper_subclasses_are_stepped_and_skipped_as_by_torch(
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
-def test_our_optimizer_refuses_parameters_without_memory_and_changes_nothing(scaler: str) -> None:
-    parameter = torch.nn.Parameter(pair(torch.ones(4), torch.ones(4)))
-    optimizer, s = halfstep.AdamW([parameter]), SCALERS[scaler]("cpu", init_scale=8.0)
-    s.scale(torch.zeros(()))
-    parameter.grad = pair(torch.ones(4), torch.ones(4))
-    with pytest.raises(TypeError, match="TwoTensor"):
-        s.step(optimizer)
-    assert all(bool((part == 1).all()) for part in parts(parameter.detach()))
+def test_our_optimizer_steps_each_part_of_a_wrapper_as_a_tensor_of_its_own(scaler: str) -> None:
+    def run(parameters: list[Any], give: Any) -> float:
+        optimizer, s = halfstep.AdamW(parameters, lr=0.1), SCALERS[scaler]("cpu", init_scale=8.0)
+        for value in (8.0, INF, 4.0):
+            s.scale(torch.zeros(()))
+            give(value)
+            s.step(optimizer)
+            s.update()
+        return float(s.get_scale())
+
+    wrapped = torch.nn.Parameter(pair(torch.ones(4), 2 * torch.ones(4)))
+    plain = [torch.nn.Parameter(value * torch.ones(4)) for value in (1, 2)]
+
+    def give_wrapped(value: float) -> None:
+        wrapped.grad = pair(torch.full((4,), 8.0), torch.full((4,), value))
+
+    def give_plain(value: float) -> None:
+        plain[0].grad, plain[1].grad = torch.full((4,), 8.0), torch.full((4,), value)
+
+    assert run([wrapped], give_wrapped) == run(plain, give_plain) == 4.0
+    assert all(map(torch.equal, parts(wrapped.detach()), plain))
 
 
 def test_gradients_without_memory_are_checked_during_the_backward_too() -> None:
