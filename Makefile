@@ -13,13 +13,14 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test exhaustive soak lint audit bounds clean
+.PHONY: help demo test exhaustive soak versions lint audit bounds clean
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
 	@echo "make test        the tests, without the ones that walk all 2^32 inputs"
 	@echo "make exhaustive  those: minutes to an hour"
 	@echo "make soak        10,000 random overflows on four ranks in every distributed topology: half an hour"
+	@echo "make versions    the tests on the oldest and newest torch, Triton and Python, each in its own environment: hours"
 	@echo "make lint        ruff and mypy"
 	@echo "make audit       compile every kernel for four GPU generations, without a GPU"
 	@echo "make bounds      record what they compile to as bounds for the tests, and in docs/performance.md"
@@ -58,6 +59,9 @@ exhaustive: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(BIN)/python tests/support/soak.py --faults 10000 --out out/soak
+
+versions:
+	$(PYTHON) tests/support/versions.py --out out/versions
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -145,8 +145,8 @@ def _warn_of_flushed_subnormals() -> None:
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6) and torch.cuda.device_count() > 0:
         warnings.warn(
             f"triton {triton.__version__} flushes subnormal numbers to zero in division and square root on NVIDIA GPUs,"
-            " so halfstep.Adam and AdamW give other bits there than elsewhere where a second moment is below 1.2e-38; "
-            "install triton 3.6 or later, which comes with torch 2.10, or use halfstep.backend('reference')",
+            " so halfstep.Adam and AdamW give other bits there than elsewhere where a moment or an update is below "
+            "1.2e-38; install triton 3.6 or later, which comes with torch 2.10, or use halfstep.backend('reference')",
             stacklevel=2,
         )
 

@@ -180,7 +180,7 @@ def test_a_triton_that_flushes_subnormals_is_named_at_import_where_a_gpu_would_r
     assert done.returncode == 0, done.stderr
     sentence = (
         f"triton {version} flushes subnormal numbers to zero in division and square root on NVIDIA GPUs, so "
-        "halfstep.Adam and AdamW give other bits there than elsewhere where a second moment is below 1.2e-38; install "
-        "triton 3.6 or later, which comes with torch 2.10, or use halfstep.backend('reference')"
+        "halfstep.Adam and AdamW give other bits there than elsewhere where a moment or an update is below 1.2e-38; "
+        "install triton 3.6 or later, which comes with torch 2.10, or use halfstep.backend('reference')"
     )
     assert done.stdout == (sentence if warned else "")

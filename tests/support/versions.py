@@ -1,0 +1,113 @@
+"""Run the tests on several versions of Python, torch, Triton and numpy: a virtual environment and a line for each.
+
+    python tests/support/versions.py --out out/versions                 # every row
+    python tests/support/versions.py --out out/versions --row floor -- tests/numerics tests/kernels
+
+What follows ``--`` goes to pytest. A row whose interpreter is not on the path, or whose packages cannot be installed,
+is named as that and fails nothing; a row whose tests fail does. Each row needs some GB in the folder of the
+environments where torch's wheel is a CUDA build, and its output is there as ``ROW.log``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One environment: the names that pip installs, and the Python that it is made with."""
+
+    name: str
+    python: str
+    torch: str
+    triton: str
+    numpy: str = ""
+
+    def packages(self) -> list[str]:
+        """What pip is asked for."""
+        return [f"torch=={self.torch}", f"triton=={self.triton}", f"numpy{self.numpy}"]
+
+
+# torch 2.8 to 2.10 come with Triton 3.4 to 3.6, whose interpreter takes no numpy from 2.4 on.
+ROWS = (
+    Row("floor", "3.10", "2.8.0", "3.4.0", "==1.26.4"),
+    Row("2.9", "3.12", "2.9.1", "3.5.1", "<2.4"),
+    Row("2.10", "3.12", "2.10.0", "3.6.0", "<2.4"),
+    Row("pin on 3.10", "3.10", "2.13.0", "3.7.1"),
+    Row("pin", "3.11", "2.13.0", "3.7.1"),
+    Row("pin on 3.12", "3.12", "2.13.0", "3.7.1"),
+    Row("pin on 3.13", "3.13", "2.13.0", "3.7.1"),
+    Row("2.14", "3.11", "2.14.1", "3.8.0"),
+    Row("newest", "3.13", "2.15.0", "3.9.0"),
+)
+LAST_LINE = re.compile(r"^(?=.*\b(?:passed|failed|errors?|skipped)\b).* in [\d.]+s", re.MULTILINE)
+
+
+def result(log: str, status: int) -> str:
+    """What pytest counted, from its closing line, or why there is none."""
+    lines = LAST_LINE.findall(log)
+    if lines:
+        return re.sub(r" in [\d.]+s.*", "", lines[-1]).strip("= ")
+    return f"pytest ended with status {status}: {(log.strip().splitlines() or ['no output'])[-1]}"
+
+
+def prepare(row: Row, folder: Path) -> str:
+    """Make or complete the environment of `row`. Returns why that is not possible, or nothing."""
+    python = shutil.which(f"python{row.python}")
+    if python is None:
+        return f"python{row.python} is not on the path"
+    if not (folder / "bin" / "python").exists():
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, *row.packages(), "-e", f"{ROOT}[test]"], capture_output=True, text=True)
+    return (done.stderr.strip().splitlines() or ["pip failed"])[-1] if done.returncode else ""
+
+
+def run(row: Row, out: Path, arguments: list[str]) -> tuple[str, int]:
+    """Install and test one row. Returns what came out, in words, and pytest's exit status (0 where it did not run)."""
+    folder = (out / row.name.replace(" ", "-")).absolute()
+    missing = prepare(row, folder)
+    if missing:
+        return f"not run: {missing}", 0
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton"), "HALFSTEP_CACHE": str(folder / "native")}
+    command = [str(folder / "bin" / "pytest"), "-q", "-m", "not exhaustive", "-p", "no:benchmark", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    log = done.stdout + done.stderr
+    Path(f"{folder}.log").write_text(log)
+    return result(log, done.returncode), done.returncode
+
+
+def main() -> int:
+    names = [row.name for row in ROWS]
+    parser = argparse.ArgumentParser(description="Run the tests on several versions of Python, torch and Triton.")
+    parser.add_argument("--out", type=Path, default=Path("out/versions"), help="folder of environments and logs")
+    parser.add_argument("--row", action="append", choices=names, help="only this row; may be repeated")
+    parser.add_argument("arguments", nargs="*", metavar="PYTEST", help="what pytest is given, after --")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    print(f"{datetime.date.today()}, commit {commit.stdout.strip() or 'unknown'}: pytest {' '.join(given.arguments)}")
+    print("| row | Python | torch | Triton | numpy | result |\n|---|---|---|---|---|---|", flush=True)
+    statuses = []
+    for row in ROWS:
+        if given.row and row.name not in given.row:
+            continue
+        words, status = run(row, given.out, given.arguments)
+        statuses.append(status)
+        columns = (row.name, row.python, row.torch, row.triton, row.numpy.lstrip("=") or "newest", words)
+        print(f"| {' | '.join(columns)} |", flush=True)
+    return 1 if any(statuses) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
