@@ -1,0 +1,158 @@
+"""Names for what is not complete yet: each save has its own, and only what is proved to be left over is removed.
+
+A save takes a name that nobody else has, ``.halfstep-TOKEN``, and holds the file ``.halfstep-TOKEN.lock`` locked until
+it is over. The system gives the lock back when the process ends, however it ends, so who gets it knows that the save is
+dead, also on another machine or in another container. Where the file system has no locks, nothing counts as dead, and
+what a killed save leaves stays. Nothing else in the folder is touched, whatever its name begins with.
+
+    .halfstep-TOKEN                     what is being written
+    .halfstep-TOKEN.lock                locked by who writes it
+    .halfstep-TOKEN.replaced-NAME       what the name stood for until now; it counts while nothing has that name
+    .halfstep-TOKEN.removed             a folder that is being removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_OURS = re.compile(r"\.halfstep-([0-9a-f]{16})(?:\.(lock|removed|replaced-(?P<name>.+)))?")
+_LEGACY = re.compile(r"\.replaced-(?P<name>step-\d{8,})")  # of earlier versions
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename durable. Windows cannot open folders and does this by itself."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replaced_name(path: Path) -> str | None:
+    """The name that a folder had before another one began to take its place; None if it is no such folder."""
+    match = _OURS.fullmatch(path.name) or _LEGACY.fullmatch(path.name)
+    return match["name"] if match else None
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder; a folder loses its name first, so that no part of it is taken for a checkpoint."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    match = _OURS.fullmatch(path.name)
+    if match is None or match["name"]:
+        nameless = path.with_name(f".halfstep-{_token()}.removed")
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.replace(path, nameless)
+        path = nameless
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _token() -> str:
+    return uuid.uuid4().hex[:16]
+
+
+def _locked(descriptor: int) -> bool | None:
+    """Whether this process now holds the lock of a file that is open; None where there are no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # another process holds it
+        return False
+    except OSError:
+        return None
+    return True
+
+
+class Unfinished:
+    """A name of one's own in `folder`: ``path``. What is still there when it ends is removed."""
+
+    def __init__(self, folder: Path) -> None:
+        while True:
+            self.path = folder / f".halfstep-{_token()}"
+            self._lock = self.path.with_name(f"{self.path.name}.lock")
+            self._descriptor = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+            # Before it is locked, another process may take it for a dead one's.
+            if _locked(self._descriptor) is not False and self._lock.exists():
+                return
+            os.close(self._descriptor)
+
+    def put_in_place(self, path: Path) -> None:
+        """Give it, complete, its name, in place of what may have it already, at no moment without either."""
+        replaced = self.path.with_name(f"{self.path.name}.replaced-{path.name}")
+        if self.path.is_dir():
+            sync_folder(self.path)
+        while True:
+            if path.is_dir():
+                remove(replaced)
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(path, replaced)
+            try:
+                os.replace(self.path, path)
+                break
+            except OSError as error:  # another process has put its own there since
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        sync_folder(path.parent)
+        remove(replaced)
+
+    def end(self) -> None:
+        """Remove what is still there, and the lock."""
+        _finish(self.path)
+        with contextlib.suppress(OSError):
+            self._lock.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+def clear(folder: Path) -> None:
+    """Remove what dead saves have left in `folder`, and finish what they had begun."""
+    for path in sorted(folder.glob(".halfstep-*.lock")):
+        match = _OURS.fullmatch(path.name)
+        if match is None or match[2] != "lock":
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDWR)
+        except OSError:  # ended in the meantime, or of another user
+            continue
+        try:
+            if _locked(descriptor) is True:
+                _finish(path.with_name(path.name.removesuffix(".lock")))
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+    for path in [*folder.glob(".halfstep-*.removed"), *folder.glob(".replaced-*")]:
+        match = _OURS.fullmatch(path.name)
+        if match is not None and match[2] == "removed":
+            shutil.rmtree(path, ignore_errors=True)
+        elif _LEGACY.fullmatch(path.name):
+            _put_back(path)
+
+
+def _finish(path: Path) -> None:
+    """Remove what lies under a name of one's own, and give back the name that it was about to take."""
+    for replaced in path.parent.glob(f"{path.name}.replaced-*"):
+        _put_back(replaced)
+    remove(path)
+
+
+def _put_back(replaced: Path) -> None:
+    name = replaced_name(replaced)
+    assert name is not None
+    if (replaced.parent / name).exists():
+        remove(replaced)
+    else:
+        os.replace(replaced, replaced.parent / name)
