@@ -17,7 +17,6 @@ on the CPU, `scatter` cuts them again for the mesh of the run that loads them.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -25,7 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from halfstep.integrations import archive, interrupts, unfinished
 from halfstep.integrations import checkpoint_files as files
+from halfstep.integrations.before import Before
 from halfstep.integrations.checkpoint_files import CheckpointError, checkpoints, newest
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def save(
         }
         return checkpoint_sharded.save(Path(folder), step, model, optimizer, beside, keep, asynchronous, process_group)
     _only_with_model(optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group)
-    return _save_file(Path(folder), step, state or {}, keep)
+    with interrupts.held():
+        return _save_file(Path(folder), step, state or {}, keep)
 
 
 def _only_with_model(**given: Any) -> None:
@@ -137,28 +139,28 @@ def _only_with_model(**given: Any) -> None:
 
 def _save_file(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
     path = folder / f"{files.name_of(step)}.pt"
-    temporary = None
+    own = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files.clear(folder)
-        descriptor, temporary = tempfile.mkstemp(prefix=files.TEMPORARY, dir=folder)
-        with os.fdopen(descriptor, "wb") as file:
+        unfinished.clear(folder)
+        own = unfinished.Unfinished(folder)
+        with own.path.open("xb") as file:
             hashed = files.Hashed(file)
-            torch.save(dict(state), hashed)  # type: ignore[arg-type]  # it writes and flushes, no more
+            archive.write(hashed, dict(state), "state")
             file.write(files.TRAILER % hashed.digest.hexdigest().encode())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        temporary = None
-        files.sync_folder(folder)
-    except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+        own.put_in_place(path)
+        files.prune(folder, step, keep)
+    except archive.ArchiveError as error:
+        raise CheckpointError(f"cannot write checkpoint {path}: {error}; earlier checkpoints are untouched") from error
+    except OSError as error:
         raise CheckpointError(
             f"cannot write checkpoint {path}: {error}; earlier checkpoints are untouched; free space or fix permissions"
         ) from error
     finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-    files.prune(folder, step, keep)
+        if own is not None:
+            own.end()
     return path
 
 
@@ -201,22 +203,21 @@ def load(
             )
         from halfstep.integrations import checkpoint_sharded
 
-        beside = checkpoint_sharded.read(path, model, optimizer, scaler is not None, process_group)
-        if scaler is not None:
-            scaler.load_state_dict(beside["scaler"])
+        beside = checkpoint_sharded.read(path, model, optimizer, scaler, process_group)
         return beside.get("state") or {}
     _only_with_model(optimizer=optimizer, scaler=scaler, process_group=process_group)
     if path.is_dir():
         raise ValueError(f"model is None and {path} is a folder of shards; allowed is one file: pass model=")
     if not path.is_file():
         raise files.missing(path)
-    complaint = files.complaint(path)
-    try:
-        if complaint is None:
-            return files.read_archive(path)
-    except CheckpointError as error:
-        complaint = str(error)
-    raise CheckpointError(f"checkpoint {path} cannot be used: {complaint}; {files.remedy(path)}")
+    with interrupts.held():
+        complaint = files.complaint(path)
+        try:
+            if complaint is None:
+                return files.read_archive(path, path.stat().st_size - files.TRAILER_LENGTH)
+        except (CheckpointError, OSError) as error:
+            complaint = str(error)
+        raise CheckpointError(f"checkpoint {path} cannot be used: {complaint}; {files.remedy(path)}")
 
 
 def gather(state: Any) -> Any:
@@ -249,12 +250,15 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
         CheckpointError: a name, shape or type differs; then nothing has been copied.
     """
     own = model.state_dict()
-    if own.keys() != state.keys():
-        differing = ", ".join(sorted(own.keys() ^ state.keys())[:5])
+    if not isinstance(state, Mapping) or own.keys() != state.keys():
+        keys = state.keys() if isinstance(state, Mapping) else set()
+        differing = ", ".join(sorted(map(str, own.keys() ^ keys))[:5])
         raise CheckpointError(
             f"checkpoint and model do not have the same tensors: {differing}; load it into its own model"
         )
     for name, value in own.items():
+        if not isinstance(state[name], torch.Tensor) or state[name].layout is not torch.strided:
+            raise CheckpointError(f"{name} is no dense tensor in the checkpoint; load it into its own model")
         if value.shape != state[name].shape or value.dtype != state[name].dtype:
             raise CheckpointError(
                 f"{name} is {tuple(state[name].shape)} {state[name].dtype} in the checkpoint and {tuple(value.shape)} "
@@ -266,7 +270,12 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a gathered ``optimizer.state_dict()``, cutting what has its parameter's shape as the parameter is cut."""
+    """Load a gathered ``optimizer.state_dict()``, cutting what has its parameter's shape as the parameter is cut.
+
+    Raises:
+        CheckpointError: it is of another optimizer or damaged; the optimizer is as it was.
+    """
+    check_optimizer_state(state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(parameters) != len(numbers):
@@ -280,10 +289,40 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
             scatter(value, of[number]) if isinstance(value, torch.Tensor) and value.shape == of[number].shape else value
         )
 
-    cut_state = {
-        number: {key: cut(number, value) for key, value in entry.items()} for number, entry in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": cut_state})
+    before = Before(None, optimizer)
+    try:
+        cut_state = {
+            number: {key: cut(number, value) for key, value in entry.items()}
+            for number, entry in state["state"].items()
+            if number in of
+        }
+        optimizer.load_state_dict({**state, "state": cut_state})
+    except BaseException as error:
+        before.put_back()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
+
+
+def check_optimizer_state(state: Any) -> None:
+    """Raise unless it is built as an ``optimizer.state_dict()`` is.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    entries = state.get("state") if isinstance(state, Mapping) else None
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    whole = isinstance(entries, Mapping) and all(isinstance(entry, Mapping) for entry in entries.values())
+    named = isinstance(groups, list) and all(
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), list)
+        and all(type(one) in (int, str) for one in group["params"])
+        for group in groups
+    )
+    if not whole or not named:
+        raise CheckpointError(
+            "the checkpoint's optimizer is no state_dict with 'state' and 'param_groups'; load what was saved as one"
+        )
 
 
 def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Two kinds stand side by side in a run's folder:
 - ``step-00000120/``: one folder that many ranks wrote with torch.distributed.checkpoint, and its ``manifest.json`` with
   the size and SHA-256 of every other file in it.
 
-Either is written under a name that begins with a dot, flushed to disk, and renamed when it is complete. Nothing under a
+Either is written under another name (unfinished.py), flushed to disk, and renamed when it is complete. Nothing under a
 checkpoint's name is ever half written, nor half removed.
 """
 
@@ -15,29 +15,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
+from halfstep.integrations import archive, interrupts, unfinished
+from halfstep.numerics.wording import printable
 
 MANIFEST = "manifest.json"
 FORMAT = "halfstep checkpoint 1"
 TRAILER = b"\nhalfstep sha256 %s\n"
 TRAILER_LENGTH = len(TRAILER % (b"0" * 64))
-TEMPORARY = ".checkpoint-"
-# The folder that a new one is about to replace: it counts until the new one has the name.
-REPLACED = ".replaced-"
 SHARDS = ".distcp"
 
+LONGEST_MESSAGE = 4000
 _NAME = re.compile(r"step-(\d{8,})(\.pt)?")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found or trusted. The message names the file and what to do."""
+    """A checkpoint cannot be written, found or trusted. The message names the file and what to do, in one line."""
+
+    def __init__(self, message: str) -> None:
+        # It may quote a file, which may hold anything, also what a terminal obeys.
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
+        super().__init__(printable(message))
 
 
 def name_of(step: int) -> str:
@@ -52,10 +55,9 @@ def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
         return []
     found = []
     for path in folder.iterdir():
-        replaced = path.name.startswith(REPLACED)
-        name = path.name.removeprefix(REPLACED)
-        match = _NAME.fullmatch(name)
-        if not match or (replaced and (folder / name).exists()):
+        replaced = unfinished.replaced_name(path)
+        match = _NAME.fullmatch(replaced or path.name)
+        if not match or (replaced is not None and (folder / replaced).exists()):
             continue
         if path.is_file() if match[2] else (path / MANIFEST).is_file():
             found.append((int(match[1]), path))
@@ -69,9 +71,7 @@ def newest(folder: str | Path) -> Path | None:
 
 def _has_its_length(path: Path) -> bool:
     if path.is_file():
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TRAILER_LENGTH))
-            return file.read().startswith(TRAILER[:17])
+        return _trailer(path).startswith(TRAILER[:17])
     try:
         listed = read_manifest(path)["files"].items()
     except CheckpointError:
@@ -80,17 +80,6 @@ def _has_its_length(path: Path) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename durable. Windows cannot open folders and does this by itself."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_manifest(folder: Path, step: int, world_size: int, files: dict[str, dict[str, Any]]) -> None:
@@ -106,71 +95,46 @@ def _digest_of(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def put_in_place(temporary: Path, path: Path) -> None:
-    """Give a complete folder its name, in place of one that may have it already, at no moment without either."""
-    replaced = path.with_name(REPLACED + path.name)
-    sync_folder(temporary)
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.replace(path, replaced)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def clear(folder: Path) -> None:
-    """Remove what a process killed while saving has left, and finish what it had begun."""
-    for left in folder.glob(f"{TEMPORARY}*"):
-        remove(left)
-    for replaced in folder.glob(f"{REPLACED}*"):
-        name = replaced.name.removeprefix(REPLACED)
-        if (folder / name).exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            os.replace(replaced, folder / name)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder; a folder loses its name first, so that no part of it is taken for a checkpoint."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    if not path.name.startswith(TEMPORARY):
-        nameless = path.with_name(f"{TEMPORARY}removed-{path.name}")
-        os.replace(path, nameless)
-        path = nameless
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def prune(folder: Path, step: int, keep: int) -> None:
     """Leave the newest `keep` checkpoints up to `step`, and all after it."""
     older = [path for number, path in checkpoints(folder) if number <= step]
     for path in older[:-keep]:
-        remove(path)
+        unfinished.remove(path)
 
 
 # ---------------------------------------------------------------------------------------------------------- checking
+
+
+def _digest_of_file(path: Path, length: int) -> str | None:
+    """The SHA-256 of the first `length` bytes of a file; None if it has not so many."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while length and (part := file.read(min(length, 1 << 20))):
+            interrupts.poll()
+            digest.update(part)
+            length -= len(part)
+    return None if length else digest.hexdigest()
 
 
 def _file_complaint(path: Path) -> str | None:
     size = path.stat().st_size
     if size <= TRAILER_LENGTH:
         return f"it has {size} bytes, which is too short: it was cut off"
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        left = size - TRAILER_LENGTH
-        while left:
-            part = file.read(min(left, 1 << 20))
-            if not part:
-                return "it became shorter while it was read"
-            digest.update(part)
-            left -= len(part)
-        trailer = file.read()
+    digest = _digest_of_file(path, size - TRAILER_LENGTH)
+    if digest is None:
+        return "it became shorter while it was read"
+    trailer = _trailer(path)
     if not (trailer.startswith(TRAILER[:17]) and trailer.endswith(b"\n")):
         return "its last line is not a checksum: it was cut off, or halfstep did not write it"
-    if trailer != TRAILER % digest.hexdigest().encode():
+    if trailer != TRAILER % digest.encode():
         return "its bytes do not have the checksum on its last line: it was changed or damaged"
     return None
+
+
+def _trailer(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TRAILER_LENGTH))
+        return file.read(TRAILER_LENGTH)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -186,13 +150,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         written = json.loads(path.read_bytes())
         content: dict[str, Any] = written["content"]
         intact = written["sha256"] == _digest_of(content)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         intact = False
     if not intact:
         raise CheckpointError(f"its {MANIFEST} does not have its own checksum: it was changed or damaged")
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"its format is {content['format']!r}; allowed is {FORMAT!r}: use a later halfstep")
+    known = content.get("format") if isinstance(content, dict) else None
+    if known != FORMAT:
+        raise CheckpointError(f"its format is {str(known)[:100]!r}; allowed is {FORMAT!r}: use a later halfstep")
+    listed = content.get("files")
+    if not isinstance(listed, dict) or not all(map(_is_record, listed, listed.values())):
+        raise CheckpointError(f"its {MANIFEST} does not list files of the folder with their sizes and checksums")
     return content
+
+
+def _is_record(name: str, record: Any) -> bool:
+    plain = name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    return plain and isinstance(record, dict) and type(record.get("bytes")) is int and type(record.get("sha256")) is str
 
 
 def folder_complaint(folder: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -212,21 +185,13 @@ def folder_complaint(folder: Path, part: int = 0, parts: int = 1) -> str | None:
         size = path.stat().st_size
         if size < expected["bytes"]:
             return f"its file {name} has {size} of {expected['bytes']} bytes: it was cut off"
-        digest = _digest_of_file(path)
+        digest = _digest_of_file(path, size)
         if digest != expected["sha256"]:
             return f"its file {name} does not have the checksum in {MANIFEST}: {_origin(folder, digest)}"
     return None
 
 
-def _digest_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def _origin(folder: Path, digest: str) -> str:
+def _origin(folder: Path, digest: str | None) -> str:
     """Where bytes that do not belong into a folder came from."""
     for _, other in checkpoints(folder.parent):
         try:
@@ -261,15 +226,16 @@ def missing(path: Path) -> CheckpointError:
     return CheckpointError(f"no checkpoint {path}; in that folder there are: {present}")
 
 
-def read_archive(path: Path) -> dict[str, Any]:
-    """A dict that ``torch.save`` wrote, on the CPU, running no code that is in it.
+def read_archive(path: Path, length: int | None = None) -> dict[str, Any]:
+    """The dict that an archive in a file holds, on the CPU, running nothing that is in it.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        with path.open("rb") as file:
+            state = archive.read(file, length=length)
+    except (OSError, archive.ArchiveError) as error:
         raise CheckpointError(str(error)) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"it holds a {type(state).__name__}, not a dict")

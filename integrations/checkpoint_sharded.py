@@ -20,23 +20,20 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import pickle
-import tempfile
 import warnings
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -44,102 +41,25 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.futures import Future as TorchFuture
 
+from halfstep.integrations import archive, checkpoint_metadata, interrupts, unfinished
 from halfstep.integrations import checkpoint_files as files
+from halfstep.integrations.archive import ArchiveError
+from halfstep.integrations.before import Before
 from halfstep.integrations.checkpoint_files import CheckpointError
+from halfstep.integrations.checkpoint_metadata import METADATA
+from halfstep.integrations.ranks import Ranks
+from halfstep.numerics.gradients import local
 
 BESIDE = "halfstep.pt"
-METADATA = ".metadata"
 STATE = ("optimizer", "state")
 GROUPS = ("optimizer", "param_groups")
 
-T = TypeVar("T")
 Key = tuple[Any, ...]
-
-
-# ------------------------------------------------------------------------------------------------------------- ranks
-
-# The group of all ranks that is for checkpoints alone, and the default group it was made beside. Only weakly: who keeps
-# a group beyond destroy_process_group makes torch abort at exit.
-_own_group: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
-
-
-def _group_for_checkpoints() -> Any:
-    """A gloo group of all ranks, so that a save in a thread never meets a collective of the training."""
-    global _own_group
-    default = dist.group.WORLD
-    known = _own_group[1]() if _own_group is not None and _own_group[0]() is default else None
-    if known is None:
-        known = dist.new_group(backend="gloo")
-        _own_group = weakref.ref(default), weakref.ref(known)
-    return known
-
-
-class Ranks:
-    """The ranks that save or load together, and what they say to each other: small objects, over gloo."""
-
-    def __init__(self, process_group: Any = None) -> None:
-        self.rank, self.size = 0, 1
-        self.group: Any = None
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        base = dist.group.WORLD if process_group is None else process_group
-        self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
-        if self.rank < 0:
-            raise ValueError(
-                "process_group is one that this rank is not in; allowed are groups of the calling rank: call save and "
-                "load on the group's ranks only"
-            )
-        if self.size == 1:
-            return
-        # torch cannot make a group of some ranks without the others' help, unless all are in equally many groups.
-        self.group = _group_for_checkpoints() if base is dist.group.WORLD else base
-        if "cpu:" not in dist.get_backend_config(self.group):
-            raise ValueError(
-                f"process_group has the backends {dist.get_backend_config(self.group)}; allowed are groups with one "
-                'for CPUs: make it with new_group(ranks, backend="gloo")'
-            )
-
-    def all(self, mine: T) -> list[T]:
-        """What each rank gives, in order."""
-        if self.group is None:
-            return [mine]
-        everything: list[Any] = [None] * self.size
-        dist.all_gather_object(everything, mine, group=self.group)
-        return everything
-
-    def together(self, function: Callable[[], T]) -> list[T]:
-        """What `function` gives on each rank; if it raises on one, this raises on all, so that none waits in vain."""
-        mine, error, interrupt, cause = None, None, None, None
-        try:
-            mine = function()
-        except CheckpointException as failed:
-            causes = [cause[0] for cause in failed.failures.values()]
-            interrupt = next((cause for cause in causes if isinstance(cause, KeyboardInterrupt)), None)
-            error, cause = "; ".join(map(str, causes)), causes[0]
-        except KeyboardInterrupt as pressed:
-            interrupt = pressed
-        except Exception as failed:  # whatever it is, the others must hear of it
-            error, cause = str(failed) or type(failed).__name__, failed
-        if interrupt is not None:
-            error = "it was interrupted"
-        try:
-            answers = self.all((mine, error))
-        except RuntimeError as lost:  # a rank was killed
-            raise CheckpointError(error or f"a rank does not answer: {lost}") from lost
-        if interrupt is not None:
-            raise KeyboardInterrupt
-        errors = [(rank, text) for rank, (_, text) in enumerate(answers) if text is not None]
-        if errors:
-            where = f"rank {errors[0][0]}: " if self.size > 1 else ""
-            raise CheckpointError(f"{where}{errors[0][1]}") from cause
-        return [answer for answer, _ in answers]  # type: ignore[misc]  # no error, so it is what function gave
-
-    def first(self, function: Callable[[], T]) -> T:
-        """What `function` gives on the first rank, which alone calls it."""
-        return self.together(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 @contextmanager
@@ -176,6 +96,45 @@ class _HashingFiles(FileSystem):
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
+class _SavePlanner(dcp.DefaultSavePlanner):
+    """Objects are written as `archive` writes them, which refuses what could not be read."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        if write_item.type != WriteItemType.BYTE_IO:
+            return object
+        written = io.BytesIO()
+        archive.write(written, object, write_item.index.fqn)
+        return written
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Each rank's part in one file, without torch.save: an interrupt in the file that it calls ends in an abort."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=True, overwrite=False)
+        self.fs: _HashingFiles = _HashingFiles()
+
+    def write_data(self, plan: Any, planner: Any) -> TorchFuture[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0{files.SHARDS}"
+        results = []
+        with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
+            for item in plan.items:
+                begin, data = stream.tell(), planner.resolve_data(item)
+                if isinstance(data, io.BytesIO):
+                    stream.write(data.getbuffer())
+                else:
+                    data = data.detach().cpu()
+                    # Of a view, not the whole that it is a view of.
+                    archive.write(stream, data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), "")
+                length = stream.tell() - begin
+                results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        written: TorchFuture[list[WriteResult]] = TorchFuture()
+        written.set_result(results)
+        return written
+
+
 class PendingSave:
     """A checkpoint that is being written while training goes on."""
 
@@ -208,9 +167,13 @@ _pending: list[PendingSave] = []
 def finish_pending() -> None:
     """Wait for the save that is under way, if one is; raises what it raised unless its `result` has told."""
     while _pending:
-        pending = _pending.pop()
-        if not pending._told:
-            pending.result()
+        pending = _pending[0]
+        try:
+            if not pending._told:
+                pending.result()
+        finally:
+            if pending.done():
+                _pending.remove(pending)
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -234,17 +197,46 @@ def save(
 ) -> Path | PendingSave:
     """Write the checkpoint of `step`, all ranks of `process_group` together; see `checkpoint.save`."""
     finish_pending()
-    ranks = Ranks(process_group)
-    state = state_of(model, optimizer)
-    path = folder / files.name_of(step)
-    archive = io.BytesIO()
-    torch.save(beside, archive)  # now: what is in it may change while the thread writes
-    if not asynchronous:
-        return _write(path, step, state, archive, keep, ranks)
-    staged = _copied(state)
-    pending = PendingSave(_writer.submit(_write, path, step, staged, archive, keep, ranks), path)
-    _pending.append(pending)
-    return pending
+    with interrupts.held():
+        ranks = Ranks(process_group)
+        state = state_of(model, optimizer)
+        path = folder / files.name_of(step)
+        kept = io.BytesIO()
+        try:
+            ranks.together(lambda: _keep(state, beside, kept))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"cannot write checkpoint {path}: {error}; earlier checkpoints are untouched"
+            ) from error
+        if not asynchronous:
+            return _write(path, step, state, kept, keep, ranks)
+        staged = _copied(state)
+        pending = PendingSave(_writer.submit(_write, path, step, staged, kept, keep, ranks), path)
+        _pending.append(pending)
+        return pending
+
+
+def _keep(state: dict[str, Any], beside: dict[str, Any], kept: io.BytesIO) -> None:
+    """Write now what is kept beside the shards: it may change while a thread writes.
+
+    Raises:
+        ArchiveError: something in it, or among the objects in `state`, could not be read.
+    """
+    for name, value in (*_objects(state, ""), *beside.items()):
+        archive.kept(value, name)
+    archive.write(kept, beside, "")
+
+
+def _objects(state: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What is no tensor in a nested state, by name."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _objects(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, list):
+        for place, value in enumerate(state):
+            yield from _objects(value, f"{name}[{place}]")
+    elif not isinstance(state, torch.Tensor):
+        yield name, state
 
 
 def _copied(value: Any) -> Any:
@@ -272,60 +264,61 @@ def _metadata_on_cpu(known: ShardMetadata) -> ShardMetadata:
     return ShardMetadata(known.shard_offsets, known.shard_sizes, f"rank:{rank}/cpu")
 
 
-def _write(path: Path, step: int, state: dict[str, Any], archive: io.BytesIO, keep: int, ranks: Ranks) -> Path:
-    temporary: Path | None = None
+def _write(path: Path, step: int, state: dict[str, Any], beside: io.BytesIO, keep: int, ranks: Ranks) -> Path:
+    own: list[unfinished.Unfinished] = []  # on the first rank, which made it
     try:
-        temporary = Path(ranks.first(lambda: _begin(path)))
-        recorded = ranks.together(lambda: _write_shards(Path(str(temporary)), state, archive, ranks))
-        ranks.first(lambda: _complete(Path(str(temporary)), path, step, files.merged(recorded), keep, ranks))
+        temporary = Path(ranks.first(lambda: _begin(path, own)))
+        recorded = ranks.together(lambda: _write_shards(temporary, state, beside, ranks))
+        ranks.first(lambda: _complete(own[0], path, step, files.merged(recorded), keep, ranks))
     except CheckpointError as error:
-        if temporary is not None and ranks.rank == 0:
-            files.remove(temporary)
         raise CheckpointError(
             f"cannot write checkpoint {path}: {error}; earlier checkpoints are untouched; free space or fix "
             "permissions, and restart ranks that were killed"
         ) from error
+    finally:
+        for one in own:
+            one.end()
     return path
 
 
-def _begin(path: Path) -> str:
+def _begin(path: Path, own: list[unfinished.Unfinished]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.clear(path.parent)
-    temporary = tempfile.mkdtemp(prefix=f"{files.TEMPORARY}{path.name}-", dir=path.parent)
-    os.chmod(temporary, 0o777 & ~_umask())  # mkdtemp lets nobody else in, and other ranks may be other users
-    return temporary
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    unfinished.clear(path.parent)
+    own.append(unfinished.Unfinished(path.parent))
+    own[0].path.mkdir()
+    return str(own[0].path)
 
 
 def _write_shards(
-    temporary: Path, state: dict[str, Any], archive: io.BytesIO, ranks: Ranks
+    temporary: Path, state: dict[str, Any], beside: io.BytesIO, ranks: Ranks
 ) -> dict[str, dict[str, Any]]:
     """Write this rank's part; what it wrote, by file name."""
     if not temporary.is_dir():
         raise CheckpointError(
             f"rank {ranks.rank} does not see {temporary}, which rank 0 made; allowed are folders that all ranks share"
         )
-    writer = dcp.FileSystemWriter(temporary, sync_files=True, overwrite=False)
-    writer.fs = hashing = _HashingFiles()
+    writer = _Writer(temporary)
     with torch.no_grad(), _quiet() if ranks.group is None else nullcontext():
-        dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
+        dcp.save(
+            state,
+            storage_writer=writer,
+            planner=_SavePlanner(),
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
+        )
     if ranks.rank == 0:
-        with hashing.create_stream(temporary / BESIDE, "wb") as file:
-            file.write(archive.getbuffer())
+        with writer.fs.create_stream(temporary / BESIDE, "wb") as file:
+            file.write(beside.getbuffer())
             file.flush()
             os.fsync(file.fileno())
-    return hashing.records
+    return writer.fs.records
 
 
 def _complete(
-    temporary: Path, path: Path, step: int, recorded: dict[str, dict[str, Any]], keep: int, ranks: Ranks
+    own: unfinished.Unfinished, path: Path, step: int, recorded: dict[str, dict[str, Any]], keep: int, ranks: Ranks
 ) -> None:
     """Check that everything has arrived, give the folder its name, and only then remove older ones."""
+    temporary = own.path
     for name, record in recorded.items():
         there = (temporary / name).stat().st_size if (temporary / name).is_file() else 0
         if there != record["bytes"]:
@@ -334,131 +327,150 @@ def _complete(
                 "ranks share"
             )
     files.write_manifest(temporary, step, ranks.size, recorded)
-    files.put_in_place(temporary, path)
+    own.put_in_place(path)
     files.prune(path.parent, step, keep)
 
 
 # ----------------------------------------------------------------------------------------------------------- loading
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads torch.distributed.checkpoint's metadata and runs nothing else that a file may ask for."""
+class _Reader:
+    """The tensors and objects of a folder of shards, read by the plans of torch.distributed.checkpoint."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if "." not in name else None
-        own = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
-        paths = module in ("pathlib", "pathlib._local") and isinstance(found, type)
-        plain = (module, name) in (
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-        )
-        if (own and found.__module__ == module) or paths or plain or isinstance(found, torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"its {METADATA} asks for {module}.{name}, which no checkpoint needs")
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.metadata = folder, checkpoint_metadata.read(folder)
 
+    def read(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Fill the tensors of `wanted`, and put in the objects. Each rank reads for itself what it holds."""
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(wanted, self.metadata, is_coordinator=True)
+        items = sorted(planner.create_local_plan().items, key=lambda item: self._where(item.storage_index))
+        for (name, offset, length), same in groupby(items, key=lambda item: self._where(item.storage_index)):
+            with (self.folder / name).open("rb") as file:
+                try:
+                    value = archive.read(file, offset, length)
+                except ArchiveError as error:
+                    raise CheckpointError(f"its file {name} cannot be used: at byte {offset}, {error}") from error
+            for item in same:
+                known = self.metadata.state_dict_metadata[item.storage_index.fqn]
+                if isinstance(known, TensorStorageMetadata):
+                    self._fill(planner, item, known, value)
+                else:
+                    wanted[item.dest_index.fqn] = value
+        return wanted
 
-class _Reader(dcp.FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / METADATA).open("rb") as file:
-            metadata: Metadata = _Unpickler(file).load()
-        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+    def _where(self, index: MetadataIndex) -> tuple[str, int, int]:
+        info = self.metadata.storage_data[index]
+        return info.relative_path, info.offset, info.length
 
-
-class _Planner(dcp.DefaultLoadPlanner):
-    """Loads by the names in the file, and objects without running code."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False)
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        # self.state_dict is a copy of what the caller has.
-        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+    def _fill(self, planner: Any, item: ReadItem, known: TensorStorageMetadata, value: Any) -> None:
+        index = item.storage_index
+        chunk = next(one for one in known.chunks if one.offsets == index.offset)
+        dtype, shape = known.properties.dtype, tuple(chunk.sizes)
+        dense = type(value) is torch.Tensor and value.layout is torch.strided
+        if not dense or value.dtype != dtype or tuple(value.shape) != shape:
+            what = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
+            raise CheckpointError(f"its tensor {index.fqn} is {what} in the shard and {shape} {dtype} in {METADATA}")
+        for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            value = value.narrow(dim, begin, length)
+        planner.resolve_tensor(item).detach().copy_(value)
 
 
 def read(
     path: Path,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    scaled: bool,
+    scaler: Any,
     process_group: Any,
 ) -> dict[str, Any]:
-    """Load a folder's shards into model and optimizer, all ranks together; what was kept beside them.
+    """Load a folder's shards into model, optimizer and scaler, all ranks together; what was kept beside them.
+
+    Everything is read into memory of its own and compared before anything changes. What only the optimizer or the
+    scaler can tell is told when they load, and all three are put back.
 
     Raises:
-        CheckpointError: on every rank, if on one it is missing, damaged, or does not fit; then nothing was changed, but
-            by a disk that fails when it is read for the second time. Or `scaled`, and it holds no scaler's state.
+        CheckpointError: on every rank, if on one it is missing, damaged, or does not fit; then all three are what they
+            were. Or `scaler` is given, and it holds no scaler's state.
     """
     finish_pending()
-    ranks = Ranks(process_group)
-    if not path.is_dir():
-        raise files.missing(path)
-    try:
-        ranks.together(lambda: _trust(path, ranks))
-    except CheckpointError as error:
-        advice = ranks.first(lambda: files.remedy(path))
-        raise CheckpointError(f"checkpoint {path} cannot be used: {error}; {advice}") from error
-    try:
-        with torch.no_grad(), _quiet():
-            beside = ranks.together(lambda: _read_beside(path, scaled))[ranks.rank]
-            load = _Load(path, model, optimizer)
-            ranks.together(load.compare)
-            ranks.together(load.read)
-            load.hand_over()
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path} does not fit: {error}") from error
-    return beside
-
-
-def _trust(path: Path, ranks: Ranks) -> None:
-    """Raise unless every byte is what was saved; each rank reads its part of the files."""
-    ours = (path / BESIDE).is_file() or (path / files.MANIFEST).is_file()
-    if not ours and not (path / METADATA).is_file():
-        raise CheckpointError(f"it holds neither {files.MANIFEST} nor {METADATA}: it is no checkpoint, or was cut off")
-    if ours:
-        complaint = files.folder_complaint(path, ranks.rank, ranks.size)
-        if complaint is not None:
-            raise CheckpointError(complaint)
-    names = {stored.relative_path for stored in _Reader(path).read_metadata().storage_data.values()}
-    absent = sorted(name for name in names if not (path / name).is_file())
-    if absent:
-        raise CheckpointError(f"its file {absent[0]} is missing")
-
-
-def _read_beside(path: Path, scaled: bool) -> dict[str, Any]:
-    beside = files.read_archive(path / BESIDE) if (path / BESIDE).is_file() else {}
-    if scaled and beside.get("scaler") is None:
-        raise CheckpointError("it holds no state of a scaler; pass scaler=None, and the scale begins anew")
-    return beside
+    with interrupts.held():
+        ranks = Ranks(process_group)
+        if not path.is_dir():
+            raise files.missing(path)
+        load = _Load(path, model, optimizer, scaler)
+        try:
+            ranks.together(lambda: load.trust(ranks))
+        except CheckpointError as error:
+            advice = ranks.first(lambda: files.remedy(path))
+            raise CheckpointError(f"checkpoint {path} cannot be used: {error}; {advice}") from error
+        before = Before(model, optimizer, scaler)
+        try:
+            with torch.no_grad(), _quiet():
+                for part in (load.prepare, load.compare, load.read, lambda: load.hand_over(before)):
+                    ranks.together(part)
+        except BaseException as error:
+            with torch.no_grad(), _quiet():
+                before.put_back()
+            if isinstance(error, CheckpointError):
+                raise CheckpointError(f"checkpoint {path} does not fit: {error}") from error
+            raise
+    return load.beside
 
 
 class _Load:
     """One load: what the checkpoint holds, what model and optimizer need, and the tensors in between."""
 
-    def __init__(self, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.path, self.model, self.optimizer = path, model, optimizer
-        self.metadata = _Reader(path).read_metadata()
+    def __init__(self, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any):
+        self.path, self.model, self.optimizer, self.scaler = path, model, optimizer, scaler
+        self.beside: dict[str, Any] = {}
+        self.reader: _Reader
         # By place in the nested state: the name under which it lies in the files.
-        self.names: dict[Key, str] = {tuple(place): name for name, place in (self.metadata.planner_data or {}).items()}
-        self.model_state: dict[str, Any] = get_model_state_dict(model)
+        self.names: dict[Key, str]
         self.own: Any = {"state": {}, "param_groups": []}
-        if optimizer is not None:
-            self.own = get_optimizer_state_dict(model, optimizer)
-        self.groups: list[list[str]] = [list(group["params"]) for group in self.own["param_groups"]]
         self.flat_parameters = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         self.read_in: dict[str, Any] = {}
+
+    def trust(self, ranks: Ranks) -> None:
+        """Raise unless every byte is what was saved; each rank reads its part of the files."""
+        path = self.path
+        ours = (path / BESIDE).is_file() or (path / files.MANIFEST).is_file()
+        if not ours and not (path / METADATA).is_file():
+            raise CheckpointError(
+                f"it holds neither {files.MANIFEST} nor {METADATA}: it is no checkpoint, or was cut off"
+            )
+        if ours:
+            complaint = files.folder_complaint(path, ranks.rank, ranks.size)
+            if complaint is not None:
+                raise CheckpointError(complaint)
+        self.reader = _Reader(path)
+
+    def prepare(self) -> None:
+        """Read what was kept beside the shards, and see what model and optimizer hold. Collective under FSDP1."""
+        if (self.path / BESIDE).is_file():
+            self.beside = files.read_archive(self.path / BESIDE)
+        if not isinstance(self.beside.get("state") or {}, dict):
+            raise CheckpointError(f"what {BESIDE} holds as the state is a {type(self.beside['state']).__name__}")
+        if self.scaler is not None and self.beside.get("scaler") is None:
+            raise CheckpointError("it holds no state of a scaler; pass scaler=None, and the scale begins anew")
+        self.names = {tuple(place): name for name, place in self.reader.metadata.planner_data.items()}
+        self.model_state: dict[str, Any] = get_model_state_dict(self.model)
+        if self.optimizer is not None:
+            self.own = get_optimizer_state_dict(self.model, self.optimizer)
+        self.groups: list[list[str]] = [list(group["params"]) for group in self.own["param_groups"]]
 
     def compare(self) -> None:
         """Raise unless the checkpoint is of this model, and of an optimizer with these groups."""
         saved = {place[1]: name for place, name in self.names.items() if place[0] == "model" and len(place) == 2}
         if saved.keys() != self.model_state.keys():
-            differing = ", ".join(sorted(saved.keys() ^ self.model_state.keys())[:5])
+            differing = ", ".join(sorted(map(str, saved.keys() ^ self.model_state.keys()))[:5])
             raise CheckpointError(f"checkpoint and model do not have the same tensors: {differing}; use the same model")
         for name, value in self.model_state.items():
-            known = self.metadata.state_dict_metadata[saved[name]]
-            if not isinstance(value, torch.Tensor) or not isinstance(known, TensorStorageMetadata):
+            known = self.reader.metadata.state_dict_metadata[saved[name]]
+            if isinstance(value, torch.Tensor) != isinstance(known, TensorStorageMetadata):
+                raise CheckpointError(
+                    f"{name} is a tensor on one side only, in the checkpoint or in the model; use the same model"
+                )
+            if not isinstance(known, TensorStorageMetadata):
                 continue
             if known.size != value.size():
                 raise CheckpointError(
@@ -474,11 +486,16 @@ class _Load:
             self._compare_groups()
 
     def _compare_groups(self) -> None:
-        places = sorted(place for place in self.names if place[:2] == GROUPS and place[-1] == "params")
+        numbers = {place[2] for place in self.names if place[:2] == GROUPS and len(place) > 3}
+        places = [(*GROUPS, number, "params") for number in range(len(numbers))]
         if not places:
             raise CheckpointError("it holds no state of an optimizer; pass optimizer=None to load the model alone")
-        found = self._read({self.names[place]: None for place in places})
-        saved = [list(found[self.names[place]]) for place in places]
+        if not self.names.keys() >= set(places):
+            raise CheckpointError("its optimizer's groups do not have all their parameters; it was not saved so")
+        found = self.reader.read({self.names[place]: None for place in places})
+        saved = [found[self.names[place]] for place in places]
+        if not all(isinstance(group, list) and all(type(one) is str for one in group) for group in saved):
+            raise CheckpointError("its optimizer's groups are no lists of parameters; it was not saved so")
         if sorted(map(sorted, saved)) == sorted(map(sorted, self.groups)):
             return
         names, own = ({name for group in groups for name in group} for groups in (saved, self.groups))
@@ -490,8 +507,8 @@ class _Load:
         raise CheckpointError(f"checkpoint and optimizer do not have the same groups: {what}; make it as it was made")
 
     def read(self) -> None:
-        """Read everything: the model's tensors in place, the optimizer's into fresh ones."""
-        wanted = {self.names["model", name]: value for name, value in self.model_state.items()}
+        """Read everything into memory of its own."""
+        wanted = {self.names["model", name]: _fresh(value) for name, value in self.model_state.items()}
         if self.optimizer is not None:
             parameters: dict[str, torch.Tensor] = {}
             if not self.flat_parameters:
@@ -499,39 +516,85 @@ class _Load:
                     parameters.update(zip(names, group["params"], strict=True))
             for place, name in self.names.items():
                 if place[0] == "optimizer":
-                    known = self.metadata.state_dict_metadata[name]
+                    known = self.reader.metadata.state_dict_metadata[name]
                     wanted[name] = (
                         self._empty(place, known, parameters) if isinstance(known, TensorStorageMetadata) else None
                     )
-        self.read_in = self._read(wanted)
+        self.read_in = self.reader.read(wanted)
 
     def _empty(self, place: Key, known: TensorStorageMetadata, parameters: Mapping[str, torch.Tensor]) -> Any:
         """Where to read one of the optimizer's tensors: cut as its parameter is, in the dtype that it was saved in."""
-        if place[:2] == STATE:
+        if place[:2] == STATE and len(place) == 4:
             _, _, name, key = place
-            if self.flat_parameters and key in self.own["state"].get(name, {}):
-                return self.own["state"][name][key]  # FSDP1's own kind, made for this
+            own = self.own["state"].get(name, {}).get(key)
+            if self.flat_parameters and isinstance(own, torch.Tensor):
+                if (own.size(), own.dtype) != (known.size, known.properties.dtype):
+                    raise CheckpointError(
+                        f"{key} of {name} is {tuple(known.size)} {known.properties.dtype} in the checkpoint and "
+                        f"{tuple(own.size())} {own.dtype} in the optimizer; use the same model and optimizer"
+                    )
+                return own  # FSDP1's own kind, made for this
             if name in parameters and parameters[name].shape == known.size:
                 return torch.empty_like(parameters[name].detach(), dtype=known.properties.dtype)
         return torch.empty(known.size, dtype=known.properties.dtype, device="cpu")
 
-    def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Each rank for itself: what to read follows from the metadata and from what it holds."""
-        dcp.load(wanted, storage_reader=_Reader(self.path), planner=_Planner(), no_dist=True)
-        return wanted
+    def hand_over(self, before: Before) -> None:
+        """Give the tensors to the model, then to the optimizer, whose masters have the last word, then the scale."""
+        fresh = {name: self.read_in[self.names["model", name]] for name in self.model_state}
+        before.objects = {name: old for name, old in self.model_state.items() if not isinstance(old, torch.Tensor)}
+        if self.flat_parameters:
+            before.copy()
+        else:
+            for name, live in self.model_state.items():
+                if isinstance(live, torch.Tensor):
+                    before.exchange(local(live), local(fresh[name]))
+                    fresh[name] = live
+        set_model_state_dict(self.model, fresh)
+        if self.optimizer is not None:
+            content = _nested(
+                {
+                    place[1:]: self.read_in[name]
+                    for place, name in self.names.items()
+                    if place[:2] in (STATE, GROUPS) and len(place) > 3
+                }
+            )
+            groups = content["param_groups"]
+            loaded: Any = {"state": content.get("state", {}), "param_groups": [groups[n] for n in sorted(groups)]}
+            # Not strict: parameters that never had a gradient have no state.
+            set_optimizer_state_dict(self.model, self.optimizer, loaded, options=StateDictOptions(strict=False))
+        if self.scaler is not None:
+            self.scaler.load_state_dict(self.beside["scaler"])
 
-    def hand_over(self) -> None:
-        """Give the tensors to the model, then to the optimizer, whose masters have the last word."""
-        set_model_state_dict(self.model, {name: self.read_in[self.names["model", name]] for name in self.model_state})
-        if self.optimizer is None:
-            return
-        state: dict[str, dict[str, Any]] = {}
-        groups: dict[int, dict[str, Any]] = {}
-        for place, name in self.names.items():
-            if place[:2] == STATE:
-                state.setdefault(place[2], {})[place[3]] = self.read_in[name]
-            elif place[:2] == GROUPS:
-                groups.setdefault(place[2], {})[place[3]] = self.read_in[name]
-        loaded: Any = {"state": state, "param_groups": [groups[number] for number in sorted(groups)]}
-        # Not strict: parameters that never had a gradient have no state.
-        set_optimizer_state_dict(self.model, self.optimizer, loaded, options=StateDictOptions(strict=False))
+
+def _fresh(value: Any) -> Any:
+    """Where to read one of the model's tensors: on the CPU, cut as it is."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, ShardedTensor):  # FSDP1's, a copy already
+        return value
+    if isinstance(value, DTensor):
+        return DTensor(_fresh(value.to_local()), value._spec, requires_grad=False)
+    return torch.empty_like(value, device="cpu", requires_grad=False)
+
+
+def _nested(values: Mapping[Key, Any]) -> dict[Any, Any]:
+    """Values by place as nested dicts; what is counted below a group's or a state's key becomes a list."""
+    root: dict[Any, Any] = {}
+    for place, value in values.items():
+        within = root
+        for part in place[:-1]:
+            within = within.setdefault(part, {})
+            if not isinstance(within, dict):
+                raise CheckpointError(f"it has two things at {'.'.join(map(str, place))[:200]}; it was not saved so")
+        within[place[-1]] = value
+    return {
+        kind: {owner: {key: _listed(one) for key, one in entry.items()} for owner, entry in owners.items()}
+        for kind, owners in root.items()
+    }
+
+
+def _listed(value: Any) -> Any:
+    if type(value) is not dict or not value:
+        return value
+    inner = {key: _listed(one) for key, one in value.items()}
+    return [inner[place] for place in range(len(inner))] if inner.keys() == set(range(len(inner))) else inner

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from halfstep.integrations.checkpoint import gather
+from halfstep.integrations.before import Before
+from halfstep.integrations.checkpoint import check_optimizer_state, gather
 from halfstep.integrations.checkpoint_files import CheckpointError
 
 
@@ -52,8 +53,9 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
         state: the same on every rank.
 
     Raises:
-        CheckpointError: it is of another number of parameters or groups; nothing was changed.
+        CheckpointError: it is of another number of parameters or groups, or damaged; nothing was changed.
     """
+    check_optimizer_state(state)
     parameters = _parameters(optimizer.param_groups)
     numbers = _parameters(state["param_groups"])
     if len(numbers) != len(parameters) or len(state["param_groups"]) != len(optimizer.param_groups):
@@ -69,6 +71,13 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
         for saved, held in zip(state["param_groups"], optimizer.optim.param_groups, strict=True)
     ]
     entries = {place: state["state"][number] for place, number in enumerate(own) if number in state["state"]}
-    optimizer.optim.load_state_dict({"state": entries, "param_groups": groups})
+    before = Before(None, optimizer.optim)
+    try:
+        optimizer.optim.load_state_dict({"state": entries, "param_groups": groups})
+    except BaseException as error:
+        before.put_back()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
     for outer, held in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
         outer.update({name: value for name, value in held.items() if name != "params"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.integrations import checkpoint
+from halfstep.integrations import checkpoint, checkpoint_files
+
+
+def seal(path: Path, state: object) -> None:
+    """Write a checkpoint as torch pickles it, with the checksum that makes it whole."""
+    torch.save(state, path)
+    data = path.read_bytes()
+    path.write_bytes(data + checkpoint_files.TRAILER % hashlib.sha256(data).hexdigest().encode())
+
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -124,8 +133,11 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.mkdir, (str(tmp_path / "owned"),)
 
-    path = checkpoint.save(tmp_path, 1, {"x": Evil()})
-    with pytest.raises(checkpoint.CheckpointError, match="cannot be used"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"state\['x'\] is a .*Evil, which load could not give back"):
+        checkpoint.save(tmp_path, 1, {"x": Evil()})
+    path = tmp_path / "step-00000001.pt"
+    seal(path, {"x": Evil()})
+    with pytest.raises(checkpoint.CheckpointError, match=r"cannot be used: it asks for posix\.mkdir, which no"):
         checkpoint.load(path)
     assert not (tmp_path / "owned").exists()
 

@@ -1,0 +1,229 @@
+"""What lies where in a folder of shards: torch.distributed.checkpoint's ``.metadata``, read as data and not believed.
+
+torch reads it with `pickle.load`, which imports and calls what the file asks for. Here the pickle becomes plain nodes
+(pickle_data.py), of which `Metadata` is built field by field and held against the files beside it: every part of a
+tensor lies within the tensor and within its file, parts do not overlap and leave nothing out, and no two things share
+bytes. So what is read is no larger than the folder, and no memory that is made for it stays as it was found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import stat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from halfstep.integrations import archive, pickle_data
+from halfstep.integrations.checkpoint_files import CheckpointError
+from halfstep.integrations.pickle_data import Class, Function, Node, PickleError
+
+METADATA = ".metadata"
+_DCP = "torch.distributed.checkpoint"
+
+
+def _one_of(*allowed: Any) -> Function:
+    """A function that takes one of some values, and gives nothing: its result is not used."""
+
+    def taken(value: Any) -> None:
+        if value not in allowed:
+            raise PickleError(f"it has {str(value)[:100]!r}; allowed are {', '.join(map(str, allowed))}")
+
+    return Function(taken)
+
+
+_NAMES: dict[tuple[str, str], Any] = {
+    **archive.NAMES,
+    **{
+        (f"{_DCP}.metadata", kind.__name__): Class(kind.__name__)
+        for kind in (
+            *(Metadata, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, BytesStorageMetadata),
+            *(MetadataIndex, StorageMeta),
+        )
+    },
+    (f"{_DCP}.filesystem", "_StorageInfo"): Class("_StorageInfo"),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _one_of(0, 1, 2),
+    ("torch.serialization", "_get_layout"): _one_of("torch.strided"),
+    **{
+        (module, name): Function(lambda *parts: None)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+}
+
+
+def read(folder: Path) -> Metadata:
+    """The metadata of a folder, of which everything that it points to is there.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not fit the files.
+    """
+    if not (folder / METADATA).is_file():
+        raise CheckpointError(f"its file {METADATA} is missing")
+    try:
+        metadata = _metadata(pickle_data.read((folder / METADATA).read_bytes(), _NAMES))
+        _check_storage(metadata, folder)
+    except PickleError as error:
+        raise CheckpointError(f"its {METADATA} cannot be used: {error}") from error
+    return metadata
+
+
+def _damaged(what: str) -> PickleError:
+    return PickleError(f"it is damaged: {what} is made of something else")
+
+
+def _fields(node: Any, kind: str) -> dict[str, Any]:
+    if type(node) is not Node or node.kind != kind or type(node.state) not in (dict, type(None)):
+        raise _damaged(f"a {kind}")
+    return node.state or {}
+
+
+def _dict(value: Any, what: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise _damaged(what)
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _damaged("a name")
+    return value
+
+
+def _whole(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise _damaged(what)
+    return value
+
+
+def _metadata(root: Any) -> Metadata:
+    fields = _fields(root, "Metadata")
+    contents = {
+        _text(name): _entry(name, node)
+        for name, node in _dict(fields.get("state_dict_metadata"), "the list of tensors").items()
+    }
+    places = {
+        _text(name): _place(place) for name, place in _dict(fields.get("planner_data") or {}, "the names").items()
+    }
+    if not places.keys() <= contents.keys():
+        raise PickleError(f"it has a place for {next(iter(places.keys() - contents.keys()))!r}, and no such entry")
+    stored = {
+        _index(index): _stored(info) for index, info in _dict(fields.get("storage_data"), "the list of places").items()
+    }
+    return Metadata(contents, places, stored, StorageMeta())
+
+
+def _place(place: Any) -> tuple[str | int, ...]:
+    if type(place) is not tuple or not 1 <= len(place) <= pickle_data.DEEPEST:
+        raise _damaged("a place")
+    if not all(type(part) is str or (type(part) is int and 0 <= part < 2**31) for part in place):
+        raise _damaged("a place")
+    return place
+
+
+def _entry(name: str, node: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(node) is Node and node.kind == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    fields = _fields(node, "TensorStorageMetadata")
+    properties, size, chunks = (fields.get(key) for key in ("properties", "size", "chunks"))
+    if type(properties) is not Node or properties.kind != "TensorProperties" or type(properties.state) is not tuple:
+        raise _damaged("a dtype")
+    dtype = properties.state[0] if properties.state else None
+    if type(dtype) is not torch.dtype or type(size) is not torch.Size or type(chunks) is not list:
+        raise _damaged("a tensor's entry")
+    found = {}
+    for chunk in chunks:
+        parts = _fields(chunk, "ChunkStorageMetadata")
+        offsets, sizes = parts.get("offsets"), parts.get("sizes")
+        if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
+            raise _damaged("a tensor's part")
+        found[offsets, sizes] = ChunkStorageMetadata(offsets, sizes)
+    entry = TensorStorageMetadata(TensorProperties(dtype=dtype), size, list(found.values()))
+    _check_parts(name, entry)
+    return entry
+
+
+def _check_parts(name: str, entry: TensorStorageMetadata) -> None:
+    """Raise unless a tensor's parts lie within it, apart from each other, and leave nothing out."""
+    size, chunks = entry.size, entry.chunks
+    where = f"its tensor {name[:100]!r} of shape {list(size)[:16]}"
+    for chunk in chunks:
+        ends = zip(chunk.offsets, chunk.sizes, size, strict=False)
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(at + long > all_ for at, long, all_ in ends):
+            raise PickleError(f"{where} has a part that is not in it")
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise PickleError(f"{where} has parts that are not all of it")
+    full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if len(full) < 2:
+        return
+    # From front to back along the dimension that is cut most often; held against those that have not ended there.
+    along = max(range(len(size)), key=lambda dim: len({chunk.offsets[dim] for chunk in full}))
+    full.sort(key=lambda chunk: chunk.offsets[along])
+    open_: list[ChunkStorageMetadata] = []
+    for chunk in full:
+        open_ = [one for one in open_ if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
+        if any(_overlap(one, chunk) for one in open_):
+            raise PickleError(f"{where} has parts that overlap")
+        open_.append(chunk)
+
+
+def _overlap(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> bool:
+    ranges = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    return all(first < second + length and second < first + size for first, size, second, length in ranges)
+
+
+def _index(node: Any) -> MetadataIndex:
+    fields = _fields(node, "MetadataIndex")
+    offset = fields.get("offset")
+    if type(offset) not in (torch.Size, type(None)):
+        raise _damaged("a tensor's place")
+    return MetadataIndex(_text(fields.get("fqn")), offset)
+
+
+def _stored(node: Any) -> _StorageInfo:
+    fields = _fields(node, "_StorageInfo")
+    name = _text(fields.get("relative_path"))
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise PickleError(f"it names the file {name[:100]!r}; allowed are files in the folder")
+    if fields.get("transform_descriptors"):
+        raise PickleError("its files are compressed or encrypted; allowed are files that are written as they are")
+    return _StorageInfo(name, _whole(fields.get("offset"), "a place"), _whole(fields.get("length"), "a length"))
+
+
+def _check_storage(metadata: Metadata, folder: Path) -> None:
+    """Raise unless all that is listed lies in the folder's files, each with bytes of its own."""
+    needed: dict[MetadataIndex, int] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            for chunk in entry.chunks:
+                count = math.prod(chunk.sizes)
+                needed[MetadataIndex(name, chunk.offsets)] = count * entry.properties.dtype.itemsize
+        else:
+            needed[MetadataIndex(name)] = 1
+    files: dict[str, list[tuple[int, int]]] = {}
+    for index, size in needed.items():
+        info = metadata.storage_data.get(index)
+        if info is None or info.length < size:
+            raise PickleError(f"it does not say where {index.fqn[:100]!r} lies, or gives it too few bytes")
+        files.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length))
+    for name, ranges in files.items():
+        path = folder / name
+        if not path.exists():
+            raise CheckpointError(f"its file {name} is missing")
+        known = path.stat()
+        ranges.sort()
+        apart = all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
+        if not stat.S_ISREG(known.st_mode) or ranges[-1][1] > known.st_size or not apart:
+            raise PickleError(f"it does not fit the file {name}: {known.st_size:,} bytes")

@@ -1,0 +1,288 @@
+"""A load that fails, early or late, in one process or in two, leaves model, optimizer and scaler as they were."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoint_attacks as attacks
+import failing_loads
+import pytest
+import torch
+import torch.multiprocessing
+
+import halfstep
+from halfstep.integrations import checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*lr_scheduler.step")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> attacks.Bases:
+    return attacks.Bases(tmp_path_factory.mktemp("bases"))
+
+
+def _state(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
+    """A folder as torch alone writes it of a changed state."""
+
+    def make(path: Path, bases: attacks.Bases) -> None:
+        state = pickle.loads(pickle.dumps(bases.state))
+        change(state)
+        attacks.write_by_torch(state, path)
+
+    return make
+
+
+def _group(name: str, value: Any) -> Callable[[Path, attacks.Bases], None]:
+    return _state(lambda state: state["optimizer"]["param_groups"][0].update({name: value}))
+
+
+def _entry(name: str, value: Any) -> Callable[[Path, attacks.Bases], None]:
+    return _state(lambda state: state["optimizer"]["state"]["weight"].update({name: value}))
+
+
+def _without(*place: Any) -> Callable[[Path, attacks.Bases], None]:
+    def change(state: Any) -> None:
+        for part in place[:-1]:
+            state = state[part]
+        del state[place[-1]]
+
+    return _state(change)
+
+
+def _beside(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
+    def make(path: Path, bases: attacks.Bases) -> None:
+        shutil.copytree(bases.shards, path)
+        held = torch.load(path / "halfstep.pt", weights_only=True)
+        change(held)
+        torch.save(held, path / "halfstep.pt")
+        attacks.seal_folder(path)
+
+    return make
+
+
+def _scale(name: str, value: Any) -> Callable[[Path, attacks.Bases], None]:
+    return _beside(lambda held: held["scaler"].update({name: value}))
+
+
+def _metadata(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
+    def make(path: Path, bases: attacks.Bases) -> None:
+        shutil.copytree(bases.shards, path)
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        change(metadata)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        attacks.seal_folder(path)
+
+    return make
+
+
+def _stored(name: str, change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
+    return _metadata(lambda held: [change(info) for index, info in held.storage_data.items() if index.fqn == name])  # type: ignore[arg-type,return-value]
+
+
+def _object(name: str, value: Any) -> Callable[[Path, attacks.Bases], None]:
+    """Something else in the shard where `name` lies."""
+
+    def make(path: Path, bases: attacks.Bases) -> None:
+        shutil.copytree(bases.shards, path)
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        written = io.BytesIO()
+        torch.save(value, written)
+        shard = (path / attacks.SHARD).read_bytes()
+        for index, info in metadata.storage_data.items():
+            if index.fqn == name:
+                info.offset, info.length = len(shard), len(written.getvalue())
+        (path / attacks.SHARD).write_bytes(shard + written.getvalue())
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        attacks.seal_folder(path)
+
+    return make
+
+
+def _file(name: str, change: Callable[[bytes], bytes], sealed: bool = True) -> Callable[[Path, attacks.Bases], None]:
+    def make(path: Path, bases: attacks.Bases) -> None:
+        shutil.copytree(bases.shards, path)
+        (path / name).write_bytes(change((path / name).read_bytes()))
+        if sealed:
+            attacks.seal_folder(path)
+
+    return make
+
+
+def _manifest(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
+    def make(path: Path, bases: attacks.Bases) -> None:
+        shutil.copytree(bases.shards, path)
+        content = json.loads((path / "manifest.json").read_bytes())["content"]
+        change(content)
+        attacks.seal_manifest(path, content)
+
+    return make
+
+
+def _good(path: Path, bases: attacks.Bases) -> None:
+    shutil.copytree(bases.shards, path)
+
+
+MOMENT = "optimizer.state.weight.exp_avg"
+# By what is wrong: the folder, and words of the error. The optimizer that loads is ours, where nothing else is said.
+FAILURES: dict[str, tuple[Callable[[Path, attacks.Bases], None], str]] = {
+    "lr -1": (_group("lr", -1.0), "Invalid learning rate: -1.0"),
+    "lr nan": (_group("lr", float("nan")), "Invalid learning rate: nan"),
+    "lr text": (_group("lr", "fast"), "Invalid learning rate: 'fast'"),
+    "lr tensor of two": (_group("lr", torch.ones(2)), "Tensor lr must be 1-element"),
+    "betas three": (_group("betas", (0.9, 0.9, 0.9)), "betas"),
+    "betas 1": (_group("betas", (0.9, 1.0)), "Invalid beta parameter at index 1"),
+    "eps": (_group("eps", -1e-8), "Invalid epsilon"),
+    "decay": (_group("weight_decay", float("inf")), "Invalid weight_decay"),
+    "differentiable": (_group("differentiable", True), "differentiable"),
+    "seed": (_group("seed", -1), "seed"),
+    "groups' names": (_group("params", ["weight", "bias", "more"]), "same groups: more on one side only"),
+    "groups' type": (_group("params", 3), "no lists of parameters"),
+    "no params": (_without("optimizer", "param_groups", 0, "params"), "do not have all their parameters"),
+    "no moment": (_without("optimizer", "state", "weight", "exp_avg_sq"), "lacks 'exp_avg_sq'"),
+    "no step": (_without("optimizer", "state", "weight", "step"), "lacks 'step'"),
+    "moment's shape": (_entry("exp_avg", torch.zeros(7)), "'exp_avg' in the state"),
+    "moment's dtype": (_entry("exp_avg", torch.zeros(3, 4, dtype=torch.int64)), "allowed are floating-point"),
+    "moment's type": (_entry("exp_avg", "x"), "'exp_avg' in the state"),
+    "step's shape": (_entry("step", torch.zeros(2)), "'step'"),
+    "step's type": (_entry("step", "later"), "step"),
+    "master's shape": (_entry("master", torch.zeros(3)), "'master' in the state"),
+    "no optimizer": (_without("optimizer"), "no state of an optimizer"),
+    "no weight": (_without("model", "weight"), "same tensors: weight"),
+    "model's shape": (_state(lambda s: s["model"].update(weight=torch.zeros(9, 9).bfloat16())), "has shape"),
+    "model's dtype": (_state(lambda s: s["model"].update(bias=torch.zeros(3))), "float32 in the checkpoint"),
+    "model's object": (_state(lambda s: s["model"].update(bias="x")), "bias is a tensor on one side only"),
+    "scale 0": (_scale("scale", 0.0), "scale is 0.0"),
+    "scale text": (_scale("scale", "x"), "scale is 'x'"),
+    "no key of the scaler": (_beside(lambda held: held["scaler"].pop("growth_factor")), "lacks growth_factor"),
+    "no scaler": (_beside(lambda held: held.update(scaler=None)), "no state of a scaler"),
+    "scaler's type": (_beside(lambda held: held.update(scaler=[1])), "."),
+    "state's type": (_beside(lambda held: held.update(state=[1])), "holds as the state is a list"),
+    "beside's type": (_file("halfstep.pt", lambda data: data[:-9]), "no archive of torch.save, or is damaged"),
+    "tensor in the shard": (_object(MOMENT, torch.zeros(2, 2)), r"exp_avg is \(2, 2\) torch.float32 in the shard"),
+    "no tensor in the shard": (_object(MOMENT, {"x": 1}), "exp_avg is no tensor in the shard"),
+    "code in the shard": (
+        _object("optimizer.param_groups.0.lr", attacks.Call("os", "getcwd")),
+        "asks for posix.getcwd",
+    ),
+    "cut shard": (_file(attacks.SHARD, lambda data: data[:-700]), "does not fit the file __0_0.distcp"),
+    "zeros in the shard": (_file(attacks.SHARD, lambda data: data[:999] + bytes(3000) + data[3999:]), "cannot be used"),
+    "damage": (_file(attacks.SHARD, lambda data: data[:-1] + b"\xff", sealed=False), "does not have the checksum"),
+    "offset": (_stored(MOMENT, lambda info: setattr(info, "offset", 2**40)), "does not fit the file"),
+    "two in one place": (_stored(MOMENT, lambda info: setattr(info, "offset", 0)), "does not fit the file"),
+    "name outside": (_stored(MOMENT, lambda info: setattr(info, "relative_path", "../x")), r"names the file '../x'"),
+    "manifest outside": (_manifest(lambda content: content["files"].update({"../x": {}})), "does not list files"),
+    "manifest empty": (_manifest(lambda content: content.pop("files")), "does not list files"),
+}
+
+
+@pytest.mark.parametrize("optimizer_has_state", [True, False])
+@pytest.mark.parametrize("name", FAILURES)
+def test_after_a_failed_load_all_is_what_it_was(
+    bases: attacks.Bases, tmp_path: Path, name: str, optimizer_has_state: bool
+) -> None:
+    make, words = FAILURES[name]
+    path = tmp_path / "step-00000001"
+    make(path, bases)
+    model = attacks.model_of(-1.0)
+    optimizer: Any = attacks.optimizer_of(model) if optimizer_has_state else halfstep.AdamW(model.parameters())
+    scaler = attacks.scaler_of() if (path / "halfstep.pt").exists() else None
+    before = attacks.state_of(model, optimizer, scaler)
+    with pytest.raises(checkpoint.CheckpointError, match=words):
+        checkpoint.load(path, model=model, optimizer=optimizer, scaler=scaler)
+    assert attacks.state_of(model, optimizer, scaler) == before
+
+
+@pytest.mark.parametrize("saved", ["sgd", "adamw", "ours"])
+@pytest.mark.parametrize("loads", ["sgd", "adamw", "ours", "broken"])
+def test_one_optimizers_state_in_another_fits_or_changes_nothing(tmp_path: Path, saved: str, loads: str) -> None:
+    model = attacks.model_of(2.0)
+    path = checkpoint.save(tmp_path, 1, model=model, optimizer=attacks.optimizer_of(model, saved))
+    fresh = attacks.model_of(-1.0)
+    other = attacks.optimizer_of(fresh, "sgd" if loads == "broken" else loads)
+    if loads == "broken":  # as one that finds fault when all is done
+
+        def refuse(optimizer: Any) -> None:
+            raise RuntimeError("no")
+
+        other.register_load_state_dict_post_hook(refuse)
+    before = attacks.state_of(fresh, other, None)
+    groups, entries = other.param_groups, other.state[fresh.weight]
+    try:
+        checkpoint.load(path, model=fresh, optimizer=other)
+    except checkpoint.CheckpointError:
+        assert saved == "sgd" or loads == "broken"
+        assert attacks.state_of(fresh, other, None) == before
+        assert other.param_groups is groups and other.state[fresh.weight] is entries, "schedulers hold them"
+        return
+    assert loads != "broken" and (loads, saved) != ("ours", "sgd")
+    assert torch.equal(fresh.weight, model.weight)
+
+
+def test_it_goes_on_as_if_nothing_had_been(bases: attacks.Bases, tmp_path: Path) -> None:
+    path = tmp_path / "step-00000001"
+    FAILURES["lr -1"][0](path, bases)
+
+    def ends(failing: bool, **options: Any) -> Any:
+        model = attacks.model_of(-1.0)
+        optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, **options)
+        for number in range(4):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * number)
+            optimizer.step()
+            optimizer.zero_grad()
+            if failing:
+                with pytest.raises(checkpoint.CheckpointError):
+                    checkpoint.load(path, model=model, optimizer=optimizer)
+        return attacks.state_of(model, optimizer, None)
+
+    for options in ({}, {"master_weights": "full"}):
+        assert ends(True, **options) == ends(False, **options)
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), MemoryError()])
+def test_whatever_ends_a_load_all_is_put_back(bases: attacks.Bases, raised: BaseException) -> None:
+    model = attacks.model_of(-1.0)
+    optimizer, scaler = attacks.optimizer_of(model), attacks.scaler_of()
+    before = attacks.state_of(model, optimizer, scaler)
+
+    def ended(state: Any) -> None:
+        raise raised
+
+    scaler.load_state_dict = ended  # type: ignore[method-assign]
+    expected = checkpoint.CheckpointError if isinstance(raised, Exception) else type(raised)
+    with pytest.raises(expected):
+        checkpoint.load(bases.shards, model=model, optimizer=optimizer, scaler=scaler)
+    assert attacks.state_of(model, optimizer, scaler) == before
+
+
+def test_no_load_changes_the_files(bases: attacks.Bases) -> None:
+    held = {path.name: path.read_bytes() for path in bases.shards.iterdir()}
+    model = attacks.model_of(-1.0)
+    checkpoint.load(bases.shards, model=model, optimizer=attacks.optimizer_of(model), scaler=attacks.scaler_of())
+    assert {path.name: path.read_bytes() for path in bases.shards.iterdir()} == held
+
+
+def test_on_two_ranks_all_fail_alike_and_change_nothing(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(failing_loads.run, (port, str(tmp_path)), nprocs=2)
+    found = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 10
+    for rank in found:
+        for name, (error, unchanged) in rank.items():
+            assert unchanged, name
+            assert error is not None, f"{name} loaded"
+    for name, (error, _) in found[1].items():
+        if name.startswith("rank 1 is stopped"):
+            assert error.startswith("SystemExit")
+            assert "rank 1: it was ended by SystemExit" in found[0][name][0]
+        elif "rank 1" in name:
+            assert "rank 1" in error and "rank 1" in found[0][name][0]

@@ -1,0 +1,119 @@
+"""Ctrl-C while a checkpoint is written or read: KeyboardInterrupt, the last good one, and nothing left for good."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import checkpoint_attacks as attacks
+import interrupt_checkpoints
+import pytest
+
+from halfstep.integrations import archive, checkpoint, interrupts
+
+
+@pytest.mark.parametrize("kind", interrupt_checkpoints.KINDS)
+def test_interrupts_at_random_moments(kind: str) -> None:
+    """In a process of its own, which must not abort: 500 in `make soak`, 12 here."""
+    command = [sys.executable, interrupt_checkpoints.__file__, "--kind", kind, "--tries", "12", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"12 of {kind}, 0 complaints" in done.stdout
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sends SIGINT to this process while the part of a file is written whose number it holds."""
+    wanted, write = [-1], archive._Zip._write
+
+    def counted(self: Any, data: Any) -> None:
+        if wanted[0] == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        wanted[0] -= 1
+        write(self, data)
+
+    monkeypatch.setattr(archive._Zip, "_write", counted)
+    return wanted
+
+
+@pytest.mark.parametrize("number", [0, 3, 7])
+@pytest.mark.parametrize("shards", [False, True])
+def test_an_interrupt_between_two_parts_is_prompt_and_is_what_is_raised(
+    tmp_path: Path, parts: list[int], number: int, shards: bool
+) -> None:
+    model = attacks.model_of()
+    options: dict[str, Any] = {"model": model, "optimizer": attacks.optimizer_of(model)} if shards else {}
+    state = {} if shards else {"model": model.state_dict(), "a": model.weight, "b": model.bias.clone()}
+    checkpoint.save(tmp_path, 1, state, **options)
+    parts[0] = number
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 2, state, **options)
+    assert parts[0] > -200, "it was told at the next part, not at the end"
+    assert [name for name in os.listdir(tmp_path) if not name.startswith("step-00000001")] == []
+    found = checkpoint.load(tmp_path / f"step-00000001{'' if shards else '.pt'}", **options)
+    assert found.keys() == state.keys()
+
+
+def test_signals_are_kept_back_and_then_delivered_in_order() -> None:
+    heard = []
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: heard.append(number))
+    try:
+        with interrupts.held():
+            signal.raise_signal(signal.SIGUSR2)
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == []
+            with interrupts.held():
+                pass
+            assert heard == [], "the inner one belongs to the outer one"
+            interrupts.poll()
+            assert heard == [signal.SIGUSR2, signal.SIGUSR1]
+            signal.raise_signal(signal.SIGUSR1)
+        assert heard == [signal.SIGUSR2, signal.SIGUSR1, signal.SIGUSR1]
+        with pytest.raises(KeyboardInterrupt), interrupts.held():
+            signal.raise_signal(signal.SIGINT)
+            heard.append(0)
+        assert heard[-1] == 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt) as error, interrupts.held():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("and an error")
+        assert isinstance(error.value.__context__, ValueError)
+    finally:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def test_threads_neither_hold_nor_deliver() -> None:
+    def elsewhere() -> None:
+        with interrupts.held():
+            interrupts.poll()
+
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        signal.raise_signal(signal.SIGINT)
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        done = True
+    assert done
+
+
+def test_an_interrupt_while_a_save_in_the_background_is_waited_for_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from halfstep.integrations import checkpoint_sharded
+
+    go, write = threading.Event(), checkpoint_sharded._write_shards
+    monkeypatch.setattr(checkpoint_sharded, "_write_shards", lambda *a: (go.wait(20), write(*a))[1])
+    model = attacks.model_of()
+    pending = checkpoint.save(tmp_path, 1, model=model, asynchronous=True)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 2, model=model)
+    go.set()
+    checkpoint.save(tmp_path, 3, model=model)
+    assert pending.done() and sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]

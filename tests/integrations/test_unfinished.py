@@ -1,0 +1,109 @@
+"""Processes that save into one folder leave each other's unfinished files, and everybody else's, alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import checkpoint_attacks as attacks
+import pytest
+
+from halfstep.integrations import checkpoint, unfinished
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from halfstep.integrations import unfinished
+own = unfinished.Unfinished(Path(sys.argv[1]))
+if sys.argv[2] == "folder":
+    own.path.mkdir()
+    (own.path / "__0_0.distcp").write_text("part")
+else:
+    own.path.write_text("part")
+print(own.path.name, flush=True)
+time.sleep(600)
+"""
+SAVE = """
+import sys, torch
+from halfstep.integrations import checkpoint
+for step in range(int(sys.argv[2]), 1000, 2):
+    checkpoint.save(sys.argv[1], step, {"step": step, "x": torch.full((100_000,), float(step))}, keep=5)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_another_process_is_writing_stays_until_that_process_is_dead(tmp_path: Path, kind: str) -> None:
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path), kind], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    name = other.stdout.readline().strip()
+    checkpoint.save(tmp_path, 1, {"x": 1})
+    assert (tmp_path / name).exists() and (tmp_path / f"{name}.lock").exists()
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    checkpoint.save(tmp_path, 2, {"x": 1})
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001.pt", "step-00000002.pt"]
+
+
+def test_two_processes_save_into_one_folder_at_the_same_time(tmp_path: Path) -> None:
+    both = [
+        subprocess.Popen([sys.executable, "-c", SAVE, str(tmp_path), str(first)], stdout=-1, stderr=-1, text=True)
+        for first in (0, 1)
+    ]
+    end = time.monotonic() + 100
+    while time.monotonic() < end and max((step for step, _ in checkpoint.checkpoints(tmp_path)), default=0) < 60:
+        assert all(one.poll() is None for one in both), [one.communicate() for one in both]
+        time.sleep(0.05)
+    for one in both:
+        one.kill()
+        one.communicate()
+    for step, path in checkpoint.checkpoints(tmp_path):
+        assert checkpoint.load(path)["step"] == step
+    checkpoint.save(tmp_path, 10_000, {}, keep=1)
+    assert os.listdir(tmp_path) == ["step-00010000.pt"]
+
+
+def test_nothing_of_others_is_touched_whatever_its_name(tmp_path: Path) -> None:
+    names = (
+        *(".checkpoint-notes", ".checkpoint-12345678", ".halfstep-notes", ".halfstep-0123456789abcdef0", ".replaced-x"),
+        *(".halfstep-0123456789abcdef", ".halfstep-0123456789abcdeg.lock", ".halfstep-.removed", "x.lock"),
+    )
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".halfstep-mine.removed").mkdir()
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, {"x": 1})
+    assert {*names, ".halfstep-mine.removed"} == {name for name in os.listdir(tmp_path) if not name.startswith("step-")}
+
+
+def test_two_that_give_one_name_at_the_same_time_both_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = attacks.model_of()
+    replace = os.replace
+    inside = []
+
+    def renamed(old: Path, new: Path) -> None:
+        if Path(new).name == "step-00000007" and not inside:
+            inside.append(True)
+            checkpoint.save(tmp_path, 7, {"by": "other"}, model=model)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    path = checkpoint.save(tmp_path, 7, {"by": "first"}, model=model)
+    assert checkpoint.load(path, model=model) == {"by": "first"}
+    assert os.listdir(tmp_path) == ["step-00000007"]
+
+
+def test_without_locks_nothing_counts_as_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = unfinished.Unfinished(tmp_path)
+    left.path.write_text("part")
+    os.close(left._descriptor)
+    monkeypatch.setattr(unfinished, "fcntl", None)
+    checkpoint.save(tmp_path, 1, {"x": 1})
+    assert left.path.exists()
+    monkeypatch.undo()
+    checkpoint.save(tmp_path, 2, {"x": 1})
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001.pt", "step-00000002.pt"]

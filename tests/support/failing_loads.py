@@ -1,0 +1,113 @@
+"""Two ranks that load what does not fit, under FSDP2 and FSDP1; started by test_checkpoint_unchanged.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import checkpoint_attacks as attacks
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+import halfstep
+from halfstep.integrations import checkpoint
+
+
+def _wrapped(kind: str, value: float) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 2)).bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value)
+    if kind == "FSDP2":
+        return fully_shard(model)  # type: ignore[return-value]
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def _optimizer(model: torch.nn.Module) -> halfstep.AdamW:
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.25)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def _held(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Any:
+    def local(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: local(one) for key, one in value.items()}
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    own = [local(dict(optimizer.state.get(p, {}))) for group in optimizer.param_groups for p in group["params"]]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return attacks.bits([[local(p.detach()) for p in model.parameters()], own, groups, scaler.state_dict()])
+
+
+def _tampered(good: Path, path: Path, name: str) -> None:
+    shutil.copytree(good, path)
+    beside = path / "halfstep.pt"
+    if name == "scale":
+        held = torch.load(beside, weights_only=True)
+        held["scaler"]["scale"] = -1.0
+        torch.save(held, beside)
+    elif name == "group":
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "optimizer.param_groups.0.lr":
+                shard = path / info.relative_path
+                info.offset = shard.stat().st_size
+                with shard.open("ab") as file:
+                    torch.save(-1.0, file)
+                info.length = shard.stat().st_size - info.offset
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    elif name == "shard":
+        shard = path / "__1_0.distcp"
+        data = shard.read_bytes()
+        shard.write_bytes(data[:-2000] + bytes(2000))
+    attacks.seal_folder(path)
+
+
+def run(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    found: dict[str, tuple[str | None, bool]] = {}
+    for kind in ("FSDP2", "FSDP1"):
+        model = _wrapped(kind, 0.5)
+        good = checkpoint.save(
+            Path(folder) / kind, 1, model=model, optimizer=_optimizer(model), scaler=attacks.scaler_of()
+        )
+        for name in ("scale", "group", "shard"):
+            path = Path(folder) / kind / name
+            if rank == 0:
+                _tampered(good, path, name)
+            dist.barrier()
+        for name in ("scale", "group", "shard", "rank 1 alone fails", "rank 1 is stopped", "other groups"):
+            model = _wrapped(kind, -1.0)
+            optimizer = _optimizer(model)
+            scaler = attacks.scaler_of()
+            if name == "other groups":
+                optimizer = halfstep.AdamW([{"params": [p]} for p in model.parameters()])
+            if name.startswith("rank 1") and rank == 1:
+
+                def late(state: Any, name: str = name) -> None:
+                    sys.exit(5) if "stopped" in name else print(1 / 0)
+
+                scaler.load_state_dict = late  # type: ignore[method-assign]
+            before = _held(model, optimizer, scaler)
+            path = Path(folder) / kind / name if name in ("scale", "group", "shard") else good
+            error = None
+            try:
+                checkpoint.load(path, model=model, optimizer=optimizer, scaler=scaler)
+            except BaseException as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            found[f"{name}, {kind}"] = error, _held(model, optimizer, scaler) == before
+    torch.save(found, os.path.join(folder, f"rank{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # as in sharded_training.py
