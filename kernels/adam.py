@@ -75,6 +75,7 @@ from halfstep.kernels.multi_tensor import (
     address,
     check_addresses,
     has_memory,
+    own_operations,
 )
 from halfstep.kernels.philox import reference_words, words_of, words_of_groups
 from halfstep.kernels.rounding import (
@@ -316,6 +317,21 @@ def _reference_step(batch: Batch, groups: torch.Tensor, control: Control) -> Non
         if batch.table is not None:  # elements in the order of memory, whatever the strides
             tensors = [None if tensor is None else _flat(tensor) for tensor in tensors]
         _reference_update(batch.layout, tensors, row, _reference_noise(batch, index))
+
+
+def _own_operations_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
+    """The reference on tensors without memory. Beside fake ones every tensor must be fake, those of ours too."""
+    with own_operations([tensor for operand in batch.lists for tensor in operand]) as mode:
+
+        def beside(tensor: Any) -> Any:
+            return (
+                tensor if mode is None or tensor is None or hasattr(tensor, "fake_mode") else mode.from_tensor(tensor)
+            )
+
+        lists = [list(map(beside, operand)) for operand in batch.lists]
+        copy = Batch(batch.layout, None, lists, beside(batch.groups), beside(batch.hyper))
+        steered = map(beside, (control.grad_scale, control.found_inf, control.sum_of_squares))
+        _reference_step(copy, beside(groups), Control(*steered))
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -673,7 +689,9 @@ def launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None
         groups: fp64, shape ``(groups, GROUP_COLUMNS)``, on the same device.
         control: device scalars on the same device.
     """
-    implementation = "reference" if batch.table is None else resolve(batch.hyper.device, "adam")
+    if batch.table is None:
+        return partial(_own_operations_step, batch, groups, control)
+    implementation = resolve(batch.hyper.device, "adam")
     if implementation == "native":
         return _native_launch(batch, groups, control)
     return partial(_reference_step if implementation == "reference" else _triton_step, batch, groups, control)

@@ -141,7 +141,7 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     nan = master.isnan()
     quiet = (bits >> 16) | 0x7FC0
     high = torch.where(nan, quiet, high)
-    low = torch.where(nan, 0, bits - (high << 16))
+    low = (bits - (high << 16)).masked_fill(nan, 0)  # no tensor of a plain 0: beside fake ones it would be a real one
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
 
