@@ -219,7 +219,8 @@ def set_from_torch(path: Path, model: torch.nn.Module, optimizer: torch.optim.Op
     for entry in state["optimizer"]["state"].values():
         entry.pop("master", None)
     for group in state["optimizer"]["param_groups"]:
-        group.pop("seed")
+        for name in ("seed", "master_weights", "state_dtype", "rounding"):
+            group.pop(name)
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
