@@ -44,6 +44,19 @@ def _one_of(*allowed: Any) -> Function:
     return Function(taken)
 
 
+_MEMORY_FORMAT = _one_of(0, 1, 2)
+
+
+def _member(kind: Any, name: Any) -> None:
+    """``getattr(_MEM_FORMAT_ENCODING, name)``, as which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    if kind is not _MEMORY_FORMAT or name not in (
+        "TORCH_CONTIGUOUS_FORMAT",
+        "TORCH_CHANNELS_LAST",
+        "TORCH_PRESERVE_FORMAT",
+    ):
+        raise PickleError(f"it asks for the attribute {str(name)[:100]!r}, which no checkpoint needs")
+
+
 _NAMES: dict[tuple[str, str], Any] = {
     **archive.NAMES,
     **{
@@ -54,7 +67,8 @@ _NAMES: dict[tuple[str, str], Any] = {
         )
     },
     (f"{_DCP}.filesystem", "_StorageInfo"): Class("_StorageInfo"),
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _one_of(0, 1, 2),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
+    ("builtins", "getattr"): Function(_member),
     ("torch.serialization", "_get_layout"): _one_of("torch.strided"),
     **{
         (module, name): Function(lambda *parts: None)

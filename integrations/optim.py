@@ -24,7 +24,7 @@ cannot be told, and to drop the bits of all would, in a training that writes aft
 lose every update below that ulp. `refresh_master` drops them on demand.
 
 **Interrupts.** `step` and `load_state_dict` first prepare everything that can fail or take long, and then change
-weights and state in one sequence that Ctrl-C does not divide (`halfstep.integrations.uninterrupted`).
+weights and state in one sequence that Ctrl-C does not divide (`halfstep.integrations.interrupts`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from halfstep.integrations.uninterrupted import apply
+from halfstep.integrations.interrupts import apply
 from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, has_memory, is_flat
 from halfstep.kernels.philox import check_seed

@@ -10,7 +10,7 @@ from functools import partial
 import interrupts
 import pytest
 
-from halfstep.integrations.uninterrupted import apply
+from halfstep.integrations.interrupts import apply
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
