@@ -570,7 +570,8 @@ class _AdamBase(Optimizer):
         Raises:
             TypeError, ValueError: an option or a parameter is not allowed; the optimizer is unchanged.
         """
-        _check_options({**self.defaults, **param_group})
+        if isinstance(param_group, dict):  # else torch raises
+            _check_options({**self.defaults, **param_group})
         Optimizer.add_param_group(self, param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]
@@ -1010,11 +1011,12 @@ class _AdamBase(Optimizer):
     def _warn_if_sharded_since(self) -> None:
         """Say so if the model was sharded after the optimizer was made, which then trains parameters of nobody.
 
-        They have no gradients, while DTensors of the same shapes do. Looked for once, when nothing has a gradient.
+        They have no gradients, while DTensors of the same shapes do. Looked for once, when nothing has a gradient, and
+        only in a process group, without which nothing is sharded: the walk over all objects takes a while.
         """
         cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
         own = [parameter for parameter in self._parameters() if parameter.requires_grad and not is_lazy(parameter)]
-        if cls is None or not own or any(map(is_sharded, own)):
+        if cls is None or not torch.distributed.is_initialized() or not own or any(map(is_sharded, own)):
             return
         leaves = [one for one in gc.get_objects() if issubclass(type(one), cls) and one.is_leaf and one.requires_grad]
         with_gradient = {leaf.shape for leaf in leaves if leaf.grad is not None}
