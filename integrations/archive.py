@@ -33,17 +33,24 @@ import torch
 
 from halfstep.integrations import interrupts, pickle_data
 from halfstep.integrations.pickle_data import DEEPEST, MOST, Function, PickleError
-from halfstep.integrations.torch_pickle import STORAGES
 
 NUMPY, VALUES = "halfstep.numpy", "values"
 ALIGNMENT = 64
 PART = 16 << 20  # bytes between two looks at what the keyboard says
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128, "ComplexFloatStorage": torch.complex64, "UntypedStorage": torch.uint8,
+    "QInt8Storage": torch.int8, "QUInt8Storage": torch.uint8, "QInt32Storage": torch.int32,
+    "QUInt4x2Storage": torch.uint8, "QUInt2x4Storage": torch.uint8,
+}  # fmt: skip
 _NUMPY = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"}
 
 
-class ArchiveError(ValueError):
+class ArchiveError(PickleError):
     """What cannot be written so that it can be read, or cannot be read."""
 
 
@@ -290,8 +297,8 @@ class _Slice(io.RawIOBase):
         return int(count)
 
 
-class _Entries:
-    """The entries of an archive, by name below its folder: where their bytes lie."""
+class Entries:
+    """The entries of an archive, by name below its folder: where their bytes lie, and the bytes."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self.slice = _Slice(file, offset, length)
@@ -304,27 +311,33 @@ class _Entries:
         self.infos = {info.filename.removeprefix(folder): info for info in infos}
         if len(self.infos) != len(infos):
             raise ArchiveError("a name stands in it twice")
-        self.left = length  # what may still be read: entries that lie in one another would be read again and again
+        # What may still be read: entries that lie in one another would be read again and again.
+        self.length = self.left = length
 
-    def size(self, name: str) -> int:
+    def place(self, name: str) -> slice:
+        """Where the bytes of an entry lie in the archive, which they do."""
         if name not in self.infos:
-            raise ArchiveError(f"its entry {name} is missing")
+            raise ArchiveError(f"its entry {name[:100]} is missing")
         info = self.infos[name]
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
             raise ArchiveError(f"its entry {name} is compressed or encrypted")
-        return info.file_size
+        header = bytearray(30)
+        self.slice.seek(info.header_offset)
+        if self.slice.readinto(header) != 30 or header[:4] != b"PK\x03\x04":
+            raise ArchiveError(f"its entry {name} does not begin where the directory says")
+        start = self.slice.tell() + sum(struct.unpack("<HH", header[26:]))
+        if start + info.file_size > self.length:
+            raise ArchiveError(f"its entry {name} has {info.file_size:,} bytes, which are not there")
+        return slice(start, start + info.file_size)
 
     def read(self, name: str) -> torch.Tensor:
         """The bytes of an entry, in memory of their own."""
-        size = self.size(name)
+        place = self.place(name)
+        size = place.stop - place.start
         if size > self.left:
-            raise ArchiveError(f"its entry {name} has {size:,} bytes, which are not there")
+            raise ArchiveError(f"its entry {name} lies in others")
         self.left -= size
-        header = bytearray(30)
-        self.slice.seek(self.infos[name].header_offset)
-        if self.slice.readinto(header) != 30 or header[:4] != b"PK\x03\x04":
-            raise ArchiveError(f"its entry {name} does not begin where the directory says")
-        self.slice.seek(self.slice.tell() + sum(struct.unpack("<HH", header[26:])))
+        self.slice.seek(place.start)
         memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         for part in parts(memory.numpy()):
             done = 0
@@ -376,7 +389,7 @@ def _built_sparse(layout: Any, data: Any) -> torch.Tensor:
 
 def _layout(name: Any) -> None:
     if name != "torch.sparse_coo":
-        raise PickleError(f"a tensor has the layout {str(name)[:100]}; allowed are dense and COO tensors")
+        raise PickleError(f"a tensor has the layout {pickle_data.described(name)}; allowed are dense and COO tensors")
 
 
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
@@ -414,13 +427,12 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 
 NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): value for name, value in DTYPES.items()},
+    **{(f"torch{module}", name): dtype for module in ("", ".cuda", ".storage") for name, dtype in STORAGES.items()},
     ("collections", "OrderedDict"): _collection(OrderedDict),
     ("torch", "Size"): Function(size_of),
 }
 _NAMES: dict[tuple[str, str], Any] = {
     **NAMES,
-    **{("torch", name): dtype for name, dtype in STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): torch.uint8,
     ("torch._utils", "_rebuild_tensor_v2"): Function(_built_tensor),
     ("torch._utils", "_rebuild_tensor_v3"): Function(_built_tensor),
     ("torch._utils", "_rebuild_parameter"): Function(_built_parameter),
@@ -472,7 +484,7 @@ def read(file: BinaryIO, offset: int = 0, length: int | None = None) -> Any:
     if length is None:
         length = os.fstat(file.fileno()).st_size - offset
     try:
-        entries = _Entries(file, offset, length)
+        entries = Entries(file, offset, length)
         if "byteorder" in entries.infos and entries.read("byteorder").numpy().tobytes() != sys.byteorder.encode():
             raise ArchiveError(f"its numbers are not {sys.byteorder}-endian, as this machine's are")
         storages: dict[str, torch.Tensor] = {}

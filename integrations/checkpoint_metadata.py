@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from halfstep.integrations import archive, pickle_data
 from halfstep.integrations.checkpoint_files import CheckpointError
-from halfstep.integrations.pickle_data import Class, Function, Node, PickleError
+from halfstep.integrations.pickle_data import Function, Node, PickleError
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -39,7 +40,7 @@ def _one_of(*allowed: Any) -> Function:
 
     def taken(value: Any) -> None:
         if value not in allowed:
-            raise PickleError(f"it has {str(value)[:100]!r}; allowed are {', '.join(map(str, allowed))}")
+            raise PickleError(f"it has {pickle_data.described(value)}; allowed are {', '.join(map(str, allowed))}")
 
     return Function(taken)
 
@@ -54,19 +55,19 @@ def _member(kind: Any, name: Any) -> None:
         "TORCH_CHANNELS_LAST",
         "TORCH_PRESERVE_FORMAT",
     ):
-        raise PickleError(f"it asks for the attribute {str(name)[:100]!r}, which no checkpoint needs")
+        raise PickleError(f"it asks for the attribute {pickle_data.described(name)}, which no checkpoint needs")
 
 
 _NAMES: dict[tuple[str, str], Any] = {
     **archive.NAMES,
     **{
-        (f"{_DCP}.metadata", kind.__name__): Class(kind.__name__)
+        (f"{_DCP}.metadata", kind.__name__): Function(partial(Node, kind.__name__))
         for kind in (
             *(Metadata, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, BytesStorageMetadata),
             *(MetadataIndex, StorageMeta),
         )
     },
-    (f"{_DCP}.filesystem", "_StorageInfo"): Class("_StorageInfo"),
+    (f"{_DCP}.filesystem", "_StorageInfo"): Function(partial(Node, "_StorageInfo")),
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
     ("builtins", "getattr"): Function(_member),
     ("torch.serialization", "_get_layout"): _one_of("torch.strided"),

@@ -1,19 +1,24 @@
 """Pickles read as data: nothing that they name is looked up, imported or called.
 
-A pickle is a program for a stack machine. This one knows the opcodes that torch's checkpoints are written with, and a
-table, given by the caller, of the names that they may use. A name means what the table says: a value, a `Function` of
-ours, or a `Class`, whose objects become a `Node` with the state that was saved. Everything else is an error.
+A pickle is a program for a stack machine. This one knows the opcodes that torch's checkpoints are written with, those
+of Python 2 too, and a table, given by the caller, of the names that they may use. A name means what the table says: a
+value, or a `Function` of ours. Everything else is an error.
 
-Memory is in proportion to the pickle: the memo is a dict, so its numbers reserve nothing, and no length in the file is
-believed before the bytes are there. Keys are small, and `settled` refuses a few bytes that stand for a giant tree.
+Memory and time are in proportion to the pickle: the memo is a dict, so its numbers reserve nothing, no length in the
+file is believed before the bytes are there, and what functions copy is counted. Keys are small, and `settled` refuses a
+few bytes that stand for a giant tree.
 
 Source of the opcodes: https://docs.python.org/3/library/pickletools.html.
 """
 
 from __future__ import annotations
 
+import codecs
+import mmap
+import pickletools
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,30 +26,32 @@ import torch
 LARGEST = 1 << 30  # bytes of a pickle
 DEEPEST = 100  # containers in containers
 MOST = 10_000_000  # values that containers which stand in several places may add up to, beyond the bytes they take
+_LINE = 1000  # bytes of one: a module, a name, a number
 # A key's parts: as many are hashed and compared each time, and each level of them is a call in C that nothing counts.
 _LARGEST_KEY = 1000
 _PLAIN_KEYS = {str, int, float, bool, bytes, complex, type(None), torch.dtype, torch.device}
 _NESTED_KEYS = {tuple, frozenset, torch.Size}
+_SIZED = {str, bytes, bytearray, list, tuple, dict, OrderedDict, set, frozenset}
 
 
 class PickleError(ValueError):
     """A pickle that is damaged, or asks for what no checkpoint needs."""
 
 
+def described(value: Any) -> str:
+    """A value in a few characters; only the type of one that a few bytes may have made endless."""
+    small = isinstance(value, int) and -(2**64) < value < 2**64
+    return repr(value)[:100] if small or isinstance(value, (str, float, torch.dtype)) else type(value).__name__
+
+
 class Function(NamedTuple):
-    """What a name stands for that is called: this function of ours."""
+    """What a name stands for that is called, or made an object of: this function of ours."""
 
     call: Callable[..., Any]
 
 
-class Class(NamedTuple):
-    """What a name stands for that is made an object of: a `Node` of this kind."""
-
-    kind: str
-
-
 class Node:
-    """An object of a `Class`, as data."""
+    """An object as data: its kind, and the state that was saved."""
 
     __slots__ = ("kind", "state")
 
@@ -52,25 +59,31 @@ class Node:
         self.kind, self.state = kind, None
 
 
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
 Table = Mapping[tuple[str, str], Any]
+Persistent = Callable[[Any], Any]
 
 
 def check_keys(keys: Iterable[Any]) -> None:
     """Raise unless all may be keys of a dict or elements of a set."""
     for key in keys:
-        if type(key) in _PLAIN_KEYS or type(key) is Node:
+        if isinstance(key, Node) or (type(key) is str and len(key) <= _LARGEST_KEY):
             continue
         left, seen = [key], 0
         while left:
             part = left.pop()
             seen += 1
+            if type(part) is int:  # it is hashed each time, and long strings are compared
+                seen += part.bit_length() // 64
+            elif type(part) in (str, bytes):
+                seen += len(part) // 1024
             if type(part) in _NESTED_KEYS and seen + len(left) + len(part) <= _LARGEST_KEY:
                 left.extend(part)
-            elif type(part) not in _PLAIN_KEYS:
+            elif type(part) not in _PLAIN_KEYS or seen > _LARGEST_KEY:
                 raise PickleError(f"a key is made of a {type(part).__name__}, or of more than {_LARGEST_KEY} parts")
 
 
-def read(data: bytes, table: Table, persistent: Callable[[Any], Any] | None = None) -> Any:
+def read(data: bytes, table: Table, persistent: Persistent | None = None) -> Any:
     """What a pickle says.
 
     Args:
@@ -81,58 +94,55 @@ def read(data: bytes, table: Table, persistent: Callable[[Any], Any] | None = No
     Raises:
         PickleError: it is damaged, or asks for a name or an opcode that is not known.
     """
-    if len(data) > LARGEST:
-        raise PickleError(f"it has {len(data):,} bytes; allowed are {LARGEST:,}")
-    try:
-        return _Machine(data, table, persistent).run()
-    except PickleError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error) as error:
-        raise PickleError(f"it is damaged: {error}") from error
+    return next(sequence(data, table, persistent))[0]
 
 
-_OPCODES: dict[int, Callable[[_Machine], None]] = {}
+def sequence(data: bytes | mmap.mmap, table: Table, persistent: Persistent | None = None) -> Iterator[tuple[Any, int]]:
+    """What each of several pickles says that stand one behind the other, and where it ends; see `read`."""
+    machine = _Machine(data, table, persistent)
+    while True:
+        try:
+            value = machine.run()
+        except PickleError:
+            raise
+        except _DAMAGED as error:
+            raise PickleError(f"it cannot be decoded ({type(error).__name__})") from error
+        yield value, machine.at
 
 
-def _opcode(*codes: bytes) -> Callable[[Callable[[_Machine], None]], Callable[[_Machine], None]]:
-    def noted(function: Callable[[_Machine], None]) -> Callable[[_Machine], None]:
-        _OPCODES.update({code[0]: function for code in codes})
-        return function
-
-    return noted
-
-
-class _Stop(Exception):
-    pass
+_INSTRUCTIONS = {ord(one.code): one.name for one in pickletools.opcodes}
+_STOP = ord(".")
 
 
 class _Machine:
-    def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(self, data: bytes | mmap.mmap, table: Table, persistent: Persistent | None) -> None:
         self.data, self.table, self.persistent = data, table, persistent
         self.at = 0
+
+    def run(self) -> Any:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under the marks
         self.memo: dict[int, Any] = {}
-
-    def run(self) -> Any:
-        data, opcodes = self.data, _OPCODES
+        self.end = min(len(self.data), self.at + LARGEST)
+        self.copies = MOST + self.end - self.at  # values and bytes that functions may still copy
         while True:
-            if self.at >= len(data):
-                raise PickleError("it was cut off")
-            code = data[self.at]
+            if self.at >= self.end:
+                raise PickleError(f"it was cut off, or has more than {LARGEST:,} bytes")
+            code = self.data[self.at]
             self.at += 1
-            known = opcodes.get(code)
-            if known is None:
-                raise PickleError(f"it has the opcode {bytes([code])!r}, which no checkpoint needs")
-            try:
-                known(self)
-            except _Stop:
-                if self.below or len(self.stack) != 1:
-                    raise PickleError("it is damaged: it ends with something left over") from None
-                return self.stack[0]
+            if code in _PUSHED:
+                value = _PUSHED[code](self)  # which may put another stack in the place of this one
+                self.stack.append(value)
+            elif code in _DONE:
+                _DONE[code](self)
+            elif code == _STOP:
+                return self.stack.pop()
+            else:
+                name = _INSTRUCTIONS[code]
+                raise PickleError(f"its pickle has the instruction {name}, which torch.save does not write")
 
     def take(self, size: int) -> bytes:
-        if size > len(self.data) - self.at:
+        if size > self.end - self.at:
             raise PickleError("it was cut off")
         self.at += size
         return self.data[self.at - size : self.at]
@@ -140,228 +150,159 @@ class _Machine:
     def unsigned(self, size: int) -> int:
         return int.from_bytes(self.take(size), "little")
 
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.at, self.at + 1000)
-        return str(self.take(end + 1 - self.at)[:-1], "utf-8")
+    def string(self, length: int) -> bytes:
+        """Bytes behind as many bytes with their number."""
+        size, left = self.unsigned(length), self.end - self.at
+        if size > left:
+            raise PickleError(f"a string in it is {size:,} bytes long, and {left:,} are there")
+        return self.take(size)
+
+    def line(self) -> bytes:
+        line, _ = self.data[self.at : min(self.at + _LINE, self.end)].split(b"\n", 1)
+        self.at += len(line) + 1
+        return line
 
     def since_mark(self) -> list[Any]:
         found = self.stack
         self.stack = self.below.pop()
         return found
 
+    def last(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise PickleError("it takes more from its stack than is there")
+        found = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return found
+
     def named(self, module: Any, name: Any) -> Any:
         if type(module) is not str or type(name) is not str:
-            raise PickleError("it is damaged: a name is no text")
-        if (module, name) not in self.table:
-            raise PickleError(f"it asks for {module}.{name}, which no checkpoint needs")
-        return self.table[module, name]
+            raise PickleError("a name in it is no text")
+        try:
+            return self.table[module, name]
+        except KeyError:
+            raise PickleError(f"it asks for {module}.{name}, which no checkpoint needs") from None
 
-    def set_items(self, pairs: list[Any]) -> None:
+    def called(self, what: Any, arguments: Any) -> Any:
+        if type(what) is not Function or type(arguments) is not tuple:
+            raise PickleError("it calls what is no function")
+        self.copies -= len(arguments) + sum(len(one) for one in arguments if type(one) in _SIZED)
+        if self.copies < 0:
+            raise PickleError(f"it copies more than {MOST:,} values")
+        return what.call(*arguments)
+
+    def put_items(self, pairs: list[Any]) -> None:
         target = self.stack[-1]
-        if not isinstance(target, dict) or len(pairs) % 2:
-            raise PickleError("it is damaged: items for what is no dict")
+        if not isinstance(target, dict):
+            raise PickleError(f"it puts a key into a {type(target).__name__}")
         keys = pairs[::2]
         check_keys(keys)
         target.update(zip(keys, pairs[1::2], strict=True))
 
+    def put_elements(self, elements: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is list:
+            target.extend(elements)
+        elif type(target) is set:
+            check_keys(elements)
+            target.update(elements)
+        else:
+            raise PickleError(f"it puts elements into a {type(target).__name__}")
 
-def _constant(value: Any) -> Callable[[_Machine], None]:
-    return lambda m: m.stack.append(value)
+    def put_into_memo(self, number: int) -> None:
+        self.memo[number] = self.stack[-1]
+
+    def mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def build(self) -> None:
+        node, state = self.last(2)
+        self.stack.append(node)
+        if type(node) is Node and node.state is None:
+            node.state = state
+        elif type(node) is not OrderedDict:  # of which torch keeps the versions of modules in attributes
+            raise PickleError("it gives a state to what has none")
+
+    def ask(self) -> Any:
+        if self.persistent is None:
+            raise PickleError("it has a persistent id, which only tensors have")
+        return self.persistent(self.stack.pop())
+
+    def mapping(self) -> Any:
+        pairs = self.since_mark()
+        self.stack.append({})
+        self.put_items(pairs)
+        return self.stack.pop()
+
+    def protocol(self) -> None:
+        if self.unsigned(1) > 5:
+            raise PickleError("its pickle protocol is not known")
+
+    def frame(self) -> None:
+        if self.unsigned(8) > self.end - self.at:
+            raise PickleError("it was cut off")
 
 
-for _code, _value in ((b"N", None), (b"\x88", True), (b"\x89", False), (b")", ())):
-    _OPCODES[_code[0]] = _constant(_value)
+def _number(form: str) -> Callable[[_Machine], Any]:
+    known = struct.Struct(form)
+    return lambda m: known.unpack(m.take(known.size))[0]
 
 
-def _number(size: int, form: str) -> Callable[[_Machine], None]:
-    unpack = struct.Struct(form).unpack
-    return lambda m: m.stack.append(unpack(m.take(size))[0])
-
-
-for _code, _size, _form in ((b"J", 4, "<i"), (b"K", 1, "<B"), (b"M", 2, "<H"), (b"G", 8, ">d")):
-    _OPCODES[_code[0]] = _number(_size, _form)
-
-
-def _sized(length: int, made: Callable[[bytes], Any]) -> Callable[[_Machine], None]:
-    return lambda m: m.stack.append(made(m.take(m.unsigned(length))))
+def _sized(length: int, made: Callable[[bytes], Any]) -> Callable[[_Machine], Any]:
+    return lambda m: made(m.string(length))
 
 
 def _text(data: bytes) -> str:
     return str(data, "utf-8", "surrogatepass")
 
 
-for _code, _size, _made in (
-    (b"\x8a", 1, lambda data: int.from_bytes(data, "little", signed=True)),
-    *((b"\x8c", 1, _text), (b"X", 4, _text), (b"\x8d", 8, _text)),
-    (b"\x8b", 4, lambda data: int.from_bytes(data, "little", signed=True)),
-    *((b"C", 1, bytes), (b"B", 4, bytes), (b"\x8e", 8, bytes), (b"\x96", 8, bytearray)),
-):
-    _OPCODES[_code[0]] = _sized(_size, _made)
+def _latin(data: bytes) -> str:
+    return str(data, "latin-1")
 
 
-@_opcode(b"\x80")
-def _protocol(m: _Machine) -> None:
-    if m.unsigned(1) > 5:
-        raise PickleError("its pickle protocol is not known")
+def _whole(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
 
 
-@_opcode(b"\x95")
-def _frame(m: _Machine) -> None:
-    if m.unsigned(8) > len(m.data) - m.at:
-        raise PickleError("it was cut off")
+def _written(line: bytes) -> int | bool:
+    return line == b"01" if line in (b"00", b"01") else int(line.removesuffix(b"L"))
 
 
-@_opcode(b".")
-def _stop(m: _Machine) -> None:
-    raise _Stop
-
-
-@_opcode(b"(")
-def _mark(m: _Machine) -> None:
-    m.below.append(m.stack)
-    m.stack = []
-
-
-@_opcode(b"}")
-def _dict(m: _Machine) -> None:
-    m.stack.append({})
-
-
-@_opcode(b"]")
-def _list(m: _Machine) -> None:
-    m.stack.append([])
-
-
-@_opcode(b"\x8f")
-def _set(m: _Machine) -> None:
-    m.stack.append(set())
-
-
-@_opcode(b"t")
-def _tuple(m: _Machine) -> None:
-    found = tuple(m.since_mark())
-    m.stack.append(found)
-
-
-@_opcode(b"\x85")
-def _tuple1(m: _Machine) -> None:
-    m.stack.append((m.stack.pop(),))
-
-
-@_opcode(b"\x86")
-def _tuple2(m: _Machine) -> None:
-    second, first = m.stack.pop(), m.stack.pop()
-    m.stack.append((first, second))
-
-
-@_opcode(b"\x87")
-def _tuple3(m: _Machine) -> None:
-    third, second, first = m.stack.pop(), m.stack.pop(), m.stack.pop()
-    m.stack.append((first, second, third))
-
-
-@_opcode(b"a", b"e")
-def _append(m: _Machine) -> None:
-    several = m.data[m.at - 1] == ord("e")
-    found = m.since_mark() if several else [m.stack.pop()]
-    if type(m.stack[-1]) is not list:
-        raise PickleError("it is damaged: elements for what is no list")
-    m.stack[-1].extend(found)
-
-
-@_opcode(b"s")
-def _set_item(m: _Machine) -> None:
-    value, key = m.stack.pop(), m.stack.pop()
-    m.set_items([key, value])
-
-
-@_opcode(b"u")
-def _set_items(m: _Machine) -> None:
-    m.set_items(m.since_mark())
-
-
-@_opcode(b"\x90")
-def _add_items(m: _Machine) -> None:
-    found = m.since_mark()
-    check_keys(found)
-    if type(m.stack[-1]) is not set:
-        raise PickleError("it is damaged: elements for what is no set")
-    m.stack[-1].update(found)
-
-
-@_opcode(b"\x91")
-def _frozenset(m: _Machine) -> None:
-    found = m.since_mark()
-    check_keys(found)
-    m.stack.append(frozenset(found))
-
-
-@_opcode(b"\x94")
-def _memoize(m: _Machine) -> None:
-    m.memo[len(m.memo)] = m.stack[-1]
-
-
-@_opcode(b"q")
-def _put(m: _Machine) -> None:
-    m.memo[m.unsigned(1)] = m.stack[-1]
-
-
-@_opcode(b"r")
-def _long_put(m: _Machine) -> None:
-    m.memo[m.unsigned(4)] = m.stack[-1]
-
-
-@_opcode(b"h")
-def _get(m: _Machine) -> None:
-    m.stack.append(m.memo[m.unsigned(1)])
-
-
-@_opcode(b"j")
-def _long_get(m: _Machine) -> None:
-    m.stack.append(m.memo[m.unsigned(4)])
-
-
-@_opcode(b"c")
-def _global(m: _Machine) -> None:
-    module = m.line()
-    m.stack.append(m.named(module, m.line()))
-
-
-@_opcode(b"\x93")
-def _stack_global(m: _Machine) -> None:
-    name, module = m.stack.pop(), m.stack.pop()
-    m.stack.append(m.named(module, name))
-
-
-@_opcode(b"R")
-def _reduce(m: _Machine) -> None:
-    arguments, function = m.stack.pop(), m.stack.pop()
-    if not isinstance(function, Function) or type(arguments) is not tuple:
-        raise PickleError("it is damaged: it calls what is no function")
-    m.stack.append(function.call(*arguments))
-
-
-@_opcode(b"\x81")
-def _new(m: _Machine) -> None:
-    arguments, kind = m.stack.pop(), m.stack.pop()
-    if not isinstance(kind, Class) or type(arguments) is not tuple or arguments:
-        raise PickleError("it is damaged: it makes an object of what is no class")
-    m.stack.append(Node(kind.kind))
-
-
-@_opcode(b"b")
-def _build(m: _Machine) -> None:
-    state, node = m.stack.pop(), m.stack[-1]
-    if type(node) is not Node or node.state is not None:
-        raise PickleError("it is damaged: it gives a state to what has none")
-    node.state = state
-
-
-@_opcode(b"Q")
-def _persistent(m: _Machine) -> None:
-    if m.persistent is None:
-        raise PickleError("it has a persistent id, which only tensors have")
-    m.stack.append(m.persistent(m.stack.pop()))
+_Opcodes = dict[bytes, Callable[[_Machine], Any]]
+_pushed: _Opcodes = {
+    **{b"N": lambda m: None, b"\x88": lambda m: True, b"\x89": lambda m: False},
+    **{b")": lambda m: (), b"}": lambda m: {}, b"]": lambda m: []},
+    **{b"J": _number("<i"), b"K": _number("<B"), b"M": _number("<H"), b"G": _number(">d")},
+    **{b"\x8a": _sized(1, _whole), b"\x8b": _sized(4, _whole)},
+    **{b"I": lambda m: _written(m.line()), b"L": lambda m: _written(m.line()), b"F": lambda m: float(m.line())},
+    **{b"\x8c": _sized(1, _text), b"X": _sized(4, _text), b"\x8d": _sized(8, _text)},
+    **{b"U": _sized(1, _latin), b"T": _sized(4, _latin), b"V": lambda m: str(m.line(), "raw-unicode-escape")},
+    b"S": lambda m: _latin(codecs.escape_decode(m.line().strip()[1:-1])[0]),
+    **{b"C": _sized(1, bytes), b"B": _sized(4, bytes), b"\x8e": _sized(8, bytes), b"\x96": _sized(8, bytearray)},
+    **{b"t": lambda m: tuple(m.since_mark()), b"l": lambda m: m.since_mark(), b"d": _Machine.mapping},
+    **{b"\x85": lambda m: tuple(m.last(1)), b"\x86": lambda m: tuple(m.last(2)), b"\x87": lambda m: tuple(m.last(3))},
+    b"\x8f": lambda m: m.called(m.named("builtins", "set"), ()),
+    b"\x91": lambda m: m.called(m.named("builtins", "frozenset"), (m.since_mark(),)),
+    **{
+        b"h": lambda m: m.memo[m.unsigned(1)],
+        b"j": lambda m: m.memo[m.unsigned(4)],
+        b"g": lambda m: m.memo[int(m.line())],
+    },
+    b"c": lambda m: m.named(_text(m.line()), _text(m.line())),
+    b"\x93": lambda m: m.named(*m.last(2)),
+    **{code: lambda m: m.called(*m.last(2)) for code in (b"R", b"\x81")},
+    **{b"Q": _Machine.ask, b"2": lambda m: m.stack[-1]},
+}
+_done: _Opcodes = {
+    **{b"(": _Machine.mark, b"0": lambda m: m.last(1), b"1": _Machine.since_mark, b"b": _Machine.build},
+    **{b"\x80": _Machine.protocol, b"\x95": _Machine.frame},
+    **{b"a": lambda m: m.put_elements(m.last(1)), b"s": lambda m: m.put_items(m.last(2))},
+    **{code: lambda m: m.put_elements(m.since_mark()) for code in (b"e", b"\x90")},
+    **{b"u": lambda m: m.put_items(m.since_mark()), b"\x94": lambda m: m.put_into_memo(len(m.memo))},
+    **{b"q": lambda m: m.put_into_memo(m.unsigned(1)), b"r": lambda m: m.put_into_memo(m.unsigned(4))},
+    b"p": lambda m: m.put_into_memo(int(m.line())),
+}
+_PUSHED, _DONE = ({ord(code): function for code, function in some.items()} for some in (_pushed, _done))
 
 
 def settled(value: Any, leaf: Callable[[Any], Any], largest: int) -> Any:

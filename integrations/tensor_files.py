@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from halfstep.integrations import checkpoint_files, torch_file
-from halfstep.integrations.torch_pickle import Damaged, Dense, Meta, Refused, Sparse, Unsuitable
+from halfstep.integrations.pickle_data import DEEPEST, PickleError
+from halfstep.integrations.torch_file import Dense, Meta, Refused, Sparse, Unsuitable
 from halfstep.numerics.wording import printable
 
-DEEPEST = 100  # containers within containers
 NAMES_EACH = 16  # of a tensor that several containers hold
 LONGEST_NAME = 2000  # characters
 LARGEST_HEADER = 100_000_000  # bytes; that of the format's own reader
@@ -94,7 +94,7 @@ def _from_torch(path: Path) -> dict[str, Any]:
     except Unsuitable as error:
         raise TensorFileError(f"{path} {error}") from error
     except Exception as error:  # what a damaged file says of itself may be anything, and so may what follows from it
-        said = str(error) if isinstance(error, Damaged) else f"it cannot be decoded ({type(error).__name__})"
+        said = str(error) if isinstance(error, PickleError) else f"it cannot be decoded ({type(error).__name__})"
         raise TensorFileError(f"{path} is no checkpoint of torch.save, or is damaged: {said}") from error
     return {name: made[id(leaf)] for name, leaf in leaves.items()}
 
@@ -119,6 +119,9 @@ def _leaves(content: Any) -> dict[str, Any]:
             if depth > DEEPEST:
                 raise Unsuitable(f"nests containers more than {DEEPEST} deep; save a state_dict instead")
             below[id(value)] = None
+            for key in value if isinstance(value, dict) else ():
+                if isinstance(key, tuple) and any(isinstance(part, (tuple, frozenset)) for part in key):
+                    raise PickleError(f"it has a dict with a {type(key).__name__} for a key")
             parts = [counted(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)]
             height = 1 + max((height for _, height in parts), default=0)
             if height > DEEPEST:

@@ -2,37 +2,28 @@
 
 Since torch 1.6 such a file is a zip archive without compression: ``data.pkl`` and the bytes of each storage. Before, it
 was five pickles (a magic number, a version, the machine, the content, the storages' keys) and then, for each storage,
-eight bytes with its number of elements and its bytes. Nothing in either is trusted: every place, size and stride is
-checked against the file before memory is asked for.
+eight bytes with its number of elements and its bytes. Nothing in either is trusted: pickle_data.py reads the pickles as
+data, with a description for each tensor, and every place, size and stride is checked against the file before memory is
+asked for.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from halfstep.integrations import checkpoint_files
-from halfstep.integrations.torch_pickle import (
-    Damaged,
-    Dense,
-    Limited,
-    Meta,
-    Sparse,
-    Storage,
-    Unsuitable,
-    described,
-    read,
-)
+from halfstep.integrations import checkpoint_files, pickle_data
+from halfstep.integrations.archive import NAMES, Entries
+from halfstep.integrations.pickle_data import Function, Node, PickleError, described
 
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
 _END = b"PK\x05\x06"  # of an archive: this and 18 bytes, with nothing behind it in torch's
@@ -40,7 +31,133 @@ _END_LENGTH = 22
 _LARGEST = 2**63
 _ALIGNED = 16  # bytes: the largest element
 
+
+class Refused(PickleError):
+    """A pickle with an object beside tensors and containers; the text is its class or function."""
+
+
+class Unsuitable(ValueError):
+    """A file that may be whole and is not read all the same. The text goes on from the file's name."""
+
+
+class Storage(NamedTuple):
+    """Where a tensor's elements lie: which storage of the file, of what, and from which element on."""
+
+    key: str
+    dtype: torch.dtype
+    elements: int
+    first: int = 0
+
+
+class Dense(NamedTuple):
+    """A tensor: `torch._utils._rebuild_tensor_v2`'s arguments."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: Any
+    size: Any
+    stride: Any
+    conjugate: bool = False
+    negative: bool = False
+
+
+class Sparse(NamedTuple):
+    """A sparse tensor: its layout by name, and `torch._utils._rebuild_sparse_tensor`'s data."""
+
+    layout: Any
+    data: Any
+
+
+class Meta(NamedTuple):
+    """A tensor without values."""
+
+    dtype: torch.dtype
+    size: Any
+
+
 Storages = Callable[[Storage], torch.Tensor]
+
+# ---------------------------------------------------------------------------------------------------------- the pickles
+
+
+def _storage(given: Any) -> Storage:
+    """The storage that a persistent id names."""
+    kind, dtype, key, _, elements, *view = given[:6]
+    known = kind == "storage" and isinstance(dtype, torch.dtype) and isinstance(key, str)
+    if not known or type(elements) is not int or elements < 0:
+        raise PickleError(f"a storage is {', '.join(map(described, given[:6]))}")
+    first = view[0][1] if view and view[0] is not None else 0
+    if type(first) is not int or first < 0:
+        raise PickleError(f"a storage begins at {described(first)}")
+    return Storage(key, dtype, elements, first)
+
+
+def _built(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Dense:
+    if not isinstance(storage, Storage):
+        raise PickleError(f"a tensor's storage is a {type(storage).__name__}")
+    bits = more[-1] if len(more) > 2 and isinstance(more[-1], dict) else {}
+    return Dense(storage, storage.dtype, offset, size, stride, bits.get("conj") is True, bits.get("neg") is True)
+
+
+def _built_as(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *bits: Any) -> Any:
+    return _built(storage, offset, size, stride, grad, hooks, *bits)._replace(dtype=_dtype(dtype))
+
+
+def _dtype(given: Any) -> torch.dtype:
+    if not isinstance(given, torch.dtype):
+        raise PickleError(f"a tensor's dtype is {described(given)}")
+    return given
+
+
+def _typed(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    if function in _NAMES.values() and function.call not in _REBUILDS.values():
+        raise PickleError("it makes a tensor with what makes none")
+    return function.call(*arguments)
+
+
+def _container(kind: type, made: type, values: Any = ()) -> Any:
+    if values and not isinstance(values, kind):
+        raise PickleError(f"it makes a {made.__name__} of a {type(values).__name__}")
+    return made(values)
+
+
+def _refused(name: str, *arguments: Any) -> Any:
+    raise Refused(name)
+
+
+class _Names(dict[tuple[str, str], Any]):
+    """What a name stands for. One that is not known may stand in a file, and be a value there, but not be called."""
+
+    def __missing__(self, name: tuple[str, str]) -> Any:
+        return Function(partial(_refused, ".".join(name)[:200]))
+
+
+_REBUILDS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_qtensor"), _built),
+    "_rebuild_tensor_v3": _built_as,
+    "_rebuild_sparse_tensor": Sparse,
+    "_rebuild_meta_tensor_no_storage": lambda dtype, size, *more: Meta(_dtype(dtype), size),
+    **dict.fromkeys(("_rebuild_parameter", "_rebuild_parameter_with_state"), lambda data, *more: data),
+}
+_NAMES = _Names(NAMES | {("torch._utils", name): Function(made) for name, made in _REBUILDS.items()})
+_NAMES["torch._tensor", "_rebuild_from_type_v2"] = Function(_typed)
+_NAMES["torch.serialization", "_get_layout"] = Function(lambda name: name)
+_NAMES["collections", "Counter"] = Function(partial(_container, dict, dict))
+for _module in ("builtins", "__builtin__"):  # tensors may stand in sets, and their descriptions could not
+    _NAMES[_module, "set"] = Function(partial(_container, list, list))
+    _NAMES[_module, "frozenset"] = Function(partial(_container, list, tuple))
+# Objects without tensors, which are nobody's concern here.
+_NAMES |= dict.fromkeys(
+    (
+        *(("torch", "device"), ("builtins", "complex"), ("__builtin__", "complex"), ("_codecs", "encode")),
+        *(("builtins", "bytearray"), ("__builtin__", "bytearray"), ("numpy", "dtype")),
+        *(("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar")),
+    ),
+    Function(lambda *arguments: Node("value")),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ the files
 
 
 @contextmanager
@@ -48,7 +165,7 @@ def opened(path: Path) -> Iterator[tuple[Any, Storages]]:
     """The content of the file, with `Dense`, `Sparse` and `Meta` in the place of tensors, and the bytes of a storage.
 
     Raises:
-        Damaged, Refused, Unsuitable: see `torch_pickle`; a damaged file may raise anything else too.
+        PickleError, Unsuitable: see there; a damaged file may raise anything else too.
     """
     with open(path, "rb") as file:
         if file.read(4) == b"PK\x03\x04":
@@ -78,58 +195,46 @@ def _archive(path: Path, file: Any) -> tuple[Any, Storages]:
     last = file.read()
     end = last.rfind(_END)
     if end < 0:
-        raise Damaged("the end of its archive is missing: it was cut off")
+        raise PickleError("the end of its archive is missing: it was cut off")
     if end + _END_LENGTH < len(last):  # more than torch writes, so it is one of ours, with a checksum
         complaint = checkpoint_files.complaint(path)
         if complaint is not None:
             raise Unsuitable(f"is damaged: {complaint}")
-    with zipfile.ZipFile(file) as archive:
-        entries = {entry.filename: entry for entry in archive.infolist()}
-    if min((entry.header_offset for entry in entries.values()), default=0):
+    entries = Entries(file, 0, size)
+    if min(entry.header_offset for entry in entries.infos.values()):
         raise Unsuitable("has something before its archive, as shards have; give a whole checkpoint in one file")
-    (main,) = [name for name in entries if name.endswith("data.pkl") and name.count("/") == 1]
-    prefix = main.removesuffix("data.pkl")
-    if f"{prefix}constants.pkl" in entries:
+    if "constants.pkl" in entries.infos:
         raise Unsuitable("is a TorchScript archive, which is a program; save a state_dict instead")
-
-    def place(name: str) -> slice:
-        entry = entries.get(prefix + name)
-        if entry is None or entry.compress_type:
-            raise Damaged(f"{name[:100]!r} is missing in its archive, or compressed")
-        file.seek(entry.header_offset + 26)
-        lengths = file.read(4)
-        start = entry.header_offset + 30 + sum(int.from_bytes(lengths[at : at + 2], "little") for at in (0, 2))
-        if start + entry.file_size > size:
-            raise Damaged(f"{name[:100]!r} in its archive lies outside of the file")
-        return slice(start, start + entry.file_size)
-
-    def record(name: str) -> bytes:
-        lies = place(name)
-        file.seek(lies.start)
-        return bytes(file.read(lies.stop - lies.start))
-
-    if f"{prefix}byteorder" in entries and record("byteorder") != b"little":
+    if "byteorder" in entries.infos and entries.read("byteorder").numpy().tobytes() != b"little":
         raise Unsuitable("was written by a big-endian machine; load it there and save it as safetensors")
-    return read(Limited(io.BytesIO(record("data.pkl")))), _storages(path, lambda key: place(f"data/{key}"))
+    content = pickle_data.read(entries.read("data.pkl").numpy().tobytes(), _NAMES, _storage)
+    return content, _storages(path, lambda key: entries.place(f"data/{key}"))
 
 
 def _sequence(path: Path, file: Any) -> tuple[Any, Storages]:
-    file.seek(0)
     named: dict[str, Storage] = {}
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pickles:
-        source = Limited(pickles)
-        if (read(source), read(source)) != (_MAGIC, _VERSION):
-            raise Damaged("it does not begin as torch.save's files do")
-        if read(source).get("little_endian") is not True:
+
+    def persistent(given: Any) -> Storage:
+        storage = _storage(given)
+        named.setdefault(storage.key, storage)
+        return storage
+
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        pickles = pickle_data.sequence(data, _NAMES, persistent)
+        if (next(pickles)[0], next(pickles)[0]) != (_MAGIC, _VERSION):
+            raise PickleError("it does not begin as torch.save's files do")
+        if next(pickles)[0].get("little_endian") is not True:
             raise Unsuitable("was written by a big-endian machine; load it there and save it as safetensors")
-        content, keys, start = read(source, named), read(source), source.tell()
+        content, (keys, start) = next(pickles)[0], next(pickles)
     size, places = os.fstat(file.fileno()).st_size, {}
     for key in keys:
         if key not in named:
-            raise Damaged(f"it has a storage {described(key)} that no tensor lies in")
+            raise PickleError(f"it has a storage {described(key)} that no tensor lies in")
         end = start + 8 + named[key].elements * named[key].dtype.itemsize
         if end > size:
-            raise Damaged(f"its storage {key[:100]!r} ends at byte {end:,}, and the file at {size:,}: it was cut off")
+            raise PickleError(
+                f"its storage {key[:100]!r} ends at byte {end:,}, and the file at {size:,}: it was cut off"
+            )
         places[key] = slice(start + 8, end)
         start = end
     return content, _storages(path, places.__getitem__)
@@ -139,7 +244,7 @@ def tensor(found: Dense | Sparse | Meta, storages: Storages) -> torch.Tensor:
     """The tensor that is described, with the file for its memory.
 
     Raises:
-        Damaged: it does not lie within its storage.
+        PickleError: it does not lie within its storage.
         Unsuitable: its layout is none that can be read.
     """
     if isinstance(found, Dense):
@@ -159,14 +264,14 @@ def tensor(found: Dense | Sparse | Meta, storages: Storages) -> torch.Tensor:
 def _numbers(given: Any, what: str) -> None:
     """Complain unless it is a tuple of whole numbers of up to 63 bits."""
     if not isinstance(given, tuple) or not all(type(n) is int and 0 <= n < _LARGEST for n in given):
-        raise Damaged(f"a tensor's {what} is no tuple of whole numbers")
+        raise PickleError(f"a tensor's {what} is no tuple of whole numbers")
 
 
 def _size(given: Any) -> None:
     """Complain unless it is a size that torch takes."""
     _numbers(given, "size")
     if len(given) > 64 or math.prod(n or 1 for n in given) >= _LARGEST:
-        raise Damaged(f"a tensor's size is {str(given)[:100]}, which is too large")
+        raise PickleError(f"a tensor's size is {str(given)[:100]}, which is too large")
 
 
 def _dense(found: Dense, storages: Storages) -> torch.Tensor:
@@ -180,7 +285,7 @@ def _dense(found: Dense, storages: Storages) -> torch.Tensor:
     reach = 1 + sum((n - 1) * step for n, step in zip(found.size, found.stride, strict=True))
     end = first + reach * itemsize
     if end > len(held):
-        raise Damaged(
+        raise PickleError(
             f"a tensor of size {found.size} ends at byte {end:,} of a storage of {len(held):,}: it was changed"
         )
     made = held[first:end].view(found.dtype).as_strided(found.size, found.stride)

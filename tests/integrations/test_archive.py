@@ -254,6 +254,29 @@ def test_a_pickle_that_asks_for_much_or_for_code_is_an_error(number: int) -> Non
     assert value == [], "a number in the memo reserves nothing here, and does no harm"
 
 
+def _repeated(what: bytes, times: int) -> bytes:
+    return what + b"q\x01" + b"h\x00h\x01R0" * times + b"R."
+
+
+@pytest.mark.parametrize(
+    ("pickled", "said"),
+    [
+        (
+            b"c__builtin__\nset\nq\x00" + _repeated(b"](" + b"N" * 10**6 + b"e\x85", 20),
+            "it copies more than 10,000,000",
+        ),
+        (b"c_codecs\nencode\nq\x00" + _repeated(b"X\x40\x42\x0f\x00" + b"x" * 10**6 + b"\x85", 20), "it copies more"),
+        (b"ctorch.serialization\n_get_layout\n]" + b"q\x000h\x00h\x00\x86" * 14 + b"\x85R.", "has the layout tuple;"),
+        (b"}\x8b\x40\x42\x0f\x00" + b"\x7f" * 10**6 + b"Ns.", "a key is made of a int, or of more than 1000 parts"),
+        (b"}X\x80\x84\x1e\x00" + b"x" * 2 * 10**6 + b"Ns.", "a key is made of a str, or of more than 1000 parts"),
+    ],
+    ids=["set", "bytes", "layout", "number", "string"],
+)
+def test_what_a_few_bytes_repeat_is_counted(pickled: bytes, said: str) -> None:
+    with pytest.raises(pickle_data.PickleError, match=said):
+        pickle_data.read(b"\x80\x02" + pickled, archive._NAMES)
+
+
 @pytest.mark.parametrize(("module", "name"), attacks.NAMED)
 def test_a_name_is_never_looked_up(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
     def looked(*arguments: Any, **options: Any) -> Any:

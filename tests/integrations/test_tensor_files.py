@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.integrations import checkpoint
+from halfstep.integrations import checkpoint, pickle_data
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
 
 NAMES = {
@@ -237,6 +237,38 @@ def test_every_kind_of_tensor_comes_back(zipped: bool, tmp_path: Path) -> None:
             assert found[name].layout == given.layout
             same = (one.to_dense() if one.is_sparse else one for one in (found[name], given))
             assert torch.equal(*(one.resolve_conj().contiguous().view(-1).view(torch.uint8) for one in same))
+
+
+@KINDS
+def test_other_layouts_and_large_keys(zipped: bool, tmp_path: Path) -> None:
+    path, content = tmp_path / "x.pt", {1 << 100: torch.ones(1), "csr": torch.eye(2).to_sparse_csr()}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(TensorFileError, match=r"a tensor of layout 'torch.sparse_csr'; .*: save its .to_dense\(\)"):
+        read_tensors(path)
+    del content["csr"]
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+    assert list(read_tensors(path)) == [str(1 << 100)]
+
+
+@KINDS
+@pytest.mark.parametrize("protocol", range(1, 6))  # in 0, persistent ids are text, and torch's are tuples
+def test_every_protocol_of_pickle(protocol: int, zipped: bool, tmp_path: Path) -> None:
+    beside = {"a\n'é": [1, -(1 << 70), 2.5, True, None, {1, "b"}, frozenset({2}), b"x", (1,) * 5], "class": Path}
+    named: Any = {"w": torch.ones(2), "set": {torch.zeros(3)}, "beside": beside}
+    path = tmp_path / "x.pt"
+    torch.save(named, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    assert list(read_tensors(path)) == ["w", "set.0"]
+
+
+def test_the_text_of_protocol_0() -> None:
+    values = [1, -(1 << 70), 2.5, True, False, None, "a\n'é\u20ac", {"k": (1, (), {})}, [[]]]
+    assert pickle_data.read(pickle.dumps(values, 0), {}) == values
+    assert pickle_data.read(b"(lp0\nS'a\\n\\''\np1\nag1\na(dp2\nS\"b\"\nI1\nsaT\x01\0\0\0\xe9a.", {}) == [
+        *("a\n'", "a\n'", {"b": 1}, "é"),
+    ]
+    two = pickle_data.sequence(pickle.dumps(1, 4) + pickle.dumps([2], 0), {})
+    first = len(pickle.dumps(1, 4))
+    assert [next(two), next(two)] == [(1, first), ([2], first + len(pickle.dumps([2], 0)))]
 
 
 @KINDS
