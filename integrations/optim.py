@@ -1126,7 +1126,7 @@ class _AdamBase(Optimizer):
         for key in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
             if key not in saved:
                 raise ValueError(
-                    f"{where} lacks {key!r}; it has {', '.join(map(repr, saved))}: "
+                    f"{where} lacks {key!r}; it has {', '.join(map(repr, saved)) or 'nothing'}: "
                     "the checkpoint is not of an Adam with the same options"
                 )
         state: dict[str, Any] = {}
