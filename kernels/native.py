@@ -31,8 +31,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 _HERE = Path(__file__).resolve().parent
 _HEADER = _HERE / "native.h"
 _EXACT = ["-std=c++17", "-O3", "-fno-fast-math", "-fPIC", "-shared", "-ffp-contract=off"]
@@ -264,9 +262,12 @@ def threads(wished: int | None = None) -> int:
     global _in_parallel
     if _without_threads:
         return 1
-    count = wished or torch.get_num_threads()
-    _in_parallel = _in_parallel or count > 1
-    return count
+    if not wished:
+        import torch  # not before: encoding numbers does without it
+
+        wished = torch.get_num_threads()
+    _in_parallel = _in_parallel or wished > 1
+    return wished
 
 
 def _after_fork() -> None:
@@ -277,6 +278,8 @@ def _after_fork() -> None:
     global _without_threads
     if _in_parallel:
         _without_threads = True
+        import torch
+
         torch.set_num_threads(1)
 
 

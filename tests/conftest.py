@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -48,3 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def kernel_device() -> torch.device:
     """Where the Triton kernels run here: the GPU, or the CPU under the interpreter."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """No test leaves torch in another state than it found it in: the next one in the process would fail for it."""
+    before = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    yield
+    after = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    assert after == before, f"(grad enabled, default dtype, default device, threads) were {before} and are {after}"

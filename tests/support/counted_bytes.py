@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PARTS = ("master", "remainder", "error_bits", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+PARTS = ("master", "error_bits", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -43,9 +43,11 @@ def counted(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Opt
     states = [dict(optimizer.state[p]) for p in listed if p in optimizer.state]
     made = {"weights": storage_bytes(listed), "gradients": storage_bytes([p.grad for p in listed])}
     for part in PARTS:
-        size = storage_bytes([state.pop(part) for state in states if part in state])
-        if size:
-            made["remainder" if part == "error_bits" else part] = size
+        held = [state.pop(part) for state in states if part in state]
+        # What completes a 16-bit weight to its master: ours is called a master too, flashoptim's has another name.
+        rest = part == "error_bits" or (part == "master" and any(one.dtype == torch.int16 for one in held))
+        if storage_bytes(held):
+            made["remainder" if rest else part] = storage_bytes(held)
     return {**made, "scalars": storage_bytes(states)}
 
 
