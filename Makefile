@@ -68,6 +68,9 @@ soak: $(VENV)/.test
 	$(BIN)/python tests/support/defaults.py --tries 20 --backend reference
 	TRITON_INTERPRET=1 $(BIN)/python tests/support/defaults.py --tries 1 --backend triton
 
+versions:
+	$(PYTHON) tests/support/versions.py --out out/versions
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
