@@ -54,6 +54,7 @@ def kernel_device() -> torch.device:
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
     """No test leaves torch in another state than it found it in: the next one in the process would fail for it."""
+    torch.set_grad_enabled(True)  # whatever fixtures of modules before this one did
     before = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
     yield
     after = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
