@@ -81,6 +81,7 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
                 raise KeyboardInterrupt
         return trace
 
+    enabled = torch.is_grad_enabled()
     sys.settrace(trace)
     try:
         action()
@@ -88,6 +89,8 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
         assert count == number
     finally:
         sys.settrace(None)
+        # What a trace function raises has left gradients disabled; what a signal's handler raises has not, in 300 tries.
+        torch.set_grad_enabled(enabled)
     return count
 
 
