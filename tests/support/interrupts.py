@@ -89,7 +89,7 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
         assert count == number
     finally:
         sys.settrace(None)
-        # What a trace function raises has left gradients disabled; what a signal's handler raises has not, in 300 tries.
+        # What a trace function raises has left gradients disabled; what a signal handler raises has not (300 tries).
         torch.set_grad_enabled(enabled)
     return count
 
