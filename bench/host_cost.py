@@ -186,8 +186,7 @@ def _take_cpu_tensors() -> None:
     """Let halfstep's own switch send CPU tensors to the compiled kernels, in this process."""
     from halfstep.kernels import backend
 
-    # The kernels are compiled already decorated, so this changes one thing: `resolve` lets CPU tensors through.
-    backend.INTERPRET = True
+    backend.TAKES_CPU_TENSORS = True
     backend.backend("triton")
 
 

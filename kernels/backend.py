@@ -76,7 +76,7 @@ def chosen() -> str:
 
 
 def interpreting() -> bool:
-    """Whether the kernels were imported under ``TRITON_INTERPRET=1`` and so run on CPU tensors."""
+    """Whether the kernels were imported under ``TRITON_INTERPRET=1``, so that Triton's interpreter runs them."""
     return INTERPRET
 
 
@@ -96,7 +96,7 @@ def resolve(device: torch.device, family: str) -> str:
     if _chosen == "triton":
         if triton is None:
             raise RuntimeError("backend is 'triton', but triton is not installed; install it or use backend('auto')")
-        if not on_gpu and not (INTERPRET and device.type == "cpu"):
+        if not on_gpu and not (TAKES_CPU_TENSORS and device.type == "cpu"):
             raise RuntimeError(
                 f"backend is 'triton', but the tensors are on {str(device)!r}; allowed are GPU tensors, or CPU tensors "
                 "when TRITON_INTERPRET=1 is set before halfstep is imported; else use backend('auto')"
@@ -133,6 +133,10 @@ def _interpret_requested() -> bool:
 
 # Triton decides when a kernel is decorated, that is once, at import. Later changes of the variable have no effect.
 INTERPRET = _interpret_requested()
+
+# Whether Triton's kernels may be given CPU tensors: interpreted ones may. A process in which a stand-in takes the place of
+# the GPU's driver (`bench/host_cost.py`) sets it for compiled kernels too, and `INTERPRET` stays what it was at import.
+TAKES_CPU_TENSORS = INTERPRET
 
 
 def _warn_of_flushed_subnormals() -> None:

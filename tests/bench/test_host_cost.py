@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,19 @@ def test_peers_launch_once_per_tensor(
     for tensors in (1, 3):
         row = rows[provider, "adamw", tensors]
         assert (row["problem"], row["launches"]) == ("", tensors)
+
+
+def test_the_kernels_that_are_timed_are_those_that_a_gpu_runs() -> None:
+    pytest.importorskip("triton")
+    code = (
+        "from halfstep.bench import host_cost; host_cost._take_cpu_tensors()\n"
+        "import torch\n"
+        "from halfstep.kernels import backend, rounding\n"
+        "print(rounding.INTERPRETED.value, backend.resolve(torch.device('cpu'), 'cast'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.stdout, done.returncode) == ("False triton\n", 0), done.stderr
 
 
 @needs_stub

@@ -28,6 +28,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, *, triton: bool = True, interprete
     """Pretend to be a process with or without Triton and its interpreter."""
     monkeypatch.setattr(module, "triton", object() if triton else None)
     monkeypatch.setattr(module, "INTERPRET", interpreted)
+    monkeypatch.setattr(module, "TAKES_CPU_TENSORS", interpreted)
 
 
 def run(**environment: str) -> subprocess.CompletedProcess[str]:
@@ -121,6 +122,19 @@ def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch
             module.resolve(torch.device("meta"), "unscale")
 
 
+def test_compiled_kernels_take_cpu_tensors_where_a_stand_in_for_the_driver_runs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled(monkeypatch)
+    monkeypatch.setattr(module, "TAKES_CPU_TENSORS", True)
+    assert module.resolve(GPU, "unscale") == "triton"  # compiled still: a GPU runs them as ever
+    assert not module.interpreting()
+    with halfstep.backend("triton"):
+        assert module.resolve(CPU, "unscale") == "triton"
+        with pytest.raises(RuntimeError, match="the tensors are on 'meta'"):
+            module.resolve(torch.device("meta"), "unscale")
+
+
 def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(monkeypatch, triton=False)
     with halfstep.backend("triton"), pytest.raises(RuntimeError) as raised:
@@ -142,7 +156,7 @@ def test_a_function_runs_through_the_chosen_implementation() -> None:
     values = torch.tensor([3.0, float("nan"), 4.0])
     found = {}
     for name in module.NAMES:
-        if name == "triton" and not module.interpreting():
+        if name == "triton" and not module.TAKES_CPU_TENSORS:
             continue
         with halfstep.backend(name):
             found[name] = [part.tolist() for part in halfstep.foreach_check([values])][0::2]

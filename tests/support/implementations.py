@@ -23,7 +23,7 @@ def using(name: str, family: str) -> Iterator[torch.device]:
     if name == "triton":
         if backend.triton is None:
             pytest.skip("needs Triton")
-        if not backend.interpreting():
+        if not backend.TAKES_CPU_TENSORS:
             if not torch.cuda.is_available():
                 pytest.skip("needs a GPU or TRITON_INTERPRET=1")
             device = torch.device("cuda")

@@ -80,11 +80,12 @@ def run(row: Row, out: Path, arguments: list[str]) -> tuple[str, int]:
     if missing:
         return f"not run: {missing}", 0
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton"), "HALFSTEP_CACHE": str(folder / "native")}
-    command = [str(folder / "bin" / "pytest"), "-q", "-m", "not exhaustive", "-p", "no:benchmark", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    log = done.stdout + done.stderr
-    Path(f"{folder}.log").write_text(log)
-    return result(log, done.returncode), done.returncode
+    # Unbuffered, not `python -m pytest`, which would put this folder on Python's path.
+    command = [str(folder / "bin" / "python"), "-u", str(folder / "bin" / "pytest"), "-q", "-m", "not exhaustive", "-p", "no:benchmark", *arguments]
+    log = Path(f"{folder}.log")  # written as the tests go on, so that hours of them can be watched
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+    return result(log.read_text(errors="replace"), done.returncode), done.returncode
 
 
 def main() -> int:
