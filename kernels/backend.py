@@ -134,8 +134,8 @@ def _interpret_requested() -> bool:
 # Triton decides when a kernel is decorated, that is once, at import. Later changes of the variable have no effect.
 INTERPRET = _interpret_requested()
 
-# Whether Triton's kernels may be given CPU tensors: interpreted ones may. A process in which a stand-in takes the place of
-# the GPU's driver (`bench/host_cost.py`) sets it for compiled kernels too, and `INTERPRET` stays what it was at import.
+# Whether Triton's kernels may be given CPU tensors: interpreted ones may. A process in which a stand-in takes the place
+# of the GPU's driver (`bench/host_cost.py`) sets it for compiled kernels too; `INTERPRET` stays what it was at import.
 TAKES_CPU_TENSORS = INTERPRET
 
 
