@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from halfstep.kernels.multi_tensor import capturing
 from halfstep.kernels.statistics import foreach_count_, width
+from halfstep.kernels.streams import capturing
 from halfstep.numerics.advice import ScaleAdvice, advise_scale
 from halfstep.numerics.formats import formats
 from halfstep.numerics.named_tensors import countable, named_tensors, scaled_to_odd

@@ -17,7 +17,8 @@ from operator import attrgetter, is_
 
 import torch
 
-from halfstep.kernels.multi_tensor import DTYPE_CODES, capturing, is_flat
+from halfstep.kernels.multi_tensor import DTYPE_CODES, is_flat
+from halfstep.kernels.streams import capturing
 from halfstep.kernels.unscale import Check, CheckInParts, Tally
 from halfstep.numerics.gradients import local
 from halfstep.numerics.scaler import GradScaler

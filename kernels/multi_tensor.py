@@ -5,6 +5,8 @@ row of addresses per operand (a gradient, a moment, ...). Beside it stands, per 
 belongs to. A program (or a CPU thread) takes a chunk, looks up its tensor, and works on at most `chunk` elements of it.
 
 The table is built once per set of tensors and refreshed in place: only rows whose addresses moved are written again.
+Each belongs to one stream, and one that is made while a CUDA graph is captured to that graph, which fills it anew at
+each replay: streams.py has the rules.
 
 Every address that a kernel is given is taken here, and refused where it would be none: a wrapper subclass, a fake
 tensor and a freed storage answer ``data_ptr()`` with 0, or with their offset from 0.
@@ -21,6 +23,8 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+
+from halfstep.kernels.streams import capturing, current_stream, upload
 
 # Codes by which C++ knows a dtype (native.h).
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -127,7 +131,15 @@ class TensorTable:
         tensors, chunks, chunk: how many of each, and elements per chunk.
     """
 
-    def __init__(self, numels: Sequence[int], operands: int, chunk: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        numels: Sequence[int],
+        operands: int,
+        chunk: int,
+        device: torch.device,
+        contents: Sequence[list[int] | None] = (),
+    ) -> None:
+        """`contents` are rows of operands, as `refresh` would write them, None for those that come later."""
         # The host's part is made on the CPU by name: `torch.set_default_device` must not move it.
         sizes = torch.tensor(numels, dtype=torch.int64, device="cpu")
         counts = (sizes + (chunk - 1)) // chunk
@@ -143,11 +155,17 @@ class TensorTable:
         host = torch.zeros(ADDRESSES + operands, self.tensors, dtype=torch.int64, device="cpu")
         host[NUMEL] = sizes
         host[FIRST_CHUNK] = ends - counts
-        owner = torch.repeat_interleave(torch.arange(self.tensors, dtype=torch.int32, device="cpu"), counts)
-        self._known: list[list[int] | None] = [None] * operands
-        self._copied: list[torch.Tensor] = []
-        self.rows = host.to(device)
-        self.chunk_tensor = owner.to(device)
+        for operand, numbers in enumerate(contents):
+            if numbers is not None:
+                host[ADDRESSES + operand] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self.rows = upload(host, device)
+        if device.type == "cuda":  # four bytes per chunk need not cross the bus
+            numbered = torch.arange(self.chunks, dtype=torch.int64, device=device)
+            self.chunk_tensor = torch.searchsorted(self.rows[FIRST_CHUNK], numbered, right=True, out_int32=True).sub_(1)
+        else:
+            owner = torch.arange(self.tensors, dtype=torch.int32, device="cpu")
+            self.chunk_tensor = torch.repeat_interleave(owner, counts).to(device)
+        self._known: list[list[int] | None] = [*contents, *[None] * (operands - len(contents))]
         self.places = address(self.rows), address(self.chunk_tensor)
 
     def known(self, operand: int) -> list[int] | None:
@@ -167,49 +185,43 @@ class TensorTable:
         """
         if addresses is None:
             addresses = list(map(_address, tensors))
-        if self._known[operand] == addresses:
-            return
-        if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
-            for tensor in filter(_is_nowhere, compress(tensors, map(_BEYOND_OFFSETS.__gt__, addresses))):
-                raise _no_memory(tensor)
-        self.refresh(operand, addresses)
+        if self._known[operand] != addresses:
+            _check_addresses(tensors, addresses)
+            self.refresh(operand, addresses)
 
     def refresh(self, operand: int, numbers: list[int]) -> None:
-        """Write the row of one operand, unless it is what the table holds. Addresses of tensors: `point`.
-
-        On a GPU the copy goes through pinned memory and does not wait for the device.
-        """
+        """Write the row of one operand, unless it is what the table holds. Addresses of tensors: `point`."""
         if self._known[operand] == numbers:
             return
-        self._known[operand] = None  # what an interrupt from here on leaves is not known
-        fresh = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        if self.device.type == "cpu":
-            self.rows[ADDRESSES + operand] = fresh
-        else:
-            fresh = fresh.pin_memory()
-            if capturing(self.device):
-                self._copied.append(fresh)  # a replay reads it again
-            self.rows[ADDRESSES + operand].copy_(fresh, non_blocking=True)
+        self._known[operand] = None  # what an interrupt or an error from here on leaves is not known
+        upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), self.device, out=self.rows[ADDRESSES + operand])
         self._known[operand] = numbers
 
 
-def capturing(device: torch.device) -> bool:
-    """Whether launches on the current stream of `device` are recorded into a CUDA graph and not run."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _check_addresses(tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+    """Raise if a tensor has elements, and they are nowhere."""
+    if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
+        for tensor in filter(_is_nowhere, compress(tensors, map(_BEYOND_OFFSETS.__gt__, addresses))):
+            raise _no_memory(tensor)
+
+
+def checked_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`address` of each."""
+    addresses = list(map(_address, tensors))
+    _check_addresses(tensors, addresses)
+    return addresses
 
 
 class TableCache(threading.local):
     """The last few tables of one kernel family, so that the same tensors step after step build and send nothing.
 
-    Each thread has its own: while one runs a kernel over a table, with Python's lock released, another must not refresh
-    it. A table that a CUDA graph has recorded is set aside for good: the graph reads it at every replay, so nobody may
-    write or free it.
+    Each thread and each stream has its own: while one runs a kernel over a table, another must not refresh it. What a
+    CUDA graph records gets a table of its own, which is not kept here.
     """
 
     def __init__(self, operands: int, chunk: int, capacity: int = 8) -> None:
         self._operands, self._chunk, self._capacity = operands, chunk, capacity
         self._tables: OrderedDict[tuple[object, ...], TensorTable] = OrderedDict()
-        self._recorded: dict[tuple[object, ...], list[TensorTable]] = {}
 
     def table(self, *operands: Sequence[torch.Tensor], numbers: Sequence[list[int]] = ()) -> TensorTable:
         """The table of these tensors: `operands` lists of equal length, sizes equal across lists, one device.
@@ -220,26 +232,23 @@ class TableCache(threading.local):
         """
         device = operands[0][0].device
         numels = list(map(torch.Tensor.numel, operands[0]))
-        addresses = [list(map(_address, tensors)) for tensors in operands]
-        contents = [*addresses, *numbers]
-        key = (device, tuple(numels))
         recording = capturing(device)
-        for table in self._recorded.get(key, ()) if recording else ():
-            if all(table.known(row) == content for row, content in enumerate(contents)):
-                return table
-        found = self._tables.pop(key, None)
-        table = TensorTable(numels, self._operands, self._chunk, device) if found is None else found
-        if recording:
-            self._recorded.setdefault(key, []).append(table)
+        key = (device, current_stream(device), tuple(numels))
+        found = None if recording else self._tables.pop(key, None)
+        if found is None:
+            contents = [*map(checked_addresses, operands), *numbers]
+            found = TensorTable(numels, self._operands, self._chunk, device, contents)
+            if recording:
+                return found
         else:
-            self._tables[key] = table
+            for row, tensors in enumerate(operands):
+                found.point(row, tensors)
+            for row, content in enumerate(numbers, len(operands)):
+                found.refresh(row, content)
+        self._tables[key] = found
         while len(self._tables) > self._capacity:
             self._tables.popitem(last=False)
-        for row, tensors in enumerate(operands):
-            table.point(row, tensors, addresses[row])
-        for row, content in enumerate(numbers, len(operands)):
-            table.refresh(row, content)
-        return table
+        return found
 
 
 def is_flat(tensor: torch.Tensor) -> bool:

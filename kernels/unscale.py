@@ -43,17 +43,18 @@ import torch
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import (
+    ADDRESSES,
     DTYPE_CODES,
     TableCache,
     TensorTable,
     address,
     all_flattened,
-    capturing,
     check_addresses,
     check_tensor_list,
     own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
+from halfstep.kernels.streams import Handover, capturing, current_stream, upload
 from halfstep.kernels.variant import Variant
 
 CHUNK = 4096
@@ -361,16 +362,10 @@ class _Scratches(threading.local):
         self._kept: dict[tuple[torch.device, int], _Scratch] = {}
 
     def take(self, device: torch.device, chunks: int, tensors: int) -> _Scratch:
-        """At least so long.
-
-        What a graph captures stays in the graph's own memory, or a replay would write where another call does.
-        """
-        stream = 0
+        """At least so long; a graph's own while one is captured."""
         if capturing(device):
             return _Scratch(device, chunks, tensors)
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device).cuda_stream
-        key = (device, stream)
+        key = (device, current_stream(device))
         kept = self._kept.get(key)
         if kept is None:
             kept = self._kept[key] = _Scratch(device, chunks, tensors)
@@ -727,7 +722,14 @@ def foreach_check(
     return Check(*answer[:3])
 
 
-def _unscale(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | None, norm: bool) -> _Answer | None:
+def _unscale(
+    grads: Sequence[torch.Tensor],
+    inv_scale: torch.Tensor | float | None,
+    norm: bool,
+    out: Check | None = None,
+    tally: Tally | None = None,
+    places: Sequence[int] | None = None,
+) -> _Answer | None:
     """Unscale in place and check; None if there is nothing to do it to."""
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
@@ -736,23 +738,33 @@ def _unscale(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | No
     factor = None if inv_scale is None else _Factor(_checked_factor(inv_scale, device))
     with _NOTHING if in_memory else own_operations(tensors):
         flat = all_flattened(tensors)
-        answer = _answer(len(tensors), device, norm)
+        answer = _answer(len(tensors), device, norm) if out is None else _Answer(*out, None)
+        answer = answer._replace(tally=tally, places=places)
         _run(flat, factor, factor is not None, answer, in_memory)
     if factor is not None:
         for tensor, copy in zip(tensors, flat, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)
         torch.autograd.graph.increment_version(tensors)
+    if out is not None:
+        torch.autograd.graph.increment_version(list(out))
     return answer
 
 
 @torch.no_grad()
-def foreach_unscale_and_check_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | None) -> Check:
+def foreach_unscale_and_check_(
+    grads: Sequence[torch.Tensor],
+    inv_scale: torch.Tensor | float | None,
+    *,
+    out: Check | None = None,
+    tally: Tally | None = None,
+    places: Sequence[int] | None = None,
+) -> Check:
     """`foreach_unscale_` with the answer of `foreach_check`: found_inf, sum of squares and flags of the result.
 
-    With `inv_scale` None nothing is written.
+    With `inv_scale` None nothing is written. `out`, `tally` and `places` are as in `foreach_check`, and must fit.
     """
-    answer = _unscale(grads, inv_scale, norm=False)
+    answer = _unscale(grads, inv_scale, False, out, tally, places)
     return Check(*(part.clone() for part in CHECK_OF_NOTHING)) if answer is None else Check(*answer[:3])
 
 
@@ -797,7 +809,9 @@ class CheckInParts:
     Each tensor has a slot. `add` checks some tensors, in one launch per dtype, and remembers what it found at their
     slots; added again, the new replaces the old. `finish` gathers slots into the answer that `foreach_check` would have
     given for their tensors, in one launch that reads one number per 4096 elements. Once the divisions and the order
-    have been seen, neither allocates anything. Not while a CUDA graph is recorded.
+    have been seen, neither allocates anything, and neither ever waits. Parts may be added on any streams, which wait
+    for what an earlier `finish` or `add` of theirs must have done; the caller's streams are left as they are. Not while
+    a CUDA graph is recorded.
 
     Args:
         numels: how many elements the tensor of each slot has.
@@ -826,10 +840,12 @@ class CheckInParts:
         self.norm = torch.empty((), dtype=torch.float32, device=device)
         self._dtypes: list[torch.dtype | None] = [None] * len(self.numels)
         self._waiting: set[int] = set()  # added and not gathered: their flags may be set
-        self._tables: dict[tuple[torch.dtype, tuple[int, ...]], TensorTable] = {}
+        self._tables: dict[tuple[int, torch.dtype, tuple[int, ...]], TensorTable] = {}
         self._tabled = 0
         self._gatherings: OrderedDict[tuple[Any, ...], _Gathering] = OrderedDict()
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._zeroed = Handover(device)  # of the flags
+        self._zeroed.put()
         self._adding = threading.Lock()  # parts may come from several threads, and share the flags and the tables
 
     @torch.no_grad()
@@ -844,27 +860,36 @@ class CheckInParts:
         Raises:
             TypeError: an element of `tensors` is not a dense fp32, fp16 or bf16 tensor.
             ValueError: a tensor has another size than its slot or another device, or `slots` do not fit.
+            RuntimeError: a CUDA graph is being recorded.
         """
         (listed, in_memory), slots = check_tensor_list(tensors, "tensors"), list(slots)
         self._check_slots(slots, listed)
         if not listed:
             return
+        self._refuse_capture()
         factor = None if scale is None else _Factor(_checked_factor(scale, self.device, "scale"), inverted=True)
         flat = all_flattened(listed)
         with self._adding, on_device(self.device):
-            again = [slot for slot in slots if slot in self._waiting] if self._waiting else []
+            self._zeroed.take()
+            again = not self._waiting.isdisjoint(slots)
             if again:
                 self._wait_for_parts()
-                self.flags[again] = 0
             self._waiting.update(slots)
             for dtype, indices in _by_dtype(flat).items():
                 own = slots if len(indices) == len(slots) else [slots[index] for index in indices]
                 for slot in own:
                     self._dtypes[slot] = dtype
-                self._launch(dtype, own, [flat[index] for index in indices], factor, in_memory)
+                self._launch(dtype, own, [flat[index] for index in indices], factor, in_memory, again)
             if self.device.type == "cuda":
                 stream = torch.cuda.current_stream(self.device)
                 self._streams[stream.cuda_stream] = stream
+
+    def _refuse_capture(self) -> None:
+        if capturing(self.device):
+            raise RuntimeError(
+                f"a CUDA graph is being recorded on {self.device}; allowed is CheckInParts outside of graphs: in one, "
+                "use foreach_check"
+            )
 
     def _wait_for_parts(self) -> None:
         """Have the current stream wait for those on which parts were checked."""
@@ -899,11 +924,14 @@ class CheckInParts:
         tensors: list[torch.Tensor],
         factor: _Factor | None,
         in_memory: bool,
+        again: bool,
     ) -> None:
+        """Check tensors of one dtype; `again`: some flags may be set from before."""
         if not in_memory:
             inverse = None if factor is None else factor.for_reference(self.device)
             with own_operations(tensors):
                 for slot, tensor in zip(slots, tensors, strict=True):
+                    self.flags[slot].zero_()
                     first, end = self._ends[slot], self._ends[slot + 1]
                     self.sums[first:end] = 0
                     total = self.sums[first:end].sum() if first == end else self.sums[first]
@@ -922,25 +950,27 @@ class CheckInParts:
             return
         table = self._table(dtype, slots)
         table.point(0, tensors)
+        if again:  # by an index that is on the device: a list would be copied there, and waited for
+            self.flags.index_fill_(0, table.rows[ADDRESSES + 1], 0)
         if table.chunks:
             launch = _launch_triton if implementation == "triton" else _launch_native
             launch(table, dtype, factor, False, self, 0)
 
     def _table(self, dtype: torch.dtype, slots: list[int]) -> TensorTable:
-        """The table of these slots, told where their flags and sums go."""
-        key = (dtype, tuple(slots))
+        """The table of these slots on this stream, told where their flags and sums go."""
+        key = (current_stream(self.device), dtype, tuple(slots))
         table = self._tables.get(key)
         if table is None:
             self._tabled += len(slots)
             if self._tabled > 4 * len(self.numels):  # divisions that change and change: forget the old ones
                 self._tables.clear()
                 self._tabled = len(slots)
-            table = TensorTable([self.numels[slot] for slot in slots], 3, CHUNK, self.device)
             counts = [self._ends[slot + 1] - self._ends[slot] for slot in slots]
             firsts = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0).tolist()
-            table.refresh(1, slots)
-            table.refresh(2, [self._ends[slot] - first for slot, first in zip(slots, firsts, strict=False)])
-            self._tables[key] = table  # whole, whatever interrupts
+            ahead = [self._ends[slot] - first for slot, first in zip(slots, firsts, strict=False)]
+            numels = [self.numels[slot] for slot in slots]
+            # In one statement, so that an interrupt leaves a whole table or none.
+            table = self._tables[key] = TensorTable(numels, 3, CHUNK, self.device, [None, slots, ahead])
         return table
 
     @torch.no_grad()
@@ -955,7 +985,9 @@ class CheckInParts:
         Raises:
             ValueError: a slot was not added since it was last gathered or is given twice, or `out` or `tally` does not
                 fit.
+            RuntimeError: a CUDA graph is being recorded.
         """
+        self._refuse_capture()
         slots = list(slots)
         there = [slot for slot in slots if slot >= 0]
         if len(set(there)) != len(there) or not self._waiting.issuperset(there):
@@ -972,6 +1004,7 @@ class CheckInParts:
             tally=tally
         )
         with on_device(self.device):
+            self._zeroed.take()
             self._wait_for_parts()
             gathering = self._gathering(slots, there)
             implementation = resolve(self.device, "unscale")
@@ -979,6 +1012,7 @@ class CheckInParts:
                 self._finish_in_torch(gathering, answer)
             else:
                 _gather(implementation, self, gathering.order.numel(), len(slots), answer, gathering)
+            self._zeroed.put()
         self._waiting.difference_update(there)
         if out is not None:
             torch.autograd.graph.increment_version(list(out))
@@ -986,19 +1020,20 @@ class CheckInParts:
         return Check(*answer[:3])
 
     def _gathering(self, slots: list[int], there: list[int]) -> _Gathering:
-        """What `finish` needs for these slots; kept for the last few different ones."""
+        """What `finish` needs for these slots on this stream; kept for the last few different ones."""
         dtypes = [self._dtypes[slot] for slot in there]
-        key = (tuple(slots), tuple(dtypes) if len(set(dtypes)) > 1 else None)
+        key = (current_stream(self.device), tuple(slots), tuple(dtypes) if len(set(dtypes)) > 1 else None)
         found = self._gatherings.pop(key, None)
         if found is None:
             # As `foreach_check` has it: one dtype after the other, as they first come.
             first = {dtype: number for number, dtype in reversed(list(enumerate(dtypes)))}
-            ordered = sorted(range(len(there)), key=lambda index: first[dtypes[index]])
-            spans = [(self._ends[there[index]], self._ends[there[index] + 1]) for index in ordered]
+            by_dtype = sorted(range(len(there)), key=lambda index: first[dtypes[index]])
+            spans = [(self._ends[there[index]], self._ends[there[index] + 1]) for index in by_dtype]
             order = [torch.arange(*span, dtype=torch.int32, device="cpu") for span in spans]
             nothing = torch.zeros(0, dtype=torch.int32, device="cpu")
             sources = torch.tensor(slots, dtype=torch.int32, device="cpu").clamp(min=-1)
-            found = _Gathering(torch.cat([nothing, *order]).to(self.device), sources.to(self.device))
+            ordered = torch.cat([nothing, *order])
+            found = _Gathering(upload(ordered, self.device), upload(sources, self.device))
         self._gatherings[key] = found
         while len(self._gatherings) > 8:
             self._gatherings.popitem(last=False)

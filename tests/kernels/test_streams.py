@@ -1,0 +1,232 @@
+"""Tables, scratch and checks on streams and in graphs, on a model of a GPU that is late (stream_model.py)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from stream_model import Model
+
+import halfstep
+from halfstep.kernels import streams, unscale
+from halfstep.kernels.multi_tensor import TableCache
+from halfstep.kernels.streams import capturing, upload
+from halfstep.kernels.unscale import CheckInParts
+
+KERNELS = ["native", "triton"]
+
+
+@pytest.fixture(autouse=True)
+def no_graphs() -> None:
+    """Those of tests before, if something still refers to them."""
+    gc.collect()
+    streams._of_graphs.clear()
+
+
+@contextmanager
+def captured() -> Iterator[torch.cuda.CUDAGraph]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        yield graph
+
+
+def ones(count: int, value: float = 1.0) -> torch.Tensor:
+    return torch.full((count,), value, device="cuda")
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_two_streams_check_tensors_of_the_same_sizes_at_once(kernels: str) -> None:
+    with Model("late", kernels=kernels):
+        one, other = [ones(4, 1.0), ones(4, 1.0)], [ones(4, 2.0), ones(4, 2.0)]
+        side = torch.cuda.Stream()
+        for tensors in (other, one):
+            halfstep.foreach_check(tensors)
+        torch.cuda.synchronize()
+        behind = halfstep.foreach_check(one).sum_of_squares
+        with torch.cuda.stream(side):
+            ahead = halfstep.foreach_check(other).sum_of_squares
+            side.synchronize()
+        assert (behind.item(), ahead.item()) == (8.0, 32.0)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_graph_reads_its_own_table_whatever_eager_calls_did_since(kernels: str) -> None:
+    with Model("late", kernels=kernels):
+        recorded = [ones(4), ones(4)]
+        halfstep.foreach_check(recorded)
+        with captured() as graph:
+            found = halfstep.foreach_check(recorded).sum_of_squares
+        for size in (4, 5, 6, 7, 8, 9, 10, 11, 12, 13):
+            halfstep.foreach_check([ones(size, 3.0), ones(size, 3.0)])
+        graph.replay()
+        assert found.item() == 8.0
+        recorded[0].fill_(2.0)
+        assert halfstep.foreach_check(recorded).sum_of_squares.item() == 4 * 4 + 4
+        graph.replay()
+        assert found.item() == 4 * 4 + 4
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_second_capture_has_a_table_of_its_own(warm: bool) -> None:
+    """Of two captures with equal contents the second must not count on what only the first one copies."""
+    with Model("late"):
+        tensors, others = [ones(4), ones(9)], [ones(4, 2.0), ones(9, 2.0)]
+        if warm:
+            halfstep.foreach_check(others)
+        with captured():
+            halfstep.foreach_check(tensors)
+        with captured() as second:
+            found = halfstep.foreach_check(tensors).sum_of_squares
+        second.replay()
+        assert found.item() == 13.0
+        assert halfstep.foreach_check(tensors).sum_of_squares.item() == 13.0
+
+
+def test_an_eager_call_does_not_take_a_captured_copy_for_done() -> None:
+    with Model("late"):
+        before, after = [ones(4), ones(4)], [ones(4, 3.0), ones(4, 3.0)]
+        halfstep.foreach_check(before)
+        with captured():
+            halfstep.foreach_check(after)  # another set of addresses, copied at a replay that never comes
+        assert halfstep.foreach_check(after).sum_of_squares.item() == 72.0
+
+
+def test_a_capture_copies_nothing_from_pageable_memory_and_waits_for_nothing() -> None:
+    with Model("late") as model:
+        x, y = ones(40), torch.empty(40, dtype=torch.bfloat16, device="cuda")
+        with captured() as graph:
+            halfstep.cast(x, torch.bfloat16, out=y)
+            found = halfstep.foreach_unscale_([x], 0.5)
+        x.fill_(4.0)
+        graph.replay()
+        graph.replay()
+        assert model.pageable == [] and model.blocking == []
+        assert y.tolist() == [2.0] * 40 and found.norm.square().round().item() == 40.0
+
+
+def test_what_a_graph_copies_from_lives_as_long_as_the_graph() -> None:
+    with Model("late"):
+        tensors = [ones(4), ones(4)]
+        with captured() as graph:
+            found = halfstep.foreach_check(tensors).sum_of_squares
+        for _ in range(3):  # whoever gets the pinned memory next
+            upload(torch.full((4, 2), -1, dtype=torch.int64), torch.device("cuda"))
+        graph.replay()
+        assert found.item() == 8.0
+        assert len(streams._of_graphs) == 1 and not streams._for_good
+        del graph
+        gc.collect()
+        assert len(streams._of_graphs) == 0
+
+
+def test_where_torch_does_not_name_the_graph_pinned_memory_is_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_for_good", [])
+    with Model("late"):
+        monkeypatch.delattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph")
+        with captured() as graph:
+            found = halfstep.foreach_check([ones(4), ones(4)]).sum_of_squares
+        upload(torch.full((4, 2), -1, dtype=torch.int64), torch.device("cuda"))
+        graph.replay()
+        assert found.item() == 8.0
+        assert len(streams._for_good) == 1 and len(streams._of_graphs) == 0
+
+
+def test_a_table_whose_copy_failed_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TableCache(operands=1, chunk=4)
+    one, other = [torch.ones(5)], [torch.ones(5)]
+    table = cache.table(one)
+    with monkeypatch.context() as patch:
+        patch.setattr("halfstep.kernels.multi_tensor.upload", lambda *arguments, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            table.point(0, other)
+    assert table.known(0) is None
+    assert cache.table(one).rows[2].item() == one[0].data_ptr()
+
+
+def test_capturing_asks_about_the_device_that_it_was_given() -> None:
+    with Model() as model, captured():
+        model.current_device = 1
+        assert not torch.cuda.is_current_stream_capturing()
+        assert capturing(torch.device("cuda", 0)) and capturing(model.device)
+        assert model.current_device == 1
+        model.current_device = 0
+        assert capturing(torch.device("cuda")) and not capturing(torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------------ no hidden waits
+
+
+def test_more_sizes_than_are_remembered_wait_for_nothing() -> None:
+    with Model("late") as model:
+        for _ in range(2):
+            for size in range(1, 13):
+                out = torch.empty(size, dtype=torch.bfloat16, device="cuda")
+                halfstep.cast(ones(size), torch.bfloat16, out=out)
+                halfstep.foreach_check([ones(size)])
+        assert model.blocking == [] and model.pageable == []
+
+
+def test_parts_that_nobody_gathers_are_checked_again_without_a_wait() -> None:
+    with Model("late") as model:
+        parts = CheckInParts([40, 50], model.device)
+        values = [ones(40), ones(50)]
+        for step in range(4):
+            values[1].fill_(torch.inf if step < 3 else 1.0)
+            for slot in (0, 1):
+                parts.add([slot], [values[slot]])
+        found = parts.finish([0, 1])
+        assert model.blocking == [] and model.pageable == []
+        assert (found.flags.tolist(), found.sum_of_squares.item()) == ([0, 0], 90.0)
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_flags_are_handed_from_stream_to_stream(seed: int) -> None:
+    """Parts come on streams that nothing but the check itself has wait for one another."""
+    with Model("random", seed) as model:
+        with model.looking():
+            sets = [[ones(40, value), ones(50, value), ones(7, value)] for value in (1.0, torch.inf, 2.0, torch.nan)]
+            torch.cuda.synchronize()
+        parts = CheckInParts([40, 50, 7], model.device)
+        sides = [torch.cuda.Stream() for _ in range(3)]
+        answers = []
+        for tensors in sets:
+            for slot, side in enumerate(sides):
+                with torch.cuda.stream(side):
+                    parts.add([slot], [tensors[slot]])
+            answers.append(parts.finish([0, 1, 2]).flags)
+            sides = sides[1:] + sides[:1]
+        assert [answer.tolist() for answer in answers] == [[0] * 3, [1] * 3, [0] * 3, [2] * 3]
+
+
+def test_parts_are_refused_while_a_graph_is_captured() -> None:
+    with Model() as model:
+        parts = CheckInParts([4], model.device)
+        with captured():
+            for call in (lambda: parts.add([0], [ones(4)]), lambda: parts.finish([])):
+                with pytest.raises(RuntimeError) as raised:
+                    call()
+                assert str(raised.value) == (
+                    "a CUDA graph is being recorded on cuda:0; allowed is CheckInParts outside of graphs: in one, use "
+                    "foreach_check"
+                )
+
+
+def test_scratch_of_a_graph_is_its_own() -> None:
+    with Model("late"):
+        x = [ones(5000)]
+        with captured() as graph:
+            found = halfstep.foreach_check(x).sum_of_squares
+        unscale._scratches.drop()
+        halfstep.foreach_check([ones(5000, 3.0)])
+        graph.replay()
+        halfstep.foreach_check([ones(5000, 3.0)])
+        assert found.item() == 5000.0
