@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfstep.kernels.multi_tensor import DTYPE_CODES
+from halfstep.kernels.streams import capturing
 from halfstep.kernels.unscale import (
     HAS_INF,
     HAS_NAN,
@@ -50,22 +51,31 @@ def _values(grad: torch.Tensor) -> torch.Tensor:
     return grad._values() if grad.is_sparse else local(grad)
 
 
-def _check_in_torch(tensors: list[torch.Tensor], inv_scale: torch.Tensor | None, write: bool) -> Check:
+def _check_in_torch(
+    tensors: list[torch.Tensor], inv_scale: torch.Tensor | None, write: bool, out: Check, places: Sequence[int]
+) -> None:
     """The same for dtypes that the kernels do not know (fp64), which optimizers of others may hold.
 
     Answers are added to plain tensors in place, so that of a subclass that holds several tensors each adds its own.
     """
-    device = tensors[0].device
-    flags = torch.zeros(len(tensors), dtype=torch.int32, device=device)
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    for place, tensor in enumerate(tensors):
+    out.flags.zero_()
+    out.sum_of_squares.zero_()
+    for place, tensor in zip(places, tensors, strict=True):
         value = tensor if inv_scale is None else tensor * inv_scale
         if write:
             tensor.copy_(value)
-        flags[place].bitwise_or_(value.isinf().any().int() * HAS_INF)
-        flags[place].bitwise_or_(value.isnan().any().int() * HAS_NAN)
-        squares.add_(value.abs().double().square().sum())
-    return Check(flags.any().float(), squares, flags)
+        out.flags[place].bitwise_or_(value.isinf().any().int() * HAS_INF)
+        out.flags[place].bitwise_or_(value.isnan().any().int() * HAS_NAN)
+        out.sum_of_squares.add_(value.abs().double().square().sum())
+    out.found_inf.copy_(out.flags.any())
+
+
+def _new_answer(slots: int, device: torch.device) -> Check:
+    return Check(
+        torch.empty((), dtype=torch.float32, device=device),
+        torch.empty((), dtype=torch.float64, device=device),
+        torch.empty(slots, dtype=torch.int32, device=device),
+    )
 
 
 Kind = tuple[torch.device, int, bool]
@@ -118,17 +128,23 @@ class Packed(NamedTuple):
 class CheckMemory:
     """What the checks of one optimizer's gradients leave for the next: where answers go, and which gradients were bad.
 
+    A check that a CUDA graph records has an answer of its own. Bad gradients it notes where eager checks do, if one was
+    made before.
+
     Attributes:
         counts: by device, `Tally.counts` with a row per parameter of the optimizer, in its order.
     """
 
     def __init__(self) -> None:
         self.counts: dict[torch.device, torch.Tensor] = {}
+        self._recorded: dict[int, torch.Tensor] = {}  # counts that graphs write to
         self._answers: dict[Kind, Check] = {}
         self._packed: dict[torch.device, Packed] = {}
 
     def packed(self, device: torch.device) -> Packed:
         """What to reduce in, the same each time."""
+        if capturing(device):
+            return Packed.on(device)
         known = self._packed.get(device)
         if known is None:
             known = self._packed[device] = Packed.on(device)
@@ -136,18 +152,20 @@ class CheckMemory:
 
     def answer(self, kind: Kind, slots: int, device: torch.device) -> Check:
         """Where to write, the same each time for the same kind of gradients."""
+        if capturing(device):
+            return _new_answer(slots, device)
         known = self._answers.get(kind)
         if known is None or known.flags.numel() != slots:
-            known = self._answers[kind] = Check(
-                torch.empty((), dtype=torch.float32, device=device),
-                torch.empty((), dtype=torch.float64, device=device),
-                torch.empty(slots, dtype=torch.int32, device=device),
-            )
+            known = self._answers[kind] = _new_answer(slots, device)
         return known
 
-    def tally(self, slots: int, device: torch.device, step: torch.Tensor) -> Tally:
-        """Where to note bad gradients; `step` counts the steps before this one."""
+    def tally(self, slots: int, device: torch.device, step: torch.Tensor) -> Tally | None:
+        """Where to note bad gradients, None if nowhere yet and a graph is captured; `step`: how many came before."""
         counts = self.counts.get(device)
+        if capturing(device):
+            if counts is None or counts.shape[0] < slots:  # made now, they would be 0 again at each replay
+                return None
+            self._recorded[id(counts)] = counts
         if counts is None or counts.shape[0] < slots:
             grown = torch.zeros(slots, 4, dtype=torch.int32, device=device)
             if counts is not None:
@@ -255,9 +273,11 @@ def _check_kind(
         return foreach_check(tensors, inv_scale=times, scale=over, out=out, tally=tally, places=rows)
     if factor is not None and inv_scale is None:
         factor = factor.double().reciprocal().float()
-    check = foreach_unscale_and_check_(tensors, factor) if ours else _check_in_torch(tensors, factor, write)
+    rows = range(len(tensors)) if memory is None else where
+    out = _new_answer(len(tensors), device) if memory is None else memory.answer(kind, slots, device)
+    if ours:
+        return foreach_unscale_and_check_(tensors, factor, out=out, tally=tally, places=rows)
+    _check_in_torch(tensors, factor, write, out, rows)
     if tally is not None:
-        flags = torch.zeros(slots, dtype=torch.int32, device=device)
-        flags[list(where)] = check.flags
-        note(flags, tally)
-    return check
+        note(out.flags, tally)
+    return out

@@ -6,12 +6,15 @@ from collections import deque
 
 import torch
 
+from halfstep.kernels.streams import capturing
+
 
 class Mirror:
     """Copies of a few integers on their way to the host.
 
     On a CPU the tensor itself is read. On a GPU nothing is copied before somebody has asked; from then on each `take`
     queues a copy into pinned memory behind the work that made the numbers, and `newest` looks which ones have arrived.
+    While a CUDA graph is captured it does neither: a look would end the capture.
     """
 
     SLOTS = 4  # copies under way at most; a host that is further ahead leaves numbers out
@@ -24,7 +27,7 @@ class Mirror:
 
     def take(self, numbers: torch.Tensor) -> None:
         """Queue a copy of what `numbers` (int64, 1-dim) holds at this point of the current stream."""
-        if numbers.device.type == "cpu" or not self._asked or torch.cuda.is_current_stream_capturing():
+        if numbers.device.type == "cpu" or not self._asked or capturing(numbers.device):
             return
         self._look()
         if not self._free:
@@ -50,5 +53,6 @@ class Mirror:
             known: list[int] = numbers.tolist()
             return known
         self._asked = True
-        self._look()
+        if not capturing(numbers.device):
+            self._look()
         return self._known
