@@ -23,6 +23,12 @@ the same was written again, and lies within half a bf16 ulp of the parameter eve
 cannot be told, and to drop the bits of all would, in a training that writes after each step (masks, weight clipping),
 lose every update below that ulp. `refresh_master` drops them on demand.
 
+**CUDA graphs.** A step that is captured makes tables of its own, which nothing else sees (`halfstep.kernels.streams`),
+and leaves no trace in what eager steps keep: captures, replays and eager steps mix in any order. A replay steps with
+the options of its capture, but for those that are tensors on the device. Moments, masters and step counts are shared:
+they must be there before, and once captured `load_state_dict` writes into them instead of replacing them. A replay does
+not see that a parameter with a full master was written from outside; call `refresh_master` before it.
+
 **Interrupts.** `step` and `load_state_dict` first prepare everything that can fail or take long, and then change
 weights and state in one sequence that Ctrl-C does not divide (`halfstep.integrations.interrupts`).
 """
@@ -48,9 +54,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from halfstep.integrations.interrupts import apply
 from halfstep.kernels import adam
-from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, has_memory, is_flat
+from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, checked_addresses, has_memory, is_flat
 from halfstep.kernels.philox import check_seed
 from halfstep.kernels.rounding import join_master, split_master
+from halfstep.kernels.streams import capturing, upload
 from halfstep.numerics.foreign_scalers import StepSupportsAmpScaling
 from halfstep.numerics.gradients import GradientCheck, check_gradients, local
 from halfstep.numerics.topology import TopologyMemory, is_sharded, settle_gradients
@@ -320,6 +327,20 @@ def _state_keys(layout: adam.Layout) -> dict[int, str]:
     return keys
 
 
+def _needed(master: str | None, group: dict[str, Any]) -> list[str]:
+    """The names of what a step needs in a parameter's state."""
+    further = ["max_exp_avg_sq"] * bool(group["amsgrad"]) + ["master"] * bool(master)
+    return ["step", "exp_avg", "exp_avg_sq", *further]
+
+
+def _is_complete(state: dict[str, Any], master: str | None, group: dict[str, Any]) -> bool:
+    """Whether a parameter's state has what a step needs, and the master is of the kind that is kept."""
+    step, held = state.get("step"), state.get("master")
+    fits = not isinstance(held, torch.Tensor) or (bool(master) and (held.dtype == torch.int16) == (master == "split"))
+    counted = isinstance(step, torch.Tensor) and step.dtype == torch.float32
+    return fits and counted and all(key in state for key in _needed(master, group))
+
+
 class _Batch:
     """What one launch updates, and how to tell whether it still describes the tensors."""
 
@@ -342,19 +363,18 @@ class _Batch:
         self.held = held
         self.addresses = list(map(_address, held))
         self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
-        operands = adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS
-        table = TensorTable([one.numel() for one in held], operands, adam.CHUNK, self.device)
-        for row, values in names.items():
-            table.refresh(row, values)
         lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
         lists[adam.PARAM] = self.dense
-        table.point(adam.PARAM, self.dense)
         for operand in keys:
             lists[operand] = self._state(operand)
-            table.point(operand, lists[operand])
-        hyper = torch.zeros(len(held), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
-        row_of = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        self.batch = adam.Batch(layout, table, lists, row_of, hyper)
+        # All rows but the gradients'; the table is made with those.
+        operands = adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS
+        self._contents: list[list[int] | None] = [names.get(row) for row in range(operands)]
+        for operand in (adam.PARAM, *keys):
+            self._contents[operand] = checked_addresses(lists[operand])
+        hyper = torch.empty(len(held), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
+        row_of = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.device)
+        self.batch = adam.Batch(layout, None, lists, row_of, hyper)
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
@@ -382,8 +402,7 @@ class _Batch:
             # On plain tensors: the same objects. Shards are taken anew each time, and only where they lie tells.
             if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):
                 return False
-            assert self.batch.table is not None
-            if list(map(_address, now)) != self.batch.table.known(operand):
+            if list(map(_address, now)) != self._contents[operand]:
                 return False
         return True
 
@@ -431,8 +450,13 @@ class _Batch:
         for parameter, copy in self.copied:
             copy.copy_(parameter)
         self.batch.lists[adam.GRAD] = gradients
-        assert self.batch.table is not None
-        self.batch.table.point(adam.GRAD, gradients)
+        if self.batch.table is None:
+            contents = list(self._contents)
+            contents[adam.GRAD] = checked_addresses(gradients)
+            numels = [one.numel() for one in self.held]
+            self.batch.table = TensorTable(numels, len(contents), adam.CHUNK, self.device, contents)
+        else:
+            self.batch.table.point(adam.GRAD, gradients)
         back = (partial(parameter.copy_, copy) for parameter, copy in self.copied)
         return [adam.launch(self.batch, groups, control), *back]
 
@@ -461,7 +485,7 @@ class _OwnOperations(_Batch):
         lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
         for operand in self.keys:
             lists[operand] = self._state(operand)
-        row_of = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        row_of = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.device)
         hyper = torch.zeros(len(rows), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
         self.batch = adam.Batch(layout, None, lists, row_of, hyper)
         self.versions = self._versions()
@@ -530,6 +554,7 @@ class _AdamBase(Optimizer):
         self._agreed: dict[int, _Agreed] = {}
         self._topology = TopologyMemory()
         self._had_nothing = False
+        self._recorded: dict[int, torch.Tensor] = {}
         Optimizer.__init__(self, params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -539,6 +564,7 @@ class _AdamBase(Optimizer):
         self.__dict__.setdefault("_checked_norm", None)
         self.__dict__.setdefault("_topology", TopologyMemory())
         self.__dict__.setdefault("_had_nothing", False)
+        self.__dict__.setdefault("_recorded", {})  # state tensors that CUDA graphs write to
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -651,13 +677,15 @@ class _AdamBase(Optimizer):
         return _Masters(self)
 
     @torch.no_grad()
-    def _take_outside_writes(self) -> None:
+    def _take_outside_writes(self, recording: bool = False) -> None:
         """Let parameters that somebody wrote replace their full masters, whether or not they are in a batch."""
         self._note_agreed()
         for parameter in self._with_full_master():
             written = self._master_if_written(parameter)
-            if written is not None:
-                local(self.state[parameter]["master"]).copy_(written)
+            if written is None:
+                continue
+            local(self.state[parameter]["master"]).copy_(written)
+            if not recording:  # else it is done at the replay, and does no harm a second time
                 self._agreed[id(parameter)] = _Agreed.now(parameter)
 
     @torch._disable_dynamo
@@ -709,20 +737,17 @@ class _AdamBase(Optimizer):
     def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, with whatever it lacks; what was there before stays until all of it is made."""
         known = self.state.get(parameter)
-        state = {} if known is None else dict(known)
         kept = _master_of(parameter, group["master_weights"])
+        if known is not None and _is_complete(known, kept, group):
+            return known
+        state = {} if known is None else dict(known)
         self._fit_master(parameter, kept, state)
-        needed = ["step", "exp_avg", "exp_avg_sq"]
-        needed += ["max_exp_avg_sq"] if group["amsgrad"] else []
-        needed += ["master"] if kept else []
-        if any(key not in state for key in needed):
+        if any(key not in state for key in _needed(kept, group)):
             if kept == "full" and "master" not in state:
                 self._agreed[id(parameter)] = _Agreed.now(parameter)
             state = {**self._new_state(parameter, group), **state}
         if not isinstance(state["step"], torch.Tensor) or state["step"].dtype != torch.float32:
             state["step"] = _step_count(state["step"], "a parameter's state").to(parameter.device)
-        if known is not None and known.keys() == state.keys() and all(map(is_, map(known.get, state), state.values())):
-            return known
         self.state[parameter] = state
         return state
 
@@ -759,10 +784,16 @@ class _AdamBase(Optimizer):
                 return True
         return False
 
-    def _regroup(self, parameters: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-        """Sort parameters into batches by device and layout, after checking that every one can be stepped."""
+    def _grouped(
+        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool = False
+    ) -> list[tuple[_Batch, list[int]]]:
+        """Parameters in batches by device and layout, after checking that every one can be stepped.
+
+        Args:
+            parameters, grads: what is stepped.
+            recording: for a CUDA graph; state is then neither made nor changed.
+        """
         self._note_agreed()
-        self._members = []
         row_of = {id(p): row for row, group in enumerate(self.param_groups) for p in group["params"]}
         rows = [row_of[id(parameter)] for parameter in parameters]
         stream_of = {id(parameter): number for number, parameter in enumerate(self._parameters())}
@@ -785,13 +816,21 @@ class _AdamBase(Optimizer):
                 raise TypeError(
                     f"{where} has a gradient of dtype {grad.dtype}; allowed are float32, float16 and bfloat16"
                 )
+            if recording:
+                known = self.state.get(parameter)
+                if known is None or not _is_complete(known, _master_of(parameter, group["master_weights"]), group):
+                    raise RuntimeError(
+                        f"{where} has no complete state yet and the step is recorded into a CUDA graph, each replay of "
+                        "which would make it anew; allowed are parameters with state: take a step with the same "
+                        "parameters and options before the capture"
+                    )
             state = self._complete_state(parameter, group)
             layout = _layout_of(parameter, grad.dtype, group)
             tensors = (parameter, grad, *map(state.__getitem__, _state_keys(layout).values()))
             addressable = all(map(has_memory, map(local, tensors)))
             for key, value in state.items():
                 if key in CANONICAL_KEYS:
-                    self._check_state(where, key, value, parameter, group, layout, addressable)
+                    self._check_state(where, key, value, parameter, group, layout, addressable, recording)
             if layout.stochastic:
                 if not addressable:
                     raise TypeError(
@@ -801,19 +840,18 @@ class _AdamBase(Optimizer):
                 seed = group["seed"]
                 names[index] = (stream_of[id(parameter)], *_place(parameter, where), seed)
             kinds.setdefault((local(parameter).device, layout, addressable), []).append(index)
-        self._take_outside_writes()
+        self._take_outside_writes(recording)
+        batches: list[tuple[_Batch, list[int]]] = []
         for (_, layout, addressable), indices in kinds.items():
             members = [parameters[index] for index in indices]
             states = [self.state[parameter] for parameter in members]
             if not addressable:
-                self._members.append(
-                    (_OwnOperations(layout, members, states, [rows[index] for index in indices]), indices)
-                )
+                batches.append((_OwnOperations(layout, members, states, [rows[index] for index in indices]), indices))
                 continue
             named = list(zip(*(names[index] for index in indices), strict=True)) if layout.stochastic else []
             further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
-            batch = _Batch(layout, members, states, [rows[index] for index in indices], further)
-            self._members.append((batch, indices))
+            batches.append((_Batch(layout, members, states, [rows[index] for index in indices], further), indices))
+        return batches
 
     def _check_state(
         self,
@@ -824,6 +862,7 @@ class _AdamBase(Optimizer):
         group: dict[str, Any],
         layout: adam.Layout,
         addressable: bool,
+        recording: bool,
     ) -> None:
         """Raise unless a state tensor can stand beside its parameter in one launch."""
         if not isinstance(value, torch.Tensor):
@@ -844,12 +883,17 @@ class _AdamBase(Optimizer):
         same_order = held.stride() == dense.stride() or (held.is_contiguous() and dense.is_contiguous())
         if key != "step" and not same_order:
             # Elements in another order than the parameter's: lay them out as the kernels walk them.
+            if recording:
+                raise RuntimeError(
+                    f"state {key!r} of {where} lies in another order than the parameter and the step is recorded into "
+                    "a CUDA graph; allowed is the same order: take a step before the capture"
+                )
             ordered = torch.empty_strided(dense.shape, dense.stride(), dtype=held.dtype, device=held.device).copy_(held)
             self.state[parameter][key] = _like(parameter, ordered)
 
-    def _group_table(self, device: torch.device, changed: bool) -> torch.Tensor:
-        """The hyper-parameters of all groups on a device, written again only if one changed."""
-        if not changed and device in self._group_tables:
+    def _group_table(self, device: torch.device, changed: bool, recording: bool) -> torch.Tensor:
+        """The hyper-parameters of all groups on a device, written again only if one changed; a graph's own for one."""
+        if not (changed or recording) and device in self._group_tables:
             return self._group_tables[device][1]
         values: list[list[float]] = []
         late: list[tuple[int, int, torch.Tensor]] = []
@@ -865,15 +909,13 @@ class _AdamBase(Optimizer):
             columns[adam.DECOUPLED] = float(bool(group["decoupled_weight_decay"]))
             columns[adam.MAX_NORM] = 0.0 if self.max_grad_norm is None else float(self.max_grad_norm)
             values.append(columns)
-        known, table = self._group_tables.get(device, (None, None))
+        known, table = (None, None) if recording else self._group_tables.get(device, (None, None))
         if known != values or table is None:
-            fresh = torch.tensor(values, dtype=torch.float64, device="cpu")
-            if table is None:
-                table = fresh.to(device)
-            else:
+            if table is not None:
                 self._group_tables[device] = (None, table)  # until it is written
-                table.copy_(fresh.pin_memory() if device.type == "cuda" else fresh, non_blocking=True)
-            self._group_tables[device] = (values, table)
+            table = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), device, out=table)
+            if not recording:
+                self._group_tables[device] = (values, table)
         for row, column, value in late:
             table[row, column].copy_(value.reshape(()), non_blocking=True)
         return table
@@ -935,16 +977,6 @@ class _AdamBase(Optimizer):
         if changed:
             for group in self.param_groups:
                 _check_options(group)
-            kinds = [
-                (
-                    *(group["amsgrad"], group["decoupled_weight_decay"], bool(group["weight_decay"] != 0)),
-                    *(group["master_weights"], group["state_dtype"], group["rounding"], group["seed"]),
-                )
-                for group in self.param_groups
-            ]
-            if kinds != self._kinds:
-                self._stepped = None
-                self._kinds = kinds
         # torch.distributed.checkpoint takes such a step, with gradients of 0, to find out what state there is.
         # A rank without gradients never has state: it takes part in the first such step only, as the others do.
         first_at_rest = not self.state and all(_is_zero(group["lr"]) for group in self.param_groups)
@@ -968,8 +1000,74 @@ class _AdamBase(Optimizer):
             settle_gradients(parameters)
             grads = list(map(attrgetter("grad"), parameters))
         contiguous = _all_contiguous(grads)
+        recording = capturing(grads[0].device) or (
+            len(self._members) > 1 and any(capturing(batch.device) for batch, _ in self._members)
+        )
+        if recording:
+            members = self._grouped(parameters, grads, recording)
+        else:
+            self._find_members(parameters, grads, types, contiguous, changed)
+            members = self._members
+        control = self._control()
+        if first_at_rest:
+            check = self._check(None)
+            assert check is not None
+            control = _skipping_zeros(control, check)
+        calls: list[partial[Any]] = []
+        needed: list[tuple[adam.Control, torch.Tensor]] = []  # the calls hold only their addresses
+        for batch, indices in members:
+            device = batch.device
+            own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
+            here = adam.Control(
+                _scalar(control.grad_scale, torch.float32, device),
+                _scalar(control.found_inf, torch.float32, device),
+                _scalar(control.sum_of_squares, torch.float64, device),
+            )
+            groups = self._group_table(device, changed, recording)
+            needed.append((here, groups))
+            calls += batch.prepare(own, contiguous, groups, here)
+        apply(calls)
+        if recording:  # nothing of it has happened; what a replay writes to must stay
+            for batch, _ in members:
+                if not capturing(batch.device):
+                    batch.finish()
+            held = (one for batch, _ in members for operand in batch.keys for one in batch.batch.lists[operand])
+            self._recorded.update((id(one), one) for one in held)
+            return
+        for batch, _ in members:
+            batch.finish()
+        self._checked = list(map(_options_of, self.param_groups))
+        self._checked_norm = self.max_grad_norm
+
+    def _find_members(
+        self,
+        parameters: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        types: set[type],
+        contiguous: bool,
+        changed: bool,
+    ) -> None:
+        """Have the batches describe what is stepped: mostly the last step's do.
+
+        Args:
+            parameters, grads: what is stepped.
+            types: of the gradients.
+            contiguous: whether all of them are.
+            changed: whether an option of a group may have changed since.
+        """
+        if changed:
+            kinds = [
+                (
+                    *(group["amsgrad"], group["decoupled_weight_decay"], bool(group["weight_decay"] != 0)),
+                    *(group["master_weights"], group["state_dtype"], group["rounding"], group["seed"]),
+                )
+                for group in self.param_groups
+            ]
+            if kinds != self._kinds:
+                self._stepped = None
+                self._kinds = kinds
         grad_kinds = list(map(attrgetter("dtype"), grads)), types
-        if not (
+        if (
             self._stepped is not None
             and len(parameters) == len(self._stepped)
             and all(map(is_, parameters, self._stepped))
@@ -981,32 +1079,12 @@ class _AdamBase(Optimizer):
             and (contiguous or all(grad.layout == torch.strided for grad in grads))
             and all(batch.still_describes() for batch, _ in self._members)
         ):
-            self._stepped = None
-            self._regroup(parameters, grads)
-            self._stepped, self._stepped_kinds = parameters, grad_kinds
-            self._stepped_state = (self.state, len(self.state))
-        control = self._control()
-        if first_at_rest:
-            check = self._check(None)
-            assert check is not None
-            control = _skipping_zeros(control, check)
-        calls: list[partial[Any]] = []
-        controls: list[adam.Control] = []  # the calls hold only their addresses
-        for batch, indices in self._members:
-            device = batch.device
-            own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
-            here = adam.Control(
-                _scalar(control.grad_scale, torch.float32, device),
-                _scalar(control.found_inf, torch.float32, device),
-                _scalar(control.sum_of_squares, torch.float64, device),
-            )
-            controls.append(here)
-            calls += batch.prepare(own, contiguous, self._group_table(device, changed), here)
-        apply(calls)
-        for batch, _ in self._members:
-            batch.finish()
-        self._checked = list(map(_options_of, self.param_groups))
-        self._checked_norm = self.max_grad_norm
+            return
+        self._note_agreed()
+        self._stepped, self._members = None, []
+        self._members = self._grouped(parameters, grads)
+        self._stepped, self._stepped_kinds = parameters, grad_kinds
+        self._stepped_state = (self.state, len(self.state))
 
     def _warn_if_sharded_since(self) -> None:
         """Say so if the model was sharded after the optimizer was made, which then trains parameters of nobody.
@@ -1086,6 +1164,8 @@ class _AdamBase(Optimizer):
         apex saves no masters: `halfstep.integrations.checkpoint.with_masters` adds them. Neither checkpoint says
         whether weight decay is decoupled; the class it is loaded into does.
 
+        Once a step was captured into a CUDA graph, what is loaded is written into the tensors that the graph writes to.
+
         Raises:
             ValueError: groups, parameters, shapes, keys or numbers do not fit; the optimizer and its parameters are
                 unchanged, as they are after Ctrl-C.
@@ -1113,10 +1193,24 @@ class _AdamBase(Optimizer):
         self._forget()
         pairs = ((local(p.detach()), weight) for p, (_, weight) in loaded.items() if weight is not None)
         writes = [partial(held.copy_, local(weight)) for held, weight in pairs]
+        for parameter, (state, _) in loaded.items():
+            writes += self._in_place(parameter, state)
         apply([*writes, partial(self.__dict__.update, state=fresh, param_groups=groups, _agreed={})])
         self._agree()
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
+
+    def _in_place(self, parameter: torch.Tensor, state: dict[str, Any]) -> list[partial[Any]]:
+        """Calls that write a loaded state into the tensors that CUDA graphs use, which take its place in `state`."""
+        calls = []
+        for key, held in self.state.get(parameter, {}).items() if self._recorded else ():
+            value = state.get(key)
+            if not isinstance(value, torch.Tensor) or id(local(held)) not in self._recorded:
+                continue
+            if (value.shape, value.dtype, value.device) == (held.shape, held.dtype, held.device):
+                calls.append(partial(local(held).copy_, local(value)))
+                state[key] = held
+        return calls
 
     def _loaded_state(
         self, index: int, parameter: torch.Tensor, group: dict[str, Any], saved: dict[str, Any]

@@ -1,0 +1,385 @@
+"""Captured steps, eager steps and streams in any order, on a model of a GPU that is late (stream_model.py)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import stream_training
+import torch
+from stream_model import Model
+from stream_training import BF16, FP16, FP32
+
+import halfstep
+
+KERNELS = ["native", "triton"]
+LR = 0.1
+
+
+def made(device: torch.device, *values: float, **options: Any) -> tuple[list[torch.nn.Parameter], halfstep.Adam]:
+    """Parameters of 5 elements each; Adam moves them by the learning rate in a step, against the gradient's sign."""
+    parameters = [torch.nn.Parameter(torch.full((5,), value, device=device)) for value in values]
+    optimizer = halfstep.Adam(parameters, lr=LR, betas=(0.0, 0.0), eps=0.0, **options)
+    give(parameters, 1.0)
+    optimizer.step()
+    torch.cuda.synchronize()
+    return parameters, optimizer
+
+
+def give(parameters: list[torch.nn.Parameter], value: float) -> list[torch.Tensor]:
+    """New gradients in new memory."""
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, value)
+    return [parameter.grad for parameter in parameters]  # type: ignore[misc]
+
+
+def captured(step: Callable[[], object]) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def moved(parameters: list[torch.nn.Parameter]) -> list[float]:
+    """By how many learning rates, from 0."""
+    return [round(float(parameter.detach()[0]) / LR, 3) for parameter in parameters]
+
+
+# ----------------------------------------------------------------------------------------------- graphs and eager steps
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_replay_reads_the_gradients_of_its_capture(kernels: str) -> None:
+    with Model("late", kernels=kernels) as model:
+        parameters, optimizer = made(model.device, 0.0, 0.0)
+        static = give(parameters, 1.0)
+        optimizer.step()
+        graph = captured(optimizer.step)
+        give(parameters, -1.0)
+        optimizer.step()
+        optimizer.step()
+        assert moved(parameters) == [0.0, 0.0]
+        optimizer.zero_grad(set_to_none=True)
+        give(parameters, -1.0)  # in the memory of those that are gone
+        graph.replay()
+        assert moved(parameters) == [-1.0, -1.0]
+        static[1].fill_(-1.0)
+        graph.replay()
+        assert moved(parameters) == [-2.0, 0.0]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_an_eager_step_reads_its_own_gradients_after_a_capture_and_a_replay(kernels: str) -> None:
+    with Model("late", kernels=kernels) as model:
+        parameters, optimizer = made(model.device, 0.0)
+        own = give(parameters, -1.0)
+        optimizer.step()
+        static = give(parameters, 1.0)
+        graph = captured(optimizer.step)
+        optimizer.step()
+        assert moved(parameters) == [-1.0]
+        parameters[0].grad = own[0]
+        optimizer.step()
+        graph.replay()
+        optimizer.step()
+        assert moved(parameters) == [-1.0 + 1 - 1 + 1] and static[0][0].item() == 1.0
+
+
+@pytest.mark.parametrize("regroup", ["gradients", "load_state_dict", "add_param_group", "options"])
+def test_a_graph_goes_on_after_the_optimizer_was_regrouped(regroup: str) -> None:
+    with Model("late") as model:
+        parameters, optimizer = made(model.device, 0.0, 0.0)
+        static = give(parameters, 1.0)
+        graph = captured(optimizer.step)
+        expected = [-1.0, -1.0]
+        if regroup == "gradients":
+            parameters[1].grad = None
+            optimizer.step()
+            expected[0] -= 1
+        elif regroup == "load_state_dict":
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif regroup == "add_param_group":
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(9, device=model.device))]})
+        else:
+            optimizer.param_groups[0]["weight_decay"] = 1e-30
+            optimizer.step()
+            expected = [-2.0, -2.0]
+        others = [torch.full((size,), 7.0, device=model.device) for size in range(1, 90)]  # whose memory it may be
+        graph.replay()
+        assert moved(parameters) == [value - 1 for value in expected]
+        assert all(bool((one == 7.0).all()) for one in others) and len(static) == 2
+
+
+def test_a_loaded_state_is_what_a_graph_goes_on_from() -> None:
+    with Model("late") as model:
+        for kind in (FP32, BF16, FP16):
+            parameter = torch.nn.Parameter(torch.zeros(5, dtype=kind, device=model.device))
+            optimizer = halfstep.AdamW([parameter], lr=LR)
+            give([parameter], 1.0)
+            optimizer.step()
+            saved = {key: value.clone() for key, value in optimizer.state_dict()["state"][0].items()}
+            groups = optimizer.state_dict()["param_groups"]
+            before = optimizer.state[parameter]["exp_avg"]
+            graph = captured(optimizer.step)
+            for _ in range(3):
+                graph.replay()
+            optimizer.load_state_dict({"state": {0: saved}, "param_groups": groups})
+            assert optimizer.state[parameter]["exp_avg"] is before, "the graph writes there"
+            graph.replay()
+            assert optimizer.state[parameter]["step"].item() == 2.0
+        uncaptured = halfstep.AdamW([parameter], lr=LR)
+        optimizer.step()
+        uncaptured.load_state_dict({"state": {0: saved}, "param_groups": groups})
+        first = uncaptured.state[parameter]["exp_avg"]
+        uncaptured.load_state_dict({"state": {0: saved}, "param_groups": groups})
+        assert uncaptured.state[parameter]["exp_avg"] is not first
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_options_of_a_capture_are_not_those_of_the_next_eager_step(kernels: str) -> None:
+    with Model("late", kernels=kernels) as model:
+        parameters, optimizer = made(model.device, 0.0)
+        group = optimizer.param_groups[0]
+        group["lr"] = 3 * LR
+        graph = captured(optimizer.step)
+        optimizer.step()  # before any replay
+        assert moved(parameters) == [-1.0 - 3]
+        group["lr"] = LR
+        optimizer.step()
+        graph.replay()
+        optimizer.step()
+        assert moved(parameters) == [-4.0 - 1 - 3 - 1]
+        rate = group["lr"] = torch.tensor(5 * LR, device=model.device)
+        other = captured(optimizer.step)
+        other.replay()
+        rate.fill_(2 * LR)
+        other.replay()
+        graph.replay()
+        assert moved(parameters) == [-9.0 - 5 - 2 - 3]
+
+
+def test_two_captures_of_one_step_do_not_need_each_other() -> None:
+    with Model("late") as model:
+        parameters, optimizer = made(model.device, 0.0)
+        first, second = captured(optimizer.step), captured(optimizer.step)
+        second.replay()
+        del first
+        gc.collect()
+        second.replay()
+        assert moved(parameters) == [-3.0]
+
+
+def test_a_first_step_is_not_captured() -> None:
+    with Model() as model:
+        parameter = torch.nn.Parameter(torch.zeros(5, device=model.device))
+        optimizer = halfstep.AdamW([parameter], lr=LR)
+        give([parameter], 1.0)
+        with pytest.raises(RuntimeError) as raised:
+            captured(optimizer.step)
+        assert str(raised.value) == (
+            "parameter 0 with a gradient (group 0) has no complete state yet and the step is recorded into a CUDA "
+            "graph, each replay of which would make it anew; allowed are parameters with state: take a step with the "
+            "same parameters and options before the capture"
+        )
+        assert parameter not in optimizer.state
+        optimizer.step()
+        captured(optimizer.step).replay()
+        assert optimizer.state[parameter]["step"].item() == 2.0
+
+
+def test_full_masters_follow_a_weight_written_before_a_capture() -> None:
+    with Model("late") as model:
+        parameter = torch.nn.Parameter(torch.zeros(5, dtype=BF16, device=model.device))
+        optimizer = halfstep.Adam([parameter], lr=0.25, betas=(0.0, 0.0), eps=0.0, master_weights="full")
+        give([parameter], 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            parameter.fill_(8.0)
+        graph = captured(optimizer.step)
+        graph.replay()
+        assert parameter[0].item() == 7.75
+        graph.replay()
+        optimizer.step()
+        assert parameter[0].item() == 7.25
+
+
+# ------------------------------------------------------------------------------------------------------- nothing waits
+
+
+def settled(model: Model, **options: Any) -> tuple[list[torch.nn.Parameter], halfstep.AdamW, halfstep.GradScaler]:
+    """Parameters of several dtypes after a few AMP steps."""
+    parameters = [
+        torch.nn.Parameter(torch.ones(40 + 7 * index, dtype=dtype, device=model.device))
+        for index, dtype in enumerate((FP32, BF16, FP16, BF16))
+    ]
+    optimizer = halfstep.AdamW(parameters, lr=LR, **options)
+    scaler = halfstep.GradScaler("cuda", init_scale=4.0)
+    scaler.scale(torch.zeros((), device=model.device))
+    for _ in range(2):
+        give(parameters, 1.0)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.last_step_skipped()
+    torch.cuda.synchronize()
+    model.blocking.clear()
+    model.pageable.clear()
+    return parameters, optimizer, scaler
+
+
+WAYS: dict[str, tuple[dict[str, Any], Callable[[halfstep.GradScaler, halfstep.AdamW], object]]] = {
+    "step": ({}, lambda scaler, optimizer: None),
+    "clip in the step": ({"max_grad_norm": 1.0}, lambda scaler, optimizer: None),
+    "unscale_": ({}, lambda scaler, optimizer: scaler.unscale_(optimizer)),
+    "unscale_ and clip": ({"max_grad_norm": 1.0}, lambda scaler, optimizer: scaler.unscale_(optimizer)),
+    "clip_grad_norm_": ({}, lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0)),
+    "write_back": ({}, lambda scaler, optimizer: setattr(scaler, "_write_back", True)),
+    "torch's clip": (
+        {},
+        lambda scaler, optimizer: (
+            scaler.unscale_(optimizer),
+            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ["same", "moved", "options", "absent"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_an_amp_step_waits_for_nothing(kernels: str, way: str, case: str) -> None:
+    """Nor where gradients come and go: a table that is missing is made without a wait, too."""
+    options, call = WAYS[way]
+    if kernels == "triton" and (case != "moved" or way not in ("step", "unscale_ and clip")):
+        pytest.skip("slow under the interpreter")
+    with Model("late", kernels=kernels) as model:
+        parameters, optimizer, scaler = settled(model, **options)
+        torch.cuda.set_sync_debug_mode("error")
+        for step in range(4):
+            if case != "same":
+                give(parameters, 2.0)
+            if case == "options":
+                optimizer.param_groups[0]["lr"] *= 0.5
+            if case == "absent":
+                parameters[step % 4].grad = None
+            if step == 2:
+                parameters[3].grad.fill_(torch.inf)  # type: ignore[union-attr]
+            call(scaler, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scaler.last_step_skipped()
+        torch.cuda.set_sync_debug_mode("default")
+        assert (model.blocking, model.pageable) == ([], [])
+        assert scaler.get_scale() == (1.0 if case == "same" else 2.0)
+
+
+def test_checks_of_other_optimizers_wait_for_their_flag_only() -> None:
+    with Model("late") as model:
+        parameters = [torch.nn.Parameter(torch.ones(9, dtype=dtype, device=model.device)) for dtype in (FP32, FP16)]
+        parameters.append(torch.nn.Parameter(torch.ones(9, dtype=torch.float64, device=model.device)))
+        optimizer = torch.optim.SGD(parameters, lr=LR)
+        scaler = halfstep.GradScaler("cuda", init_scale=4.0)
+        scaler.scale(torch.zeros((), device=model.device))
+        for step in range(4):
+            give(parameters, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 1:
+                model.blocking.clear()
+                model.pageable.clear()
+        assert (model.blocking, model.pageable) == (["aten._local_scalar_dense"] * 2, [])
+
+
+def test_the_mirror_is_not_asked_while_a_graph_is_captured() -> None:
+    with Model("late") as model:
+        parameters, optimizer, scaler = settled(model)
+        give(parameters, 1.0)
+        assert scaler.last_step_skipped() is False
+
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.last_step_skipped() is False and scaler.skips_known() == 0
+
+        scaler.step(optimizer)
+        scaler.update()  # whose numbers are on their way
+        graph = captured(step)
+        for parameter in parameters:
+            parameter.grad.fill_(torch.inf)  # type: ignore[union-attr]
+        graph.replay()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.cuda.synchronize()
+        assert scaler.last_step_skipped() is True and scaler.skips_known() == 2
+
+
+def test_a_graph_notes_overflows_where_eager_checks_do() -> None:
+    with Model("late") as model:
+        parameters, optimizer, scaler = settled(model)
+
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        graph = captured(step)
+        parameters[2].grad.fill_(torch.nan)  # type: ignore[union-attr]
+        graph.replay()
+        graph.replay()
+        (found,) = scaler.overflow_report().parameters
+        assert (found.nan_steps, found.first_step, found.last_step) == (2, 3, 4)
+
+
+def test_what_a_graph_writes_its_answers_to_is_its_own() -> None:
+    """A group that is added has eager checks make longer answers; the graph's must not become others' memory."""
+    with Model("late") as model:
+        _, optimizer, scaler = settled(model)
+
+        def step() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+        graph = captured(step)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device=model.device))]})
+        step()
+        others = [torch.full((count,), 7, dtype=torch.int32, device=model.device) for count in (1, 4, 5, 16, 20)] * 3
+        graph.replay()
+        assert all(bool((one == 7).all()) for one in others)
+
+
+# ------------------------------------------------------------------------------------------------ random interleavings
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_any_order_of_captures_replays_steps_and_changes_has_the_bits_of_eager_steps(first: int) -> None:
+    """`make soak` runs 10,000."""
+    for seed in range(first, first + 20):
+        stream_training.run(seed, order="late" if seed % 10 == 9 else "random")
+
+
+def test_the_interpreter_has_the_same_bits_in_any_order() -> None:
+    for seed in range(3):
+        stream_training.run(seed, length=7, kernels="triton")
+
+
+def test_the_campaign_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tables that eager steps and graphs share, or a wait between streams that is left out."""
+
+    def fails() -> bool:
+        for seed in range(40):
+            try:
+                stream_training.run(seed)
+            except (AssertionError, RuntimeError):
+                return True
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr("halfstep.kernels.multi_tensor.current_stream", lambda device: 0)
+        assert fails(), "tables are shared between streams"
+    with monkeypatch.context() as patch:
+        patch.setattr("halfstep.kernels.streams._keep", lambda pinned: None)
+        assert fails(), "nobody keeps what captured copies read"
+    with monkeypatch.context() as patch:
+        patch.setattr(halfstep.AdamW, "_in_place", lambda *arguments: [])
+        assert fails(), "a loaded state replaces what graphs write to"
