@@ -263,6 +263,48 @@ def test_out(name: str, source: torch.dtype, target: torch.dtype) -> None:
                 assert_same_bits(out, want, f"{kind}, list")
 
 
+@pytest.mark.parametrize("source", DTYPES, ids=names)
+def test_a_gpu_leaves_plain_casts_of_one_tensor_to_torch(source: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With or without `out`. What has options, or a format that torch converts otherwise, keeps its kernel."""
+    launched: list[str] = []
+
+    def stand_in(name: str) -> object:
+        return type("", (), {"__getitem__": lambda self, grid: lambda *args, **kwargs: launched.append(name)})()
+
+    for name in ("cast_kernel", "multi_cast_kernel"):
+        monkeypatch.setattr(module, name, stand_in(name))
+    monkeypatch.setattr(module, "resolve", lambda device, family: "triton")
+    x = oracles.to_torch(every_input(source))
+    for target in (*DTYPES, E4M3):
+        out = torch.empty(x.shape, dtype=target)
+        plain = target in DTYPES and (source == target or FP32 in (source, target))
+        results = [halfstep.cast(x, target), *halfstep.foreach_cast([x], target), halfstep.cast(x, target, out=out)]
+        assert results[2] is out
+        assert launched == ([] if plain else ["cast_kernel"] * 3)
+        for result in results if plain else ():
+            assert_same_bits(result, x.to(target))
+        launched.clear()
+        with halfstep.backend("triton"):
+            halfstep.cast(x, target)
+        halfstep.cast(x, target, saturate=True)
+        halfstep.foreach_cast([x, x], target)
+        assert launched == ["cast_kernel", "cast_kernel", "multi_cast_kernel"]
+        launched.clear()
+
+
+def test_out_needs_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sizes there are: a table is built, sent and dropped for each beyond the last eight."""
+    monkeypatch.setattr(TableCache, "table", None)
+    for target in (BF16, E4M3):
+        for name in ALL:
+            with using(name, "cast") as device:
+                x = torch.linspace(-9.0, 9.0, 1001, device=device)
+                out = torch.empty(1001, dtype=target, device=device)
+                for options in ({}, {"saturate": True}, {"rounding": "stochastic", "seed": 3}):
+                    halfstep.cast(x, target, out=out, **options)
+                    assert_same_bits(out, halfstep.cast(x, target, **options))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_list_of_all_dtypes_keeps_its_order(name: str) -> None:
     tensors = [torch.full((size,), float(size)).to(DTYPES[size % 3]) for size in (3, 1, 4, 0, 5, 9, 2, 6)]
