@@ -157,6 +157,12 @@ def _down(x, LINE: tl.constexpr):
 def _ends(lead, columns, LINE: tl.constexpr):
     """The columns of a row, or rows, before its first whole line and after its last, and which of these there are."""
     lane = tl.arange(0, 2 * LINE)[None, :]
+@jit
+def _along(mask, column, mask_column):
+    """Where a row of the mask has its columns. In 64 bits: of a transposed mask of 50,000 by 50,000 they lie so far."""
+    return mask + column.to(tl.int64) * mask_column
+
+
     column = tl.where(lane < LINE, lane, _down(lead + columns, LINE) - lead + lane - LINE)
     return column, tl.where(lane < LINE, lane < _up(lead, LINE) - lead, column < columns)
 
@@ -258,7 +264,7 @@ def forward_tile_kernel(
         if LINE > 0 and MASK_IN_STEP:
             mask_block = tl.multiple_of(mask - _lead(x, LINE), LINE if MASK == BOOLEAN else 16)[:, None] + at
         else:
-            mask_block = mask[:, None] + column * mask_column
+            mask_block = _along(mask[:, None], column, mask_column)
             if LINE > 0:
                 mask_inside = kept
     z = _logits(x_block, mask_block, inside, mask_inside, kept, scale, MASK, "")
@@ -277,7 +283,7 @@ def forward_tile_kernel(
         there = exists & there
         kept = there & (column < limit)
         if MASK != PLAIN:
-            mask_block = mask[:, None] + column * mask_column
+            mask_block = _along(mask[:, None], column, mask_column)
         z = _logits(x[:, None] + column, mask_block, kept, kept, kept, scale, MASK, "") - top
         result = z - tl.log(s) if LOG else tl.exp(z) * (1.0 / s)
         tl.store(y[:, None] + column, from_float32(result, y.dtype.scalar.element_ty), mask=there)
@@ -358,7 +364,7 @@ def forward_long_kernel(
             mask_block = mask_line + at
             mask_inside = inside
             if LINE == 0 or not MASK_IN_STEP:
-                mask_block = mask + column * mask_column
+                mask_block = _along(mask, column, mask_column)
                 if LINE > 0:
                     mask_inside = kept
             z = _logits(x_line + at, mask_block, inside, mask_inside, kept, scale, MASK, "evict_last")
@@ -389,7 +395,7 @@ def forward_long_kernel(
             mask_block = mask_line + at
             mask_inside = inside
             if LINE == 0 or not MASK_IN_STEP:
-                mask_block = mask + column * mask_column
+                mask_block = _along(mask, column, mask_column)
                 if LINE > 0:
                     mask_inside = kept
             z = _logits(x_line + at, mask_block, inside, mask_inside, kept, scale, MASK, "evict_first") - top
@@ -400,7 +406,8 @@ def forward_long_kernel(
                 column, there = _ends(lead, columns, LINE)
                 at = column + lead
                 kept = there & (column < limit)
-                z = _logits(x_line + at, mask + column * mask_column, kept, kept, kept, scale, MASK, "") - top
+                mask_block = _along(mask, column, mask_column)
+                z = _logits(x_line + at, mask_block, kept, kept, kept, scale, MASK, "") - top
                 result = z - shift if LOG else tl.exp(z) * factor
                 tl.store(y_line + at, from_float32(result, y.dtype.element_ty), mask=there)
 

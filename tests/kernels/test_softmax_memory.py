@@ -153,6 +153,44 @@ def test_strided_tiles_touch_each_element_as_often_as_the_docstring_says(
             assert (traffic.counts(traffic.stored, dx) == 1).all()
 
 
+# A row of the mask reaches over 2^31 elements and more, and touches a sixteenth of their pages. A wrong address ends
+# the process, so this runs in one of its own.
+FAR_MASK = """
+import sys
+import torch
+import halfstep
+from halfstep.kernels import softmax as family
+
+backend, path, dtype = sys.argv[1], sys.argv[2], getattr(torch, sys.argv[3])
+if path != "one pass":
+    family.FORWARD_ONE_PASS = family.LOOP_BLOCK = 2**13
+    family._programs_at_once = lambda device: 1 if path == "two passes" else 400
+step = 70_000 if dtype == torch.bool else 66_000
+for columns in (32_768, 32_761):
+    near = (torch.randn(columns, generator=torch.Generator().manual_seed(0)) > 0).to(dtype)
+    far = torch.empty(columns * step, dtype=dtype)[::step]
+    assert far.stride(0) * (columns - 1) > 2**31
+    far.copy_(near)
+    x = torch.randn(1, columns, generator=torch.Generator().manual_seed(1))
+    expected = family.reference_forward(x, near, -1, 1.0, False, False, torch.float32)
+    with halfstep.backend(backend):
+        assert (halfstep.softmax(x, mask=far) - expected).abs().max() < 1e-8, columns
+        assert (halfstep.softmax(x.T.expand(columns, 3), 0, mask=far[:, None]).T - expected).abs().max() < 1e-8, columns
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float16"])
+@pytest.mark.parametrize("path", ["one pass", "two passes", "pieces"])
+@pytest.mark.parametrize("name", ["native", "triton"])
+def test_a_mask_may_step_further_than_32_bits_count(name: str, path: str, dtype: str) -> None:
+    with using(name, "softmax") as device:
+        if device.type != "cpu" or (name == "native" and path != "one pass"):
+            pytest.skip("made for CPU tensors; C++ has one path")
+    command = [sys.executable, "-c", FAR_MASK, "auto" if name == "native" else name, path, dtype]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # Each row's last kept element is the last of a page, and the next page cannot be read.
 GUARDED = """
 import ctypes, mmap, sys
