@@ -2,8 +2,9 @@
 
 Per variant and target it prints what the compiled code moves per element against the least possible, how wide its
 accesses are, what it takes of the machine, and how long the least possible traffic takes at datasheet bandwidth. It
-fails (status 1) where a variant does not compile, spills, or promises the reference's bits and contains a fused
-multiply-add, an approximation or flushed subnormals. What is counted and how: ``machine_code.py``.
+fails (status 1) where a variant does not compile, spills, has more threads than can be launched, or promises the
+reference's bits and contains a fused multiply-add, an approximation or flushed subnormals. What is counted and how:
+``machine_code.py``.
 
 A family lists its variants in a function ``variants()``; ``--module`` audits any other module that has one. ``--peers``
 adds the kernels of installed peers with their own launch settings; what they do wrong is shown and does not fail.
@@ -138,8 +139,13 @@ def compile_variant(variant: Any, target: str) -> Any:
         constexprs=variant.constexprs,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible_by_16},
     )
-    options = {"num_warps": variant.num_warps, "enable_fp_fusion": not variant.exact, **variant.options}
-    return triton.compile(source, target=gpu_target(target), options=options)
+    described = gpu_target(target)
+    options = {
+        "num_warps": variant.warps(described.warp_size),
+        "enable_fp_fusion": not variant.exact,
+        **variant.options,
+    }
+    return triton.compile(source, target=described, options=options)
 
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:
@@ -165,8 +171,13 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
 def _inspect(row: Row, variant: Any, compiled: Any) -> None:
     """Fill `row` from the compiled kernel."""
     from halfstep.bench import machine_code
+    from halfstep.kernels.backend import MOST_THREADS
 
     ttgir = compiled.asm["ttgir"]
+    warps, lanes = compiled.metadata.num_warps, gpu_target(row.target).warp_size
+    threads = warps * lanes
+    if threads > MOST_THREADS:
+        row.problems.append(f"{warps} warps of {lanes} lanes are {threads} threads; {MOST_THREADS} can be launched")
     if "ptx" in compiled.asm:
         text, usage = _disassembled(compiled.asm["cubin"])
         ptx = compiled.asm["ptx"]
@@ -174,16 +185,15 @@ def _inspect(row: Row, variant: Any, compiled: Any) -> None:
         emitted = machine_code.bulk(list(machine_code.sass_accesses(text, machine_code.ptx_shifted_lines(ptx))), ttgir)
         taken = machine_code.sass_resources(text, usage)
         inexact = machine_code.ptx_inexact(ptx)
-        row.occupancy = occupancy(row.target, taken.registers, compiled.metadata.shared, variant.num_warps)
+        row.occupancy = occupancy(row.target, taken.registers, compiled.metadata.shared, warps)
     else:
         text = compiled.asm["amdgcn"]
         counted = emitted = machine_code.bulk(list(machine_code.amd_accesses(text)), ttgir)
         taken = machine_code.amd_resources(text)
         inexact = machine_code.amd_inexact(compiled.asm["llir"], text)
-        row.occupancy = machine_code.amd_occupancy(text, compiled.metadata.shared, variant.num_warps)
+        row.occupancy = machine_code.amd_occupancy(text, compiled.metadata.shared, warps)
     elements = variant.elements or machine_code.tile_elements(ttgir)
     if elements:
-        threads = compiled.metadata.num_warps * gpu_target(row.target).warp_size
         row.bytes_read, row.bytes_written = (
             sum(access.bits // 8 for access in counted if access.writes is writes) * threads / elements
             for writes in (False, True)

@@ -10,6 +10,7 @@ Every kernel family has up to three implementations with the same bits:
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -29,6 +30,7 @@ except ImportError:  # macOS, Windows, or simply not installed: the CPU path nee
     tl = None
 
 NAMES = ("auto", "reference", "triton")
+MOST_THREADS = 1024  # of a program, on every GPU
 
 
 def _checked(name: object, source: str) -> str:
@@ -117,6 +119,14 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Around a Triton launch: it goes to the current GPU, which need not be where the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@functools.cache
+def most_warps(device: torch.device) -> int:
+    """How many warps a program may have: a GPU launches up to `MOST_THREADS` threads, and runs 32 or, on AMD's data
+    center chips, 64 of them in step."""
+    lanes: int = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+    return MOST_THREADS // lanes
 
 
 TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, on_device, resolve, tl
+from halfstep.kernels.backend import MOST_THREADS, jit, most_warps, on_device, resolve, tl
 from halfstep.kernels.multi_tensor import DTYPE_CODES, address, check_addresses
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.variant import Variant
@@ -853,13 +853,13 @@ SHORTEST_LINED = 128  # columns; in shorter rows the lines lost at both ends are
 STRIDED_FORWARD, STRIDED_BACKWARD, STRIDED_LOOP = 32768, 16384, 4096  # elements of a tile; those of one pass first
 
 
-def _tile(columns: int, per_warp: int) -> tuple[int, int, int]:
+def _tile(columns: int, per_warp: int, most: int = 32) -> tuple[int, int, int]:
     """ROWS, BLOCK and warps of a tile kernel. Up to 512 columns one warp has whole rows to itself, so that no reduction
     crosses warps: no barrier and no shared memory."""
     block = max(16, 1 << (columns - 1).bit_length())
     if block <= 512:
         return 1024 // block, block, 1
-    return 1, block, min(32, max(2, block // per_warp))
+    return 1, block, min(most, max(2, block // per_warp))
 
 
 def _loop_block(line: int, mask_kind: int) -> int:
@@ -935,7 +935,7 @@ def _triton_forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log
     reach = columns + max(line - 1, 0)  # lanes from the boundary below a row to its end, at most
     with on_device(y.device):
         if reach <= FORWARD_ONE_PASS:
-            tile, block, warps = _tile(reach, 1024)
+            tile, block, warps = _tile(reach, 1024, most_warps(y.device))
             forward_tile_kernel[(-(-count // tile),)](
                 rows.x, mask, y, *sizes, scale, **fixed, ROWS=tile, BLOCK=block, num_warps=warps
             )
@@ -967,7 +967,7 @@ def _triton_backward(
     reach = columns + max(line - 1, 0)
     with on_device(y.device):
         if reach <= BACKWARD_ONE_PASS:
-            tile, block, warps = _tile(reach, 512)
+            tile, block, warps = _tile(reach, 512, most_warps(y.device))
             backward_tile_kernel[(-(-count // tile),)](
                 grad, y, dx, *sizes, scale, **fixed, ROWS=tile, BLOCK=block, num_warps=warps
             )
@@ -1026,15 +1026,15 @@ def _as_strips(x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, dim:
     return Strips(x, None if mask is None else full, (a, b, c), *strides)
 
 
-def _strided_tile(columns: int, across: int, one_pass: int) -> tuple[bool, int, int, int]:
+def _strided_tile(columns: int, across: int, one_pass: int, most: int = 32) -> tuple[bool, int, int, int]:
     """ONE_PASS, COLUMNS, WIDTH and warps: 32 lanes side by side or more, where there are as many, and in one pass where
     a tile of `one_pass` elements holds all columns."""
-    most = 1 << (across - 1).bit_length()
+    side = 1 << (across - 1).bit_length()
     tall = 1 << (columns - 1).bit_length()
-    if tall * min(most, 32) <= one_pass:
-        width = min(most, max(32, 4096 // tall), 256)
-        return True, tall, width, min(32, max(1, tall * width // 1024))
-    width = min(most, 64)
+    if tall * min(side, 32) <= one_pass:
+        width = min(side, max(32, 4096 // tall), 256)
+        return True, tall, width, min(most, max(1, tall * width // 1024))
+    width = min(side, 64)
     return False, STRIDED_LOOP // width, width, 8
 
 
@@ -1044,7 +1044,7 @@ def _triton_strided_forward(strips: Strips, y: torch.Tensor, columns: int, scale
     if strips.mask is not None:
         boolean = strips.mask.dtype == torch.bool
         mask, kind = (strips.mask.view(torch.uint8), 1) if boolean else (strips.mask, 2)
-    one_pass, tall, width, warps = _strided_tile(columns, c, STRIDED_FORWARD)
+    one_pass, tall, width, warps = _strided_tile(columns, c, STRIDED_FORWARD, most_warps(y.device))
     tiles = -(-c // width)
     with on_device(y.device):
         forward_strided_kernel[(a * b * tiles,)](
@@ -1058,7 +1058,7 @@ def _triton_strided_backward(
     grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, sizes: tuple[int, int, int], scale: float, log: bool
 ) -> None:
     outer, columns, inner = sizes
-    one_pass, tall, width, warps = _strided_tile(columns, inner, STRIDED_BACKWARD)
+    one_pass, tall, width, warps = _strided_tile(columns, inner, STRIDED_BACKWARD, most_warps(y.device))
     tiles = -(-inner // width)
     with on_device(y.device):
         backward_strided_kernel[(outer * tiles,)](
@@ -1537,6 +1537,7 @@ def _forward_variant(
         bytes_read=(_SIGNATURE_DTYPES[source] + mask_bytes) * (1.0 if one_pass or stage else 2.0),
         bytes_written=0.0 if stage == 1 else _SIGNATURE_DTYPES[target],
         elements=block * tile,
+        num_warps_of_64=min(warps, MOST_THREADS // 64),
     )
 
 
@@ -1571,6 +1572,7 @@ def _backward_variant(
         exact=False,
         bytes_read=2.0 * _SIGNATURE_DTYPES[source] * (1.0 if one_pass or stage else 2.0),
         bytes_written=0.0 if stage == 1 else _SIGNATURE_DTYPES[target],
+        num_warps_of_64=min(warps, MOST_THREADS // 64),
         elements=block * tile,
     )
 
@@ -1597,6 +1599,7 @@ def _strided_variant(
         exact=False,
         bytes_read=(_SIGNATURE_DTYPES[source] + (mask > 0)) * (1.0 if one_pass else 2.0),
         bytes_written=_SIGNATURE_DTYPES[target],
+        num_warps_of_64=min(warps, MOST_THREADS // 64),
     )
 
 
@@ -1614,6 +1617,7 @@ def _strided_backward_variant(columns: int, inner: int, source: str, target: str
         exact=False,
         bytes_read=2.0 * _SIGNATURE_DTYPES[source] * (1.0 if one_pass else 2.0),
         bytes_written=_SIGNATURE_DTYPES[target],
+        num_warps_of_64=min(warps, MOST_THREADS // 64),
     )
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,6 +141,24 @@ def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
     with halfstep.backend("triton"), pytest.raises(RuntimeError) as raised:
         module.resolve(CPU, "unscale")
     assert str(raised.value) == "backend is 'triton', but triton is not installed; install it or use backend('auto')"
+
+
+@pytest.mark.parametrize(("lanes", "most"), [(32, 32), (64, 16)])
+def test_a_program_has_1024_threads_at_most(monkeypatch: pytest.MonkeyPatch, lanes: int, most: int) -> None:
+    asked = []
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(warp_size=lanes)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    module.most_warps.cache_clear()
+    try:
+        assert [module.most_warps(GPU), module.most_warps(GPU)] == [most, most]
+        assert asked == [GPU]
+        assert module.most_warps(CPU) == 32
+    finally:
+        module.most_warps.cache_clear()
 
 
 def test_jit_leaves_functions_alone_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,8 @@ RULES: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 def run_audit(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command, in a process that starts with TRITON_INTERPRET=1, as the tests do."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)}
+    path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     return subprocess.run(
         [sys.executable, "-m", "halfstep.bench.audit", *arguments], capture_output=True, text=True, env=environment
     )
@@ -167,6 +168,8 @@ def test_the_audit_rejects_what_it_must() -> None:
     for target in ("sm_90", "gfx942"):
         assert problems["mistyped", target].startswith("does not compile: CompilationError")
     assert "spills" in problems["spills", "sm_90"]
+    assert problems["too many of 64 lanes", "sm_90"] == ""
+    assert problems["too many of 64 lanes", "gfx942"] == "32 warps of 64 lanes are 2048 threads; 1024 can be launched"
 
 
 def test_bytes_and_widths_come_from_the_machine_code() -> None:
@@ -209,7 +212,7 @@ def test_the_table_names_what_fails() -> None:
     done = run_audit("--module", "failing_kernels", "--target", "sm_80")
     assert done.returncode == 1
     assert "FAIL failing_kernels.multiply_add_kernel contracted on sm_80: promises the reference's bits" in done.stdout
-    assert "5 of 5 fail" in done.stdout
+    assert "5 of 6 fail" in done.stdout
     assert "does not compile" in done.stdout
 
 

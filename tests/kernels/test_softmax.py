@@ -246,6 +246,29 @@ def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monke
             torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("lanes", [32, 64])
+def test_no_launch_has_more_threads_than_a_gpu_takes(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a warp has 64 lanes, as on MI300X, 16 of them are all there may be."""
+    monkeypatch.setattr(family, "most_warps", lambda device: 1024 // lanes)
+    launched: dict[str, set[int]] = {}
+    for kernel in [name for name in vars(family) if name.endswith("_kernel")]:
+        warps = launched.setdefault(kernel, set())
+        launch = type(
+            "Launch", (), {"__getitem__": lambda self, grid, to=warps: lambda *a, **k: to.add(k["num_warps"])}
+        )
+        monkeypatch.setattr(family, kernel, launch())
+    with using("triton", "softmax"):
+        for columns in (8, 512, 1024, 4096, family.BACKWARD_ONE_PASS, family.FORWARD_ONE_PASS, 2**16):
+            x = torch.empty(1, columns, 40)
+            for dim, one in ((-1, x[..., 0].contiguous()), (-2, x)):
+                y = halfstep.softmax(one, dim)
+                family._backward(y, y, dim, 1.0, False, False, y.dtype)
+    most = {kernel: max(warps) for kernel, warps in launched.items()}
+    tiles = {"forward_tile_kernel", "backward_tile_kernel", "forward_strided_kernel"}
+    assert most == {kernel: 1024 // lanes if kernel in tiles else 16 for kernel in launched}
+    assert len(most) == 6
+
+
 def test_how_many_pieces() -> None:
     """No fewer than fill the device, no shorter than a block, none empty, at most 256."""
     block, device = family.LOOP_BLOCK, torch.device("cpu")

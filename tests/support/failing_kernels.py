@@ -48,6 +48,13 @@ def crowded_kernel(x, y, BLOCK: tl.constexpr):
     tl.store(y + offsets, tl.div_rn(a, b))
 
 
+@jit
+def copy_kernel(x, y, BLOCK: tl.constexpr):
+    """Nothing is wrong with it but how many threads it is given."""
+    offsets = tl.arange(0, BLOCK)
+    tl.store(y + offsets, tl.load(x + offsets))
+
+
 def _variant(kernel: object, name: str, **fields: object) -> Variant:
     return Variant(
         kernel=kernel,
@@ -60,9 +67,10 @@ def _variant(kernel: object, name: str, **fields: object) -> Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """What the audit must reject on sm_90, and all but "approximate" and "spills" on gfx942."""
+    """What the audit must reject; "too many of 64 lanes" passes on sm_90, "approximate" and "spills" on gfx942."""
     yield _variant(multiply_add_kernel, "contracted", options={"enable_fp_fusion": True})
     yield _variant(explicit_fma_kernel, "fused by hand")
     yield _variant(approximate_kernel, "approximate")
     yield _variant(mistyped_kernel, "mistyped")
     yield _variant(crowded_kernel, "spills", block=16384, options={"maxnreg": 64})
+    yield _variant(copy_kernel, "too many of 64 lanes", block=16384, num_warps=32)
