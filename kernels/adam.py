@@ -346,7 +346,7 @@ def _power_block(base, exponent):
     return result
 
 
-@jit
+@partial(jit, do_not_specialize=["tensors"])
 def prepare_kernel(
     rows,  # int64 (2 + operands, tensors): see multi_tensor.py
     tensors,  # number of tensors
@@ -509,7 +509,7 @@ def _ahead(offsets, to_end, run, jump):
     return offsets + ends.to(tl.int64) * jump
 
 
-@jit
+@partial(jit, do_not_specialize=["tensors"])
 def adam_kernel(
     rows,  # int64 (2 + operands, tensors): see multi_tensor.py
     chunk_tensor,  # int32 (chunks,)

@@ -244,7 +244,7 @@ def _plain(value):
     return (value + 4611686018427387904) >> 1
 
 
-@jit
+@functools.partial(jit, do_not_specialize=["source", "target", "numel"])
 def cast_kernel(
     source,  # int64 address, and so is target
     target,
@@ -275,7 +275,7 @@ def cast_kernel(
     )
 
 
-@jit
+@functools.partial(jit, do_not_specialize=["tensors"])
 def multi_cast_kernel(
     rows,  # int64 (6, tensors): see multi_tensor.py; operands are source, target, stream and offset
     chunk_tensor,  # int32 (chunks,)
@@ -727,7 +727,6 @@ def variants() -> Iterator[Variant]:
                     name=name,
                     signature={"source": "i64", "target": "i64", "numel": "i64", **seeds, "offset": "i64"},
                     constexprs=constexprs,
-                    divisible_by_16=("source", "target", "numel"),
                     bytes_read=source.itemsize,
                     bytes_written=target.itemsize,
                 )

@@ -102,8 +102,8 @@ def _times(value, bits):
     return (value.to(tl.float64) * bits.to(tl.float64, bitcast=True)).to(tl.float32)
 
 
-# The bits of the factors are new with each scaler: nothing is compiled for those that 16 divides.
-@functools.partial(jit, do_not_specialize=["growth_bits", "backoff_bits"])
+# Each scaler has numbers of its own: nothing is compiled for those that are 1 or that 16 divides.
+@functools.partial(jit, do_not_specialize=["growth_bits", "backoff_bits", "growth_interval", "hysteresis"])
 def loss_scale_kernel(
     scale,
     clean_steps,

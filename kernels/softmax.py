@@ -118,6 +118,10 @@ def reference_backward(
 # `lead` of the block belong to the row before. A line that holds an element of the row is loaded whole, which never
 # touches a page without one, and what is not the row's is set aside; lines that are the row's are stored whole, the few
 # elements at its two ends one by one.
+#
+# Triton compiles a kernel anew for an integer that is 1 and for one that 16 divides. Of columns and strides it learns
+# so where accesses can be wide. Of the numbers that are not to be specialised, which change with every batch and
+# sequence length, it would learn nothing.
 
 if tl is not None:
     LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -154,15 +158,15 @@ def _down(x, LINE: tl.constexpr):
 
 
 @jit
-def _ends(lead, columns, LINE: tl.constexpr):
-    """The columns of a row, or rows, before its first whole line and after its last, and which of these there are."""
-    lane = tl.arange(0, 2 * LINE)[None, :]
-@jit
 def _along(mask, column, mask_column):
     """Where a row of the mask has its columns. In 64 bits: of a transposed mask of 50,000 by 50,000 they lie so far."""
     return mask + column.to(tl.int64) * mask_column
 
 
+@jit
+def _ends(lead, columns, LINE: tl.constexpr):
+    """The columns of a row, or rows, before its first whole line and after its last, and which of these there are."""
+    lane = tl.arange(0, 2 * LINE)[None, :]
     column = tl.where(lane < LINE, lane, _down(lead + columns, LINE) - lead + lane - LINE)
     return column, tl.where(lane < LINE, lane < _up(lead, LINE) - lead, column < columns)
 
@@ -199,7 +203,7 @@ def _logits(x, mask, inside, mask_inside, kept, scale, MASK: tl.constexpr, POLIC
     return tl.where(kept, z, float("-inf"))
 
 
-@jit
+@functools.partial(jit, do_not_specialize=["rows", "queries", "size_b", "size_c"])
 def forward_tile_kernel(
     x,
     mask,
@@ -291,7 +295,7 @@ def forward_tile_kernel(
         tl.store(y[:, None] + column, from_float32(result, y.dtype.scalar.element_ty), mask=real)
 
 
-@jit
+@functools.partial(jit, do_not_specialize=["rows", "queries", "size_b", "size_c", "pieces"])
 def forward_long_kernel(
     x,
     mask,
@@ -430,7 +434,7 @@ def _share(dy, p, kept, LOG: tl.constexpr):
         return tl.where(kept, dy * p, 0.0)
 
 
-@jit
+@functools.partial(jit, do_not_specialize=["rows", "queries"])
 def backward_tile_kernel(
     grad,
     y,
@@ -494,7 +498,7 @@ def backward_tile_kernel(
         tl.store(dx + offset, from_float32(result, dx.dtype.element_ty), mask=there)
 
 
-@jit
+@functools.partial(jit, do_not_specialize=["rows", "queries", "pieces"])
 def backward_long_kernel(
     grad,
     y,
@@ -578,7 +582,7 @@ def backward_long_kernel(
                 tl.store(dx_line + at, from_float32(result, dx.dtype.element_ty), mask=there)
 
 
-@jit
+@functools.partial(jit, do_not_specialize=["size_b", "tiles"])
 def forward_strided_kernel(
     x,
     mask,
@@ -653,7 +657,7 @@ def forward_strided_kernel(
             tl.store(y + (column * y_column + y_side), from_float32(result, y.dtype.element_ty), mask=inside)
 
 
-@jit
+@functools.partial(jit, do_not_specialize=["columns", "tiles"])
 def backward_strided_kernel(
     grad,
     y,
@@ -1517,7 +1521,7 @@ def _forward_variant(
         fixed |= {"STAGE": stage, "PIECES": MOST_PIECES if stage else 1}
         divisible += ["partial", *(["span"] if stage else [])]
         if not stage:
-            fixed |= {"pieces": 1, "span": 1}
+            fixed["span"] = 1
     if mask:  # the launcher's integer 1 is a constant to the compiler
         fixed["mask_column"] = 1
     signature = pointers | {name: "i32" for name in integers if name not in fixed} | {"scale": "fp32"}
@@ -1533,11 +1537,11 @@ def _forward_variant(
         fixed,
         divisible_by_16=tuple(divisible),
         num_warps=warps,
+        num_warps_of_64=min(warps, MOST_THREADS // 64),
         exact=False,
         bytes_read=(_SIGNATURE_DTYPES[source] + mask_bytes) * (1.0 if one_pass or stage else 2.0),
         bytes_written=0.0 if stage == 1 else _SIGNATURE_DTYPES[target],
         elements=block * tile,
-        num_warps_of_64=min(warps, MOST_THREADS // 64),
     )
 
 
@@ -1558,10 +1562,9 @@ def _backward_variant(
         pointers["partial"] = "*fp32" if stage else f"*{target}"
         fixed |= {"STAGE": stage, "PIECES": MOST_PIECES if stage else 1}
         divisible += ["partial", *(["span"] if stage else [])]
-        if stage:
-            integers += ["pieces", "span"]
-        else:
-            fixed |= {"pieces": 1, "span": 1}
+        integers += ["pieces", *(["span"] if stage else [])]
+        if not stage:
+            fixed["span"] = 1
     return Variant(
         backward_tile_kernel if one_pass else backward_long_kernel,
         " ".join(filter(None, [f"{columns} {source}->{target}", "causal" * causal, "log" * log, _STAGES[stage]])),
@@ -1569,10 +1572,10 @@ def _backward_variant(
         fixed,
         divisible_by_16=tuple(divisible),
         num_warps=warps,
+        num_warps_of_64=min(warps, MOST_THREADS // 64),
         exact=False,
         bytes_read=2.0 * _SIGNATURE_DTYPES[source] * (1.0 if one_pass or stage else 2.0),
         bytes_written=0.0 if stage == 1 else _SIGNATURE_DTYPES[target],
-        num_warps_of_64=min(warps, MOST_THREADS // 64),
         elements=block * tile,
     )
 
@@ -1596,10 +1599,10 @@ def _strided_variant(
         fixed,
         divisible_by_16=("x", "mask", "y", *(name for name in integers if name not in ("size_b", "tiles"))),
         num_warps=warps,
+        num_warps_of_64=min(warps, MOST_THREADS // 64),
         exact=False,
         bytes_read=(_SIGNATURE_DTYPES[source] + (mask > 0)) * (1.0 if one_pass else 2.0),
         bytes_written=_SIGNATURE_DTYPES[target],
-        num_warps_of_64=min(warps, MOST_THREADS // 64),
     )
 
 
@@ -1612,12 +1615,12 @@ def _strided_backward_variant(columns: int, inner: int, source: str, target: str
         | {name: "i32" for name in ("columns", "inner", "tiles")}
         | {"scale": "fp32"},
         {"LOG": log, "ONE_PASS": one_pass, "COLUMNS": tall, "WIDTH": width},
-        divisible_by_16=("grad", "y", "dx", "columns", "inner"),
+        divisible_by_16=("grad", "y", "dx", "inner"),
         num_warps=warps,
+        num_warps_of_64=min(warps, MOST_THREADS // 64),
         exact=False,
         bytes_read=2.0 * _SIGNATURE_DTYPES[source] * (1.0 if one_pass else 2.0),
         bytes_written=_SIGNATURE_DTYPES[target],
-        num_warps_of_64=min(warps, MOST_THREADS // 64),
     )
 
 

@@ -173,7 +173,7 @@ def _classify(x, factor, shift, emin, emax, overflow, dropped, ERRORS: tl.conste
         return cell, cell, cell
 
 
-@jit
+@functools.partial(jit, do_not_specialize=["tensors", "dropped", "emin", "emax", "overflow"])
 def count_kernel(
     rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's row in `counts`
     chunk_tensor,  # int32 (chunks,)

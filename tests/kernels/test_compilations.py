@@ -1,0 +1,168 @@
+"""How often kernels are compiled: once per code path, not once per length, number of tensors or option.
+
+Triton compiles a kernel anew for each integer argument that is 1, that 16 divides, or that takes 64 bits. Here its own
+binding and specialisation run in a process of their own; each launch is told apart as Triton's cache would, and dropped
+before anything is compiled, so that no compiler and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+LAUNCHES = """
+import json
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from halfstep.kernels import backend
+
+
+class Driver:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = get_current_stream = lambda self, *device: 0
+
+
+forms = {}
+
+
+def compile_nothing(key, fn, **rest):
+    forms.setdefault(fn.name.rpartition(".")[2], set()).add(str(key))
+    return True
+
+
+triton.runtime.driver.set_active(Driver())
+triton.knobs.runtime.jit_cache_hook = compile_nothing
+backend.TAKES_CPU_TENSORS = True
+backend.backend("triton")
+import halfstep
+from halfstep.kernels import softmax
+
+LENGTHS = [*range(1, 41), 48, 64]
+
+
+def both_ways(x, dim=-1, **options):
+    y = halfstep.softmax(x, dim, **options)
+    softmax._backward(y, y, dim, 1.0, options.get("causal", False), False, y.dtype)
+
+
+def short_rows(causal):
+    for shape in ((7, None), (None, 64, None), (2, 3, None, None)):
+        for length in LENGTHS:
+            both_ways(torch.empty([length if size is None else size for size in shape]), causal=causal)
+
+
+def one_mask_for_all_queries():
+    for length in LENGTHS:
+        halfstep.softmax(torch.empty(2, 3, length, length), mask=torch.empty(2, 1, 1, length, dtype=torch.bool))
+
+
+def another_dimension():
+    for length in LENGTHS:
+        both_ways(torch.empty(length, length, 64), -2)
+
+
+def long_rows_in_pieces():
+    for rows in range(1, 9):
+        for length in range(2**19, 2**21, 2**17 - 80):
+            for excess in (0, 3):
+                both_ways(torch.empty(rows, length + excess))
+
+
+def lists_of_tensors():
+    for count in LENGTHS:
+        grads = [torch.empty(5 + index) for index in range(count)]
+        halfstep.foreach_check(grads)
+        halfstep.foreach_cast(grads, torch.float8_e5m2)
+        optimizer = halfstep.AdamW([torch.nn.Parameter(grad) for grad in grads])
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+
+
+def lists_of_two_dtypes():
+    for count in LENGTHS:
+        halfstep.foreach_check([*(torch.empty(3) for _ in range(count)), torch.empty(3, dtype=torch.bfloat16)])
+
+
+def one_tensor():
+    for length in LENGTHS:
+        for begin in (0, 1):
+            x = torch.empty(length + begin)[begin:]
+            halfstep.cast(x, torch.bfloat16, rounding="stochastic", seed=length, offset=length)
+
+
+def options_of_scalers():
+    for interval in (1, 2000, 2001):
+        for hysteresis in (1, 2, 16):
+            scaler = halfstep.GradScaler("cpu", growth_interval=interval, hysteresis=hysteresis)
+            parameter = torch.nn.Parameter(torch.empty(3))
+            parameter.grad = scaler.scale(torch.empty(3))
+            scaler.step(halfstep.AdamW([parameter]))
+            scaler.update()
+
+
+jobs = {
+    "short rows": lambda: short_rows(False),
+    "short rows, causal": lambda: short_rows(True),
+    "one mask for all queries": one_mask_for_all_queries,
+    "another dimension": another_dimension,
+    "long rows in pieces": long_rows_in_pieces,
+    "lists of tensors": lists_of_tensors,
+    "lists of two dtypes": lists_of_two_dtypes,
+    "one tensor": one_tensor,
+    "options of scalers": options_of_scalers,
+}
+result = {}
+for name, job in jobs.items():
+    forms.clear()
+    job()
+    result[name] = {kernel: len(keys) for kernel, keys in forms.items()}
+print(json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module")
+def forms() -> dict[str, dict[str, int]]:
+    """How many forms of each kernel a job needs."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# Blocks of 16, 32 and 64 columns: one of length 1, of other lengths, and of multiples of 16.
+ROW_FORMS = 3 + 2 + 2
+LISTS = ("check_kernel", "finish_kernel", "multi_cast_kernel", "prepare_kernel", "adam_kernel")
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        ("short rows", {"forward_tile_kernel": ROW_FORMS, "backward_tile_kernel": ROW_FORMS}),
+        ("short rows, causal", {"forward_tile_kernel": ROW_FORMS, "backward_tile_kernel": ROW_FORMS}),
+        # Of the batch stride, too, 16 divides some: those of lengths that 4 divides.
+        ("one mask for all queries", {"forward_tile_kernel": ROW_FORMS + 3}),
+        # Tiles of 1, 2, 4, 8, 16, 32 and 64 columns; forward 16, 32 and 48 are forms of their own.
+        ("another dimension", {"forward_strided_kernel": 7 + 3, "backward_strided_kernel": 7}),
+        # Rows that begin on boundaries and rows that do not; two stages each.
+        ("long rows in pieces", {"forward_long_kernel": 4, "backward_long_kernel": 4}),
+        ("lists of tensors", dict.fromkeys(LISTS, 1)),
+        ("lists of two dtypes", {"check_kernel": 2, "finish_kernel": 1}),
+        ("one tensor", {"cast_kernel": 1}),
+    ],
+)
+def test_a_kernel_is_compiled_once_per_code_path(
+    forms: dict[str, dict[str, int]], job: str, expected: dict[str, int]
+) -> None:
+    assert forms[job] == expected
+
+
+def test_a_scaler_of_any_options_runs_one_form(forms: dict[str, dict[str, int]]) -> None:
+    assert forms["options of scalers"]["loss_scale_kernel"] == 1
