@@ -140,6 +140,7 @@ def _build_stub(folder: Path) -> Path:
     subprocess.run(
         [compiler, "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(target)], check=True
     )
+    (folder / "libcuda.so").symlink_to(target)  # the name that Triton 3.4 links
     return target
 
 

@@ -94,7 +94,6 @@ def _reference(
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 if tl is not None:
-    _E4M3, _E5M2 = tl.constexpr(tl.float8e4nv), tl.constexpr(tl.float8e5)
     _ROUND_NEAREST, _ROUND_STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
     _OF_FP16, _OF_BF16 = tl.constexpr(FORMATS[torch.float16]), tl.constexpr(FORMATS[torch.bfloat16])
     _OF_E4M3, _OF_E5M2 = tl.constexpr(FORMATS[torch.float8_e4m3fn]), tl.constexpr(FORMATS[torch.float8_e5m2])
@@ -104,9 +103,9 @@ if tl is not None:
 @jit
 def _widened(x, SOURCE: tl.constexpr):
     """A block as it is stored, FP8 as uint8 codes, in fp32, exactly."""
-    if SOURCE == _E5M2:
+    if SOURCE == tl.float8e5:
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)  # the upper half of an fp16
-    elif SOURCE == _E4M3:
+    elif SOURCE == tl.float8e4nv:
         # As an fp16 of the same fields it is too small by the difference of the biases, subnormals included.
         code = x.to(tl.uint16)
         rest = code & 0x7F
@@ -126,9 +125,9 @@ def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl
     """A block as it is stored in one format, as it is stored in another. `word` as in `round_float32`."""
     if SOURCE == TARGET and not SATURATE:
         return x
-    elif TARGET == _E4M3:
+    elif TARGET == tl.float8e4nv:
         return _rounded(_widened(x, SOURCE), word, _OF_E4M3, ROUNDING, SATURATE).to(tl.uint8)
-    elif TARGET == _E5M2:
+    elif TARGET == tl.float8e5:
         return _rounded(_widened(x, SOURCE), word, _OF_E5M2, ROUNDING, SATURATE).to(tl.uint8)
     elif ROUNDING == _ROUND_NEAREST:
         y = from_float32(_widened(x, SOURCE), TARGET)
@@ -182,8 +181,8 @@ def _cast_chunk(
     CHUNK: tl.constexpr,
 ):
     """One chunk. FP8 is read and written as uint8 codes, which every GPU can."""
-    READ: tl.constexpr = tl.uint8 if SOURCE == _E4M3 or SOURCE == _E5M2 else SOURCE
-    WRITE: tl.constexpr = tl.uint8 if TARGET == _E4M3 or TARGET == _E5M2 else TARGET
+    READ: tl.constexpr = tl.uint8 if SOURCE == tl.float8e4nv or SOURCE == tl.float8e5 else SOURCE
+    WRITE: tl.constexpr = tl.uint8 if TARGET == tl.float8e4nv or TARGET == tl.float8e5 else TARGET
     RANDOM: tl.constexpr = ROUNDING == _ROUND_STOCHASTIC
     wide = (source | target) % 16 == 0
     if RANDOM:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 from collections.abc import Iterator
 
 import numpy
 import pytest
 import torch
+
+# A shell ignores Ctrl-C for what it runs in the background, and Python then raises no KeyboardInterrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

@@ -48,9 +48,9 @@ def test_our_launches_do_not_grow_with_the_tensors(
     job: str, launches: int, rows: dict[tuple[str, str, int], dict[str, Any]]
 ) -> None:
     assert rows["halfstep", job, 1]["launches"] == rows["halfstep", job, 3]["launches"] == launches
-    # A list that is cast gets memory for its results; nothing else asks torch for anything.
-    others = 1 if job == "cast" else 0
-    assert rows["halfstep", job, 1]["torch_kernels"] == rows["halfstep", job, 3]["torch_kernels"] == others
+    # The results of a list that is cast lie elsewhere each time, and where is sent; one tensor alone needs no table.
+    assert rows["halfstep", job, 1]["torch_kernels"] == 0
+    assert rows["halfstep", job, 3]["torch_kernels"] == (1 if job == "cast" else 0)
 
 
 @needs_stub
@@ -82,7 +82,7 @@ def test_the_stub_stays_in_its_own_process(rows: dict[tuple[str, str, int], dict
     from halfstep.kernels import backend
 
     assert backend.chosen() == "auto"
-    assert "StubbedDriver" not in type(backend.triton.runtime.driver._active).__name__
+    assert "StubbedDriver" not in {type(driver).__name__ for driver in vars(backend.triton.runtime.driver).values()}
     assert "halfstep-host" not in Path("/proc/self/maps").read_text()
 
 

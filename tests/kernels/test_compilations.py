@@ -139,7 +139,7 @@ def forms() -> dict[str, dict[str, int]]:
 
 # Blocks of 16, 32 and 64 columns: one of length 1, of other lengths, and of multiples of 16.
 ROW_FORMS = 3 + 2 + 2
-LISTS = ("check_kernel", "finish_kernel", "multi_cast_kernel", "prepare_kernel", "adam_kernel")
+LISTS = ("check_kernel", "finish_kernel", "cast_kernel", "multi_cast_kernel", "prepare_kernel", "adam_kernel")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gloo
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -229,7 +230,7 @@ def set_from_torch(path: Path, model: torch.nn.Module, optimizer: torch.optim.Op
 def run(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    gloo.start(rank, WORLD)
     try:
         result = {
             "FSDP1": {(kind, orig): by_fsdp1(kind, orig) for kind in KINDS for orig in (True, False)},

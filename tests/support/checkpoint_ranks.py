@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gloo
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -257,7 +258,7 @@ def matrix(rank: int, folder: Path, world: World, layout: str) -> dict[str, list
 def run(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    gloo.start(rank, WORLD)
     try:
         world = World()
         found = {layout: matrix(rank, Path(folder) / layout, world, layout) for layout in LAYOUTS}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_attacks as attacks
+import gloo
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -75,7 +76,7 @@ def _tampered(good: Path, path: Path, name: str) -> None:
 def run(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    gloo.start(rank, 2)
     found: dict[str, tuple[str | None, bool]] = {}
     for kind in ("FSDP2", "FSDP1"):
         model = _wrapped(kind, 0.5)

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import gloo
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -111,7 +112,7 @@ def run(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    gloo.start(rank, WORLD)
     wrong, compared = [], 0
     try:
         for layout in LAYOUTS:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gloo
 import torch
 import torch.distributed as dist
 from overlap_ranks import Net, Passes, batch
@@ -219,7 +220,7 @@ def memory() -> dict[str, bool]:
 def run(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    gloo.start(rank, WORLD)
     try:
         found: dict[str, Any] = {}
         for name, setting in SETTINGS.items():

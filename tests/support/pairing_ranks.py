@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gloo
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -170,7 +171,7 @@ def run(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    gloo.start(rank, WORLD, timedelta(seconds=60))
     found: dict[Any, Any] = {
         (optimizer, scaler, strategy, unscale): cell(optimizer, scaler, strategy, unscale)
         for strategy in STRATEGIES

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import gloo
 import topologies
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def start(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated, no mixed precision
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", rank=rank, world_size=topologies.WORLD, timeout=timedelta(seconds=120))
+    gloo.start(rank, topologies.WORLD, timedelta(seconds=120))
 
 
 def leave() -> None:
