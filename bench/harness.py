@@ -30,6 +30,7 @@ import math
 import os
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,14 +189,23 @@ class CpuClock:
         return {"extra_bytes": self.extra_bytes(call)}
 
 
+FLUSH_BYTES = 1 << 28  # written between calls, or four times the L2 cache if that is more
+# The longest that a GPU is kept busy while the host queues a call: about 0.1 s. A call that takes longer waits itself.
+MOST_CYCLES = 1 << 28
+
+
 class GpuClock:
-    """Times calls on a GPU with events, its L2 cache emptied before each."""
+    """Times calls on a GPU with events, its L2 cache emptied before each.
+
+    Between the events is the GPU's work alone, not the host's: the GPU is kept busy (``torch.cuda._sleep``) until the
+    call is queued, longer and longer until that is so. Only of a call that waits for the GPU itself the host is part.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         cache = torch.cuda.get_device_properties(device).L2_cache_size
-        # Writing several times the cache also keeps the GPU busy while the host queues the call that is measured.
-        self._flush = torch.empty(max(4 * cache, 1 << 28), dtype=torch.int8, device=device)
+        self._cycles: weakref.WeakKeyDictionary[Callable[[], Any], int] = weakref.WeakKeyDictionary()
+        self._flush = torch.empty(max(4 * cache, FLUSH_BYTES), dtype=torch.int8, device=device)
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Of one call, roughly, to plan by."""
@@ -212,10 +222,18 @@ class GpuClock:
         """One cold sample of each, in seconds; waits once, at the end."""
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
         for (call, _), (begin, end) in zip(calls, events, strict=True):
-            self._flush.zero_()
-            begin.record()
-            call()
-            end.record()
+            cycles = self._cycles.get(call, 1 << 17)
+            while True:
+                if cycles <= MOST_CYCLES:
+                    torch.cuda._sleep(cycles)
+                self._flush.zero_()
+                begin.record()
+                call()
+                end.record()
+                if cycles > MOST_CYCLES or not begin.query():
+                    break
+                cycles *= 4  # the GPU was there before the host was done, and may have waited for it
+            self._cycles[call] = cycles
         torch.cuda.synchronize(self.device)
         return [begin.elapsed_time(end) / 1e3 for begin, end in events]
 
@@ -249,21 +267,46 @@ class GpuClock:
         del result
         return torch.cuda.max_memory_allocated(self.device) - before
 
+    def waits(self, call: Callable[[], Any]) -> bool:
+        """Whether a call has the host wait for the GPU."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize(self.device)
+        return False
+
     def graph_us(self, call: Callable[[], Any], repeat: int = 11) -> float | None:
-        """Median cold microseconds of the replay of a CUDA graph of the call; None if it cannot be captured."""
+        """Median cold microseconds of the replay of a CUDA graph of the call; None if it cannot be captured.
+
+        What waits is not tried: a capture that fails may leave the process in capture mode.
+        """
+        if self.waits(call):
+            return None
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(side):
-                call()
-            torch.cuda.current_stream(self.device).wait_stream(side)
-            with torch.cuda.graph(graph):
-                kept = call()
-        except RuntimeError:  # capturing forbids what the call does: waiting, or reading from the device
+        kept = None
+        # `torch.cuda.graph` leaves its stream current if the capture cannot be ended.
+        with torch.cuda.stream(side):
+            call()
             torch.cuda.synchronize(self.device)
-            return None
-        taken = [self.round([(graph.replay, 1)])[0] for _ in range(repeat)]
+            try:
+                graph.capture_begin()
+                try:
+                    kept = call()
+                finally:
+                    graph.capture_end()
+            except RuntimeError:  # capturing forbids what the call does
+                return None
+            finally:
+                torch.cuda.synchronize(self.device)
+        replay = graph.replay  # one object, by which `round` knows it
+        taken = [self.round([(replay, 1)])[0] for _ in range(repeat)]
         del kept
         return 1e6 * statistics.median(taken)
 

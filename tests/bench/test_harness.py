@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from stream_model import Model
 
 from halfstep.bench import harness
 from halfstep.bench.harness import FAILED, OK, UNAVAILABLE, WRONG, Case, CpuClock, Job, Unavailable, measure
@@ -160,3 +163,71 @@ def test_the_copy_moves_the_bytes_it_is_given() -> None:
     copied = harness.copy_call(1000, CPU)()
     assert copied.nbytes == 500
     assert harness.copy_gb_per_s(CpuClock(CPU), 2**20, rounds=3) > 0
+
+
+# ------------------------------------------------------------------------------------- on a model of a GPU that is late
+
+
+@pytest.fixture
+def gpu_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model], tuple[harness.GpuClock, list[int]]]:
+    """A clock on a model, and the cycles for which it has kept the GPU busy."""
+
+    def made(model: Model) -> tuple[harness.GpuClock, list[int]]:
+        busy: list[int] = []
+        monkeypatch.setattr(harness, "FLUSH_BYTES", 4096)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64))
+        monkeypatch.setattr(torch.cuda, "_sleep", busy.append)
+        return harness.GpuClock(model.device), busy
+
+    return made
+
+
+def test_a_gpu_is_kept_busy_until_the_host_has_queued_a_call(gpu_clock: Any) -> None:
+    with Model("late") as model:
+        clock, busy = gpu_clock(model)
+        x = torch.zeros(8, device=model.device)
+        call = partial(x.add_, 1)
+        assert clock.round([(call, 1), (call, 1)]) == [1e-3, 1e-3]
+        assert busy == [1 << 17, 1 << 17] and x.tolist() == [2.0] * 8
+    with Model("at once") as model:  # a host that is always behind
+        clock, busy = gpu_clock(model)
+        x = torch.zeros(8, device=model.device)
+        call = partial(x.add_, 1)
+        clock.round([(call, 1)])
+        assert busy == [1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25, 1 << 27]
+        clock.round([(call, 1)])
+        assert len(busy) == 6, "it is known by now that it cannot be helped"
+
+
+def test_what_waits_is_not_captured(gpu_clock: Any) -> None:
+    """As torch's foreach AMP step, which asks whether to skip: its failure would leave the process in capture mode."""
+    begun: list[object] = []
+    with Model("late") as model:
+        clock, _ = gpu_clock(model)
+        parameter = torch.nn.Parameter(torch.ones(8, device=model.device))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(torch.zeros((), device=model.device))
+        begin = torch.cuda.CUDAGraph.capture_begin
+        torch.cuda.CUDAGraph.capture_begin = lambda graph, **options: (begun.append(graph), begin(graph))  # type: ignore[method-assign,assignment,func-returns-value]
+
+        def step() -> None:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+        assert clock.graph_us(step) is None
+        assert begun == [] and not torch.cuda.is_current_stream_capturing() and not model.refusing
+        assert clock.graph_us(lambda: parameter.grad.add(1)) == 1000.0  # type: ignore[union-attr]
+        assert len(begun) == 1
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(gpu_clock: Any) -> None:
+    with Model("late") as model:
+        clock, _ = gpu_clock(model)
+        event = torch.cuda.Event()
+        before = torch.cuda.current_stream()
+        assert clock.graph_us(event.query) is None  # no wait, and yet refused
+        assert torch.cuda.current_stream() is before and not torch.cuda.is_current_stream_capturing()
+        assert clock.round([(partial(torch.zeros, 8, device=model.device), 1)]) == [1e-3]
