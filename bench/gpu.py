@@ -3,8 +3,9 @@
 In this order, each part in a process of its own with a limit of its own, so that none can hang or spoil another:
 
 1. `smoke`: compile one kernel of each family and compare a few numbers with torch's.
-2. `steps`: whole AMP steps (check, norm, clip, update, scale) with ``torch.cuda.set_sync_debug_mode("error")``,
-   overflows among them; then one captured as a CUDA graph and replayed, compared bit for bit with eager steps.
+2. `steps`: whole AMP steps (check, norm, clip, update, scale), overflows among them: eager, with gradients unscaled in
+   place, captured as CUDA graphs and replayed between eager steps, on two streams. All of it under
+   ``torch.cuda.set_sync_debug_mode("error")`` and compared bit for bit.
 3. `tests`: the tests marked ``gpu``, in several processes; one that hangs or breaks the GPU's context is ended, and the
    others go on.
 4. `benchmark`: the cases of ``halfstep bench run``, with CUDA graphs and a cold L2, in the time that is left; the
@@ -30,7 +31,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ TEST_SECONDS = 60  # for one test, compiling included
 CASE_SECONDS = 0.5  # of timing
 # What is measured by one process, and its share of the time that is left when its turn comes.
 BENCHMARKS = (("step,adam", 0.45), ("softmax", 0.55), ("cast,unscale", 1.0))
+# How gradients are unscaled and clipped before a step.
+WAYS = ("step", "unscale_", "clip_grad_norm_", "write_back")
 STEP_SIZES = (1, 15, 1000, 4097, 0, 65_536, 300, 1_000_003)
 
 
@@ -164,8 +168,11 @@ def smoke(device: torch.device) -> dict[str, Any]:
 class _Training:
     """Mixed parameters under AMP with clipping, and gradients for several steps with overflows among them."""
 
-    def __init__(self, device: torch.device, steps: int = 6) -> None:
+    def __init__(self, device: torch.device, steps: int = 6, way: str = "step") -> None:
+        """`way` is one of `WAYS`."""
         import halfstep
+
+        self.way = way
 
         generator = torch.Generator().manual_seed(0)
 
@@ -180,7 +187,9 @@ class _Training:
         self.gradients[1][0][0] = torch.inf
         self.gradients[3][6][-1] = torch.nan
         self.optimizer = halfstep.AdamW(self.parameters, lr=1e-2, max_grad_norm=1.0)
-        self.scaler = halfstep.GradScaler(device.type, init_scale=1024.0, growth_interval=2)
+        self.scaler = halfstep.GradScaler(
+            device.type, init_scale=1024.0, growth_interval=2, write_back=way == "write_back"
+        )
         self.scaler.scale(torch.zeros((), dtype=torch.float32, device=device))
         for parameter in self.parameters:
             parameter.grad = torch.ones_like(parameter)
@@ -188,8 +197,33 @@ class _Training:
             self.step()
 
     def step(self) -> None:
+        if self.way == "unscale_":
+            self.scaler.unscale_(self.optimizer)
+        elif self.way == "clip_grad_norm_":
+            self.scaler.clip_grad_norm_(self.optimizer, 0.5)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def give(self, index: int) -> None:
+        """One step's gradients in fresh memory, as after ``zero_grad(set_to_none=True)``."""
+        for parameter, gradient in zip(self.parameters, self.gradients[index], strict=True):
+            parameter.grad = gradient.clone()
+
+    def captured(self) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+        """A step as a graph, and the gradients that it reads."""
+        static = [torch.zeros_like(parameter) for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, static, strict=True):
+            parameter.grad = gradient
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), _refusing_waits(self.parameters[0].device):
+            self.step()
+        return graph, static
+
+    def replay(self, graph: torch.cuda.CUDAGraph, static: list[torch.Tensor], index: int) -> None:
+        """One step's gradients, copied to where a graph reads them, and its replay."""
+        for place, gradient in zip(static, self.gradients[index], strict=True):
+            place.copy_(gradient)
+        graph.replay()
 
     @torch.no_grad()
     def load(self, index: int) -> None:
@@ -214,6 +248,18 @@ class _Training:
         if self.scaler.get_scale() != other.scaler.get_scale():
             found.append(f"scale {self.scaler.get_scale()} and {other.scaler.get_scale()}")
         return found
+
+
+@contextmanager
+def _refusing_waits(device: torch.device) -> Iterator[None]:
+    """Whatever has the host wait for the GPU is an error."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -242,42 +288,105 @@ def steps(device: torch.device) -> dict[str, Any]:
         different = kept["eager"].differences(training)
         _expect(not different, f"the GPU's bits are not the reference's: {different}")
 
+    def expect_eager_bits(training: _Training, what: str) -> None:
+        different = kept["eager"].differences(training)
+        _expect(not different, f"{what} differ from eager steps: {different}")
+
     def no_waiting() -> None:
         training = _Training(device)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with _refusing_waits(device):
             for index in range(len(training.gradients)):
-                if index % 2:
-                    training.load(index)
-                else:  # fresh memory, as after zero_grad(set_to_none=True)
-                    for parameter, gradient in zip(training.parameters, training.gradients[index], strict=True):
-                        parameter.grad = gradient.clone()
+                (training.load if index % 2 else training.give)(index)
                 training.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        different = kept["eager"].differences(training)
-        _expect(not different, f"steps with moving gradients differ from steps without: {different}")
+        expect_eager_bits(training, "steps with moving gradients")
+
+    def no_way_waits() -> None:
+        for way in WAYS:
+            training = _Training(device, way=way)
+            torch.cuda.synchronize()
+            with _refusing_waits(device):
+                for index in range(len(training.gradients)):
+                    training.give(index)
+                    training.step()
+            with halfstep.backend("reference"):
+                other = _Training(torch.device("cpu"), way=way)
+                for index in range(len(other.gradients)):
+                    other.give(index)
+                    other.step()
+            different = training.differences(other)
+            _expect(not different, f"{way}: the GPU's bits are not the reference's: {different}")
 
     def graph() -> None:
         training = _Training(device)
         torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            training.step()
-        for index in range(len(training.gradients)):
-            training.load(index)
-            captured.replay()
+        captured = training.captured()
+        with _refusing_waits(device):
+            for index in range(len(training.gradients)):
+                training.replay(*captured, index)
         torch.cuda.synchronize()
-        different = kept["eager"].differences(training)
-        _expect(not different, f"replayed steps differ from eager ones: {different}")
+        expect_eager_bits(training, "replayed steps")
+
+    def graphs_between() -> None:
+        """Eager steps before, between and after captures and replays, with another lr at the second capture."""
+        training = _Training(device)
+        torch.cuda.synchronize()
+        group = training.optimizer.param_groups[0]
+        first = training.captured()
+        with _refusing_waits(device):
+            training.give(0)
+            training.step()
+            training.replay(*first, 1)
+            training.give(2)
+            training.step()
+        usual, group["lr"] = group["lr"], 1.0
+        second = training.captured()  # and never replayed
+        group["lr"] = usual
+        with _refusing_waits(device):
+            training.give(3)
+            training.step()
+            training.replay(*first, 4)
+            training.give(5)
+            training.step()
+        torch.cuda.synchronize()
+        expect_eager_bits(training, "eager and replayed steps in turn")
+        del second
+
+    def two_streams() -> None:
+        """Steps on two streams in turn, and checks of other tensors of the same sizes on a third at any time."""
+        training = _Training(device)
+        others = [torch.ones_like(parameter) for parameter in training.parameters]
+        expected = float(sum(one.numel() for one in others))
+        streams, aside = [torch.cuda.Stream(device), torch.cuda.Stream(device)], torch.cuda.Stream(device)
+        torch.cuda.synchronize()
+        found = []
+        try:
+            with _refusing_waits(device):
+                for index in range(len(training.gradients)):
+                    here, before = streams[index % 2], streams[1 - index % 2]
+                    here.wait_stream(before)
+                    with torch.cuda.stream(here):
+                        training.give(index)
+                        training.step()
+                    with torch.cuda.stream(aside):
+                        found.append(halfstep.foreach_check(others).sum_of_squares)
+        finally:
+            torch.cuda.synchronize()  # before memory that other streams use is freed
+        _expect([one.item() for one in found] == [expected] * len(found), "checks on another stream")
+        expect_eager_bits(training, "steps on two streams")
 
     checks: dict[str, Callable[[], object]] = {
         "eager steps": eager,
         "same bits as the reference": against_the_reference,
     }
     if device.type == "cuda":
-        checks |= {"no step waits for the device": no_waiting, "CUDA graph replays the same bits": graph}
+        checks |= {
+            "no step waits for the device": no_waiting,
+            "no way of unscaling and clipping waits": no_way_waits,
+            "CUDA graph replays the same bits": graph,
+            "CUDA graphs between eager steps": graphs_between,
+            "steps on two streams": two_streams,
+        }
     return _checks(checks)
 
 

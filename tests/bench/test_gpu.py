@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from stream_model import Model
 
 from halfstep.bench import gpu
 from halfstep.kernels import backend
@@ -85,6 +86,44 @@ def test_a_failing_check_is_recorded_and_the_others_run(monkeypatch: pytest.Monk
 def test_whole_steps_have_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "STEP_SIZES", (1, 15, 1000, 4097, 0))
     assert gpu.steps(CPU)["failed"] == []
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+def test_steps_that_need_a_gpu_pass_on_a_model_of_one(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs between eager steps, two streams, and nothing waits: on the model these are the checks that a GPU gets."""
+    monkeypatch.setattr(gpu, "STEP_SIZES", (1, 15, 300, 0))
+    with Model(order) as model:
+        result = gpu.steps(model.device)
+    assert result["failed"] == []
+    assert set(result) - {"failed"} == {
+        "eager steps",
+        "same bits as the reference",
+        "no step waits for the device",
+        "no way of unscaling and clipping waits",
+        "CUDA graph replays the same bits",
+        "CUDA graphs between eager steps",
+        "steps on two streams",
+    }
+
+
+def test_steps_that_wait_fail_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "STEP_SIZES", (1, 15, 40))
+    usual = gpu._Training.step
+
+    def waiting(training: Any) -> None:
+        usual(training)
+        training.scaler.get_scale()
+
+    monkeypatch.setattr(gpu._Training, "step", waiting)
+    with Model("late") as model:
+        failed = gpu.steps(model.device)["failed"]
+    assert failed == [
+        "no step waits for the device",
+        "no way of unscaling and clipping waits",
+        "CUDA graph replays the same bits",
+        "CUDA graphs between eager steps",
+        "steps on two streams",
+    ]
 
 
 def test_a_bit_of_difference_between_two_trainings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
