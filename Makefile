@@ -19,7 +19,7 @@ help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
 	@echo "make test        the tests, without the ones that walk all 2^32 inputs"
 	@echo "make exhaustive  those: minutes to an hour"
-	@echo "make soak        the campaigns of docs/robustness.md: 10,000 overflows on four ranks, interrupts, bad files; an hour"
+	@echo "make soak        the campaigns of docs/robustness.md: overflows on four ranks, interrupts, bad files, graphs; hours"
 	@echo "make versions    the tests on the oldest and newest torch, Triton and Python, each in its own environment: hours"
 	@echo "make lint        ruff and mypy"
 	@echo "make audit       compile every kernel for four GPU generations, without a GPU"
@@ -64,6 +64,7 @@ soak: $(VENV)/.test
 	$(BIN)/python tests/support/interrupt_checkpoints.py --tries 2000
 	$(BIN)/python tests/support/fuzz_checkpoints.py --tries 10000
 	$(BIN)/python tests/support/damaged_files.py --tries 2000
+	$(BIN)/python tests/support/stream_training.py --tries 10000
 	$(BIN)/python tests/support/defaults.py --tries 20
 	$(BIN)/python tests/support/defaults.py --tries 20 --backend reference
 	TRITON_INTERPRET=1 $(BIN)/python tests/support/defaults.py --tries 1 --backend triton
