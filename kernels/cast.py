@@ -28,7 +28,6 @@ from halfstep.kernels.backend import TRITON_NAMES, chosen, jit, on_device, resol
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
-    PLAIN_TYPES,
     TableCache,
     TensorTable,
     address,
@@ -36,6 +35,7 @@ from halfstep.kernels.multi_tensor import (
     check_tensor_list,
     flattened,
     is_flat,
+    is_plain,
     own_operations,
 )
 from halfstep.kernels.philox import check_seed, consecutive_words, reference_words, words_of
@@ -594,7 +594,7 @@ def cast(
     if out is None:
         token = None
         if rounding == "stochastic":
-            with nullcontext() if type(x) in PLAIN_TYPES else own_operations([x]):
+            with nullcontext() if is_plain(x) else own_operations([x]):
                 token = _drawn() if seed is None else torch.tensor(seed, dtype=torch.int64, device="cpu")
         result: torch.Tensor = torch.ops.halfstep.cast(x, dtype, rounding, saturate, token, offset)
         return result

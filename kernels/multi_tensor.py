@@ -73,6 +73,11 @@ def check_addresses(*tensors: torch.Tensor | None) -> None:
             address(tensor)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is of no subclass but a parameter. torch 2.8 compiles this; a type looked up in a set it does not."""
+    return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether kernels may read and write a tensor at its address: its elements lie there, and nobody watches.
 

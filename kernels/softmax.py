@@ -1368,8 +1368,9 @@ def _check_mask(x: torch.Tensor, mask: Any) -> None:
         )
     if mask.device != x.device:
         raise ValueError(f"mask is on {mask.device}, x on {x.device}; allowed is one device: use mask.to(x.device)")
+    # torch 2.8 compiles no zip over unlike lengths.
     fits = mask.ndim <= x.ndim and all(
-        size in (1, wide) for size, wide in zip(reversed(mask.shape), reversed(x.shape), strict=False)
+        size in (1, wide) for size, wide in zip(mask.shape, x.shape[x.ndim - mask.ndim :], strict=True)
     )
     if not fits:
         raise ValueError(
