@@ -56,11 +56,17 @@ def kernel_device() -> torch.device:
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
+def state_of_torch() -> tuple[bool, torch.dtype, torch.device, int]:
+    """What outlives a test. `torch.get_default_device` of torch 2.8 raises once a default was set and taken back."""
+    made = torch.empty(0)
+    return torch.is_grad_enabled(), made.dtype, made.device, torch.get_num_threads()
+
+
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
     """No test leaves torch in another state than it found it in: the next one in the process would fail for it."""
     torch.set_grad_enabled(True)  # whatever fixtures of modules before this one did
-    before = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    before = state_of_torch()
     yield
-    after = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    after = state_of_torch()
     assert after == before, f"(grad enabled, default dtype, default device, threads) were {before} and are {after}"
