@@ -31,6 +31,7 @@ from halfstep.kernels.multi_tensor import (
     TableCache,
     TensorTable,
     address,
+    check_addresses,
     check_tensor,
     check_tensor_list,
     flattened,
@@ -438,6 +439,8 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: b
     # torch's `_foreach_copy_` makes one for every 64 tensors or fewer.
     plain = mode == NEAREST and not saturate and not (source.dtype in FP8 or target.dtype in FP8)
     plain = plain and (source.dtype == target.dtype or torch.float32 in (source.dtype, target.dtype))
+    if implementation != "reference":
+        check_addresses(source, target)
     if implementation == "reference" or (plain and chosen() == "auto"):
         _reference(source, target, mode, saturate, seed, 0, offset)
     elif implementation == "triton":

@@ -167,6 +167,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "foreach_unscale_": lambda t: halfstep.foreach_unscale_([torch.ones(3), t], 0.5),
     "CheckInParts": lambda t: CheckInParts([t.numel()], CPU).add([0], [t]),
     "cast": lambda t: halfstep.cast(t, torch.float8_e4m3fn),
+    "cast, plain": lambda t: halfstep.cast(t, torch.bfloat16),
     "foreach_cast": lambda t: halfstep.foreach_cast([torch.ones(3), t], torch.bfloat16),
     "foreach_cast, out": lambda t: halfstep.foreach_cast([torch.ones(t.shape)], torch.float32, out=[t]),
     "softmax": halfstep.softmax,
