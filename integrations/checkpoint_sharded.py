@@ -17,6 +17,7 @@ dtype is rounded silently; a rank's collectives in a thread meet the training's 
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import io
 import os
@@ -155,6 +156,8 @@ class PendingSave:
         """
         try:
             path = self._future.result(timeout)
+        except concurrent.futures.TimeoutError as error:  # before Python 3.11 another class than TimeoutError
+            raise TimeoutError(*error.args) from None
         finally:
             self._told = self._future.done()
         return path
@@ -541,10 +544,12 @@ class _Load:
     def hand_over(self, before: Before) -> None:
         """Give the tensors to the model, then to the optimizer, whose masters have the last word, then the scale."""
         fresh = {name: self.read_in[self.names["model", name]] for name in self.model_state}
-        before.objects = {name: old for name, old in self.model_state.items() if not isinstance(old, torch.Tensor)}
         if self.flat_parameters:
+            before.objects = {name: old for name, old in self.model_state.items() if not isinstance(old, torch.Tensor)}
             before.copy()
         else:
+            # Tensors too: FSDP2 of torch 2.8 moves uneven shards to other memory when a model loads.
+            before.objects = dict(self.model_state)
             for name, live in self.model_state.items():
                 if isinstance(live, torch.Tensor):
                     before.exchange(local(live), local(fresh[name]))
