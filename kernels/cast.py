@@ -126,10 +126,11 @@ def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl
     """A block as it is stored in one format, as it is stored in another. `word` as in `round_float32`."""
     if SOURCE == TARGET and not SATURATE:
         return x
-    elif TARGET == tl.float8e4nv:
-        return _rounded(_widened(x, SOURCE), word, _OF_E4M3, ROUNDING, SATURATE).to(tl.uint8)
-    elif TARGET == tl.float8e5:
-        return _rounded(_widened(x, SOURCE), word, _OF_E5M2, ROUNDING, SATURATE).to(tl.uint8)
+    elif TARGET == tl.float8e4nv or TARGET == tl.float8e5:
+        FORM: tl.constexpr = _OF_E4M3 if TARGET == tl.float8e4nv else _OF_E5M2
+        code = _rounded(_widened(x, SOURCE), word, FORM, ROUNDING, SATURATE).to(tl.uint8)
+        # NVIDIA's conversion of fp16 to fp32 drops the sign of a NaN; that of FP8 stands at the same place in both.
+        return code | (x & 0x80) if SOURCE == tl.float8e4nv or SOURCE == tl.float8e5 else code
     elif ROUNDING == _ROUND_NEAREST:
         y = from_float32(_widened(x, SOURCE), TARGET)
         if SATURATE:
