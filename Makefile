@@ -11,6 +11,10 @@ WORKERS := auto
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
+# The compiled kernels in software; tests/support/software_gpu. It needs a compiler, as Triton's own launcher does.
+GPUS := sm_80 sm_90 sm_100
+ON_GPU := $(BIN)/pytest -q --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile -p no:benchmark --software-gpu
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test exhaustive soak versions lint audit bounds clean
@@ -53,9 +57,15 @@ demo: $(VENV)/.plots
 
 test: $(VENV)/.test
 	$(BIN)/pytest -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile -p no:benchmark
+	$(ON_GPU) sm_90 -m "not exhaustive" tests/software_gpu
+	$(ON_GPU) sm_80 -k every_kernel tests/software_gpu
+	$(ON_GPU) sm_100 -k every_kernel tests/software_gpu
 
 exhaustive: $(VENV)/.test
 	$(BIN)/pytest -m exhaustive
+	$(foreach target,$(GPUS),$(ON_GPU) $(target) tests/software_gpu &&) true
+	$(foreach target,$(GPUS),$(ON_GPU) $(target) -m "not exhaustive" -k "triton or interpreter" \
+		--ignore tests/kernels/test_compile.py tests/kernels tests/integrations tests/numerics &&) true
 
 soak: $(VENV)/.test
 	$(BIN)/python tests/support/soak.py --faults 10000 --out out/soak

@@ -1,4 +1,5 @@
-"""Runs before any test imports halfstep: without a GPU the kernels run under Triton's interpreter."""
+"""Runs before any test imports halfstep: without a GPU the kernels run under Triton's interpreter, or compiled on the
+software GPU (``pytest --software-gpu sm_90``)."""
 
 from __future__ import annotations
 
@@ -16,14 +17,32 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Beside other processes that test, one thread each: OpenMP's threads wait for one another, which takes turns badly.
 ALONE = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
 torch.set_num_threads(min(torch.get_num_threads(), 2) if ALONE else 1)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        *("--software-gpu",),
+        metavar="TARGET",
+        help="run the Triton kernels compiled for sm_80, sm_90 or sm_100, in software (tests/support/software_gpu)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose what the Triton kernels run on, before anything imports halfstep."""
+    target = config.getoption("--software-gpu")
+    if target:
+        from software_gpu import gpu
+
+        gpu.install(target)
+    elif not HAS_GPU:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        refuse_unlike_versions()
+
+
+def refuse_unlike_versions() -> None:
     """Stop before thousands of tests where Triton's interpreter cannot run: up to 3.6 it takes no numpy from 2.4 on."""
     try:
         triton = importlib.metadata.version("triton")

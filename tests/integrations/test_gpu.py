@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import WHERE, assert_same_bits, kernels_on, normal, patterns, placed
+from devices import WHERE, assert_same_bits, interpreted, kernels_on, normal, patterns, placed
 
 import halfstep
 
@@ -92,7 +92,7 @@ def amp(parameters: list[torch.nn.Parameter], name: str = "cuda", **options: Any
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("where", WHERE)
 def test_steps_have_the_bits_of_the_reference(where: str, layout: str, kind: str, special: bool) -> None:
-    if where == "interpreter" and (special or kind == "Adam") and layout != "bf16 split":
+    if interpreted(where) and (special or kind == "Adam") and layout != "bf16 split":
         pytest.skip("one layout is enough for the test itself")
     dtype, _, options = LAYOUTS[layout]
     make = getattr(halfstep, kind)

@@ -1,4 +1,4 @@
-"""What tests on a real GPU and their twins under the interpreter share; needs only torch and pytest."""
+"""What tests on a real GPU and their twins without one share; needs only torch and pytest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 import halfstep
 from halfstep.kernels import backend
 
-# A test with this parameter runs its kernels on a GPU where there is one, else under the interpreter.
+# A test with this parameter runs its kernels on a GPU where there is one, else under the interpreter, or compiled on
+# the software GPU (pytest --software-gpu).
 WHERE = [pytest.param("cuda", marks=pytest.mark.gpu), "interpreter"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,10 +21,15 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @contextmanager
 def kernels_on(where: str) -> Iterator[torch.device]:
     """The device of ``"cuda"`` or ``"interpreter"``, with the Triton kernels switched on."""
-    if where == "interpreter" and not backend.interpreting():
-        pytest.skip("needs TRITON_INTERPRET=1")
+    if where == "interpreter" and not backend.TAKES_CPU_TENSORS:
+        pytest.skip("needs TRITON_INTERPRET=1 or --software-gpu")
     with halfstep.backend("triton"):
         yield torch.device("cuda" if where == "cuda" else "cpu")
+
+
+def interpreted(where: str) -> bool:
+    """Whether the kernels are interpreted there, which is slow."""
+    return where == "interpreter" and backend.interpreting()
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:

@@ -1,0 +1,65 @@
+"""Faults to seed into the PTX of a kernel, each of a kind that a kernel or a compiler could have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+# What stands in a line of PTX, and what the fault makes of it; None takes the line out.
+Change = Callable[[re.Match[str]], "str | None"]
+
+
+def _doubled(found: re.Match[str]) -> str:
+    return f"{found[1]}{2 * int(found[2])}{found[3]}"
+
+
+KINDS: dict[str, tuple[str, Change]] = {
+    "barrier removed": (r"\s*bar\.sync\s+0;", lambda found: None),
+    "guard of a load dropped": (r"\s*@!?%p\d+ (ld\.global.*)", lambda found: f"\t{found[1]}"),
+    "guard of a store dropped": (r"\s*@!?%p\d+ (st\.global.*)", lambda found: f"\t{found[1]}"),
+    "guard of shared memory dropped": (r"\s*@!?%p\d+ ((?:st|ld)\.shared.*)", lambda found: f"\t{found[1]}"),
+    "store left out": (r"\s*(?:@!?%p\d+ )?st\.global.*", lambda found: None),
+    "stride doubled": (r"(\s*(?:mad|mul)\.wide\.[su]32\s+.*, )([248])((?:, %rd\d+)?;.*)", _doubled),
+    "comparison off by one": (
+        r"(\s*setp\.)(lt|ge|gt|le)(\.[su](?:32|64)\s.*)",
+        lambda found: found[1] + {"lt": "le", "ge": "gt", "gt": "ge", "le": "lt"}[found[2]] + found[3],
+    ),
+    "alignment promised that is not there": (
+        r"(.*(?:ld|st)\.global\.(?:\S*\.)?v[24]\.b32 .*\[ %rd\d+ \+ )0( \].*)",
+        lambda found: f"{found[1]}4{found[2]}",
+    ),
+    "shuffle from the lane itself": (
+        r"(\s*shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+, )(\d+)(, 31, -1;.*)",
+        lambda found: f"{found[1]}0{found[3]}",
+    ),
+    "sign of a sum changed": (r"(\s*)add(\.rn\.f32(?:x2)?\s.*)", lambda found: f"{found[1]}sub{found[2]}"),
+    "product made a sum": (r"(\s*)mul(\.rn\.f32(?:x2)?\s.*)", lambda found: f"{found[1]}add{found[2]}"),
+    "operands of a selection exchanged": (
+        r"(\s*selp\.\w+\s+%\w+, )([^,]+), ([^,]+)(, %p\d+;.*)",
+        lambda found: f"{found[1]}{found[3]}, {found[2]}{found[4]}",
+    ),
+    "branch turned round": (
+        r"(\s*@)(!?)(%p\d+ bra\s.*)",
+        lambda found: found[1] + ("" if found[2] else "!") + found[3],
+    ),
+    "atomic operation left out": (r"\s*(?:@!?%p\d+ )?atom\..*", lambda found: None),
+    "parameter of the neighbour": (
+        r"(\s*ld\.param\.b64\s+%rd\d+, \[\w+_param_)(\d+)(\];.*)",
+        lambda found: f"{found[1]}{int(found[2]) + (1 if found[2] == '0' else -1)}{found[3]}",
+    ),
+}
+
+
+def seeded(text: str, kind: str, lines_run: set[int]) -> Iterator[tuple[int, str]]:
+    """Every PTX with one fault of a kind on a line that runs: that line, and the whole text."""
+    pattern, change = KINDS[kind]
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        found = re.fullmatch(pattern, line.split("//")[0].rstrip())
+        if found and number + 1 in lines_run:
+            made = change(found)
+            if made != line:
+                yield (
+                    number + 1,
+                    "\n".join([*lines[:number], *([""] if made is None else [made]), *lines[number + 1 :]]),
+                )

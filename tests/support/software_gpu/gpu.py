@@ -1,0 +1,347 @@
+"""A GPU in software: runs the PTX that Triton compiles, reached through Triton's own launch path.
+
+Triton binds and specialises the arguments, compiles for NVIDIA, and its launcher in C packs the arguments and calls the
+driver. The driver here is ours (driver.cpp): it hands the launch to `SoftwareGPU`, which runs it on CPU tensors.
+
+    pytest --software-gpu sm_90 tests/kernels        # all that runs Triton kernels runs them compiled
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from . import ptx
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[2] / "build" / "software_gpu"
+TARGETS = ("sm_80", "sm_90", "sm_100")
+# In the order of `Count` in machine.h.
+COUNTS = ("threads", "warps", "diverged", "requests", "sectors", "least", "lines", "wavefronts", "beyond")
+
+# Kernels that read whole lines of 16 bytes where their tensors end within one.
+READS_WHOLE_LINES = ("forward_tile_kernel", "backward_tile_kernel", "forward_long_kernel", "backward_long_kernel")
+
+_LOAD = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
+_LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.c_uint32,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+)
+
+
+_ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_void_p),
+        ("length", ctypes.c_int32),
+        ("register_bytes", ctypes.c_int32),
+        ("constants", ctypes.c_void_p),
+        ("constant_count", ctypes.c_int32),
+        ("specials", ctypes.c_void_p),
+        ("special_count", ctypes.c_int32),
+    ]
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("inexact", "whole_lines", "races", "reversed", "counting")]
+
+
+@dataclass
+class Launch:
+    """One launch that ran.
+
+    Attributes:
+        counts: per instruction of `program`, a column per name of `COUNTS`; None if nothing was counted.
+    """
+
+    program: ptx.Program
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    counts: NDArray[np.uint64] | None
+
+
+@dataclass
+class Settings:
+    """How launches run.
+
+    Attributes:
+        inexact: approximations (``ex2.approx``, ``div.full``) correctly rounded (0), at the ends of their documented
+            error (1, -1), or anywhere between (2).
+        races: whether accesses of different blocks to one byte of global memory are looked for.
+        reversed: run blocks and warps last to first.
+        counting: count sectors, lines and bank conflicts beside instructions.
+        keep: keep each launch in `SoftwareGPU.launches`.
+    """
+
+    inexact: int = 0
+    races: bool = True
+    reversed: bool = False
+    counting: bool = False
+    keep: bool = False
+
+
+def build() -> Path:
+    """Compile the machine and the driver. Returns the library, named as the one that Triton looks for."""
+    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+    if compiler is None:
+        raise RuntimeError("the software GPU needs a C++ compiler: install g++ or clang++, or set CXX")
+    sources = sorted(HERE.glob("*.cpp"))
+    digest = hashlib.sha256(torch.__version__.encode())
+    for file in [*sources, *sorted(HERE.glob("*.h"))]:
+        digest.update(file.read_bytes())
+    folder = BUILD / digest.hexdigest()[:16]
+    library = folder / "libcuda.so.1"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        root = Path(torch.__file__).parent
+        fresh = folder / f"{library.name}.{os.getpid()}"
+        options = "-std=c++20 -O3 -march=native -ffp-contract=off -shared -fPIC -Wl,-soname,libcuda.so.1".split()
+        command = [compiler, *options, f"-I{root / 'include'}", *map(str, sources), "-o", str(fresh)]
+        command += [f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-4000:]}")
+        fresh.rename(library)
+    return library
+
+
+class SoftwareGPU:
+    """The driver under Triton in this process. There is one; `install` makes it.
+
+    Attributes:
+        launches: those that ran while ``settings.keep`` was set.
+        launched: how many ran, by kernel.
+        edit: called with the PTX of each kernel before it runs; tests break kernels with it.
+        short: blocks to leave out of each launch of more than one.
+    """
+
+    def __init__(self, target: str, library: Path) -> None:
+        self.target = target
+        self.capability = int(target.removeprefix("sm_"))
+        self.settings = Settings()
+        self.launches: list[Launch] = []
+        self.launched: dict[str, int] = {}
+        self.edit: Callable[[str], str] = lambda text: text
+        self.short = 0
+        self._machine = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        self._machine.run.restype = ctypes.c_char_p
+        self._machine.find_operation.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
+        for function in (self._machine.protect, self._machine.adopt):
+            function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
+        self._foreign: list[int] = []
+        self._texts: list[str] = []
+        self._programs: dict[tuple[int, str], ptx.Program] = {}
+        self._failure = ctypes.create_string_buffer(b"")
+        self._callbacks = _LOAD(self._load), _LAUNCH(self._launch), _ASK(self._adopt)  # C holds on to these
+        self._machine.on_load(self._callbacks[0])
+        self._machine.on_launch(self._callbacks[1])
+        self._machine.on_foreign(self._callbacks[2])
+        self._machine.watch()
+
+    @contextmanager
+    def set(self, **settings: Any) -> Iterator[None]:
+        """Inside, launches run with other `Settings`."""
+        before = dict(vars(self.settings))
+        vars(self.settings).update(settings)
+        try:
+            yield
+        finally:
+            vars(self.settings).update(before)
+
+    @contextmanager
+    def read_only(self, *tensors: torch.Tensor) -> Iterator[None]:
+        """Inside, a kernel that stores to one of these fails."""
+        spans = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
+        for begin, size in spans:
+            self._machine.protect(begin, size, 1)
+        try:
+            yield
+        finally:
+            for begin, size in spans:
+                self._machine.protect(begin, size, 0)
+
+    def find(self, name: str) -> tuple[int, list[int]] | None:
+        """An operation of the machine: its number and the bytes of its operands."""
+        widths, count = (ctypes.c_uint8 * 16)(), ctypes.c_int()
+        number = self._machine.find_operation(name.encode(), widths, ctypes.byref(count))
+        return None if number < 0 else (number, list(widths[: count.value]))
+
+    def run_ptx(
+        self, text: str, *arguments: torch.Tensor | int, grid: int = 1, threads: int = 32, shared_bytes: int = 0
+    ) -> None:
+        """Run a kernel given as PTX on tensors and integers.
+
+        Raises:
+            RuntimeError: it did what a kernel must not; says what, and where.
+            UnknownPTX: the machine does not know an instruction.
+        """
+        program = ptx.read(text, self.find)
+        values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
+        packed = [ctypes.c_uint64(value % 2**64) for value in values]
+        places = (ctypes.c_void_p * len(packed))(*map(ctypes.addressof, packed))
+        if self._run(program, (grid, 1, 1), threads, shared_bytes, ctypes.addressof(places)) is not None:
+            raise RuntimeError(self._failure.value.decode())
+
+    def _fail(self, words: str) -> int:
+        self._failure = ctypes.create_string_buffer(words.encode())
+        return ctypes.addressof(self._failure)
+
+    def _load(self, image: int, why: Any) -> int:
+        self._texts.append(ctypes.string_at(image).decode())
+        return len(self._texts)
+
+    def program(self, kernel: int) -> ptx.Program:
+        """The program of a loaded kernel, as `edit` leaves it."""
+        text = self.edit(self._texts[kernel - 1])
+        key = kernel, "" if text == self._texts[kernel - 1] else hashlib.sha256(text.encode()).hexdigest()
+        if key not in self._programs:
+            self._programs[key] = ptx.read(text, self.find)
+        return self._programs[key]
+
+    def _adopt(self, address: int) -> int:
+        """Let this launch use the tensor at an address in memory that is not torch's. Returns whether one is there."""
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
+                storage = thing.untyped_storage()
+                begin = storage.data_ptr()
+                if begin <= address < begin + storage.nbytes():
+                    self._machine.adopt(begin, storage.nbytes(), 1)
+                    self._foreign.append(begin)
+                    return 1
+        return 0
+
+    def _launch(self, kernel: int, grid: Any, threads: int, shared: int, stream: int, arguments: int) -> int | None:
+        try:
+            blocks = max(1, grid[0] - self.short)
+            return self._run(self.program(kernel), (blocks, grid[1], grid[2]), threads, shared, arguments)
+        except Exception as error:  # it may not pass through C
+            return self._fail(f"{type(error).__name__}: {error}")
+
+    def _run(
+        self, program: ptx.Program, grid: tuple[int, int, int], threads: int, shared: int, arguments: int
+    ) -> int | None:
+        constants = program.launched_with(arguments)
+        counts = None
+        if self.settings.keep or self.settings.counting:
+            counts = np.zeros((len(program.code), len(COUNTS)), np.uint64)
+        flat = _Program(
+            program.code.ctypes.data,
+            len(program.code),
+            program.register_bytes,
+            constants.ctypes.data,
+            len(constants),
+            program.specials.ctypes.data,
+            len(program.specials),
+        )
+        settings = _Settings(
+            self.settings.inexact,
+            program.name in READS_WHOLE_LINES,
+            self.settings.races,
+            self.settings.reversed,
+            self.settings.counting,
+        )
+        where = (ctypes.c_int32 * 3)()
+        self._machine.approximate(self.settings.inexact)
+        failed = self._machine.run(
+            ctypes.byref(flat),
+            (ctypes.c_uint32 * 3)(*grid),
+            threads,
+            shared,
+            ctypes.byref(settings),
+            counts.ctypes.data_as(ctypes.c_void_p) if counts is not None else None,
+            where,
+        )
+        while self._foreign:
+            self._machine.adopt(self._foreign.pop(), 0, 0)
+        if failed is not None:
+            place = f"{program.where(where[0])}, block {where[1]}, thread {where[2]}"
+            return self._fail(f"{place}: {failed.decode()}")
+        self.launched[program.name] = self.launched.get(program.name, 0) + 1
+        if self.settings.keep:
+            self.launches.append(Launch(program, grid, threads, shared, counts))
+        return None
+
+
+_installed: SoftwareGPU | None = None
+
+
+def install(target: str) -> SoftwareGPU:
+    """Put the software GPU under Triton, for good: before halfstep is imported, without ``TRITON_INTERPRET``.
+
+    Args:
+        target: one of `TARGETS`.
+    """
+    global _installed
+    if target not in TARGETS:
+        raise ValueError(f"target is {target!r}; allowed are {', '.join(TARGETS)}")
+    library = build()
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
+    # What is linked against this driver and compiled without ptxas must not be found by a process that has a GPU.
+    os.environ["TRITON_CACHE_DIR"] = str(BUILD / "triton")
+    gpu = _installed = SoftwareGPU(target, library)
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.backends.nvidia.driver import CudaDriver
+
+    class Driver(CudaDriver):
+        """Triton's driver; only what it would ask torch about GPUs is answered here."""
+
+        def __init__(self) -> None:
+            try:
+                super().__init__()
+            except (AttributeError, AssertionError):  # a CPU build of torch lacks names that the base class looks up
+                pass
+            self.get_current_device = lambda: 0
+            self.set_current_device = lambda device: None
+            self.get_current_stream = lambda device: 0
+            self.get_device_capability = lambda device: divmod(gpu.capability, 10)
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", gpu.capability, 32)
+
+    # The machine runs PTX: what comes after it is left out.
+    CUDABackend.make_cubin = lambda self, source, metadata, options, capability: source.encode() + b"\0"
+    triton.runtime.driver.set_active(Driver())
+
+    from halfstep.kernels import adam, backend, cast, loss_scale, rounding, softmax, statistics, unscale  # noqa: F401
+
+    assert not rounding.INTERPRETED, "halfstep was imported under TRITON_INTERPRET=1; the software GPU comes first"
+    backend.TAKES_CPU_TENSORS = True
+    gc.collect()
+    gc.freeze()  # what is here by now holds no tensor of a test, and `_adopt` need not look at it
+    return gpu
+
+
+def installed() -> SoftwareGPU:
+    """The software GPU of this process.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if _installed is None:
+        raise RuntimeError("no software GPU in this process: call install first, or run pytest with --software-gpu")
+    return _installed
