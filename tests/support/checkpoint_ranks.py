@@ -63,7 +63,8 @@ def model_of(layout: str, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     dtype, options = LAYOUTS[layout]
     # Chance is named by place, and uneven parts of TP x FSDP are no range of places: 8 rows over 2 x 2 are even.
-    hidden = 8 if "rounding" in options else 6
+    # And torch 2.8 knows no such parts at all: it saves and loads them in wrong places (docs/versions.md).
+    hidden = 8 if "rounding" in options or torch.__version__.startswith("2.8.") else 6
     model = torch.nn.Sequential(Block(hidden), torch.nn.Linear(10, 1)).to(dtype)
     for p in model.parameters():
         torch.nn.init.normal_(p)
