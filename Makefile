@@ -93,6 +93,8 @@ audit: $(VENV)/.test
 # With the peers of the extra `bench` installed, their table too.
 bounds: $(VENV)/.test
 	$(BIN)/halfstep bench audit --peers --record tests/kernels/audit_bounds.json --markdown docs/performance.md
+	cd tests/support && $(abspath $(BIN))/python -m software_gpu.counts \
+		--record ../kernels/instruction_counts.json --markdown ../../docs/software_gpu.md
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -180,19 +180,22 @@ def test_a_shuffle_from_a_lane_that_does_not_run(machine: SoftwareGPU) -> None:
         run(machine, body.replace("DISTANCE", "16").replace("MEMBERS", "65535"), tensor)
 
 
+def counted_of(machine: SoftwareGPU, body: str, begins: str, wide: int = 4) -> dict[str, int]:
+    """What is counted of the last instruction whose name begins so."""
+    tensors = [torch.zeros(32 * 128, dtype=torch.int32)] * 4
+    with machine.set(keep=True, counting=True):
+        machine.run_ptx(kernel(body, wide), *tensors, shared_bytes=32 * 128)
+    launch = machine.launches.pop()
+    last = [at for at, name in enumerate(launch.program.opcodes) if name.startswith(begins)][-1]
+    assert launch.counts is not None
+    return dict(zip(COUNTS, launch.counts[last].tolist(), strict=True))
+
+
 def test_counts(machine: SoftwareGPU) -> None:
     """Sectors, lines and bank conflicts of patterns whose numbers are known."""
 
-    def counted(body: str, wide: int = 4, threads: int = 32) -> dict[str, int]:
-        tensors = [torch.zeros(32 * 128, dtype=torch.int32)] * 4
-        with machine.set(keep=True, counting=True):
-            machine.run_ptx(kernel(body, wide), *tensors, threads=threads, shared_bytes=32 * 128)
-        launch = machine.launches.pop()
-        last = [at for at, name in enumerate(launch.program.opcodes) if name.startswith(("ld.global", "st.", "ld.sh"))][
-            -1
-        ]
-        assert launch.counts is not None
-        return dict(zip(COUNTS, launch.counts[last].tolist(), strict=True))
+    def counted(body: str, wide: int = 4) -> dict[str, int]:
+        return counted_of(machine, body, "st." if "\tst." in body else "ld.global", wide)
 
     close = counted(LOAD)
     assert [close[key] for key in ("threads", "warps", "requests", "sectors", "least", "lines")] == [32, 1, 1, 4, 4, 2]
@@ -204,6 +207,8 @@ def test_counts(machine: SoftwareGPU) -> None:
     for stride, ways in ((4, 1), (8, 2), (16, 4), (128, 32), (0, 1)):
         body = f"\tmul.lo.s32 \t%r5, %r10, {stride};\n\tst.shared.b32 [ %r5 + 0 ], %r11;"
         assert counted(body)["wavefronts"] == ways, stride
+    same = "\tst.shared.b32 [global_smem], %r11;\n\tbar.sync \t0;\n\tatom.shared.add.u32 \t%r5, [global_smem], %r11;"
+    assert counted_of(machine, same, "atom")["wavefronts"] == 32  # one after the other
     wide = "\tshl.b32 \t%r5, %r10, 4;\n\tst.shared.v4.b32 [ %r5 + 0 ], { %r11, %r11, %r11, %r11 };"
     assert counted(wide)["wavefronts"] == 4  # 512 bytes at 128 a time
 

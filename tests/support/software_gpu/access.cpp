@@ -316,6 +316,17 @@ void store_matrix(Warp &w, const Instruction &i) {
             }
 }
 
+// Lanes at one bank take turns, those at one place too.
+void count_shared_atomics(Warp &w, const u64 *at) {
+    u64 *to = counts(w);
+    if (!to || !w.block->launch->settings->counting) return;
+    int lanes[32] = {};
+    for (int l = 0; l < LANES; l++)
+        if (w.mask >> l & 1) lanes[at[l] / 4 % 32]++;
+    to[REQUESTS]++;
+    to[WAVEFRONTS] += *std::max_element(lanes, lanes + 32);
+}
+
 u8 *global_place(Warp &w, int lane, u64 address, int bytes) {
     const Range &range = checked(w, lane, address, bytes, "atomic operation");
     check_written(w, lane, address, bytes, range);

@@ -124,3 +124,4 @@ void store_matrix(Warp &, const Instruction &);
 // For atomic operations: the address of `bytes` bytes, checked like a load and a store, and counted once per warp.
 u8 *global_place(Warp &, int lane, u64 address, int bytes);
 u8 *shared_place(Warp &, int lane, u64 address, int bytes);
+void count_shared_atomics(Warp &, const u64 *addresses);

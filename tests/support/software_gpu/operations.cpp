@@ -170,10 +170,13 @@ void ballot(Warp &w, const Instruction &i) {
 }
 
 template <class T, bool SHARED, class F> void atomic(Warp &w, const Instruction &i) {
+    u64 at[LANES];
+    for (int l = 0; l < LANES; l++)
+        at[l] = SHARED ? u32(w.reg<u32>(i.operands[1])[l] + i.offset) : w.reg<u64>(i.operands[1])[l] + i.offset;
+    if (SHARED) count_shared_atomics(w, at);
     for (int l = 0; l < LANES; l++) {
         if (!(w.mask >> l & 1)) continue;
-        u64 address = SHARED ? u32(w.reg<u32>(i.operands[1])[l] + i.offset) : w.reg<u64>(i.operands[1])[l] + i.offset;
-        T *place = reinterpret_cast<T *>((SHARED ? shared_place : global_place)(w, l, address, sizeof(T)));
+        T *place = reinterpret_cast<T *>((SHARED ? shared_place : global_place)(w, l, at[l], sizeof(T)));
         T before = *place;
         *place = F{}(before, w.reg<T>(i.operands[2])[l]);
         w.reg<T>(i.operands[0])[l] = before;
