@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -40,6 +42,32 @@ def pytest_configure(config: pytest.Config) -> None:
     elif not HAS_GPU:
         os.environ.setdefault("TRITON_INTERPRET", "1")
         refuse_unlike_versions()
+
+
+# Of the software GPU: launches by kernel, of this process and, in the one that speaks to the terminal, of its workers.
+LAUNCHED: Counter[str] = Counter()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--software-gpu"):
+        from software_gpu import gpu
+
+        LAUNCHED.update(gpu.installed().launched)
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["launched"] = dict(LAUNCHED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    LAUNCHED.update(getattr(node, "workeroutput", {}).get("launched", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if LAUNCHED:
+        kernels = ", ".join(f"{name} {count}" for name, count in sorted(LAUNCHED.items()))
+        terminalreporter.write_line(
+            f"{LAUNCHED.total()} launches ran on the software {config.getoption('--software-gpu')}: {kernels}"
+        )
 
 
 def refuse_unlike_versions() -> None:
