@@ -67,16 +67,15 @@ def _groups(module: FSDPModule) -> list[Any]:
     if several is None:  # older torch has one at most
         one = getattr(state, "_fsdp_param_group", None)
         several = [] if one is None else [one]
-    for group in several:
-        if not hasattr(group, "_init_mp_dtypes") or not hasattr(group, "fsdp_params"):
-            raise RuntimeError(
-                f"torch is {torch.__version__}, whose FSDP2 keeps its dtypes elsewhere; allowed are versions up to "
-                "2.13: do without keep_reduced_gradients"
-            )
     return list(several)
 
 
 def _check(name: str, group: Any) -> None:
+    if not hasattr(group, "_init_mp_dtypes") or not hasattr(group, "mp_policy"):  # torch 2.15: one for each parameter
+        raise RuntimeError(
+            f"torch is {torch.__version__}, whose FSDP2 keeps its dtypes elsewhere; allowed are versions up to 2.14: "
+            "do without keep_reduced_gradients"
+        )
     reduce_dtype = group.mp_policy.reduce_dtype
     dtypes = {param.sharded_param.dtype for param in group.fsdp_params}
     if reduce_dtype != torch.float32 and dtypes != {torch.float32}:

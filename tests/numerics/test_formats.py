@@ -181,9 +181,9 @@ def test_against_torch_finfo(name: str) -> None:
     assert (info.bits, info.max, info.min) == (form.bits, form.max, form.lowest)
     assert info.tiny == info.smallest_normal == form.min_normal
     if name == "e5m2fnuz":
-        # torch is wrong: the number after 1 is 1.25, as its own codes 0x40 and 0x41 say.
+        # torch before 2.15 is wrong: the number after 1 is 1.25, as its own codes 0x40 and 0x41 say.
         one, after = torch.tensor([0x40, 0x41], dtype=torch.uint8).view(torch.float8_e5m2fnuz).float().tolist()
-        assert (info.eps, after - one, form.eps) == (0.125, 0.25, 0.25)
+        assert info.eps in (0.125, 0.25) and after - one == form.eps == 0.25
     else:
         assert info.eps == form.eps
 

@@ -10,6 +10,7 @@ import overlap_shards
 import pytest
 import torch
 import torch.multiprocessing
+from keeping import skip_where_gradients_cannot_be_kept
 from overlap_ranks import assert_same_training
 from overlap_shards import SETTINGS
 
@@ -18,8 +19,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip(f"torch {torch.__version__} has no Tensor.grad_dtype, which keep_reduced_gradients needs")
+    skip_where_gradients_cannot_be_kept()
     folder = Path(tmp_path_factory.mktemp("ranks"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

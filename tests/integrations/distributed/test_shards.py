@@ -10,6 +10,7 @@ import pytest
 import shard_ranks
 import torch
 import torch.multiprocessing
+from keeping import skip_where_gradients_cannot_be_kept
 from torch.distributed.fsdp import FSDPModule
 
 from halfstep.integrations import fsdp
@@ -17,8 +18,7 @@ from halfstep.integrations import fsdp
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip(f"torch {torch.__version__} has no Tensor.grad_dtype, which keep_reduced_gradients needs")
+    skip_where_gradients_cannot_be_kept()
     folder = Path(tmp_path_factory.mktemp("ranks"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,0 +1,13 @@
+"""Where `halfstep.integrations.fsdp.keep_reduced_gradients` cannot be tested."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def skip_where_gradients_cannot_be_kept() -> None:
+    """With a torch whose tensors or whose FSDP2 have no place for it, which it refuses (docs/versions.md)."""
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    if not hasattr(torch.Tensor, "grad_dtype") or release >= (2, 15):
+        pytest.skip(f"keep_reduced_gradients refuses torch {torch.__version__}")
