@@ -523,7 +523,7 @@ def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(family, "_programs_at_once", lambda device: 1 if path == "two passes" else 2000)
 
     @settings(
-        max_examples=300 if name != "triton" else 50 if path == "one pass" else 15,  # what the interpreter has time for
+        max_examples=300 if name != "triton" else 20 if path == "one pass" else 6,  # what the interpreter has time for
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
