@@ -85,21 +85,17 @@ const Range &checked(Warp &w, int lane, u64 address, int bytes, const char *what
     Range &range = w.block->launch->last[w.pc];
     if (!range.holds(address, bytes)) {
         range = memory.find(address);
-        if (range.begin == range.end || address >= range.end) {
-            if (range.begin == range.end)
-                fail(w, lane, text("%s of %d bytes at %#lx, in no live allocation", what, bytes, address));
+        bool in_line = may_end_line && range.end && (address + bytes - 1) / 16 == (range.end - 1) / 16;
+        if (range.begin == range.end)
+            fail(w, lane, text("%s of %d bytes at %#lx, in no live allocation", what, bytes, address));
+        if (address >= range.end && !in_line)
             fail(w, lane,
                  text("%s of %d bytes at %#lx, in no live allocation; the nearest below, of %lu bytes, ends %lu before",
                       what, bytes, address, range.end - range.begin, address - range.end));
-        }
-        if (address + bytes > range.end) {
-            bool in_line = may_end_line && (address + bytes - 1) / 16 == (range.end - 1) / 16;
-            if (!in_line)
-                fail(w, lane,
-                     text("%s of %d bytes at %#lx reaches %lu bytes past its allocation of %lu bytes", what, bytes,
-                          address, address + bytes - range.end, range.end - range.begin));
-            if (u64 *to = counts(w)) to[BEYOND]++;
-        }
+        if (address + bytes > range.end && !in_line)
+            fail(w, lane, text("%s of %d bytes at %#lx reaches %lu bytes past its allocation of %lu bytes", what, bytes,
+                               address, address + bytes - range.end, range.end - range.begin));
+        if (u64 *to = counts(w); to && address + bytes > range.end) to[BEYOND]++;
     }
     if (address % bytes) fail(w, lane, text("%s of %d bytes at %#lx is not aligned to them", what, bytes, address));
     return range;
