@@ -144,10 +144,12 @@ def _build_stub(folder: Path) -> Path:
     return target
 
 
-def _install_stub(path: str) -> Callable[[], int]:
-    """Make Triton's own NVIDIA driver run on the stub. Returns the counter of launches."""
-    stub = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    stub.halfstep_launches.restype = ctypes.c_uint64
+def use_stubbed_driver(capability: int) -> None:
+    """Put Triton's own NVIDIA driver to work without a GPU, over the ``libcuda.so.1`` in ``TRITON_LIBCUDA_PATH``.
+
+    Args:
+        capability: of the GPU that stands in, as in ``sm_90``.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -163,10 +165,10 @@ def _install_stub(path: str) -> Callable[[], int]:
             self.get_current_device = lambda: 0
             self.set_current_device = lambda device: None
             self.get_current_stream = lambda device: 0
-            self.get_device_capability = lambda device: (CAPABILITY // 10, CAPABILITY % 10)
+            self.get_device_capability = lambda device: divmod(capability, 10)
 
         def get_current_target(self) -> Any:
-            return GPUTarget("cuda", CAPABILITY, 32)
+            return GPUTarget("cuda", capability, 32)
 
         def get_benchmarker(self) -> Any:
             """For autotuners, which time each configuration: all take the same, so the first one stays."""
@@ -177,8 +179,14 @@ def _install_stub(path: str) -> Callable[[], int]:
 
             return run_once
 
-    driver = StubbedDriver()
-    triton.runtime.driver.set_active(driver)
+    triton.runtime.driver.set_active(StubbedDriver())
+
+
+def _install_stub(path: str) -> Callable[[], int]:
+    """Make Triton's driver run on the stub. Returns the counter of launches."""
+    stub = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    stub.halfstep_launches.restype = ctypes.c_uint64
+    use_stubbed_driver(CAPABILITY)
     counter: Callable[[], int] = stub.halfstep_launches
     return counter
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -208,6 +209,11 @@ def test_full_masters_follow_a_weight_written_before_a_capture() -> None:
 # ------------------------------------------------------------------------------------------------------- nothing waits
 
 
+def amp_step(scaler: halfstep.GradScaler, optimizer: halfstep.AdamW) -> None:
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def settled(model: Model, **options: Any) -> tuple[list[torch.nn.Parameter], halfstep.AdamW, halfstep.GradScaler]:
     """Parameters of several dtypes after a few AMP steps."""
     parameters = [
@@ -319,11 +325,7 @@ def test_a_graph_notes_overflows_where_eager_checks_do() -> None:
     with Model("late") as model:
         parameters, optimizer, scaler = settled(model)
 
-        def step() -> None:
-            scaler.step(optimizer)
-            scaler.update()
-
-        graph = captured(step)
+        graph = captured(partial(amp_step, scaler, optimizer))
         parameters[2].grad.fill_(torch.nan)  # type: ignore[union-attr]
         graph.replay()
         graph.replay()
@@ -336,13 +338,9 @@ def test_what_a_graph_writes_its_answers_to_is_its_own() -> None:
     with Model("late") as model:
         _, optimizer, scaler = settled(model)
 
-        def step() -> None:
-            scaler.step(optimizer)
-            scaler.update()
-
-        graph = captured(step)
+        graph = captured(partial(amp_step, scaler, optimizer))
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, device=model.device))]})
-        step()
+        amp_step(scaler, optimizer)
         others = [torch.full((count,), 7, dtype=torch.int32, device=model.device) for count in (1, 4, 5, 16, 20)] * 3
         graph.replay()
         assert all(bool((one == 7).all()) for one in others)

@@ -74,9 +74,9 @@ u32 thread_of_launch(const Warp &w, int lane) {
     return w.block->index * w.block->launch->threads + w.first_thread + lane + 1;
 }
 
-Shadow &shadow(Launch &launch, const Range &range) {
-    Shadow &found = launch.shadows[range.begin];
-    if (found.bytes.empty()) found.bytes.resize(range.end - range.begin);
+std::vector<GlobalByte> &log_of(Launch &launch, const Range &range) {
+    std::vector<GlobalByte> &found = launch.logs[range.begin];
+    if (found.empty()) found.resize(range.end - range.begin);
     return found;
 }
 
@@ -116,9 +116,9 @@ constexpr size_t MOST_LOGGED = 4 << 20;  // bytes of an allocation whose accesse
 
 void log_read(Warp &w, int lane, u64 address, int bytes, const Range &range) {
     if (range.end - range.begin > MOST_LOGGED) return;
-    Shadow &log = shadow(*w.block->launch, range);
+    std::vector<GlobalByte> &log = log_of(*w.block->launch, range);
     for (u64 at = address; at < std::min<u64>(address + bytes, range.end); at++) {
-        Shadow::Byte &byte = log.bytes[at - range.begin];
+        GlobalByte &byte = log[at - range.begin];
         if (byte.writer && (byte.writer - 1) / w.block->launch->threads != w.block->index)
             fail(w, lane, text("load of byte %lu of an allocation of %lu, which block %u writes in the same launch",
                                at - range.begin, range.end - range.begin,
@@ -129,10 +129,10 @@ void log_read(Warp &w, int lane, u64 address, int bytes, const Range &range) {
 
 void log_write(Warp &w, int lane, u64 address, int bytes, const Range &range, const u8 *value) {
     if (range.end - range.begin > MOST_LOGGED) return;
-    Shadow &log = shadow(*w.block->launch, range);
+    std::vector<GlobalByte> &log = log_of(*w.block->launch, range);
     u32 me = thread_of_launch(w, lane);
     for (int k = 0; k < bytes; k++) {
-        Shadow::Byte &byte = log.bytes[address + k - range.begin];
+        GlobalByte &byte = log[address + k - range.begin];
         bool same = value[k] == reinterpret_cast<u8 *>(address)[k];
         if (byte.writer && byte.writer != me && !same)
             fail(w, lane, text("store to byte %lu of an allocation of %lu, to which thread %u of block %u stored "
@@ -276,40 +276,35 @@ void store_shared(Warp &w, const Instruction &i) {
 }
 
 // Matrices of 8 x 8 elements of 16 bits. Lane 8 m + r gives the address of row r of matrix m; lane l holds of each
-// matrix the elements 2 (l % 4) and the next of row l / 4, or of the transposed matrix (`offset` of the instruction
-// belongs to the address; `wide` says whether it is transposed).
-void load_matrix(Warp &w, const Instruction &i) {
-    if (w.mask != ALL) fail(w, 0, "ldmatrix by a part of the warp");
+// matrix the elements 2 (l % 4) and the next of row l / 4, or of the transposed matrix, which `wide` says. Calls `each`
+// with a lane, the address of an element and its place in the lane's registers.
+template <class F>
+static void for_matrices(Warp &w, const Instruction &i, int address, int held, const char *what, F each) {
+    if (w.mask != ALL) fail(w, 0, text("%s of a matrix by a part of the warp", what));
     u64 at[LANES];
-    addresses(w, i, i.values, false, at);
+    addresses(w, i, address, false, at);
     count_shared(w, at, 16, i.values == 4 ? ALL : (1u << 8 * i.values) - 1);
+    for (int row = 0; row < 8 * i.values; row++) shared_bytes(w, row, at[row], 16, what);
     for (int m = 0; m < i.values; m++)
         for (int l = 0; l < LANES; l++)
             for (int k = 0; k < 2; k++) {
                 int row = i.wide ? 2 * (l % 4) + k : l / 4, column = i.wide ? l / 4 : 2 * (l % 4) + k;
-                u64 address = at[8 * m + row] + 2 * column;
-                if (column == 0) shared_bytes(w, 8 * m + row, at[8 * m + row], 16, "load");
-                log_shared_read(w, l, address, 2);
-                memcpy(w.registers + i.operands[m] + 4 * l + 2 * k, shared_bytes(w, l, address, 2, "load"), 2);
+                each(l, at[8 * m + row] + 2 * column, w.registers + i.operands[held + m] + 4 * l + 2 * k);
             }
 }
 
+void load_matrix(Warp &w, const Instruction &i) {
+    for_matrices(w, i, i.values, 0, "load", [&](int lane, u64 address, u8 *value) {
+        log_shared_read(w, lane, address, 2);
+        memcpy(value, &w.block->shared[address], 2);
+    });
+}
+
 void store_matrix(Warp &w, const Instruction &i) {
-    if (w.mask != ALL) fail(w, 0, "stmatrix by a part of the warp");
-    u64 at[LANES];
-    addresses(w, i, 0, false, at);
-    count_shared(w, at, 16, i.values == 4 ? ALL : (1u << 8 * i.values) - 1);
-    for (int m = 0; m < i.values; m++)
-        for (int l = 0; l < LANES; l++)
-            for (int k = 0; k < 2; k++) {
-                int row = i.wide ? 2 * (l % 4) + k : l / 4, column = i.wide ? l / 4 : 2 * (l % 4) + k;
-                u64 address = at[8 * m + row] + 2 * column;
-                if (column == 0) shared_bytes(w, 8 * m + row, at[8 * m + row], 16, "store");
-                const u8 *value = w.registers + i.operands[1 + m] + 4 * l + 2 * k;
-                u8 *to = shared_bytes(w, l, address, 2, "store");
-                log_shared_write(w, l, address, value, 2);
-                memcpy(to, value, 2);
-            }
+    for_matrices(w, i, 0, 1, "store", [&](int lane, u64 address, u8 *value) {
+        log_shared_write(w, lane, address, value, 2);
+        memcpy(&w.block->shared[address], value, 2);
+    });
 }
 
 // Lanes at one bank take turns, those at one place too.

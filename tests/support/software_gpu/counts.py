@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,57 +67,60 @@ def summary(launches: Sequence[gpu.Launch], elements: int) -> dict[str, Any]:
     return {"instructions": whole, "classes": by_class, **per_element, "beyond": sums["beyond"], **per_block}
 
 
-def cases() -> dict[str, tuple[int, Callable[[], object]]]:
-    """Name to elements and a call: one tensor of 2^20 elements, or rows of softmax."""
+def cases() -> dict[str, Callable[[], tuple[int, Callable[[], object]]]]:
+    """Name to what makes its inputs and gives elements and a call: one tensor of 2^20, or rows of softmax."""
     import halfstep
     from halfstep.kernels.statistics import Grid, foreach_count_, width
 
     def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
         return torch.randn(shape or (SIZE,), generator=torch.Generator().manual_seed(0)).to(dtype)
 
-    def adam(dtype: torch.dtype, **options: Any) -> Callable[[], object]:
+    Made = tuple[int, Callable[[], object]]
+
+    def adam(dtype: torch.dtype, **options: Any) -> Made:
         parameter = torch.nn.Parameter(values(dtype))
         parameter.grad = values(dtype)
         optimizer = halfstep.AdamW([parameter], **options)
         optimizer.step()
-        return optimizer.step
+        return SIZE, optimizer.step
 
-    def softmax(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, Callable[[], object]]:
-        x = values(dtype, rows, columns)
-        return rows * columns, lambda: halfstep.softmax(x)
+    def on_values(function: Callable[..., object], dtype: torch.dtype, *arguments: Any, **options: Any) -> Made:
+        x = values(dtype)
+        listed = function.__name__.startswith("foreach")
+        return SIZE, partial(function, [x] if listed else x, *arguments, **options)
 
-    def backward(dtype: torch.dtype, rows: int, columns: int) -> tuple[int, Callable[[], object]]:
-        x, grad = values(dtype, rows, columns).requires_grad_(), values(dtype, rows, columns)
+    def softmax(rows: int, columns: int) -> Made:
+        return rows * columns, partial(halfstep.softmax, values(BF16, rows, columns))
+
+    def backward(rows: int, columns: int) -> Made:
+        x, grad = values(BF16, rows, columns).requires_grad_(), values(BF16, rows, columns)
         y = halfstep.softmax(x)
         return rows * columns, lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
 
-    def count(dtype: torch.dtype, errors: bool) -> Callable[[], object]:
-        x, counts = values(dtype), torch.zeros(1, width(errors), dtype=torch.int64)
-        return lambda: foreach_count_([x], counts, Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20))
+    def count(errors: bool) -> Made:
+        counts = torch.zeros(1, width(errors), dtype=torch.int64)
+        return on_values(foreach_count_, BF16, counts, Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20))
 
     stochastic = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic", "seed": 0}
-    fp32, bf16, fp16 = (values(dtype) for dtype in (FP32, BF16, FP16))
+    cast = {"rounding": "stochastic", "seed": 0}
     return {
-        "foreach_check bf16": (SIZE, lambda: halfstep.foreach_check([bf16])),
-        "foreach_check fp16": (SIZE, lambda: halfstep.foreach_check([fp16])),
-        "foreach_check fp32": (SIZE, lambda: halfstep.foreach_check([fp32])),
-        "foreach_unscale_ bf16": (SIZE, lambda: halfstep.foreach_unscale_([bf16], 1.0)),
-        "statistics bf16": (SIZE, count(BF16, False)),
-        "statistics bf16 with errors": (SIZE, count(BF16, True)),
-        "AdamW fp32": (SIZE, adam(FP32)),
-        "AdamW bf16 split": (SIZE, adam(BF16)),
-        "AdamW bf16 split, bf16 moments": (SIZE, adam(BF16, state_dtype=BF16)),
-        "AdamW bf16 no master, stochastic": (SIZE, adam(BF16, **stochastic)),
-        "AdamW fp16 full": (SIZE, adam(FP16)),
-        "foreach_cast fp32 to bf16": (SIZE, lambda: halfstep.foreach_cast([fp32], BF16)),
-        "cast bf16 to e4m3, stochastic": (
-            SIZE,
-            lambda: halfstep.cast(bf16, torch.float8_e4m3fn, rounding="stochastic", seed=0),
-        ),
-        "softmax bf16, 4,096 columns": softmax(BF16, 256, 4096),
-        "softmax bf16, 333 columns": softmax(BF16, 3000, 333),
-        "softmax bf16, 50,257 columns": softmax(BF16, 20, 50_257),
-        "softmax bf16 backward, 4,096 columns": backward(BF16, 256, 4096),
+        "foreach_check bf16": partial(on_values, halfstep.foreach_check, BF16),
+        "foreach_check fp16": partial(on_values, halfstep.foreach_check, FP16),
+        "foreach_check fp32": partial(on_values, halfstep.foreach_check, FP32),
+        "foreach_unscale_ bf16": partial(on_values, halfstep.foreach_unscale_, BF16, 1.0),
+        "statistics bf16": partial(count, errors=False),
+        "statistics bf16 with errors": partial(count, errors=True),
+        "AdamW fp32": partial(adam, FP32),
+        "AdamW bf16 split": partial(adam, BF16),
+        "AdamW bf16 split, bf16 moments": partial(adam, BF16, state_dtype=BF16),
+        "AdamW bf16 no master, stochastic": partial(adam, BF16, **stochastic),
+        "AdamW fp16 full": partial(adam, FP16),
+        "foreach_cast fp32 to bf16": partial(on_values, halfstep.foreach_cast, FP32, BF16),
+        "cast bf16 to e4m3, stochastic": partial(on_values, halfstep.cast, BF16, torch.float8_e4m3fn, **cast),
+        "softmax bf16, 4,096 columns": partial(softmax, 256, 4096),
+        "softmax bf16, 333 columns": partial(softmax, 3000, 333),
+        "softmax bf16, 50,257 columns": partial(softmax, 20, 50_257),
+        "softmax bf16 backward, 4,096 columns": partial(backward, 256, 4096),
     }
 
 
@@ -125,7 +129,7 @@ def counted(machine: gpu.SoftwareGPU, name: str) -> dict[str, dict[str, Any]]:
     import halfstep
 
     with halfstep.backend("triton"):
-        elements, call = cases()[name]
+        elements, call = cases()[name]()
         machine.launches.clear()
         with machine.set(keep=True, counting=True, races=False):
             call()

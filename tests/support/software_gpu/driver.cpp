@@ -20,7 +20,6 @@ using Launch = const char *(*)(uint64_t kernel, const unsigned *grid, unsigned t
 static Load load = nullptr;
 static Launch launch = nullptr;
 static std::string failure = "no error";
-static uint64_t loaded = 0;
 
 extern "C" {
 
@@ -29,7 +28,7 @@ void on_launch(Launch function) { launch = function; }
 
 Result cuModuleLoadData(void **module, const void *image) {
     const char *why = nullptr;
-    loaded = load(static_cast<const char *>(image), &why);
+    uint64_t loaded = load(static_cast<const char *>(image), &why);
     *module = reinterpret_cast<void *>(loaded);
     if (loaded) return 0;
     failure = why ? why : "the module did not load";

@@ -302,30 +302,13 @@ def install(target: str) -> SoftwareGPU:
     os.environ["TRITON_CACHE_DIR"] = str(BUILD / "triton")
     gpu = _installed = SoftwareGPU(target, library)
 
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
-    from triton.backends.nvidia.driver import CudaDriver
 
-    class Driver(CudaDriver):
-        """Triton's driver; only what it would ask torch about GPUs is answered here."""
-
-        def __init__(self) -> None:
-            try:
-                super().__init__()
-            except (AttributeError, AssertionError):  # a CPU build of torch lacks names that the base class looks up
-                pass
-            self.get_current_device = lambda: 0
-            self.set_current_device = lambda device: None
-            self.get_current_stream = lambda device: 0
-            self.get_device_capability = lambda device: divmod(gpu.capability, 10)
-
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", gpu.capability, 32)
+    from halfstep.bench.host_cost import use_stubbed_driver
 
     # The machine runs PTX: what comes after it is left out.
     CUDABackend.make_cubin = lambda self, source, metadata, options, capability: source.encode() + b"\0"
-    triton.runtime.driver.set_active(Driver())
+    use_stubbed_driver(gpu.capability)
 
     from halfstep.kernels import adam, backend, cast, loss_scale, rounding, softmax, statistics, unscale  # noqa: F401
 

@@ -96,11 +96,16 @@ struct Block {
     u32 phase = 1;  // grows with every barrier
 };
 
+// Who touched a byte of global memory last: thread and block, counted from 1 over the launch; 0 for none.
+struct GlobalByte {
+    u32 writer = 0, reader_block = 0;
+};
+
 struct Launch {
     const Settings *settings;
     u64 *counts;  // COUNTS per instruction, or null
     u32 threads;  // of a block
-    std::map<uintptr_t, Shadow> shadows;
+    std::map<uintptr_t, std::vector<GlobalByte>> logs;  // by where an allocation begins
     std::vector<Range> last;  // per instruction: the allocation that it last went to
 };
 

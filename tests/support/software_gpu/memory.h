@@ -7,7 +7,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -15,14 +14,6 @@
 struct Range {
     uintptr_t begin = 0, end = 0;
     bool holds(uintptr_t address, size_t bytes) const { return address >= begin && address + bytes <= end; }
-};
-
-// What a launch knows of one allocation when it looks for races: who touched each byte last, and when.
-struct Shadow {
-    struct Byte {
-        uint32_t writer = 0, reader_block = 0;  // thread and block, counted from 1 over the launch; 0 for none
-    };
-    std::vector<Byte> bytes;
 };
 
 class Memory {

@@ -389,10 +389,10 @@ void fill() {
     op("bfe.s32", [](i32 a, u32 from, u32 count) -> i32 {
         from &= 255, count = std::min(count & 255, 32u);
         if (count == 0) return 0;
-        u32 sign = std::min(from + count - 1, 31u);
-        u64 filled = i64(a) < 0 || (a >> sign & 1) ? u64(i64(a >> sign & 1 ? -1 : 0)) : 0;
-        u64 field = ((u64(u32(a)) | (a >> 31 & 1 ? ~0ull << 32 : 0)) >> from) & ((1ull << count) - 1);
-        return i32(field | filled << count);
+        u64 endless = u64(i64(a));  // the sign goes on above bit 31
+        u64 sign = endless >> std::min(from + count - 1, 63u) & 1;
+        u64 field = endless >> std::min(from, 63u) & ((1ull << count) - 1);
+        return i32(field | (sign ? ~0ull << count : 0));
     });
     op("popc.b32", [](u32 a) -> u32 { return u32(std::popcount(a)); });
     op("clz.b32", [](u32 a) -> u32 { return u32(std::countl_zero(a)); });

@@ -155,7 +155,7 @@ def _decode(reader: _Reader, opcode: str, operands: list[str], labels: dict[str,
     name = _UNHEARD.sub("", opcode)
     parts = name.split(".")
     fields: dict[str, object] = {"target": -1}
-    if parts[0] in ("ld", "st") and parts[1] == "param":
+    if parts[:2] == ["ld", "param"]:
         wide = reader.width(operands[0])
         source = reader.parameter(operands[1], parts[2], wide)
         return fields | _plain(reader, f"mov.b{8 * wide}", [operands[0]], [source])
