@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 # The compiled kernels in software; tests/support/software_gpu. It needs a compiler, as Triton's own launcher does.
-GPUS := sm_80 sm_90 sm_100
+GPUS := sm_80 sm_90 sm_100 gfx942
 ON_GPU := $(BIN)/pytest -q --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile -p no:benchmark --software-gpu
 
 .DEFAULT_GOAL := help
@@ -60,6 +60,7 @@ test: $(VENV)/.test
 	$(ON_GPU) sm_90 -m "not exhaustive" tests/software_gpu
 	$(ON_GPU) sm_80 -k every_kernel tests/software_gpu
 	$(ON_GPU) sm_100 -k every_kernel tests/software_gpu
+	$(ON_GPU) gfx942 -m "not exhaustive" -k "amd or every_kernel or every_seeded" tests/software_gpu
 
 exhaustive: $(VENV)/.test
 	$(BIN)/pytest -m exhaustive

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         *("--software-gpu",),
         metavar="TARGET",
-        help="run the Triton kernels compiled for sm_80, sm_90 or sm_100, in software (tests/support/software_gpu)",
+        help="run the Triton kernels as compiled for sm_80, sm_90, sm_100 or gfx942, in software (tests/support)",
     )
 
 

@@ -11,7 +11,7 @@ from software_gpu.snippets import kernel
 
 def run(machine: SoftwareGPU, body: str, tensor: torch.Tensor, *others: torch.Tensor, **options: int) -> None:
     tensors = [tensor, *others]
-    machine.run_ptx(kernel(body), *tensors, *[tensor] * (4 - len(tensors)), **options)
+    machine.run_text(kernel(body), *tensors, *[tensor] * (4 - len(tensors)), **options)
 
 
 STORE = "\tst.global.b32 [ %rd10 + 0 ], { %r10 };"
@@ -34,10 +34,10 @@ def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
 def test_freed_memory(machine: SoftwareGPU) -> None:
     tensor = torch.zeros(32, dtype=torch.int32)
     address = tensor.data_ptr()
-    machine.run_ptx(kernel(LOAD), *[address] * 4)
+    machine.run_text(kernel(LOAD), *[address] * 4)
     del tensor
     with pytest.raises(RuntimeError, match="in no live allocation"):
-        machine.run_ptx(kernel(LOAD), *[address] * 4)
+        machine.run_text(kernel(LOAD), *[address] * 4)
 
 
 def test_memory_that_torch_did_not_allocate(machine: SoftwareGPU) -> None:
@@ -51,9 +51,9 @@ def test_misaligned(machine: SoftwareGPU, wide: int) -> None:
     names = ", ".join(f"%r{at}" for at in range(1, wide + 1))
     body = f"\tld.global.v{wide}.b32 {{ {names} }}, [ %rd10 + 0 ];"
     tensors = [torch.zeros(200, dtype=torch.int32)] * 4
-    machine.run_ptx(kernel(body, 4 * wide), *tensors)
+    machine.run_text(kernel(body, 4 * wide), *tensors)
     with pytest.raises(RuntimeError, match=rf"thread 0: load of {4 * wide} bytes at 0x\w+ is not aligned to them"):
-        machine.run_ptx(kernel(body.replace("+ 0", "+ 4"), 4 * wide), *tensors)
+        machine.run_text(kernel(body.replace("+ 0", "+ 4"), 4 * wide), *tensors)
 
 
 def test_never_written(machine: SoftwareGPU) -> None:
@@ -184,7 +184,7 @@ def counted_of(machine: SoftwareGPU, body: str, begins: str, wide: int = 4) -> d
     """What is counted of the last instruction whose name begins so."""
     tensors = [torch.zeros(32 * 128, dtype=torch.int32)] * 4
     with machine.set(keep=True, counting=True):
-        machine.run_ptx(kernel(body, wide), *tensors, shared_bytes=32 * 128)
+        machine.run_text(kernel(body, wide), *tensors, shared_bytes=32 * 128)
     launch = machine.launches.pop()
     last = [at for at, name in enumerate(launch.program.opcodes) if name.startswith(begins)][-1]
     assert launch.counts is not None

@@ -38,7 +38,7 @@ def lines_run(machine: SoftwareGPU, case: Case) -> dict[str, set[int]]:
         machine.edit = lambda text: text
     for text, launch in zip(texts, machine.launches, strict=True):
         assert launch.counts is not None
-        ran = (launch.program.ptx_lines[at] for at in launch.counts[:, 0].nonzero()[0])
+        ran = (launch.program.lines[at] for at in launch.counts[:, 0].nonzero()[0])
         lines.setdefault(text, set()).update(ran)
     return lines
 

@@ -36,7 +36,7 @@ def apply(
         spread[:, : array.itemsize] = array.view(np.uint8).reshape(len(array), -1)
         tensors.append(torch.tensor(spread.reshape(-1)))
     tensors += [tensors[-1]] * (4 - len(tensors))
-    machine.run_ptx(kernel("\n".join(body), wide), *tensors, grid=len(inputs[0]) // 32)
+    machine.run_text(kernel("\n".join(body), wide), *tensors, grid=len(inputs[0]) // 32)
     spread = tensors[0].numpy().reshape(-1, wide)[:, : result.itemsize]
     return np.ascontiguousarray(spread).reshape(-1).view(result)
 
@@ -329,7 +329,7 @@ def test_shuffles_votes_and_reductions(machine: SoftwareGPU) -> None:
 	vote.sync.ballot.b32 	%r2, %p1, -1;
 	st.global.b32 [ %rd10 + 0 ], { %r2 };"""
     result, given = torch.empty(64, dtype=torch.int32), torch.tensor(values)
-    machine.run_ptx(kernel(body), result, given, given, given, grid=2)
+    machine.run_text(kernel(body), result, given, given, given, grid=2)
     for half in (0, 1):
         ballot = sum(1 << lane for lane in range(32) if values[32 * half + lane] > 0)
         assert (result[32 * half : 32 * half + 32].numpy().view("u4") == ballot).all()
@@ -348,7 +348,7 @@ def test_matrices_are_loaded_and_stored_across_lanes(machine: SoftwareGPU) -> No
     for load in ("shared.b16", "trans.shared.b16"):
         result = torch.empty(256, dtype=torch.int16)
         text = body.replace("STORE", "stmatrix").replace("LOAD", load)
-        machine.run_ptx(kernel(text, 16), result, given, given, given, shared_bytes=512)
+        machine.run_text(kernel(text, 16), result, given, given, given, shared_bytes=512)
         # [lane][matrix][2]: lane l holds the elements 2 (l % 4) and the next of row l / 4
         into, back = (t.view(8, 4, 4, 2).permute(2, 0, 1, 3).reshape(4, 8, 8) for t in (given, result))
         assert torch.equal(back, into.transpose(1, 2) if "trans" in load else into)
@@ -369,12 +369,12 @@ $L__BB0_3:
 	shfl.sync.bfly.b32	%r3, %r2, 1, 31, -1;
 	st.global.b32 [ %rd10 + 0 ], { %r3 };"""
     result = torch.empty(32, dtype=torch.int32)
-    machine.run_ptx(kernel(body), result, result, result, result)
+    machine.run_text(kernel(body), result, result, result, result)
     assert result.tolist() == [(lane ^ 1) * ((lane ^ 1) - 1) // 2 for lane in range(32)]
 
 
 def test_what_is_not_known_is_named(machine: SoftwareGPU) -> None:
     with pytest.raises(UnknownPTX, match=r"tested, PTX line \d+: 'sin\.approx\.f32 .*': the machine does not know sin"):
-        machine.run_ptx(kernel("\tsin.approx.f32 \t%r1, %r2;"))
+        machine.run_text(kernel("\tsin.approx.f32 \t%r1, %r2;"))
     with pytest.raises(UnknownPTX, match=r"%rs1 has 2 bytes where the operation takes 4"):
-        machine.run_ptx(kernel("\tadd.s32 \t%r1, %rs1, %r2;"))
+        machine.run_text(kernel("\tadd.s32 \t%r1, %rs1, %r2;"))

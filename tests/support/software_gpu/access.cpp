@@ -81,7 +81,8 @@ std::vector<GlobalByte> &log_of(Launch &launch, const Range &range) {
 }
 
 // The allocation of `bytes` bytes at `address`, which must be live, long enough and aligned.
-const Range &checked(Warp &w, int lane, u64 address, int bytes, const char *what, bool may_end_line = false) {
+const Range &checked(Warp &w, int lane, u64 address, int bytes, int aligned, const char *what,
+                     bool may_end_line = false) {
     Range &range = w.block->launch->last[w.pc];
     if (!range.holds(address, bytes)) {
         range = memory.find(address);
@@ -97,7 +98,9 @@ const Range &checked(Warp &w, int lane, u64 address, int bytes, const char *what
                                address, address + bytes - range.end, range.end - range.begin));
         if (u64 *to = counts(w); to && address + bytes > range.end) to[BEYOND]++;
     }
-    if (address % bytes) fail(w, lane, text("%s of %d bytes at %#lx is not aligned to them", what, bytes, address));
+    if (address % aligned)
+        fail(w, lane, text("%s of %d bytes at %#lx is not aligned to %s", what, bytes, address,
+                           aligned == bytes ? "them" : text("%d", aligned).c_str()));
     return range;
 }
 
@@ -208,40 +211,59 @@ void log_shared_write(Warp &w, int lane, u64 address, const u8 *value, int bytes
 
 }  // namespace
 
+const u8 *read_global(Warp &w, int lane, u64 address, int bytes, int aligned) {
+    const Settings &settings = *w.block->launch->settings;
+    const Range &range = checked(w, lane, address, bytes, aligned, "load", settings.whole_lines);
+    check_written(w, lane, address, bytes, range);
+    if (settings.races) log_read(w, lane, address, bytes, range);
+    return reinterpret_cast<u8 *>(address);
+}
+
+void write_global(Warp &w, int lane, u64 address, const u8 *value, int bytes, int aligned) {
+    const Range &range = checked(w, lane, address, bytes, aligned, "store");
+    if (memory.read_only(address, bytes))
+        fail(w, lane, text("store of %d bytes at byte %lu of an allocation of %lu that is only to be read", bytes,
+                           address - range.begin, range.end - range.begin));
+    if (w.block->launch->settings->races) log_write(w, lane, address, bytes, range, value);
+    memcpy(reinterpret_cast<void *>(address), value, bytes);
+}
+
+const u8 *read_shared(Warp &w, int lane, u64 address, int bytes) {
+    const u8 *from = shared_bytes(w, lane, address, bytes, "load");
+    log_shared_read(w, lane, address, bytes);
+    return from;
+}
+
+void write_shared(Warp &w, int lane, u64 address, const u8 *value, int bytes) {
+    u8 *to = shared_bytes(w, lane, address, bytes, "store");
+    log_shared_write(w, lane, address, value, bytes);
+    memcpy(to, value, bytes);
+}
+
 void load_global(Warp &w, const Instruction &i) {
     u64 at[LANES];
     int bytes = i.values * i.bytes;
-    const Settings &settings = *w.block->launch->settings;
     addresses(w, i, i.values, true, at);
     count_global(w, at, bytes, false);
     for (int l = 0; l < LANES; l++) {
         if (!(w.mask >> l & 1)) continue;
-        const Range &range = checked(w, l, at[l], bytes, "load", settings.whole_lines);
-        check_written(w, l, at[l], bytes, range);
-        if (settings.races) log_read(w, l, at[l], bytes, range);
+        const u8 *from = read_global(w, l, at[l], bytes, bytes);
         for (int v = 0; v < i.values; v++)
-            widen(w.registers + i.operands[v] + l * i.wide, i.wide, reinterpret_cast<u8 *>(at[l]) + v * i.bytes,
-                  i.bytes);
+            widen(w.registers + i.operands[v] + l * i.wide, i.wide, from + v * i.bytes, i.bytes);
     }
 }
 
 void store_global(Warp &w, const Instruction &i) {
     u64 at[LANES];
     int bytes = i.values * i.bytes;
-    const Settings &settings = *w.block->launch->settings;
     addresses(w, i, 0, true, at);
     count_global(w, at, bytes, true);
     for (int l = 0; l < LANES; l++) {
         if (!(w.mask >> l & 1)) continue;
-        const Range &range = checked(w, l, at[l], bytes, "store");
-        if (memory.read_only(at[l], bytes))
-            fail(w, l, text("store of %d bytes at byte %lu of an allocation of %lu that is only to be read", bytes,
-                            at[l] - range.begin, range.end - range.begin));
         u8 value[64];
         for (int v = 0; v < i.values; v++)
             memcpy(value + v * i.bytes, w.registers + i.operands[1 + v] + l * i.wide, i.bytes);
-        if (settings.races) log_write(w, l, at[l], bytes, range, value);
-        memcpy(reinterpret_cast<void *>(at[l]), value, bytes);
+        write_global(w, l, at[l], value, bytes, bytes);
     }
 }
 
@@ -252,8 +274,7 @@ void load_shared(Warp &w, const Instruction &i) {
     count_shared(w, at, bytes);
     for (int l = 0; l < LANES; l++) {
         if (!(w.mask >> l & 1)) continue;
-        const u8 *from = shared_bytes(w, l, at[l], bytes, "load");
-        log_shared_read(w, l, at[l], bytes);
+        const u8 *from = read_shared(w, l, at[l], bytes);
         for (int v = 0; v < i.values; v++)
             widen(w.registers + i.operands[v] + l * i.wide, i.wide, from + v * i.bytes, i.bytes);
     }
@@ -266,12 +287,10 @@ void store_shared(Warp &w, const Instruction &i) {
     count_shared(w, at, bytes);
     for (int l = 0; l < LANES; l++) {
         if (!(w.mask >> l & 1)) continue;
-        u8 *to = shared_bytes(w, l, at[l], bytes, "store");
         u8 value[64];
         for (int v = 0; v < i.values; v++)
             memcpy(value + v * i.bytes, w.registers + i.operands[1 + v] + l * i.wide, i.bytes);
-        log_shared_write(w, l, at[l], value, bytes);
-        memcpy(to, value, bytes);
+        write_shared(w, l, at[l], value, bytes);
     }
 }
 
@@ -319,7 +338,7 @@ void count_shared_atomics(Warp &w, const u64 *at) {
 }
 
 u8 *global_place(Warp &w, int lane, u64 address, int bytes) {
-    const Range &range = checked(w, lane, address, bytes, "atomic operation");
+    const Range &range = checked(w, lane, address, bytes, bytes, "atomic operation");
     check_written(w, lane, address, bytes, range);
     if (memory.read_only(address, bytes)) fail(w, lane, "atomic operation on memory that is only to be read");
     return reinterpret_cast<u8 *>(address);

@@ -1,5 +1,7 @@
-// The CUDA driver that Triton finds: loads modules and launches through the two functions that Python sets, and answers
-// the rest as an idle H100 would.
+// The CUDA driver and the HIP runtime that Triton finds: load modules and launch through the two functions that Python
+// sets, and answer the rest as an idle GPU would.
+#include <dlfcn.h>
+
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -98,4 +100,32 @@ Result cuStreamIsCapturing(void *stream, int *status) {
 }
 Result cuTensorMapEncodeTiled(void) { return 1; }
 Result cuTensorMapEncodeIm2col(void) { return 1; }
+
+// HIP gives its functions by name.
+Result hipGetProcAddress(const char *name, void **function, int version, uint64_t flags, int *status) {
+    static const auto missing = +[]() -> Result { return 1; };
+    void *found = dlsym(RTLD_DEFAULT, name);
+    *function = found ? found : reinterpret_cast<void *>(missing);
+    return 0;
+}
+Result hipDriverGetVersion(int *version) {
+    *version = 70000000;
+    return 0;
+}
+const char *hipGetErrorString(Result code) { return failure.c_str(); }
+Result hipModuleLoadDataEx(void **module, const void *image, unsigned count, void *options, void **values) {
+    return cuModuleLoadData(module, image);
+}
+Result hipModuleGetFunction(void **function, void *module, const char *name) {
+    return cuModuleGetFunction(function, module, name);
+}
+Result hipFuncGetAttribute(int *value, int which, void *function) { return cuFuncGetAttribute(value, which, function); }
+Result hipPointerGetAttribute(void *data, int which, uint64_t address) {
+    return cuPointerGetAttribute(data, which, address);
+}
+Result hipModuleLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned,
+                             unsigned shared, void *stream, void **arguments, void **extra) {
+    LaunchConfig config{{x, y, z}, {threads, 1, 1}, shared, stream};
+    return cuLaunchKernelEx(&config, function, arguments, extra);
+}
 }

@@ -1,7 +1,7 @@
-"""A GPU in software: runs the PTX that Triton compiles, reached through Triton's own launch path.
+"""A GPU in software: runs the kernels that Triton compiles, NVIDIA's as PTX and AMD's as assembly, on CPU tensors.
 
-Triton binds and specialises the arguments, compiles for NVIDIA, and its launcher in C packs the arguments and calls the
-driver. The driver here is ours (driver.cpp): it hands the launch to `SoftwareGPU`, which runs it on CPU tensors.
+They are reached through Triton's own launch path: it binds and specialises the arguments, compiles, and its launcher in
+C packs the arguments and calls the driver. The driver here is ours (driver.cpp): it hands the launch to `SoftwareGPU`.
 
     pytest --software-gpu sm_90 tests/kernels        # all that runs Triton kernels runs them compiled
 """
@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from . import ptx
+from . import amd, ptx
 
 HERE = Path(__file__).parent
 BUILD = HERE.parents[2] / "build" / "software_gpu"
-TARGETS = ("sm_80", "sm_90", "sm_100")
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # In the order of `Count` in machine.h.
 COUNTS = ("threads", "warps", "diverged", "requests", "sectors", "least", "lines", "wavefronts", "beyond")
 
@@ -45,21 +45,8 @@ _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.c_void_p,
 )
-
-
+Program = ptx.Program | amd.Program
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
-
-
-class _Program(ctypes.Structure):
-    _fields_ = [
-        ("code", ctypes.c_void_p),
-        ("length", ctypes.c_int32),
-        ("register_bytes", ctypes.c_int32),
-        ("constants", ctypes.c_void_p),
-        ("constant_count", ctypes.c_int32),
-        ("specials", ctypes.c_void_p),
-        ("special_count", ctypes.c_int32),
-    ]
 
 
 class _Settings(ctypes.Structure):
@@ -74,7 +61,7 @@ class Launch:
         counts: per instruction of `program`, a column per name of `COUNTS`; None if nothing was counted.
     """
 
-    program: ptx.Program
+    program: Program
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
@@ -138,20 +125,19 @@ class SoftwareGPU:
 
     def __init__(self, target: str, library: Path) -> None:
         self.target = target
-        self.capability = int(target.removeprefix("sm_"))
         self.settings = Settings()
         self.launches: list[Launch] = []
         self.launched: dict[str, int] = {}
         self.edit: Callable[[str], str] = lambda text: text
         self.short = 0
         self._machine = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        self._machine.run.restype = ctypes.c_char_p
+        self._machine.run.restype = self._machine.run_waves.restype = ctypes.c_char_p
         self._machine.find_operation.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
         for function in (self._machine.protect, self._machine.adopt):
             function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
         self._foreign: list[int] = []
         self._texts: list[str] = []
-        self._programs: dict[tuple[int, str], ptx.Program] = {}
+        self._programs: dict[tuple[int, str], Program] = {}
         self._failure = ctypes.create_string_buffer(b"")
         self._callbacks = _LOAD(self._load), _LAUNCH(self._launch), _ASK(self._adopt)  # C holds on to these
         self._machine.on_load(self._callbacks[0])
@@ -187,16 +173,26 @@ class SoftwareGPU:
         number = self._machine.find_operation(name.encode(), widths, ctypes.byref(count))
         return None if number < 0 else (number, list(widths[: count.value]))
 
-    def run_ptx(
+    def find_wave(self, name: str) -> tuple[int, int] | None:
+        """An operation of the machine for AMD's assembly: its number and that of its operands."""
+        count = ctypes.c_int()
+        number = self._machine.find_wave_operation(name.encode(), ctypes.byref(count))
+        return None if number < 0 else (number, count.value)
+
+    def read(self, text: str) -> Program:
+        """Read the assembly of a kernel for the target."""
+        return amd.read(text, self.find_wave) if self.target.startswith("gfx") else ptx.read(text, self.find)
+
+    def run_text(
         self, text: str, *arguments: torch.Tensor | int, grid: int = 1, threads: int = 32, shared_bytes: int = 0
     ) -> None:
-        """Run a kernel given as PTX on tensors and integers.
+        """Run a kernel given as the target's assembly on tensors and integers.
 
         Raises:
             RuntimeError: it did what a kernel must not; says what, and where.
-            UnknownPTX: the machine does not know an instruction.
+            UnknownPTX, UnknownAssembly: the machine does not know an instruction.
         """
-        program = ptx.read(text, self.find)
+        program = self.read(text)
         values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
         packed = [ctypes.c_uint64(value % 2**64) for value in values]
         places = (ctypes.c_void_p * len(packed))(*map(ctypes.addressof, packed))
@@ -211,12 +207,12 @@ class SoftwareGPU:
         self._texts.append(ctypes.string_at(image).decode())
         return len(self._texts)
 
-    def program(self, kernel: int) -> ptx.Program:
+    def program(self, kernel: int) -> Program:
         """The program of a loaded kernel, as `edit` leaves it."""
         text = self.edit(self._texts[kernel - 1])
         key = kernel, "" if text == self._texts[kernel - 1] else hashlib.sha256(text.encode()).hexdigest()
         if key not in self._programs:
-            self._programs[key] = ptx.read(text, self.find)
+            self._programs[key] = self.read(text)
         return self._programs[key]
 
     def _adopt(self, address: int) -> int:
@@ -239,21 +235,11 @@ class SoftwareGPU:
             return self._fail(f"{type(error).__name__}: {error}")
 
     def _run(
-        self, program: ptx.Program, grid: tuple[int, int, int], threads: int, shared: int, arguments: int
+        self, program: Program, grid: tuple[int, int, int], threads: int, shared: int, arguments: int
     ) -> int | None:
-        constants = program.launched_with(arguments)
         counts = None
         if self.settings.keep or self.settings.counting:
             counts = np.zeros((len(program.code), len(COUNTS)), np.uint64)
-        flat = _Program(
-            program.code.ctypes.data,
-            len(program.code),
-            program.register_bytes,
-            constants.ctypes.data,
-            len(constants),
-            program.specials.ctypes.data,
-            len(program.specials),
-        )
         settings = _Settings(
             self.settings.inexact,
             program.name in READS_WHOLE_LINES,
@@ -263,8 +249,10 @@ class SoftwareGPU:
         )
         where = (ctypes.c_int32 * 3)()
         self._machine.approximate(self.settings.inexact)
-        failed = self._machine.run(
-            ctypes.byref(flat),
+        self._machine.approximate_waves(self.settings.inexact)
+        failed = program.run(
+            self._machine,
+            arguments,
             (ctypes.c_uint32 * 3)(*grid),
             threads,
             shared,
@@ -281,6 +269,43 @@ class SoftwareGPU:
         if self.settings.keep:
             self.launches.append(Launch(program, grid, threads, shared, counts))
         return None
+
+
+def _put_under_hip(target: str, library: Path) -> None:
+    """Put Triton's own driver for AMD to work on the machine."""
+    import triton
+    from triton.backends.amd.compiler import HIPBackend
+    from triton.backends.amd.driver import HIPDriver, HIPLauncher, HIPUtils
+    from triton.backends.compiler import GPUTarget
+
+    hip = library.with_name("libamdhip64.so")
+    if not hip.exists():
+        hip.symlink_to(library.name)
+    os.environ["TRITON_LIBHIP_PATH"] = str(hip)
+    # The machine runs the assembly: what comes after it is left out.
+    HIPBackend.make_hsaco = staticmethod(lambda source, metadata, options: source.encode() + b"\0")
+
+    class SoftwareLauncher(HIPLauncher):
+        """Triton's launcher without the hook behind a launch, which Triton 3.7 calls after one that failed too."""
+
+        def __call__(self, *args: Any) -> None:
+            HIPLauncher.__call__(self, *args[:8], None, *args[9:])
+
+    class SoftwareDriver(HIPDriver):
+        """Triton's driver; only what it would ask torch and the device about GPUs is answered here."""
+
+        def __init__(self) -> None:
+            self.utils = HIPUtils()
+            self.utils.get_device_properties = lambda device: {"max_shared_mem": 64 << 10, "warpSize": 64}
+            self.launcher_cls = SoftwareLauncher
+            self.get_current_device = lambda: 0
+            self.set_current_device = lambda device: None
+            self.get_current_stream = lambda device: 0
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("hip", target, 64)
+
+    triton.runtime.driver.set_active(SoftwareDriver())
 
 
 _installed: SoftwareGPU | None = None
@@ -302,18 +327,23 @@ def install(target: str) -> SoftwareGPU:
     os.environ["TRITON_CACHE_DIR"] = str(BUILD / "triton")
     gpu = _installed = SoftwareGPU(target, library)
 
-    from triton.backends.nvidia.compiler import CUDABackend
+    if target.startswith("gfx"):
+        _put_under_hip(target, library)
+    else:
+        from triton.backends.nvidia.compiler import CUDABackend
 
-    from halfstep.bench.host_cost import use_stubbed_driver
+        from halfstep.bench.host_cost import use_stubbed_driver
 
-    # The machine runs PTX: what comes after it is left out.
-    CUDABackend.make_cubin = lambda self, source, metadata, options, capability: source.encode() + b"\0"
-    use_stubbed_driver(gpu.capability)
+        # The machine runs PTX: what comes after it is left out.
+        CUDABackend.make_cubin = lambda self, source, metadata, options, capability: source.encode() + b"\0"
+        use_stubbed_driver(int(target.removeprefix("sm_")))
 
     from halfstep.kernels import adam, backend, cast, loss_scale, rounding, softmax, statistics, unscale  # noqa: F401
 
     assert not rounding.INTERPRETED, "halfstep was imported under TRITON_INTERPRET=1; the software GPU comes first"
     backend.TAKES_CPU_TENSORS = True
+    if target.startswith("gfx"):  # of CPU tensors halfstep believes that 32 lanes run in step
+        backend.most_warps = softmax.most_warps = lambda device: backend.MOST_THREADS // 64
     gc.collect()
     gc.freeze()  # what is here by now holds no tensor of a test, and `_adopt` need not look at it
     return gpu

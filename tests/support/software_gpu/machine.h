@@ -118,7 +118,16 @@ struct Operation {
 
 std::map<std::string, Operation> &operations();
 
+// What a run ends with where a kernel does what it must not.
+struct Fault {
+    i32 instruction;
+    u32 block;
+    i32 thread;
+    std::string what;
+};
 [[noreturn]] void fail(const Warp &warp, int lane, const std::string &what);
+// The words of a fault, for Python; `where` receives the instruction, the block and the thread.
+const char *reported(const Fault &, i32 *where);
 
 void load_global(Warp &, const Instruction &);
 void store_global(Warp &, const Instruction &);
@@ -126,6 +135,11 @@ void load_shared(Warp &, const Instruction &);
 void store_shared(Warp &, const Instruction &);
 void load_matrix(Warp &, const Instruction &);
 void store_matrix(Warp &, const Instruction &);
+// The same of one lane. Loads give where the value lies.
+const u8 *read_global(Warp &, int lane, u64 address, int bytes, int aligned);
+void write_global(Warp &, int lane, u64 address, const u8 *value, int bytes, int aligned);
+const u8 *read_shared(Warp &, int lane, u64 address, int bytes);
+void write_shared(Warp &, int lane, u64 address, const u8 *value, int bytes);
 // For atomic operations: the address of `bytes` bytes, checked like a load and a store, and counted once per warp.
 u8 *global_place(Warp &, int lane, u64 address, int bytes);
 u8 *shared_place(Warp &, int lane, u64 address, int bytes);

@@ -6,6 +6,7 @@ import ctypes
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,18 @@ class UnknownPTX(Exception):
     """An instruction that the machine does not know, or does not know like this."""
 
 
+class _Flat(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_void_p),
+        ("length", ctypes.c_int32),
+        ("register_bytes", ctypes.c_int32),
+        ("constants", ctypes.c_void_p),
+        ("constant_count", ctypes.c_int32),
+        ("specials", ctypes.c_void_p),
+        ("special_count", ctypes.c_int32),
+    ]
+
+
 @dataclass
 class Program:
     """One kernel, ready to run.
@@ -42,7 +55,7 @@ class Program:
     Attributes:
         code: an `INSTRUCTION` each.
         opcodes: what each is called in the PTX.
-        ptx_lines, sources: where each stands in the PTX, and the ``file:line`` of the source that it came from.
+        lines, sources: where each stands in the PTX, and the ``file:line`` of the source that it came from.
         register_bytes: what one warp needs.
         constants: a `CONSTANT` each.
         specials: pairs of an index into `SPECIALS` and a place.
@@ -53,7 +66,7 @@ class Program:
     name: str
     code: NDArray[np.void]
     opcodes: list[str]
-    ptx_lines: list[int]
+    lines: list[int]
     sources: list[str]
     register_bytes: int
     constants: NDArray[np.void]
@@ -61,7 +74,17 @@ class Program:
     parameters: list[int]
     loaded: list[tuple[int, int, bool, int, int]]
 
-    def launched_with(self, arguments: int) -> NDArray[np.void]:
+    def run(self, machine: Any, arguments: int, *launch: Any) -> bytes | None:
+        """Run it with the driver's array of arguments at `arguments`. Returns what went wrong, if anything."""
+        constants = self._launched_with(arguments)
+        flat = _Flat(
+            *(self.code.ctypes.data, len(self.code), self.register_bytes),
+            *(constants.ctypes.data, len(constants), self.specials.ctypes.data, len(self.specials)),
+        )
+        failed: bytes | None = machine.run(ctypes.byref(flat), *launch)
+        return failed
+
+    def _launched_with(self, arguments: int) -> NDArray[np.void]:
         """The constants of a launch: the program's, and its parameters read from the driver's array at `arguments`."""
         places = (ctypes.c_void_p * len(self.parameters)).from_address(arguments)
         rows = []
@@ -72,7 +95,7 @@ class Program:
 
     def where(self, index: int) -> str:
         """An instruction in words: kernel, line of the PTX, line of the source."""
-        return f"{self.name}, PTX line {self.ptx_lines[index]} ({self.sources[index]}, {self.opcodes[index]})"
+        return f"{self.name}, PTX line {self.lines[index]} ({self.sources[index]}, {self.opcodes[index]})"
 
 
 @dataclass
@@ -291,7 +314,7 @@ def read(text: str, find: Find) -> Program:
         name=entry[1],
         code=code,
         opcodes=opcodes,
-        ptx_lines=[number for number, _, _ in statements],
+        lines=[number for number, _, _ in statements],
         sources=[source for _, source, _ in statements],
         register_bytes=-(-reader.used // 64) * 64,
         constants=np.array(reader.constants, CONSTANT),

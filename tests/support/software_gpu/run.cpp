@@ -9,13 +9,6 @@
 
 namespace {
 
-struct Fault {
-    i32 instruction;
-    u32 block;
-    i32 thread;
-    std::string what;
-};
-
 // A constant or parameter: `bytes` bytes of `value` in all lanes of the register at `place`.
 struct Constant {
     i32 place, bytes;
@@ -86,12 +79,17 @@ void run_warp(Warp &w, const Program &program, u64 *counts) {
     }
 }
 
-thread_local std::string reason;
-
 }  // namespace
 
 void fail(const Warp &warp, int lane, const std::string &what) {
     throw Fault{warp.pc, warp.block->index, warp.first_thread + lane, what};
+}
+
+const char *reported(const Fault &fault, i32 *where) {
+    thread_local std::string reason;
+    where[0] = fault.instruction, where[1] = fault.block, where[2] = fault.thread;
+    reason = fault.what;
+    return reason.c_str();
 }
 
 extern "C" {
@@ -172,9 +170,7 @@ const char *run(const Program *program, const u32 *grid, u32 threads, u32 shared
             }
         }
     } catch (const Fault &fault) {
-        where[0] = fault.instruction, where[1] = fault.block, where[2] = fault.thread;
-        reason = fault.what;
-        return reason.c_str();
+        return reported(fault, where);
     }
     return nullptr;
 }
