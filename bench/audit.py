@@ -2,9 +2,9 @@
 
 Per variant and target it prints what the compiled code moves per element against the least possible, how wide its
 accesses are, what it takes of the machine, and how long the least possible traffic takes at datasheet bandwidth. It
-fails (status 1) where a variant does not compile, spills, has more threads than can be launched, or promises the
-reference's bits and contains a fused multiply-add, an approximation or flushed subnormals. What is counted and how:
-``machine_code.py``.
+fails (status 1) where a variant does not compile, spills, has more threads or shared memory than a block may have, or
+promises the reference's bits and contains a fused multiply-add, an approximation or flushed subnormals. What is counted
+and how: ``machine_code.py``.
 
 A family lists its variants in a function ``variants()``; ``--module`` audits any other module that has one. ``--peers``
 adds the kernels of installed peers with their own launch settings; what they do wrong is shown and does not fail.
@@ -95,6 +95,11 @@ class Row:
     problems: list[str] = field(default_factory=list)
 
 
+def most_shared(target: str) -> int:
+    """Bytes of shared memory that a block may have: AMD's gfx9 gives 64 KiB."""
+    return _LIMITS[target][2] - _SHARED_RESERVED if target in _LIMITS else 64 << 10
+
+
 def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) -> float | None:
     """Share of a multiprocessor's warps that can live at once; None for a target whose limits are not listed.
 
@@ -178,6 +183,9 @@ def _inspect(row: Row, variant: Any, compiled: Any) -> None:
     threads = warps * lanes
     if threads > MOST_THREADS:
         row.problems.append(f"{warps} warps of {lanes} lanes are {threads} threads; {MOST_THREADS} can be launched")
+    most = most_shared(row.target)
+    if compiled.metadata.shared > most:
+        row.problems.append(f"{compiled.metadata.shared} bytes of shared memory per block; {most} can be had")
     if "ptx" in compiled.asm:
         text, usage = _disassembled(compiled.asm["cubin"])
         ptx = compiled.asm["ptx"]

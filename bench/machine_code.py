@@ -270,6 +270,13 @@ _AMD_EXPANSIONS = {
     "f64": ("double", "v_rsq_f64", 7),
     "f16": ("half", "v_sqrt_f16", 0),
 }
+# What the modes of a launch must be: subnormals kept (3), rounded to nearest even (0), the infinities of fp16 kept (0).
+_AMD_MODES = {"float_denorm_mode_32": 3, "float_denorm_mode_16_64": 3, "float_round_mode_32": 0} | {
+    "float_round_mode_16_64": 0,
+    "fp16_overflow": 0,
+}
+_AMD_MODE = re.compile(rf"^\s*\.amdhsa_({'|'.join(_AMD_MODES)}) (\d+)", re.MULTILINE)
+_AMD_SETS_MODE = re.compile(r"^\s*(s_setreg(?:_imm32)?_b32)\b", re.MULTILINE)
 _LLVM_FUSED = re.compile(r"\bcall\b.*@llvm\.(fma|fmuladd)\b")
 _LLVM_FLAGS = re.compile(r"\b(?:fadd|fsub|fmul|fdiv|fneg|call)\b[^,(]*?\b(contract|afn|arcp|reassoc|fast)\b")
 _LLVM_INEXACT = re.compile(
@@ -280,6 +287,7 @@ _LLVM_INEXACT = re.compile(
 def amd_inexact(llir: str, text: str) -> list[str]:
     """The same question as `ptx_inexact` for AMD, asked of LLVM IR and of the assembly.
 
+    The modes that a kernel is launched in, or sets, decide whether subnormals are kept and how all of it rounds.
     LLVM IR shows explicit fused multiply-adds, flags that permit them and approximations (``!fpmath`` permits a
     division that is not correctly rounded). Contraction itself happens later, on the way to assembly, where correctly
     rounded operations expand into fused multiply-adds of their own (counted in what Triton 3.7 emits): a division into
@@ -294,6 +302,8 @@ def amd_inexact(llir: str, text: str) -> list[str]:
         for pattern in (_LLVM_FUSED, _LLVM_FLAGS, _LLVM_INEXACT):
             if match := pattern.search(line):
                 found[next(filter(None, match.groups()))] += 1
+    found.update(f"{mode} {value}" for mode, value in _AMD_MODE.findall(text) if _AMD_MODES[mode] != int(value))
+    found.update(_AMD_SETS_MODE.findall(text))
     for width, (kind, root, per_root) in _AMD_EXPANSIONS.items():
         divisions = len(re.findall(rf"^\s*v_div_fixup_{width}", text, re.MULTILINE))
         roots = len(re.findall(rf"^\s*{root}", text, re.MULTILINE))

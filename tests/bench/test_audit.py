@@ -251,6 +251,12 @@ def test_amd() -> None:
             "\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7]",
             ["1x f32 fused multiply-add beyond those of division, square root and conversion"],
         ),
+        ("", "\t\t.amdhsa_float_denorm_mode_32 3\n\t\t.amdhsa_float_round_mode_32 0\n\t\t.amdhsa_ieee_mode 1\n", []),
+        ("", "\t\t.amdhsa_float_denorm_mode_32 0\n", ["1x float_denorm_mode_32 0"]),
+        ("", "\t\t.amdhsa_float_denorm_mode_16_64 1\n", ["1x float_denorm_mode_16_64 1"]),
+        ("", "\t\t.amdhsa_float_round_mode_32 3\n", ["1x float_round_mode_32 3"]),
+        ("", "\t\t.amdhsa_fp16_overflow 1\n", ["1x fp16_overflow 1"]),
+        ("", "\ts_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 4), 0", ["1x s_setreg_imm32_b32"]),
     ],
 )
 def test_amd_code_that_breaks_the_bits(llir: str, assembly: str, found: list[str]) -> None:

@@ -184,6 +184,8 @@ def test_the_audit_rejects_what_it_must() -> None:
         assert problems["mistyped", target].startswith("does not compile: CompilationError")
     assert "spills" in problems["spills", "sm_90"]
     assert problems["too many of 64 lanes", "sm_90"] == ""
+    assert problems["shared", "sm_90"] == ""
+    assert problems["shared", "gfx942"] == "131072 bytes of shared memory per block; 65536 can be had"
     assert problems["too many of 64 lanes", "gfx942"] == "32 warps of 64 lanes are 2048 threads; 1024 can be launched"
 
 

@@ -55,6 +55,14 @@ def copy_kernel(x, y, BLOCK: tl.constexpr):
     tl.store(y + offsets, tl.load(x + offsets))
 
 
+@jit
+def transpose_kernel(x, y, BLOCK: tl.constexpr):
+    """Turns a tile round through shared memory, 4 bytes an element."""
+    rows, columns = tl.arange(0, 128), tl.arange(0, BLOCK // 128)
+    tile = tl.load(x + rows[:, None] * (BLOCK // 128) + columns[None, :])
+    tl.store(y + columns[:, None] * 128 + rows[None, :], tl.trans(tile))
+
+
 def _variant(kernel: object, name: str, **fields: object) -> Variant:
     return Variant(
         kernel=kernel,
@@ -67,10 +75,12 @@ def _variant(kernel: object, name: str, **fields: object) -> Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """What the audit must reject; "too many of 64 lanes" passes on sm_90, "approximate" and "spills" on gfx942."""
+    """What the audit must reject; "too many of 64 lanes" and "shared" pass on sm_90, "approximate" and "spills" on
+    gfx942."""
     yield _variant(multiply_add_kernel, "contracted", options={"enable_fp_fusion": True})
     yield _variant(explicit_fma_kernel, "fused by hand")
     yield _variant(approximate_kernel, "approximate")
     yield _variant(mistyped_kernel, "mistyped")
     yield _variant(crowded_kernel, "spills", block=16384, options={"maxnreg": 64})
     yield _variant(copy_kernel, "too many of 64 lanes", block=16384, num_warps=32)
+    yield _variant(transpose_kernel, "shared", block=32768, num_warps=16)
