@@ -7,11 +7,10 @@ table has to be corrected; ours is tested either way.
 from __future__ import annotations
 
 import importlib.metadata
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import sharded_scaler
 import torch
 import torch.multiprocessing
@@ -212,12 +211,7 @@ def test_stochastic_rounding_keeps_nan() -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = Path(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(sharded_scaler.run, (2, port, str(folder)), nprocs=2)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return rank_processes.run(sharded_scaler.run, 2)
 
 
 @pytest.mark.parametrize("unscale", [False, True])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import rank_processes
 import sharded_noise
 import torch
 import torch.multiprocessing
@@ -285,9 +286,7 @@ def test_a_checkpoint_of_torch_leaves_the_seed_alone() -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(sharded_noise.run, (str(folder),), nprocs=sharded_noise.WORLD)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(sharded_noise.WORLD)]
+    return rank_processes.run(sharded_noise.run, sharded_noise.WORLD, join=False)
 
 
 @pytest.mark.parametrize(("cut", "shape"), sharded_noise.CASES)

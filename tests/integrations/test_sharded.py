@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import sharded_training
 import torch
 import torch.multiprocessing
@@ -16,12 +15,7 @@ import halfstep
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = Path(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(sharded_training.run, (2, port, str(folder)), nprocs=2)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return rank_processes.run(sharded_training.run, 2)
 
 
 def test_an_overflow_in_one_ranks_shard_is_skipped_by_all(ranks: list[dict[str, Any]]) -> None:

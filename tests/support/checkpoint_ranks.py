@@ -6,12 +6,10 @@ Gradients are whole tensors that are the same everywhere, cut by hand, so that n
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gloo
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -256,15 +254,6 @@ def matrix(rank: int, folder: Path, world: World, layout: str) -> dict[str, list
     return found
 
 
-def run(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
-    gloo.start(rank, WORLD)
-    try:
-        world = World()
-        found = {layout: matrix(rank, Path(folder) / layout, world, layout) for layout in LAYOUTS}
-        torch.save(found, os.path.join(folder, f"rank{rank}.pt"))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # as in sharded_training.py
+def run(rank: int, folder: Path) -> dict[str, dict[str, list[str]]]:
+    world = World()
+    return {layout: matrix(rank, folder / layout, world, layout) for layout in LAYOUTS}

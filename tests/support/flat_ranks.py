@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
-import gloo
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -107,30 +104,23 @@ def sharded_later() -> list[str]:
     return [str(one.message) for one in said if issubclass(one.category, UserWarning)]
 
 
-def run(rank: int, port: int, folder: str) -> None:
+def run(rank: int, folder: Path) -> dict[str, Any]:
     """A rank: every wrapping's checkpoint is loaded into every other, those of one process too."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    gloo.start(rank, WORLD)
     wrong, compared = [], 0
-    try:
-        for layout in LAYOUTS:
-            for saver in WRAPPINGS:
-                path = Path(folder, f"{saver}, {layout}")
-                if saver == "single":
-                    saved = torch.load(path.with_suffix(".pt"), weights_only=True)
-                else:
-                    saved = save(path, saver, layout)
-                    if rank == 0:
-                        torch.save(saved, path.with_suffix(".pt"))
-                for loader in WRAPPINGS[1:]:
-                    loaded = load(path, loader, layout)
-                    same = saved.keys() == loaded.keys() and all(torch.equal(saved[key], loaded[key]) for key in saved)
-                    compared += 1
-                    if not same:
-                        wrong.append(f"{layout}: {saver} to {loader}")
-        said = sharded_later()
-    finally:
-        dist.destroy_process_group()
-    torch.save({"wrong": wrong, "compared": compared, "said": said}, Path(folder, f"rank{rank}.pt"))
+    for layout in LAYOUTS:
+        for saver in WRAPPINGS:
+            path = folder / f"{saver}, {layout}"
+            if saver == "single":
+                saved = torch.load(path.with_suffix(".pt"), weights_only=True)
+            else:
+                saved = save(path, saver, layout)
+                if rank == 0:
+                    torch.save(saved, path.with_suffix(".pt"))
+            for loader in WRAPPINGS[1:]:
+                loaded = load(path, loader, layout)
+                same = saved.keys() == loaded.keys() and all(torch.equal(saved[key], loaded[key]) for key in saved)
+                compared += 1
+                if not same:
+                    wrong.append(f"{layout}: {saver} to {loader}")
+    return {"wrong": wrong, "compared": compared, "said": sharded_later()}

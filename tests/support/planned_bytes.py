@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gc
-import os
-import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import rank_processes
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from counted_bytes import Messages, Outputs, counted, storage_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -249,7 +246,7 @@ def joined(rank: int, world: int, port: int) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     try:
         yield
-        gc.collect()  # as in sharded_training.py
+        gc.collect()  # as in rank_processes.py
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -283,25 +280,17 @@ def on_four() -> dict[str, Any]:
     return {"hsdp": one_step(strategies(mesh)["fsdp"]), **{f"{name} on 4": one_step(made[name]) for name in names}}
 
 
-def run(rank: int, ports: tuple[int, int], folder: str) -> None:
+def run(rank: int, ports: list[int]) -> dict[str, Any]:
     """The first two processes alone, then all four."""
-    torch.set_num_threads(1)
     result: dict[str, Any] = {"strategies": {}}
     if rank < WORLD:
         with joined(rank, WORLD, ports[0]):
             result = on_two()
     with joined(rank, 2 * WORLD, ports[1]):
         result["strategies"] |= on_four()
-    torch.save(result, os.path.join(folder, f"rank{rank}.pt"))
-    os._exit(0)  # as in sharded_training.py
+    return result
 
 
 def measured() -> list[dict[str, Any]]:
     """What each of the four ranks counted."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        ports = (first.getsockname()[1], second.getsockname()[1])
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run, (ports, folder), nprocs=2 * WORLD)
-        return [torch.load(os.path.join(folder, f"rank{rank}.pt"), weights_only=True) for rank in range(2 * WORLD)]
+    return rank_processes.run(run, 2 * WORLD, rank_processes.free_ports(2), join=False)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import gloo
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -228,28 +226,17 @@ def refused() -> list[str]:
     return messages
 
 
-def run(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    torch.set_num_threads(1)
-    gloo.start(rank, WORLD)
-    try:
-        result = {
-            "trained": {keep: trained(keep) for keep in (True, False)},
-            "offloaded": trained(True, offload=True),
-            "reduced": {(kept, n): reduced(kept, n) for kept in (True, False) for n in (1, 2)},
-            "reduced offloaded": reduced(True, 1, offload=True),
-            "reduced hybrid": reduced(True, 1, hybrid=True),
-            "overflow": scaled_overflow(),
-            "kinds": sharded_kinds(),
-            "flat": {
-                (str(dtype), orig): flat(dtype, orig)
-                for dtype in (torch.bfloat16, torch.float32)
-                for orig in (True, False)
-            },
-            "refused": refused(),
-        }
-        torch.save(result, os.path.join(folder, f"rank{rank}.pt"))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # as in sharded_training.py
+def run(rank: int) -> dict[str, Any]:
+    return {
+        "trained": {keep: trained(keep) for keep in (True, False)},
+        "offloaded": trained(True, offload=True),
+        "reduced": {(kept, n): reduced(kept, n) for kept in (True, False) for n in (1, 2)},
+        "reduced offloaded": reduced(True, 1, offload=True),
+        "reduced hybrid": reduced(True, 1, hybrid=True),
+        "overflow": scaled_overflow(),
+        "kinds": sharded_kinds(),
+        "flat": {
+            (str(dtype), orig): flat(dtype, orig) for dtype in (torch.bfloat16, torch.float32) for orig in (True, False)
+        },
+        "refused": refused(),
+    }

@@ -7,7 +7,6 @@ it once derived from a mesh, the rank included.
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import torch
@@ -132,12 +131,10 @@ def refused() -> list[str]:
     return messages
 
 
-def run(rank: int, folder: str) -> None:
+def run(rank: int) -> dict[str, Any]:
     from torch.testing._internal.distributed import fake_pg
 
-    torch.set_num_threads(1)
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=WORLD)
     steps = {f"{cut} of {shape}": train(shape, lambda v, cut=cut: sharded(v, rank, cut)) for cut, shape in CASES}
     steps["interleaved"] = train(INTERLEAVED, lambda value: interleaved(value, rank))
-    torch.save({"steps": steps, "refused": refused()}, os.path.join(folder, f"rank{rank}.pt"))
-    dist.destroy_process_group()
+    return {"steps": steps, "refused": refused()}

@@ -5,8 +5,6 @@ Each rank holds parameters of its own, as FSDP1's ranks do.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,19 +36,11 @@ def overflow(scaler: Any, make: Any, rank: int, unscale: bool) -> dict[str, Any]
     return {"weight": p[0].item(), "scale": scaler.get_scale(), "step": float(steps), "error": error}
 
 
-def run(rank: int, world: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    try:
-        result = {}
-        for unscale in (False, True):
-            ours = halfstep.GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
-            theirs = ShardedGradScaler("cpu", init_scale=8.0)
-            result["ours", unscale] = overflow(ours, halfstep.AdamW, rank, unscale)
-            result["torch", unscale] = overflow(theirs, lambda ps: torch.optim.AdamW(ps, fused=True), rank, unscale)
-        torch.save(result, Path(folder) / f"rank{rank}.pt")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # as in sharded_training.py
+def run(rank: int) -> dict[tuple[str, bool], dict[str, Any]]:
+    result = {}
+    for unscale in (False, True):
+        ours = halfstep.GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
+        theirs = ShardedGradScaler("cpu", init_scale=8.0)
+        result["ours", unscale] = overflow(ours, halfstep.AdamW, rank, unscale)
+        result["torch", unscale] = overflow(theirs, lambda ps: torch.optim.AdamW(ps, fused=True), rank, unscale)
+    return result

@@ -1,12 +1,9 @@
-"""A rank of a two-process FSDP2 run; started by tests/integrations/test_sharded.py with torch.multiprocessing."""
+"""A rank of a two-process FSDP2 run; started by tests/integrations/test_sharded.py."""
 
 from __future__ import annotations
 
-import gc
-import os
 from typing import Any
 
-import gloo
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
@@ -45,27 +42,13 @@ def backward(model: torch.nn.Module, scaler: Any, step: int, dtype: torch.dtype)
     scaler.scale(model(inputs).float().square().mean()).backward()
 
 
-def run(rank: int, world: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    torch.set_num_threads(1)
-    gloo.start(rank, world)
-    try:
-        result = {
-            "overflow": overflow_on_one_rank(rank),
-            "norm": clipped_norm(),
-            "resumed": save_and_resume(world),
-            "stochastic": stochastic_steps(shard=True),
-        }
-        torch.save(result, os.path.join(folder, f"rank{rank}.pt"))
-        # A rank that leaves while its mesh still lives in a reference cycle, or while the other is still talking to it,
-        # aborts now and then in torch's own teardown.
-        gc.collect()
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    # The results are on disk. torch's threads sometimes abort while the interpreter shuts down ("terminate called
-    # without an active exception"), which is not what is tested here.
-    os._exit(0)
+def run(rank: int) -> dict[str, Any]:
+    return {
+        "overflow": overflow_on_one_rank(rank),
+        "norm": clipped_norm(),
+        "resumed": save_and_resume(),
+        "stochastic": stochastic_steps(shard=True),
+    }
 
 
 def overflow_on_one_rank(rank: int) -> dict[str, Any]:
@@ -113,7 +96,7 @@ def stochastic_steps(shard: bool) -> dict[str, torch.Tensor]:
     return {name: getattr(p.detach(), "full_tensor", p.detach)() for name, p in model.named_parameters()}
 
 
-def save_and_resume(world: int) -> dict[str, Any]:
+def save_and_resume() -> dict[str, Any]:
     """Five steps, a full checkpoint, a fresh model, five more; beside ten in a row."""
     model = fully_shard(model_of(torch.bfloat16))
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)

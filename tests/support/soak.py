@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import rank_processes
 import topologies
 import topology_ranks
 import topology_walk
 import torch
-import torch.multiprocessing
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -32,8 +30,8 @@ from rich.table import Table
 import halfstep
 
 
-def rank_main(rank: int, port: int, folder: str, names: list[str], options: argparse.Namespace) -> None:
-    topology_ranks.start(rank, port)
+def rank_main(rank: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    topology_ranks.quiet()
     console = Console(stderr=True)
     columns = TextColumn("faults"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=rank != 0 or not console.is_terminal) as progress:
@@ -48,18 +46,16 @@ def rank_main(rank: int, port: int, folder: str, names: list[str], options: argp
                 told = done
                 console.print(f"{done} of {options.faults} faults")
 
-        found = topology_walk.random_faults(names, options.faults, options.seed, options.scaler == "torch", tell)
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
-    topology_ranks.leave()
+        return topology_walk.random_faults(names, options.faults, options.seed, options.scaler == "torch", tell)
 
 
-def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
     """One row per topology: the counts, the same on every rank, and all complaints."""
     rows = {}
-    for name, own in ranks[0].items():
-        complaints = [one for rank in ranks for one in rank[name]["complaints"]]
+    for name, own in found[0].items():
+        complaints = [one for rank in found for one in rank[name]["complaints"]]
         counts = {key: own[key] for key in ("faults", "steps")}
-        if any({key: rank[name][key] for key in counts} != counts for rank in ranks):
+        if any({key: rank[name][key] for key in counts} != counts for rank in found):
             complaints.append(f"{name}: ranks counted differently")
         rows[name] = {**counts, "disagreements": len(complaints), "complaints": complaints[: topology_walk.KEPT]}
     return rows
@@ -113,14 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--topology {options.topology!r} is in none of: {', '.join(topologies.TOPOLOGIES)}")
     if options.faults < 1:
         parser.error(f"--faults is {options.faults}; allowed are whole numbers from 1")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (port, folder, names, options), nprocs=topologies.WORLD)
-        files = [Path(folder) / f"rank{rank}.json" for rank in range(topologies.WORLD)]
-        rows = merged([json.loads(file.read_text()) for file in files])
+    rows = merged(rank_processes.run(rank_main, topologies.WORLD, names, options, fresh=True))
     result = report(rows, options, time.monotonic() - began)
     console = Console()
     console.print(table(result))

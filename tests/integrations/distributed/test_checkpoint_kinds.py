@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
 from typing import Any
 
 import checkpoint_kinds
 import pytest
+import rank_processes
 import torch
 import torch.multiprocessing
 from checkpoint_ranks import differing
@@ -15,12 +14,7 @@ from checkpoint_ranks import differing
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = Path(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(checkpoint_kinds.run, (port, str(folder)), nprocs=checkpoint_kinds.WORLD)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(checkpoint_kinds.WORLD)]
+    return rank_processes.run(checkpoint_kinds.run, checkpoint_kinds.WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")

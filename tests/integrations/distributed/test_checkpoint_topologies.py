@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
-
 import checkpoint_ranks
 import pytest
-import torch
-import torch.multiprocessing
+import rank_processes
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[str]]]]:
-    folder = Path(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(checkpoint_ranks.run, (port, str(folder)), nprocs=checkpoint_ranks.WORLD)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(checkpoint_ranks.WORLD)]
+    return rank_processes.run(checkpoint_ranks.run, checkpoint_ranks.WORLD, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("layout", checkpoint_ranks.LAYOUTS)

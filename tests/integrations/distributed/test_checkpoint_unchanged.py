@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import checkpoint_attacks as attacks
 import failing_loads
 import pytest
+import rank_processes
 import torch
 import torch.multiprocessing
 
@@ -270,11 +270,7 @@ def test_no_load_changes_the_files(bases: attacks.Bases) -> None:
 
 
 def test_on_two_ranks_all_fail_alike_and_change_nothing(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(failing_loads.run, (port, str(tmp_path)), nprocs=2)
-    found = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    found = rank_processes.run(failing_loads.run, 2, tmp_path)
     assert found[0].keys() == found[1].keys() and len(found[0]) > 10
     for rank in found:
         for name, (error, unchanged) in rank.items():

@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import flat_ranks
 import pytest
+import rank_processes
 import torch
 import torch.multiprocessing
 from flat_ranks import LAYOUTS, WRAPPINGS
 
 import halfstep
 
+Made = tuple[Path, list[dict[str, Any]]]
+
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the checkpoints of all wrappings and what each of two ranks found."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A folder with the checkpoints of all wrappings, and what each of two ranks found."""
     folder = Path(tmp_path_factory.mktemp("flat"))
     for layout in LAYOUTS:
         path = folder / f"single, {layout}"
         torch.save(flat_ranks.save(path, "single", layout), path.with_suffix(".pt"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(flat_ranks.run, (port, str(folder)), nprocs=flat_ranks.WORLD)
-    return folder
+    return folder, rank_processes.run(flat_ranks.run, flat_ranks.WORLD, folder)
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(flat_ranks.WORLD)]
-
-
-def test_two_ranks_load_every_flat_state_with_every_bit(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_two_ranks_load_every_flat_state_with_every_bit(made: Made) -> None:
+    for rank in made[1]:
         assert rank["wrong"] == [] and rank["compared"] == len(LAYOUTS) * len(WRAPPINGS) * (len(WRAPPINGS) - 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("saver", WRAPPINGS)
-def test_one_process_loads_every_flat_state_with_every_bit(folder: Path, saver: str, layout: str) -> None:
-    path = folder / f"{saver}, {layout}"
+def test_one_process_loads_every_flat_state_with_every_bit(made: Made, saver: str, layout: str) -> None:
+    path = made[0] / f"{saver}, {layout}"
     saved = torch.load(path.with_suffix(".pt"), weights_only=True)
     loaded = flat_ranks.load(path, "single", layout)
     assert saved.keys() == loaded.keys() and "0.weight.master" in saved
@@ -50,8 +43,8 @@ def test_one_process_loads_every_flat_state_with_every_bit(folder: Path, saver: 
         assert torch.equal(loaded[key], value), key
 
 
-def test_an_optimizer_made_before_the_model_was_sharded_says_so_once(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_an_optimizer_made_before_the_model_was_sharded_says_so_once(made: Made) -> None:
+    for rank in made[1]:
         (said,) = rank["said"]
         assert said.startswith("none of the 2 parameters of this optimizer has a gradient, while DTensors of the same")
         assert said.endswith("it trains nothing; make the optimizer after fully_shard")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
 from typing import Any
 
 import overlap_ranks
 import pytest
+import rank_processes
 import torch
 import torch.multiprocessing
 from overlap_ranks import SETTINGS, TAMPERS, assert_same_training
@@ -17,12 +16,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder = Path(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(overlap_ranks.run, (port, str(folder)), nprocs=overlap_ranks.WORLD)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(overlap_ranks.WORLD)]
+    return rank_processes.run(overlap_ranks.run, overlap_ranks.WORLD)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

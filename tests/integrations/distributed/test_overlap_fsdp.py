@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
 from typing import Any
 
 import overlap_shards
 import pytest
-import torch
-import torch.multiprocessing
+import rank_processes
 from keeping import skip_where_gradients_cannot_be_kept
 from overlap_ranks import assert_same_training
 from overlap_shards import SETTINGS
@@ -20,12 +17,7 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
     skip_where_gradients_cannot_be_kept()
-    folder = Path(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(overlap_shards.run, (port, str(folder)), nprocs=overlap_shards.WORLD)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(overlap_shards.WORLD)]
+    return rank_processes.run(overlap_shards.run, overlap_shards.WORLD)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import re
-import socket
-from pathlib import Path
 from typing import Any
 
 import pairing_ranks
 import pytest
+import rank_processes
 import torch
 import torch.multiprocessing
 from pairing_ranks import OPTIMIZERS, SCALERS, SHARDED, STRATEGIES, WORLD
@@ -38,12 +37,7 @@ CELLS = list(itertools.product(OPTIMIZERS, SCALERS, STRATEGIES, (False, True)))
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = Path(tmp_path_factory.mktemp("pairings"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(pairing_ranks.run, (port, str(folder)), nprocs=WORLD)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return rank_processes.run(pairing_ranks.run, WORLD)
 
 
 def outcome(found: list[Any], control: list[torch.Tensor], sharded: bool) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import shard_ranks
 import torch
 import torch.multiprocessing
@@ -19,12 +18,7 @@ from halfstep.integrations import fsdp
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     skip_where_gradients_cannot_be_kept()
-    folder = Path(tmp_path_factory.mktemp("ranks"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(shard_ranks.run, (port, str(folder)), nprocs=shard_ranks.WORLD)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(shard_ranks.WORLD)]
+    return rank_processes.run(shard_ranks.run, shard_ranks.WORLD)
 
 
 def _differing(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import soak
 import topology_ranks
-import torch
-import torch.multiprocessing
 from topologies import TOPOLOGIES, WORLD
 
 Ranks = list[dict[str, Any]]
@@ -24,12 +22,7 @@ SINGLE = ("DDP", "ZeRO-1")  # every rank has every gradient: nothing to agree on
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    folder = Path(tmp_path_factory.mktemp("topologies"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(topology_ranks.run, (port, str(folder)), nprocs=WORLD)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    return rank_processes.run(topology_ranks.run, WORLD)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -193,12 +186,8 @@ def test_the_command_writes_what_was_found_and_exits_by_it(
 ) -> None:
     """With the answers of the processes that ran already."""
 
-    def spawn(target: Any, arguments: tuple[Any, ...], nprocs: int) -> None:
-        for rank, own in enumerate(ranks[:nprocs]):
-            found = own["campaign" if scaler == "halfstep" else "campaign of torch"]
-            (Path(arguments[1]) / f"rank{rank}.json").write_text(json.dumps(found))
-
-    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    found = [rank["campaign" if scaler == "halfstep" else "campaign of torch"] for rank in ranks]
+    monkeypatch.setattr(rank_processes, "run", lambda *arguments, **options: found)
     status = soak.main(["--faults", "100", "--scaler", scaler, "--out", str(tmp_path)])
     result = json.loads((tmp_path / "soak.json").read_text())
     assert status == (1 if result["disagreements"] else 0) == (0 if scaler == "halfstep" else 1)
