@@ -321,6 +321,9 @@ def test_shuffles_votes_and_reductions(machine: SoftwareGPU) -> None:
     values = np.random.default_rng(22).integers(-(2**31), 2**31, 64).astype("i4")
     found = apply(machine, "shfl.sync.bfly.b32", np.dtype("i4"), values, constant="5, 31, -1")
     assert found.tolist() == [values[at ^ 5] for at in range(64)]
+    from_lanes = np.random.default_rng(23).integers(0, 32, 64).astype("i4")
+    found = apply(machine, "shfl.sync.idx.b32", np.dtype("i4"), values, from_lanes, constant="31, -1")
+    assert found.tolist() == [values[at // 32 * 32 + lane] for at, lane in enumerate(from_lanes)]
     found = apply(machine, "redux.sync.max.s32", np.dtype("i4"), values, constant="-1")
     assert found.tolist() == [values[:32].max()] * 32 + [values[32:].max()] * 32
     body = """

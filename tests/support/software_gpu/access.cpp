@@ -80,13 +80,19 @@ std::vector<GlobalByte> &log_of(Launch &launch, const Range &range) {
     return found;
 }
 
+// Whether a load ends in the line that holds the last byte of `range`, where the kernel may read whole lines.
+bool in_last_line(const Settings &settings, const Range &range, u64 end) {
+    for (const Line *line = settings.lines; line < settings.lines + settings.line_count; line++)
+        if (range.holds(line->address, 1) && (end - 1) / line->bytes == (range.end - 1) / line->bytes) return true;
+    return false;
+}
+
 // The allocation of `bytes` bytes at `address`, which must be live, long enough and aligned.
-const Range &checked(Warp &w, int lane, u64 address, int bytes, int aligned, const char *what,
-                     bool may_end_line = false) {
+const Range &checked(Warp &w, int lane, u64 address, int bytes, int aligned, const char *what, bool load = false) {
     Range &range = w.block->launch->last[w.pc];
     if (!range.holds(address, bytes)) {
         range = memory.find(address);
-        bool in_line = may_end_line && range.end && (address + bytes - 1) / 16 == (range.end - 1) / 16;
+        bool in_line = load && in_last_line(*w.block->launch->settings, range, address + bytes);
         if (range.begin == range.end)
             fail(w, lane, text("%s of %d bytes at %#lx, in no live allocation", what, bytes, address));
         if (address >= range.end && !in_line)
@@ -213,7 +219,7 @@ void log_shared_write(Warp &w, int lane, u64 address, const u8 *value, int bytes
 
 const u8 *read_global(Warp &w, int lane, u64 address, int bytes, int aligned) {
     const Settings &settings = *w.block->launch->settings;
-    const Range &range = checked(w, lane, address, bytes, aligned, "load", settings.whole_lines);
+    const Range &range = checked(w, lane, address, bytes, aligned, "load", true);
     check_written(w, lane, address, bytes, range);
     if (settings.races) log_read(w, lane, address, bytes, range);
     return reinterpret_cast<u8 *>(address);

@@ -32,8 +32,8 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # In the order of `Count` in machine.h.
 COUNTS = ("threads", "warps", "diverged", "requests", "sectors", "least", "lines", "wavefronts", "beyond")
 
-# Kernels that read whole lines of 16 bytes where their tensors end within one.
-READS_WHOLE_LINES = ("forward_tile_kernel", "backward_tile_kernel", "forward_long_kernel", "backward_long_kernel")
+# Kernels that read whole lines of LINE elements, an argument, where their tensors end within one.
+READ_WHOLE_LINES = ("forward_tile_kernel", "backward_tile_kernel", "forward_long_kernel", "backward_long_kernel")
 
 _LOAD = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 _LAUNCH = ctypes.CFUNCTYPE(
@@ -46,11 +46,15 @@ _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
 )
 Program = ptx.Program | amd.Program
+_NO_LINES = np.empty((0, 2), np.uint64)
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 
 
 class _Settings(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("inexact", "whole_lines", "races", "reversed", "counting")]
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("inexact", "races", "reversed", "counting", "line_count")),
+        ("lines", ctypes.c_void_p),
+    ]
 
 
 @dataclass
@@ -136,6 +140,7 @@ class SoftwareGPU:
         for function in (self._machine.protect, self._machine.adopt):
             function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
         self._foreign: list[int] = []
+        self._lines = _NO_LINES
         self._texts: list[str] = []
         self._programs: dict[tuple[int, str], Program] = {}
         self._failure = ctypes.create_string_buffer(b"")
@@ -227,6 +232,12 @@ class SoftwareGPU:
                     return 1
         return 0
 
+    def note_lines(self, *arguments: Any, LINE: int, **others: Any) -> None:
+        """Called by Triton before a launch of `READ_WHOLE_LINES`: how long a line of each tensor is."""
+        tensors = [thing for thing in arguments if isinstance(thing, torch.Tensor)] if LINE else []
+        lines = [(tensor.data_ptr(), LINE * tensor.element_size()) for tensor in tensors]
+        self._lines = np.array(lines, np.uint64).reshape(-1, 2)
+
     def _launch(self, kernel: int, grid: Any, threads: int, shared: int, stream: int, arguments: int) -> int | None:
         try:
             blocks = max(1, grid[0] - self.short)
@@ -242,10 +253,11 @@ class SoftwareGPU:
             counts = np.zeros((len(program.code), len(COUNTS)), np.uint64)
         settings = _Settings(
             self.settings.inexact,
-            program.name in READS_WHOLE_LINES,
             self.settings.races,
             self.settings.reversed,
             self.settings.counting,
+            len(self._lines),
+            self._lines.ctypes.data,
         )
         where = (ctypes.c_int32 * 3)()
         self._machine.approximate(self.settings.inexact)
@@ -260,6 +272,7 @@ class SoftwareGPU:
             counts.ctypes.data_as(ctypes.c_void_p) if counts is not None else None,
             where,
         )
+        self._lines = _NO_LINES
         while self._foreign:
             self._machine.adopt(self._foreign.pop(), 0, 0)
         if failed is not None:
@@ -341,6 +354,8 @@ def install(target: str) -> SoftwareGPU:
     from halfstep.kernels import adam, backend, cast, loss_scale, rounding, softmax, statistics, unscale  # noqa: F401
 
     assert not rounding.INTERPRETED, "halfstep was imported under TRITON_INTERPRET=1; the software GPU comes first"
+    for name in READ_WHOLE_LINES:
+        getattr(softmax, name).add_pre_run_hook(gpu.note_lines)
     backend.TAKES_CPU_TENSORS = True
     if target.startswith("gfx"):  # of CPU tensors halfstep believes that 32 lanes run in step
         backend.most_warps = softmax.most_warps = lambda device: backend.MOST_THREADS // 64

@@ -49,12 +49,18 @@ struct Instruction {
 // What is counted per instruction. ptx.py names them in the same order.
 enum Count { THREADS, WARPS, DIVERGED, REQUESTS, SECTORS, LEAST, LINES, WAVEFRONTS, BEYOND, COUNTS };
 
+// Loads may reach past the allocation that holds `address`, within the line of `bytes` bytes that holds its last one.
+struct Line {
+    u64 address, bytes;
+};
+
 struct Settings {
     i32 inexact;      // approximations: 0 correctly rounded, 1 and -1 the ends of their error, 2 anywhere between
-    i32 whole_lines;  // loads may reach past a tensor within the 16-byte line that holds its last element
     i32 races;        // look for races in global memory too
     i32 reversed;     // blocks and warps run last to first
     i32 counting;     // sectors, lines and wavefronts
+    i32 line_count;
+    const Line *lines;
 };
 
 struct Block;

@@ -129,15 +129,16 @@ template <class T> using Unsigned = std::make_unsigned_t<T>;
 
 // -------------------------------------------------------------------------------------------------------- whole warps
 
-void shuffle_butterfly(Warp &w, const Instruction &i) {
+// F(lane, b) is the lane that a lane reads.
+template <class F> void shuffle(Warp &w, const Instruction &i) {
     u32 values[LANES];
     memcpy(values, w.reg<u32>(i.operands[1]), sizeof values);
     for (int l = 0; l < LANES; l++) {
         if (!(w.mask >> l & 1)) continue;
-        u32 other = l ^ w.reg<u32>(i.operands[2])[l];
+        u32 other = F{}(u32(l), w.reg<u32>(i.operands[2])[l]);
         u32 clamp = w.reg<u32>(i.operands[3])[l], members = w.reg<u32>(i.operands[4])[l];
         if (clamp != 31) fail(w, l, "a shuffle within less than the warp, which this machine does not know");
-        if (other > 31) other = l;
+        if (other >= LANES) other = l;
         if ((members & w.alive) & ~w.mask) fail(w, l, "a shuffle that not all its members reach together");
         if (!(w.mask >> other & 1)) fail(w, l, "a shuffle from lane " + std::to_string(other) + ", which does not run");
         w.reg<u32>(i.operands[0])[l] = values[other];
@@ -185,6 +186,10 @@ template <class T, bool SHARED, class F> void atomic(Warp &w, const Instruction 
 
 template <class T, class F> void op_reduce(const std::string &name, F) {
     table[name] = {reduce<T, F>, {sizeof(T), sizeof(T), 4}};
+}
+
+template <class F> void op_shuffle(const std::string &name, F) {
+    table[name] = {shuffle<F>, {4, 4, 4, 4, 4}};
 }
 
 template <class T, bool SHARED, class F> void op_atomic(const std::string &name, F) {
@@ -446,7 +451,8 @@ void fill() {
         return {canonical(std::fma(a.low, b.low, c.low)), canonical(std::fma(a.high, b.high, c.high))};
     });
 
-    table["shfl.sync.bfly.b32"] = {shuffle_butterfly, {4, 4, 4, 4, 4}};
+    op_shuffle("shfl.sync.bfly.b32", [](u32 lane, u32 b) { return lane ^ b; });
+    op_shuffle("shfl.sync.idx.b32", [](u32, u32 b) { return b % LANES; });
     table["vote.sync.ballot.b32"] = {ballot, {4, 1, 4}};
     op_reduce<i32>("redux.sync.max.s32", [](i32 a, i32 b) { return std::max(a, b); });
     op_reduce<u32>("redux.sync.max.u32", [](u32 a, u32 b) { return std::max(a, b); });
