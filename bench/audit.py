@@ -14,6 +14,7 @@ adds the kernels of installed peers with their own launch settings; what they do
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -271,7 +272,7 @@ def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
 def audit(
     modules: list[str], targets: list[str], jobs: int, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[dict[str, Any]]:
-    """Audit every variant of `modules` for every target in `jobs` processes.
+    """Audit every variant of `modules` for every target in `jobs` processes; with 1 in this one.
 
     Returns:
         One `Row` per variant and target, as a dictionary, in the order of the modules.
@@ -280,10 +281,14 @@ def audit(
         (module, index, target) for module in modules for index in range(len(_listed(module))) for target in targets
     ]
     rows = []
-    # spawn, not fork: importing torch starts threads, and a fork in a threaded process may hang.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=max(1, min(jobs, len(work))), mp_context=context) as pool:
-        for row in pool.map(_audit_one, work):
+    with contextlib.ExitStack() as stack:
+        results: Iterator[dict[str, Any]] = map(_audit_one, work)
+        if min(jobs, len(work)) > 1:
+            # spawn, not fork: importing torch starts threads, and a fork in a threaded process may hang.
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(min(jobs, len(work)), context))
+            results = pool.map(_audit_one, work)
+        for row in results:
             rows.append(row)
             progress(len(rows), len(work))
     return rows

@@ -90,13 +90,12 @@ RULES: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def run_audit(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, in a process that starts with TRITON_INTERPRET=1, as the tests do."""
+def run_audit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command, in a process of its own: this one interprets kernels."""
     path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-m", "halfstep.bench.audit", *arguments], capture_output=True, text=True, env=environment
-    )
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "halfstep.bench.audit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**kept, "PYTHONPATH": path, **environment})
 
 
 def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -104,13 +103,29 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return json.loads(done.stdout)["variants"]
 
 
+# `make test` compiles for one target of each maker, `make audit` and `make exhaustive` for all.
+SOME, OTHERS = ("sm_90", "gfx942"), ("sm_80", "sm_100")
+assert {*SOME, *OTHERS} == set(audit.TARGETS)
+
+
+@pytest.fixture(scope="module", params=[SOME, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids="+".join)
+def targets(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def audited() -> subprocess.CompletedProcess[str]:
-    return run_audit("--json")
+def audited(targets: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Started where kernels would be interpreted, as in many a shell that tests them."""
+    return run_audit("--json", *(word for target in targets for word in ("--target", target)), TRITON_INTERPRET="1")
 
 
-def test_every_variant_of_every_family_compiles_for_every_target_without_spills_or_contraction(
-    audited: subprocess.CompletedProcess[str],
+@pytest.fixture(scope="module")
+def failing() -> subprocess.CompletedProcess[str]:
+    return run_audit("--json", "--jobs=1", "--module=failing_kernels", "--target=sm_90", "--target=gfx942")
+
+
+def test_every_variant_of_every_family_compiles_without_spills_or_contraction(
+    audited: subprocess.CompletedProcess[str], targets: tuple[str, ...]
 ) -> None:
     rows = rows_of(audited)
     failing = {f"{row['kernel']} {row['variant']} {row['target']}": row["problems"] for row in rows if row["problems"]}
@@ -123,7 +138,7 @@ def test_every_variant_of_every_family_compiles_for_every_target_without_spills_
         (f"{family.rpartition('.')[2]}.{variant.kernel.__name__}", variant.name, target)
         for family in audit.FAMILIES
         for variant in importlib.import_module(family).variants()
-        for target in audit.TARGETS
+        for target in targets
     }
     assert {(row["kernel"], row["variant"], row["target"]) for row in rows} == listed
     assert len(rows) == len(listed), "two variants of one kernel share a name"
@@ -149,9 +164,11 @@ def test_every_variant_obeys_the_rules_or_is_named(audited: subprocess.Completed
 
 
 @recorded
-def test_no_variant_leaves_its_recorded_bounds(audited: subprocess.CompletedProcess[str]) -> None:
+def test_no_variant_leaves_its_recorded_bounds(
+    audited: subprocess.CompletedProcess[str], targets: tuple[str, ...]
+) -> None:
     left = audit_bounds.departures(
-        rows_of(audited), audit_bounds.load(BOUNDS), triton.__version__, None, audit.TARGETS, "make bounds"
+        rows_of(audited), audit_bounds.load(BOUNDS), triton.__version__, None, targets, "make bounds"
     )
     assert not left, "\n".join(left)
 
@@ -170,10 +187,9 @@ def test_what_promises_the_references_bits_says_so() -> None:
             assert variant.exact, f"{family} {variant.name}"
 
 
-def test_the_audit_rejects_what_it_must() -> None:
-    done = run_audit("--json", "--module", "failing_kernels", "--target", "sm_90", "--target", "gfx942")
-    problems = {(row["variant"], row["target"]): "; ".join(row["problems"]) for row in rows_of(done)}
-    assert done.returncode == 1
+def test_the_audit_rejects_what_it_must(failing: subprocess.CompletedProcess[str]) -> None:
+    problems = {(row["variant"], row["target"]): "; ".join(row["problems"]) for row in rows_of(failing)}
+    assert failing.returncode == 1
     assert "8x fma.rn.f32" in problems["contracted", "sm_90"]
     assert "fused multiply-add" in problems["contracted", "gfx942"]
     assert "8x fma.rn.f32" in problems["fused by hand", "sm_90"]
@@ -191,7 +207,7 @@ def test_the_audit_rejects_what_it_must() -> None:
 
 @recorded
 def test_bytes_and_widths_come_from_the_machine_code() -> None:
-    rows = rows_of(run_audit("--json", "--module", "sample_kernels"))
+    rows = rows_of(run_audit("--json", "--module=sample_kernels"))
     # Known by construction: read, written, narrowest access by bits of the element, conversions, whether threads wait.
     fp32 = {"32": 128}
     known = {
@@ -226,18 +242,21 @@ def test_bytes_and_widths_come_from_the_machine_code() -> None:
     assert floors["sm_90"] == {"H100": pytest.approx(10 / 3.35), "H200": pytest.approx(10 / 4.8)}
 
 
-def test_the_table_names_what_fails() -> None:
-    done = run_audit("--module", "failing_kernels", "--target", "sm_80")
+def test_what_fails_is_named_and_not_recorded(tmp_path: Path) -> None:
+    bounds = tmp_path / "bounds.json"
+    done = run_audit("--jobs=1", "--module=failing_kernels", "--target=sm_80", f"--record={bounds}")
     assert done.returncode == 1
     assert "FAIL failing_kernels.multiply_add_kernel contracted on sm_80: promises the reference's bits" in done.stdout
     assert "5 of 6 fail" in done.stdout
     assert "does not compile" in done.stdout
+    assert f"{bounds}: not written, since 5 rows fail" in done.stderr
+    assert not bounds.exists()
 
 
 @recorded
 def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
     bounds, document = tmp_path / "bounds.json", tmp_path / "document.md"
-    arguments = ["--module", "sample_kernels", "--target", "sm_90"]
+    arguments = ["--jobs=1", "--module=sample_kernels", "--target=sm_90"]
     document.write_text("before\n<!-- compiled kernels: generated -->\nold\n<!-- compiled kernels: end -->\nafter\n")
     done = run_audit(*arguments, "--record", str(bounds), "--markdown", str(document))
     assert done.returncode == 0, done.stderr
@@ -272,21 +291,13 @@ def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
     ]
 
 
-def test_what_fails_is_not_recorded(tmp_path: Path) -> None:
-    bounds = tmp_path / "bounds.json"
-    done = run_audit("--module", "failing_kernels", "--target", "sm_90", "--record", str(bounds))
-    assert done.returncode == 1
-    assert f"{bounds}: not written, since 5 rows fail" in done.stderr
-    assert not bounds.exists()
-
-
 @recorded
 def test_peers_stand_beside_ours_and_are_not_recorded(tmp_path: Path) -> None:
     """With whatever is installed: what is there is counted, what is not is named."""
     bounds, document = tmp_path / "bounds.json", tmp_path / "document.md"
     names = (audit_markdown.OURS, audit_markdown.PEERS)
     document.write_text("".join(f"<!-- {name}: generated -->\n\n<!-- {name}: end -->\n" for name in names))
-    arguments = ["--module", "sample_kernels", "--target", "sm_90", "--target", "gfx942"]
+    arguments = ["--jobs=1", "--module=sample_kernels", "--target=sm_90", "--target=gfx942"]
     done = run_audit("--json", "--peers", *arguments, "--record", str(bounds), "--markdown", str(document))
     assert done.returncode == 0, done.stderr
     rows = [row for row in rows_of(done) if row["peer"]]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -43,22 +42,23 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @INTERPRETED
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
-@pytest.mark.parametrize(("queries", "keys"), [(12, 208), (7, 205), (45, 130), (170, 133)])
+@pytest.mark.parametrize(("queries", "keys"), [(12, 208), (7, 205), (20, 130), (170, 133)])
 def test_columns_that_causal_drops_are_not_loaded(
     path: str, queries: int, keys: int, log: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if queries > keys and path != "one pass":
         pytest.skip("a program per row takes minutes")
     function = halfstep.log_softmax if log else halfstep.softmax
-    x = torch.randn(2, queries, keys, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16, device="cpu")
-    kept = torch.ones(queries, keys).tril().expand(2, queries, keys).flatten().numpy() > 0
+    batch = 2 if queries < 10 else 1
+    x = torch.randn(batch, queries, keys, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    kept = torch.ones(queries, keys).tril().expand(batch, queries, keys).flatten().numpy() > 0
     with using("triton", "softmax"):
         with recording(monkeypatch) as traffic:
             y = function(x, causal=True)
         loads = traffic.counts(traffic.loaded, x)
         assert (loads[kept] > 0).all()
         assert not loads[~near(kept)].any()
-        dy = torch.randn(2, queries, keys, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        dy = torch.randn(batch, queries, keys, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
         with recording(monkeypatch) as traffic:
             family._backward(dy, y, -1, 1.0, True, log, torch.bfloat16)
         for tensor in (dy, y):
@@ -81,7 +81,7 @@ def test_each_element_of_the_result_is_stored_once_and_reads_stay_near_the_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A row that begins off a boundary is stored in three parts; the reads below it end at the boundary."""
-    rows, pad = 5, 100
+    rows, pad = 3, 100
     storage = torch.randn(pad + rows * columns + pad, generator=torch.Generator().manual_seed(0)).to(source)
     begin = pad - pad % 16 + offset
     x = storage[begin : begin + rows * columns].view(rows, columns)
@@ -161,12 +161,10 @@ import torch
 import halfstep
 from halfstep.kernels import softmax as family
 
-backend, path, dtype = sys.argv[1], sys.argv[2], getattr(torch, sys.argv[3])
-if path != "one pass":
-    family.FORWARD_ONE_PASS = family.LOOP_BLOCK = 2**13
-    family._programs_at_once = lambda device: 1 if path == "two passes" else 400
-step = 70_000 if dtype == torch.bool else 66_000
-for columns in (32_768, 32_761):
+backend, paths = sys.argv[1], sys.argv[2:]
+
+
+def check(path, dtype, columns, step):
     near = (torch.randn(columns, generator=torch.Generator().manual_seed(0)) > 0).to(dtype)
     far = torch.empty(columns * step, dtype=dtype)[::step]
     assert far.stride(0) * (columns - 1) > 2**31
@@ -174,39 +172,46 @@ for columns in (32_768, 32_761):
     x = torch.randn(1, columns, generator=torch.Generator().manual_seed(1))
     expected = family.reference_forward(x, near, -1, 1.0, False, False, torch.float32)
     with halfstep.backend(backend):
-        assert (halfstep.softmax(x, mask=far) - expected).abs().max() < 1e-8, columns
-        assert (halfstep.softmax(x.T.expand(columns, 3), 0, mask=far[:, None]).T - expected).abs().max() < 1e-8, columns
+        for y in halfstep.softmax(x, mask=far), halfstep.softmax(x.T.expand(columns, 3), 0, mask=far[:, None]).T:
+            assert (y - expected).abs().max() < 1e-8, (path, dtype, columns)
+
+
+for path in paths:
+    if path != "one pass":
+        family.FORWARD_ONE_PASS = family.LOOP_BLOCK = 2**13
+        family._programs_at_once = lambda device: 1 if path == "two passes" else 400
+    check(path, torch.bool, 32_768, 70_000)
+    check(path, torch.float16, 32_761, 66_000)
 """
 
 
-@pytest.mark.parametrize("dtype", ["bool", "float16"])
-@pytest.mark.parametrize("path", ["one pass", "two passes", "pieces"])
-@pytest.mark.parametrize("name", ["native", "triton"])
-def test_a_mask_may_step_further_than_32_bits_count(name: str, path: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "paths"), [("native", ["one pass"]), ("triton", ["one pass", "two passes", "pieces"])]
+)
+def test_a_mask_may_step_further_than_32_bits_count(name: str, paths: list[str]) -> None:
     with using(name, "softmax") as device:
-        if device.type != "cpu" or (name == "native" and path != "one pass"):
-            pytest.skip("made for CPU tensors; C++ has one path")
-    command = [sys.executable, "-c", FAR_MASK, "auto" if name == "native" else name, path, dtype]
+        if device.type != "cpu":
+            pytest.skip("made for CPU tensors")
+    command = [sys.executable, "-c", FAR_MASK, "auto" if name == "native" else name, *paths]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 # Each row's last kept element is the last of a page, and the next page cannot be read.
 GUARDED = """
-import ctypes, mmap, sys
+import ctypes, itertools, mmap, sys
 import torch
 import halfstep
 from halfstep.kernels import softmax as family
 
 PAGE, QUERIES, PAGES = mmap.PAGESIZE, 8, 4
-dtype, direction, log, excess = getattr(torch, sys.argv[1]), sys.argv[2], sys.argv[3] == "log", int(sys.argv[4])
 libc = ctypes.CDLL(None, use_errno=True)
-size = dtype.itemsize
-columns = PAGES * PAGE // size - 1
 
 
-def guarded():
+def guarded(dtype):
     \"\"\"(QUERIES, columns): row r + 1 begins one element nearer to a page's end than row r.\"\"\"
+    size = dtype.itemsize
+    columns = PAGES * PAGE // size - 1
     memory = mmap.mmap(-1, (QUERIES * PAGES + 2) * PAGE)
     whole = torch.frombuffer(memory, dtype=dtype)
     begin = PAGE // size - 1
@@ -220,30 +225,23 @@ def guarded():
     return x
 
 
-x = guarded()
-if excess:
-    float(x[3, 3 + excess])
-if direction == "forward":
+if sys.argv[1:]:
+    float(guarded(torch.float32)[3, 3 + 1])
+for dtype, log in itertools.product((torch.float32, torch.bfloat16, torch.float16), (False, True)):
+    x = guarded(dtype)
     y = (halfstep.log_softmax if log else halfstep.softmax)(x, causal=True)
     total = (y.float().exp() if log else y.float()).sum(-1)
-    assert (total - 1).abs().max() < 0.02, total
-else:
-    dx = family._backward(x, guarded(), -1, 1.0, True, log, dtype)
-    assert dx[:, QUERIES:].eq(0).all() and dx.isfinite().all()
+    assert (total - 1).abs().max() < 0.02, (dtype, log, total)
+    dx = family._backward(x, guarded(dtype), -1, 1.0, True, log, dtype)
+    assert dx[:, QUERIES:].eq(0).all() and dx.isfinite().all(), (dtype, log)
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects pages with Linux's mprotect")
-@pytest.mark.parametrize("log", ["softmax", "log"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_compiled_kernels_do_not_touch_pages_of_dropped_columns(dtype: str, direction: str, log: str) -> None:
+def test_compiled_kernels_do_not_touch_pages_of_dropped_columns() -> None:
     with using("native", "softmax"):
         pass
-    run: Callable[[int], subprocess.CompletedProcess[str]] = lambda excess: subprocess.run(  # noqa: E731
-        [sys.executable, "-c", GUARDED, dtype, direction, log, str(excess)], capture_output=True, text=True
-    )
-    done = run(0)
+    command = [sys.executable, "-c", GUARDED]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    if (dtype, direction, log) == ("float32", "forward", "softmax"):
-        assert run(1).returncode < 0, "the guard does not guard"
+    assert subprocess.run([*command, "touch"], capture_output=True).returncode < 0, "the guard does not guard"
