@@ -60,7 +60,7 @@ test: $(VENV)/.test
 	$(ON_GPU) sm_90 -m "not exhaustive" tests/software_gpu
 	$(ON_GPU) sm_80 -k every_kernel tests/software_gpu
 	$(ON_GPU) sm_100 -k every_kernel tests/software_gpu
-	$(ON_GPU) gfx942 -m "not exhaustive" -k "amd or every_kernel or every_seeded" tests/software_gpu
+	$(ON_GPU) gfx942 -m "not exhaustive" -k "amd or every_kernel" tests/software_gpu
 
 exhaustive: $(VENV)/.test
 	$(BIN)/pytest -m exhaustive

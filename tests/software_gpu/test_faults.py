@@ -7,6 +7,7 @@ flag of which half is enough, a comparison with a bound that no number here meet
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -26,7 +27,7 @@ def run(case: Case, seed: int, backend: str) -> list[torch.Tensor]:
 
 
 def lines_run(machine: SoftwareGPU, case: Case) -> dict[str, set[int]]:
-    """PTX of each kernel of a case to the lines of it that ran."""
+    """PTX or assembly of each kernel of a case to the lines of it that ran."""
     texts: list[str] = []
     lines: dict[str, set[int]] = {}
     machine.edit = lambda text: texts.append(text) or text  # type: ignore[func-returns-value]
@@ -46,7 +47,7 @@ def lines_run(machine: SoftwareGPU, case: Case) -> dict[str, set[int]]:
 def seeded(lines: dict[str, set[int]], kinds: tuple[str, ...]) -> Iterator[tuple[str, str, int, str, str]]:
     """(kernel, kind, line, the text without and with the fault), spread over each kernel."""
     for text, ran in lines.items():
-        kernel = text.partition(".entry ")[2].partition("(")[0]
+        kernel = re.search(r"(?:\.entry |\.amdhsa_kernel )(\w+)", text)[1]  # type: ignore[index]
         for kind in kinds:
             found = list(faults.seeded(text, kind, ran))
             for line, broken in found[:: max(1, len(found) // EACH)][:EACH]:
@@ -84,19 +85,29 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_target(machine: SoftwareGPU) -> None:
-    """What is tested here is the machine: the code for one target is enough."""
-    if machine.target != "sm_90":
-        pytest.skip("seeds its faults into the code for sm_90")
+AMD_PLACES = ("store left out", "stride doubled")
+AMD_SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "cast list": ("multi_cast_kernel", (*AMD_PLACES, "half of the neighbour")),
+    "cast list wide": ("multi_cast_kernel", (*AMD_PLACES, "end of a buffer moved")),
+    "check bf16": ("check_kernel", ("barrier removed", *AMD_PLACES, "exchange with the lane itself", *SUMS)),
+    "unscale bf16": ("check_kernel", ("barrier removed", *AMD_PLACES)),
+    "adam split": ("adam_kernel", (*AMD_PLACES, SUMS[0], "guard dropped", "end of a buffer moved")),
+    "adam stochastic": ("adam_kernel", AMD_PLACES),
+    "statistics with errors": ("count_kernel", ("atomic operation left out",)),
+    "softmax masked": ("forward_tile_kernel", AMD_PLACES),
+}
 
 
-@pytest.mark.parametrize("name", SHOWN)
-def test_every_seeded_fault_is_caught(machine: SoftwareGPU, name: str) -> None:
+def only_for(machine: SoftwareGPU, target: str) -> None:
+    """What is tested here is the machine: the code for one target of each kind is enough."""
+    if machine.target != target:
+        pytest.skip(f"seeds its faults into the code for {target}")
+
+
+def assert_all_caught(machine: SoftwareGPU, name: str, wanted: str, kinds: tuple[str, ...]) -> None:
     case = CASES[name]
     expected = run(case, 1, "reference")
     assert difference(case, run(case, 1, "triton"), expected) == ""
-    wanted, kinds = SHOWN[name]
     missed, count = [], 0
     for kernel, kind, line, text, broken in seeded(lines_run(machine, case), kinds):
         if kernel == wanted:
@@ -108,8 +119,22 @@ def test_every_seeded_fault_is_caught(machine: SoftwareGPU, name: str) -> None:
     assert not missed, "\n".join([f"{len(missed)} of {count} faults in {wanted} changed nothing", *missed])
 
 
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_seeded_fault_is_caught(machine: SoftwareGPU, name: str) -> None:
+    only_for(machine, "sm_90")
+    assert_all_caught(machine, name, *SHOWN[name])
+
+
+@pytest.mark.parametrize("name", AMD_SHOWN)
+def test_every_seeded_fault_is_caught_on_amd(machine: SoftwareGPU, name: str) -> None:
+    only_for(machine, "gfx942")
+    assert_all_caught(machine, name, *AMD_SHOWN[name])
+
+
 @pytest.mark.parametrize("name", ["cast list wide", "check bf16", "adam split", "softmax"])
 def test_a_grid_one_block_short(machine: SoftwareGPU, name: str) -> None:
+    if machine.target not in ("sm_90", "gfx942"):
+        pytest.skip("one target of each kind is enough")
     case = CASES[name]
     expected = run(case, 1, "reference")
     run(case, 0, "triton")

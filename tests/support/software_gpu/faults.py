@@ -1,11 +1,11 @@
-"""Faults to seed into the PTX of a kernel, each of a kind that a kernel or a compiler could have."""
+"""Faults to seed into the PTX or the assembly of a kernel, each of a kind that a kernel or a compiler could have."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 
-# What stands in a line of PTX, and what the fault makes of it; None takes the line out.
+# What stands in a line, and what the fault makes of it; None takes the line out.
 Change = Callable[[re.Match[str]], "str | None"]
 
 
@@ -13,7 +13,7 @@ def _doubled(found: re.Match[str]) -> str:
     return f"{found[1]}{2 * int(found[2])}{found[3]}"
 
 
-KINDS: dict[str, tuple[str, Change]] = {
+PTX: dict[str, tuple[str, Change]] = {
     "barrier removed": (r"\s*bar\.sync\s+0;", lambda found: None),
     "guard of a load dropped": (r"\s*@!?%p\d+ (ld\.global.*)", lambda found: f"\t{found[1]}"),
     "guard of a store dropped": (r"\s*@!?%p\d+ (st\.global.*)", lambda found: f"\t{found[1]}"),
@@ -49,13 +49,47 @@ KINDS: dict[str, tuple[str, Change]] = {
     ),
 }
 
+# A mask in AMD's assembly sends a lane's address past the end of its buffer, or takes the lane out of EXEC.
+AMD: dict[str, tuple[str, Change]] = {
+    "barrier removed": (r"\s*s_barrier", lambda found: None),
+    "guard dropped": (r"\s*s_and_saveexec_b64 (s\[\d+:\d+\]), .*", lambda found: f"\ts_mov_b64 {found[1]}, exec"),
+    "end of a buffer moved": (r"(\s*s_(?:mov_b32|brev_b32) s\d+, )0x7ffffff[ce]", lambda found: f"{found[1]}-1"),
+    "store left out": (r"\s*(?:global|buffer)_store_.*", lambda found: None),
+    "stride doubled": (
+        r"(\s*(?:v_lshlrev_b32_e32 v\d+, |s_lshl_b64 s\[\S+ s\[\S+ |v_lshl_add_u64 \S+ \S+ ))([1-4])(,.*|)",
+        lambda found: f"{found[1]}{int(found[2]) + 1}{found[3]}",
+    ),
+    "comparison off by one": (
+        r"(\s*[sv]_cmp_)(lt|ge|gt|le)(_[iu](?:32|64).*)",
+        lambda found: found[1] + {"lt": "le", "ge": "gt", "gt": "ge", "le": "lt"}[found[2]] + found[3],
+    ),
+    "exchange with the lane itself": (
+        r"(\s*v_\w+_dpp .*)(?:row_(?:shl|shr|bcast):\d+|quad_perm:\S+) row_mask.*",
+        lambda found: f"{found[1]}quad_perm:[0,1,2,3] row_mask:0xf bank_mask:0xf",
+    ),
+    "sign of a sum changed": (r"(\s*v_)add(_f32_e32 .*)", lambda found: f"{found[1]}sub{found[2]}"),
+    "product made a sum": (r"(\s*v_(?:pk_)?)mul(_f32.*)", lambda found: f"{found[1]}add{found[2]}"),
+    "branch turned round": (
+        r"(\s*s_cbranch_)(scc0|scc1|vccz|vccnz)( .*)",
+        lambda found: (
+            found[1] + {"scc0": "scc1", "scc1": "scc0", "vccz": "vccnz", "vccnz": "vccz"}[found[2]] + found[3]
+        ),
+    ),
+    "atomic operation left out": (r"\s*(?:global_atomic|buffer_atomic|ds_add)_.*", lambda found: None),
+    "half of the neighbour": (
+        r"(.* src[01]_sel:)(WORD|BYTE)_([01])(.*)",
+        lambda found: f"{found[1]}{found[2]}_{1 - int(found[3])}{found[4]}",
+    ),
+}
+
 
 def seeded(text: str, kind: str, lines_run: set[int]) -> Iterator[tuple[int, str]]:
-    """Every PTX with one fault of a kind on a line that runs: that line, and the whole text."""
-    pattern, change = KINDS[kind]
+    """Every text with one fault of a kind on a line that runs: that line, and the whole text."""
+    amd = ".amdgcn_target" in text
+    pattern, change = (AMD if amd else PTX)[kind]
     lines = text.splitlines()
     for number, line in enumerate(lines):
-        found = re.fullmatch(pattern, line.split("//")[0].rstrip())
+        found = re.fullmatch(pattern, line.split(";" if amd else "//")[0].rstrip())
         if found and number + 1 in lines_run:
             made = change(found)
             if made != line:

@@ -1,0 +1,136 @@
+"""What the machine for AMD refuses, each with its words: a small kernel per fault, and the harmless kind beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from software_gpu.amd import ASSUMED, UnknownAssembly
+from software_gpu.gpu import SoftwareGPU
+from software_gpu.snippets import wave_kernel
+
+STORE = "\tglobal_store_dword v1, v2, s[4:5]"
+LOAD = "\tglobal_load_dword v3, v1, s[4:5]"
+
+
+def run(machine: SoftwareGPU, body: str, *tensors: torch.Tensor, threads: int = 64, **options: int) -> None:
+    given = [*tensors, *[tensors[0]] * (4 - len(tensors))]
+    machine.run_text(wave_kernel(body, threads=threads), *given, threads=threads, **options)
+
+
+@pytest.mark.parametrize("access", [LOAD, STORE])
+def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
+    run(machine, access, torch.zeros(64, dtype=torch.int32))
+    word = "load" if access is LOAD else "store"
+    where = rf"tested, line \d+ \(\?, global_{word}_dword\), block 0, thread 63"
+    with pytest.raises(RuntimeError, match=rf"{where}: {word} of 4 bytes at 0x\w+, in no live .* 252 bytes, ends 0"):
+        run(machine, access, torch.zeros(63, dtype=torch.int32))
+    masked = f"\tv_cmp_gt_u32_e32 vcc, 63, v0\n\ts_and_saveexec_b64 s[12:13], vcc\n{access}"
+    run(machine, masked, torch.zeros(63, dtype=torch.int32))
+
+
+def test_misaligned_unwritten_and_read_only(machine: SoftwareGPU) -> None:
+    with pytest.raises(RuntimeError, match=r"load of 4 bytes at .* is not aligned to them"):
+        run(machine, f"{LOAD} offset:2", torch.zeros(65, dtype=torch.int32))
+    two = "\tglobal_load_dwordx2 v[4:5], v1, s[4:5]"  # of 8 bytes, at multiples of 4
+    run(machine, two, torch.zeros(65, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match=r"thread 0: load of 4 bytes at .*, which nobody wrote to"):
+        run(machine, LOAD, torch.empty(64, dtype=torch.int32))
+    tensor = torch.zeros(64, dtype=torch.int32)
+    with machine.read_only(tensor), pytest.raises(RuntimeError, match="that is only to be read"):
+        run(machine, STORE, tensor)
+
+
+BUFFER = """
+	s_mov_b32 s14, RECORDS
+	s_mov_b32 s12, s4
+	s_and_b32 s13, s5, 0xffff
+	buffer_load_dword v3, v1, s[12:15], 0 offen
+	buffer_store_dword v2, v1, s[12:15], 0 offen
+	s_mov_b32 s14, 0x1000
+	s_mov_b32 s12, s6
+	s_and_b32 s13, s7, 0xffff
+	buffer_store_dword v3, v1, s[12:15], 0 offen"""
+
+
+def test_a_buffer_ends(machine: SoftwareGPU) -> None:
+    """Past its end a buffer reads 0 and takes nothing."""
+    held, read = torch.full((32,), 7, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
+    run(machine, BUFFER.replace("RECORDS", "0x80"), held, read)
+    assert held.tolist() == list(range(32)) and read.tolist() == [7] * 32 + [0] * 32
+    with pytest.raises(RuntimeError, match=r"an access that a buffer's end cuts in two"):
+        run(machine, BUFFER.replace("RECORDS", "0x7e"), held, read)
+    with pytest.raises(RuntimeError, match=r"thread 32: load of 4 bytes at .*, in no live allocation"):
+        run(machine, BUFFER.replace("RECORDS", "0x84"), held, read)
+
+
+EXCHANGE = """
+	v_lshlrev_b32_e32 v4, 2, v0
+	v_xor_b32_e32 v5, DISTANCE, v4
+	ds_write_b32 v4, v0
+	BARRIER
+	ds_read_b32 v6, v5
+	global_store_dword v1, v6, s[4:5]"""
+
+
+def test_shared_memory_needs_barriers(machine: SoftwareGPU) -> None:
+    """Between waves; the lanes of one are in step."""
+    options = {"threads": 128, "shared_bytes": 512}
+    result = torch.empty(128, dtype=torch.int32)
+    run(machine, EXCHANGE.replace("DISTANCE", "4").replace("BARRIER", ""), result, **options)
+    assert result.tolist() == [at ^ 1 for at in range(128)]
+    far = EXCHANGE.replace("DISTANCE", "0x100")
+    run(machine, far.replace("BARRIER", "s_barrier"), result, **options)
+    assert result.tolist() == [at ^ 64 for at in range(128)]
+    with pytest.raises(RuntimeError, match="load of byte 256 of shared memory, which nobody wrote to"):
+        run(machine, far.replace("BARRIER", ""), result, **options)
+    twice = far.replace("BARRIER", "s_barrier") + "\n\tv_mov_b32_e32 v9, 0xaaaa\n\tds_write_b32 v4, v9"
+    with pytest.raises(RuntimeError, match=r"thread 64: load of byte 0 of shared memory, which thread 0 wrote with no"):
+        run(machine, twice, result, **options)
+    with pytest.raises(RuntimeError, match="store of 4 bytes at 256 of shared memory, of which the block has 256"):
+        run(machine, far.replace("BARRIER", "s_barrier"), result, threads=128, shared_bytes=256)
+
+
+def test_barriers_that_a_wave_misses(machine: SoftwareGPU) -> None:
+    body = "\tv_readfirstlane_b32 s12, v0\n\ts_cmp_lg_u32 s12, 0\n\ts_cbranch_scc1 .LEND\n\ts_barrier\n.LEND:"
+    with pytest.raises(RuntimeError, match="a barrier that wave 1 never reaches"):
+        run(machine, body, torch.zeros(4, dtype=torch.int32), threads=128)
+
+
+def test_blocks_that_share_a_byte(machine: SoftwareGPU) -> None:
+    body = "\tv_mov_b32_e32 v1, 0\n\tv_mov_b32_e32 v3, s2\n\tglobal_store_dword v1, v3, s[4:5]"
+    tensor = torch.zeros(64, dtype=torch.int32)
+    with pytest.raises(
+        RuntimeError, match=r"block 1, thread 0: store to byte 0 .* thread 63 of block 0 stored another"
+    ):
+        run(machine, body, tensor + 7, grid=2)
+    run(machine, body.replace("_store_dword v1, v3", "_atomic_or v1, v3"), tensor, grid=2)
+    assert int(tensor[0]) == 1
+
+
+def test_a_loop_that_does_not_end(machine: SoftwareGPU) -> None:
+    with pytest.raises(RuntimeError, match="a loop that does not end"):
+        run(machine, ".LBB0_1:\n\ts_branch .LBB0_1", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("\tv_sin_f32_e32 v3, v4", "line 8: 'v_sin_f32_e32 v3, v4': the machine does not know v_sin_f32"),
+        ("\tv_add_f32_e64 v3, v4, v5 clamp", "clamp at v_add_f32"),
+        ("\tv_add_f32_e64 v3, v4, v5 mul:2", "mul at v_add_f32"),
+        ("\tv_add_f32_e32 v3, v4", "v_add_f32 takes 3 operands, not 2"),
+        ("\tglobal_atomic_or v3, v1, v4, s[4:5] sc0", "sc0 at global_atomic_or"),
+        ("\tv_mov_b32_dpp v3, v4 wave_shr:1 row_mask:0xf bank_mask:0xf", "an exchange between lanes of a kind"),
+    ],
+)
+def test_what_it_does_not_know(machine: SoftwareGPU, body: str, expected: str) -> None:
+    with pytest.raises(UnknownAssembly, match=expected):
+        run(machine, body, torch.zeros(1))
+
+
+@pytest.mark.parametrize("mode", ASSUMED)
+def test_modes_that_it_does_not_have(machine: SoftwareGPU, mode: str) -> None:
+    """Flushed subnormals and other roundings among them."""
+    text = wave_kernel("").replace(f".amdhsa_{mode} {ASSUMED[mode]}", f".amdhsa_{mode} {ASSUMED[mode] ^ 1}")
+    with pytest.raises(UnknownAssembly, match=f"tested asks for .amdhsa_{mode} "):
+        machine.run_text(text, 0, 0, 0, 0, threads=64)
