@@ -1,26 +1,26 @@
-"""Runs of ``halfstep train`` in several processes, one after the other, and the bits that two runs differ in.
-
-As a script, one rank of them: reads from standard input a JSON list of [port, words], and trains each.
-"""
+"""Runs of ``halfstep train`` in several processes, one after the other, and the bits that two runs differ in."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
+import rank_processes
 import torch
+from rank_processes import free_ports
 
+from halfstep.__main__ import main
+from halfstep.bench.train import loop
+from halfstep.bench.train import report as reports
 from halfstep.integrations import checkpoint
 
 TIMES = ("step_ms", "optimizer_ms")
-VALIDATION_ROWS = 16  # after every one of twelve steps
 
 
 def newest(out: Path, name: str) -> tuple[int, dict[str, Any]]:
@@ -49,68 +49,32 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     return [] if a == b and type(a) is type(b) else [f"{where}: {a!r} and {b!r}"]
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("localhost", 0))
-        return [one.getsockname()[1] for one in sockets]
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    """No picture in a report and few rows to validate on: either takes longer than the runs of tests."""
+    patch.setattr(reports, "picture", lambda content: None)
+    patch.setattr(loop, "VALIDATION_ROWS", 16)
 
 
-def train_together(ranks: int, runs: Sequence[Sequence[object]]) -> str:
-    """Train each of `runs`, words of ``halfstep train``, in the same `ranks` processes. Returns what rank 0 printed.
+def train_together(ranks: int, runs: Sequence[Sequence[object]], small: bool = True) -> list[str]:
+    """Train each of `runs`, words of ``halfstep train``, in the same `ranks` processes. Returns what each rank printed.
+
+    Unless they are to be `make_small`, the runs are those of the command.
 
     Raises:
-        RuntimeError: one failed; with what was printed.
+        torch.multiprocessing.ProcessRaisedException: one failed; with what was printed.
     """
-    ports = _free_ports(len(runs))
-    orders = json.dumps([[port, list(map(str, words))] for port, words in zip(ports, runs, strict=True)])
-    processes = []
-    for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        environment = {**os.environ, **{name: str(number) for name, number in place.items()}}
-        environment |= {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-            )
-        )
-    printed = []
-    try:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(orders)
-            process.stdin.close()
-            process.stdin = None
-        printed = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise RuntimeError("\n".join(text[-3000:] for text in printed))
-    return printed[0]
+    orders = [(port, list(map(str, words))) for port, words in zip(free_ports(len(runs)), runs, strict=True)]
+    return rank_processes.run(_train, ranks, orders, small, join=False)
 
 
-def _main() -> int:
-    from halfstep.__main__ import main
-    from halfstep.bench.train import loop
-    from halfstep.bench.train import report as reports
-
-    torch.set_num_threads(1)
-    loop.VALIDATION_ROWS = VALIDATION_ROWS
-    reports.picture = lambda content: None  # pictures take longer than these runs
-    for port, words in json.load(sys.stdin):
+def _train(rank: int, orders: list[tuple[int, list[str]]], small: bool) -> str:
+    if small:
+        make_small(pytest.MonkeyPatch())
+    printed = io.StringIO()
+    for port, words in orders:
         os.environ["MASTER_PORT"] = str(port)
-        if main(["train", *words]):
-            print("failed:", *words, flush=True)
-            return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main())
+        with redirect_stdout(printed), redirect_stderr(printed):
+            status = main(["train", *words])
+        if status:
+            raise RuntimeError(f"halfstep train {' '.join(words)} returned {status}: {printed.getvalue()[-3000:]}")
+    return printed.getvalue()

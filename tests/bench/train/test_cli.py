@@ -136,7 +136,6 @@ def test_skipped_steps_are_those_where_the_scale_fell(compared: Path) -> None:
 def test_the_parameters_that_overflowed_are_named_everywhere(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "picture", lambda content: None)
     assert _train(text, tmp_path / "out", "--precision", "fp16", "--init-scale", 2.0**24) == 0
     printed = capsys.readouterr().out
     run = _report(tmp_path / "out")["runs"][0]
@@ -164,7 +163,6 @@ def test_the_parameter_that_was_spoiled_is_the_one_reported(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Across a resume: its first step lies before, its last one after."""
-    monkeypatch.setattr(report, "picture", lambda content: None)
     name = list(dict(_nano().named_parameters()))[3]
     step = halfstep.GradScaler.step
     calls = 0
@@ -227,7 +225,7 @@ def test_the_page_stands_alone_and_says_what_was_emulated(compared: Path) -> Non
 
 
 def test_without_matplotlib_all_else_is_written(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    picture: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
@@ -436,7 +434,6 @@ def test_a_damaged_checkpoint_is_named_with_the_good_one_and_that_one_works(
 def test_a_folder_means_its_newest_checkpoint(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "picture", lambda content: None)
     out = tmp_path / "out"
     assert _train(text, out, "--save-every", 4) == 0
     folder = out / "checkpoints" / "bf16"
@@ -455,7 +452,6 @@ def test_edited_content_is_refused_in_one_line(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a checksum that fits: what a user's script, or anybody, has written."""
-    monkeypatch.setattr(report, "picture", lambda content: None)
     out = tmp_path / "out"
     assert _train(text, out, "--save-every", 12, "--precision", "fp16") == 0
     ((step, path),) = checkpoint.checkpoints(out / "checkpoints" / "fp16")

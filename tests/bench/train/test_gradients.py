@@ -74,7 +74,7 @@ def test_a_resumed_run_reports_the_same(text: Path, tmp_path: Path) -> None:
     assert whole["steps"] == 3
 
 
-def test_the_page_and_the_picture_show_them(text: Path, tmp_path: Path) -> None:
+def test_the_page_and_the_picture_show_them(picture: None, text: Path, tmp_path: Path) -> None:
     content = train(text, tmp_path / "out", "--precision", "fp16")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<h2>Gradients, fp16</h2>" in page

@@ -1,24 +1,21 @@
 """A resumed run has the bits of the uninterrupted one: in one process, under DDP, under FSDP2; and all three agree.
 
-Distributed runs are started by torchrun as a user would start them: two processes on gloo.
+Each distributed run is made by two processes of its own on gloo; test_elastic.py has torchrun start them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from train_runs import differences, newest
+from train_runs import differences, newest, train_together
 
 from halfstep.__main__ import main
-from halfstep.bench.train import report
 from halfstep.integrations import checkpoint
 
 TEXT = Path(os.__file__).read_bytes()
@@ -40,22 +37,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _words(text: Path, out: Path, precision: str, strategy: str) -> list[str]:
     scale = HIGH if strategy == "single" and precision == "fp16" else LOW
     what = ["--data", str(text), "--out", str(out), "--precision", precision, "--strategy", strategy]
-    return ["train", *OPTIONS, *scale, *what]
-
-
-def _torchrun(words: list[str]) -> str:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "halfstep"]
-    done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return [*OPTIONS, *scale, *what]
 
 
 def _start(text: Path, out: Path, precision: str, strategy: str, *more: str) -> None:
     words = [*_words(text, out, precision, strategy), *more]
     if strategy == "single":
-        assert main(words) == 0
+        assert main(["train", *words]) == 0
     else:
-        _torchrun(words)
+        train_together(2, [words])
 
 
 def _resumed_has_the_same_bits(text: Path, out: Path, precision: str, strategy: str) -> dict[str, Any]:
@@ -93,10 +83,7 @@ def test_the_comparison_of_states_sees_one_bit(text: Path, tmp_path: Path) -> No
     assert differences(one, other) == ["/optimizer/state/0/master"]
 
 
-def test_a_finished_comparison_resumes_to_its_own_report(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "picture", lambda content: None)
+def test_a_finished_comparison_resumes_to_its_own_report(text: Path, tmp_path: Path) -> None:
     _start(text, tmp_path, "compare", "single")
     first = json.loads((tmp_path / "report.json").read_text())
     # one run is as if it had not been reached, one is cut in the middle, two are finished
@@ -137,9 +124,8 @@ def test_two_processes_reach_the_loss_of_one_and_resume_to_the_same_bits(
 
 def test_only_rank_0_prints_and_shards_count_as_shards(text: Path, tmp_path: Path) -> None:
     # without checkpoints: writing one would cut the parameters again that validation has put together
-    printed = _torchrun([*_words(text, tmp_path, "fp32", "fsdp"), "--save-every", "0"])
-    assert printed.count("step 12/12") == 1
-    assert printed.count("report: ") == 1
+    first, second = train_together(2, [[*_words(text, tmp_path, "fp32", "fsdp"), "--save-every", "0"]])
+    assert first.count("step 12/12") == first.count("report: ") == 1 and second == ""
     run = json.loads((tmp_path / "report.json").read_text())["runs"][0]
     sizes = [run[f"{part}_bytes_per_param"] for part in ("param", "gradient", "optimizer")]
     assert sizes == pytest.approx([2, 2, 4], rel=0.02)

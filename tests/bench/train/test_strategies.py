@@ -17,11 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from train_runs import VALIDATION_ROWS, differences, newest, report, train_together
+from train_runs import differences, make_small, newest, report, train_together
 
 from halfstep.__main__ import main
 from halfstep.bench.train import data, loop, model
-from halfstep.bench.train import report as reports
 from halfstep.bench.train.world import Layout, World, WorldError, shard_size
 from halfstep.integrations import ddp, fsdp
 from halfstep.integrations.overlap import EarlyCheck
@@ -97,8 +96,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     orders += [made.all_words(name, words, start) for name, (start, words) in CONTINUED.items()]
     train_together(2, orders)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reports, "picture", lambda content: None)
-        patch.setattr(loop, "VALIDATION_ROWS", VALIDATION_ROWS)
+        make_small(patch)
         for precision in ("fp32", "fp16", "bf16"):
             words = f"--precision {precision}"
             assert main(["train", *made.all_words(precision, words)]) == 0
