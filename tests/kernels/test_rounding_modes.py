@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -130,26 +131,33 @@ def is_nan(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return magnitude > form.overflow if form.overflow != form.nan else magnitude == form.nan
 
 
-@dtypes
-@modes
-def test_every_rounding_against_fractions(round_by: Round, dtype: torch.dtype, rounding: str, saturate: bool) -> None:
+@cache
+def by_fractions(dtype: torch.dtype, rounding: str, saturate: bool) -> tuple[np.ndarray, np.ndarray, list[int | None]]:
+    """Values, words of noise, and the codes that they must round to."""
     values = roundings.points(dtype, every=1 if dtype.itemsize == 1 else 97)
     specials = np.array([0x7F800001, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], dtype=np.uint32).view(np.float32)
     values = np.concatenate([values, specials])
-    generator = np.random.default_rng(0)
-    for words in (
-        np.zeros(len(values), dtype=np.int64),
-        np.full(len(values), 2**32 - 1),
-        generator.integers(0, 2**32, len(values)),
-    ):
-        x, word = torch.from_numpy(values), torch.from_numpy(words)
-        codes = round_by(x, dtype, ROUNDINGS.index(rounding), saturate, word)
-        nan = is_nan(codes, dtype)
-        for value, random, code, isnan in zip(
-            values.tolist(), words.tolist(), codes.tolist(), nan.tolist(), strict=True
-        ):
-            expected = roundings.code(value, dtype, rounding, saturate, random)
-            assert (None if isnan else code) == expected, (value.hex(), hex(random))
+    random = np.random.default_rng(0).integers(0, 2**32, len(values))
+    words = np.concatenate([np.zeros(len(values), dtype=np.int64), np.full(len(values), 2**32 - 1), random])
+    values = np.tile(values, 3)
+    return (
+        values,
+        words,
+        [
+            roundings.code(x, dtype, rounding, saturate, word)
+            for x, word in zip(values.tolist(), words.tolist(), strict=True)
+        ],
+    )
+
+
+@dtypes
+@modes
+def test_every_rounding_against_fractions(round_by: Round, dtype: torch.dtype, rounding: str, saturate: bool) -> None:
+    values, words, expected = by_fractions(dtype, rounding, saturate)
+    codes = round_by(torch.from_numpy(values), dtype, ROUNDINGS.index(rounding), saturate, torch.from_numpy(words))
+    found = [None if isnan else code for code, isnan in zip(codes.tolist(), is_nan(codes, dtype).tolist(), strict=True)]
+    wrong = [at for at, (code, right) in enumerate(zip(found, expected, strict=True)) if code != right]
+    assert not wrong, [(values[at].hex(), hex(words[at]), found[at], expected[at]) for at in wrong[:5]]
 
 
 @dtypes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 from fractions import Fraction
 from functools import cache
@@ -34,11 +33,12 @@ def grid(dtype: torch.dtype) -> list[Fraction]:
     return [*values, 2 * values[-1] - values[-2]]
 
 
+@cache
 def points(dtype: torch.dtype, every: int = 1) -> np.ndarray:
     """fp32 values where a rounding may change its mind: codes, midpoints, quarter points, each with its neighbours."""
-    values = grid(dtype)[::every]
-    exact = [low + (high - low) * Fraction(part, 4) for low, high in itertools.pairwise(values) for part in range(4)]
-    patterns = np.array([float(x) for x in exact], dtype=np.float32).view(np.uint32).astype(np.int64)
+    values = np.array(grid(dtype)[::every], dtype=np.float64)  # exact, as are the sums of their quarters
+    exact = values[:-1, None] + np.diff(values)[:, None] * (np.arange(4) / 4)
+    patterns = exact.ravel().astype(np.float32).view(np.uint32).astype(np.int64)
     near = np.unique(np.concatenate([patterns + offset for offset in (-1, 0, 1)]).clip(0, 0x7F800000))
     edges = [x for x in (*map(float, grid(dtype)[-3:]), 2.0**-149, 2.0**-60) if x < 2.0**128]
     largest = np.array(edges, dtype=np.float32).view(np.uint32)
