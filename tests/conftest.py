@@ -112,7 +112,6 @@ def state_of_torch() -> tuple[bool, torch.dtype, torch.device, int]:
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
     """No test leaves torch in another state than it found it in: the next one in the process would fail for it."""
-    torch.set_grad_enabled(True)  # whatever fixtures of modules before this one did
     before = state_of_torch()
     yield
     after = state_of_torch()
