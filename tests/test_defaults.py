@@ -7,12 +7,11 @@ and the heap was corrupt.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import defaults
+import forks
 import pytest
 import torch
 
@@ -33,13 +32,8 @@ SCRIPT = Path(defaults.__file__)
 def test_nothing_depends_on_the_defaults_of_torch(name: str, arguments: list[str]) -> None:
     if name == "triton" and (backend.triton is None or not backend.interpreting()):
         pytest.skip("needs Triton's interpreter")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--backend", name, *arguments],
-        capture_output=True,
-        text=True,
-        env={key: value for key, value in os.environ.items() if key != "HALFSTEP_BACKEND"},
-        timeout=540,
-    )
+    environment = {key: value for key, value in os.environ.items() if key != "HALFSTEP_BACKEND"}
+    done = forks.run([SCRIPT, "--backend", name, *arguments], environment, timeout=540)
     assert done.returncode == 0 and ", 0 wrong, " in done.stdout, done.stdout + done.stderr
 
 

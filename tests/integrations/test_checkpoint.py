@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -182,11 +181,9 @@ def test_a_failed_write_is_an_error_and_leaves_the_old(tmp_path: Path, monkeypat
 
 
 def test_kill_9_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, str(SUPPORT / "save_forever.py"), str(tmp_path)]
     newest = -1
     for delay in (0.0, 0.003, 0.011, 0.02, 0.037):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
+        process = forks.Program([SUPPORT / "save_forever.py", tmp_path])
         announced = int(process.stdout.readline())  # one save is done, the next has begun
         time.sleep(delay)
         process.send_signal(signal.SIGKILL)

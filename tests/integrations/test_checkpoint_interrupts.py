@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,12 @@ from halfstep.integrations import archive, checkpoint, interrupts
 
 
 @pytest.mark.parametrize("kind", interrupt_checkpoints.KINDS)
-def test_interrupts_at_random_moments(kind: str) -> None:
+def test_interrupts_at_random_moments(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In a process of its own, which must not abort: 500 in `make soak`, 12 here."""
-    command = [sys.executable, interrupt_checkpoints.__file__, "--kind", kind, "--tries", "12", "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"12 of {kind}, 0 complaints" in done.stdout
+    status = interrupt_checkpoints.main(["--kind", kind, "--tries", "12", "--seed", "1"])
+    said = capsys.readouterr()
+    assert status == 0, said
+    assert f"12 of {kind}, 0 complaints" in said.out
 
 
 @pytest.fixture

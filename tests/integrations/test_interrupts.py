@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from functools import partial
 
+import forks
 import interrupts
 import pytest
 
@@ -16,8 +15,7 @@ from halfstep.integrations.interrupts import apply
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str) -> None:
     tries = "15"
-    command = [sys.executable, interrupts.__file__, "--tries", tries, "--seed", "1", "--backend", backend]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forks.run([interrupts.__file__, "--tries", tries, "--seed", "1", "--backend", backend])
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"0 of {tries} interrupts of each kind left something done in part" in done.stdout
 

@@ -5,11 +5,10 @@ Launches are counted in tests/bench/test_host_cost.py (five, for any number of t
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import forks
 import pytest
 import torch
 from implementations import ALL, using
@@ -129,6 +128,6 @@ print("written", flush=True)
 """
     if name == "triton" and (backend.triton is None or not backend.interpreting()):
         pytest.skip("needs TRITON_INTERPRET=1")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forks.run(["-c", code])
     assert done.stdout == "stepped\n", done.stderr
     assert done.returncode < 0, "the page could be written after all"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import checkpoint_attacks as attacks
+import forks
 import pytest
 
 from halfstep.integrations import checkpoint, unfinished
@@ -38,8 +37,7 @@ for step in range(int(sys.argv[2]), 1000, 2):
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_another_process_is_writing_stays_until_that_process_is_dead(tmp_path: Path, kind: str) -> None:
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path), kind], stdout=subprocess.PIPE, text=True)
-    assert other.stdout is not None
+    other = forks.Program(["-c", HOLD, tmp_path, kind])
     name = other.stdout.readline().strip()
     checkpoint.save(tmp_path, 1, {"x": 1})
     assert (tmp_path / name).exists() and (tmp_path / f"{name}.lock").exists()
@@ -50,17 +48,14 @@ def test_what_another_process_is_writing_stays_until_that_process_is_dead(tmp_pa
 
 
 def test_two_processes_save_into_one_folder_at_the_same_time(tmp_path: Path) -> None:
-    both = [
-        subprocess.Popen([sys.executable, "-c", SAVE, str(tmp_path), str(first)], stdout=-1, stderr=-1, text=True)
-        for first in (0, 1)
-    ]
+    both = [forks.Program(["-c", SAVE, tmp_path, first]) for first in (0, 1)]
     end = time.monotonic() + 100
     while time.monotonic() < end and max((step for step, _ in checkpoint.checkpoints(tmp_path)), default=0) < 60:
-        assert all(one.poll() is None for one in both), [one.communicate() for one in both]
+        assert all(one.poll() is None for one in both), [one.stdout.read() for one in both]
         time.sleep(0.05)
     for one in both:
-        one.kill()
-        one.communicate()
+        one.send_signal(signal.SIGKILL)
+        one.wait()
     for step, path in checkpoint.checkpoints(tmp_path):
         assert checkpoint.load(path)["step"] == step
     checkpoint.save(tmp_path, 10_000, {}, keep=1)

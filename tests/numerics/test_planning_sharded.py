@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import forks
 import planned_bytes
 import planned_table
 import pytest
@@ -131,7 +130,8 @@ def test_fsdp2_sends_what_is_planned(ranks: list[dict[str, Any]], mixed: bool) -
 def test_gpt2_on_the_last_of_eight_ranks() -> None:
     """GPT-2 on the meta device, sharded by FSDP2 over ranks that are not there; 50257 rows are uneven."""
     worker = Path(planned_bytes.__file__).with_name("fake_ranks.py")
-    done = subprocess.run([sys.executable, str(worker), "7", "8"], capture_output=True, text=True, check=True)
+    done = forks.run([worker, 7, 8])
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     made = plan(model=MODELS["gpt2"], gpus=8, strategy="fsdp", precision="fp32", optimizer="torch-fused", rank=7)
     expected = planned(made)

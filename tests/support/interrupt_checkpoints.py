@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_attacks as attacks
+import forks
 import torch
 
 from halfstep.integrations import checkpoint
@@ -209,10 +209,8 @@ def main(arguments: list[str] | None = None) -> int:
         left, number = max(1, round(options.tries * (1 if options.kind else shares[kind]))), 0
         while left > 0:
             number += 1
-            command = [sys.executable, __file__, "--batch", "--kind", kind, "--tries", str(min(BATCH, left))]
-            done = subprocess.run(
-                [*command, "--seed", str(options.seed * 1000 + number)], capture_output=True, text=True
-            )
+            words = [__file__, "--batch", "--kind", kind, "--tries", min(BATCH, left)]
+            done = forks.run([*words, "--seed", options.seed * 1000 + number], timeout=3600)
             lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
             complaints += [line["complaint"] for line in lines if "complaint" in line]
             counts[kind] += sum(line.get("interrupts", 0) for line in lines)

@@ -1,14 +1,9 @@
-"""Ranks that start in milliseconds: each is forked from one process per run, which has torch imported already.
-
-Importing torch with its distributed parts takes seconds of processor time, and `torch.multiprocessing.spawn` takes them
-for every rank of every test.
-"""
+"""Ranks of a process group, each forked as forks.py has it, and what a function returns on each."""
 
 from __future__ import annotations
 
 import gc
 import importlib
-import multiprocessing.forkserver
 import os
 import socket
 import sys
@@ -18,23 +13,12 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import forks
 import gloo
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-
-# None of them starts a thread, which a fork would not copy, or changes torch, as torch.testing._internal does.
-# halfstep is not among them: what it reads from the environment when it is imported may differ from test to test.
-PRELOADED = [
-    "pytest",  # what spawned ranks import as the main module
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.optim",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-]
 
 
 def free_ports(count: int) -> list[int]:
@@ -43,6 +27,13 @@ def free_ports(count: int) -> list[int]:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
+
+
+def environments(world: int) -> list[dict[str, str]]:
+    """By rank, this process's environment with the variables of torchrun."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0], "WORLD_SIZE": world}
+    places = [{**place, "LOCAL_WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
+    return [{**os.environ, **{name: str(value) for name, value in one.items()}} for one in places]
 
 
 def run(function: Callable[..., Any], world: int, *arguments: Any, join: bool = True, fresh: bool = False) -> list[Any]:
@@ -54,18 +45,12 @@ def run(function: Callable[..., Any], world: int, *arguments: Any, join: bool = 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback. The others are ended.
     """
-    (port,) = free_ports(1)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
     if not fresh:
-        # numpy's linear algebra would start threads when it is imported.
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
-            multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
-            multiprocessing.forkserver.ensure_running()
+        forks.serve()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _rank,
-            (environment, function.__module__, function.__qualname__, arguments, world if join else 0, folder),
+            (environments(world), function.__module__, function.__qualname__, arguments, world if join else 0, folder),
             nprocs=world,
             start_method="spawn" if fresh else "forkserver",
         )
@@ -77,11 +62,17 @@ def _answer(folder: str, rank: int) -> Path:
 
 
 def _rank(
-    rank: int, environment: dict[str, str], module: str, name: str, arguments: tuple[Any, ...], world: int, folder: str
+    rank: int,
+    environments: list[dict[str, str]],
+    module: str,
+    name: str,
+    arguments: tuple[Any, ...],
+    world: int,
+    folder: str,
 ) -> None:
     """One of them. The function is imported here, once the environment is the one it is to see."""
     os.environ.clear()
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(environments[rank])
     torch.set_num_threads(1)
     gc.freeze()  # no collection need walk what was imported before
     if world:

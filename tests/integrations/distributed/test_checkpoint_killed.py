@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forks
 import save_shards_forever
 import torch
+from rank_processes import free_ports
 
 import halfstep
 from halfstep.integrations import checkpoint
 
 
-def _job(folder: Path) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, save_shards_forever.__file__]
-    return [
-        subprocess.Popen([*command, str(rank), str(port), str(folder)], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+def _job(folder: Path) -> list[forks.Program]:
+    (port,) = free_ports(1)
+    return [forks.Program([save_shards_forever.__file__, rank, port, folder]) for rank in range(2)]
 
 
 def test_the_last_good_one_loads_and_the_other_rank_does_not_hang(tmp_path: Path) -> None:
@@ -32,12 +25,12 @@ def test_the_last_good_one_loads_and_the_other_rank_does_not_hang(tmp_path: Path
     for number, (folder, killed, ranks) in enumerate(jobs):
         announced = -1
         for _ in range(3):  # both kinds of save have been seen, the next is under way
-            lines = ranks[killed].stdout
-            assert lines is not None
-            announced = int(next(line for line in lines if not line.startswith("[Gloo]")))  # torch 2.8's own
+            announced = int(
+                next(line for line in ranks[killed].stdout if not line.startswith("[Gloo]"))
+            )  # torch 2.8's own
         time.sleep(0.013 * number)
         ranks[killed].send_signal(signal.SIGKILL)
-        ended = ranks[1 - killed].communicate(timeout=240)[0].splitlines()[-1]
+        ended = ranks[1 - killed].stdout.read().splitlines()[-1]
         ranks[killed].wait()
         assert ended.startswith("ended: ") and "earlier checkpoints are untouched" in ended, ended
         found = checkpoint.checkpoints(folder)
