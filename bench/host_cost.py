@@ -154,7 +154,7 @@ def use_stubbed_driver(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
 
-    class StubbedDriver(CudaDriver):
+    class StubbedDriver(CudaDriver):  # type: ignore[misc]  # Triton is not typed
         """Triton's driver; only what it would ask torch about GPUs is answered here."""
 
         def __init__(self) -> None:

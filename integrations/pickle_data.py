@@ -56,7 +56,8 @@ class Node:
     __slots__ = ("kind", "state")
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.state = kind, None
+        self.kind = kind
+        self.state: Any = None
 
 
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
