@@ -20,9 +20,10 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import io
+import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
@@ -219,26 +220,57 @@ def save(
         return pending
 
 
+# torch 2.8 saves and loads, at wrong places and without an error, uneven parts of a dimension that two dimensions of a
+# mesh cut, as tensor parallelism under FSDP2 does. 2.13 is right; the versions between were not tried.
+UNEVEN_PARTS_SINCE = (2, 13)
+
+
+def _refuse_uneven_parts(tensors: Iterable[tuple[str, Any]]) -> None:
+    """
+    Raises:
+        CheckpointError: a tensor has parts that this torch would save and load at wrong places.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= UNEVEN_PARTS_SINCE:
+        return
+    for name, tensor in tensors:
+        if not isinstance(tensor, DTensor):
+            continue
+        ways: dict[int, list[int]] = {}
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+            if placement.is_shard() or type(placement).__name__ == "_StridedShard":
+                ways.setdefault(placement.dim, []).append(size)  # type: ignore[attr-defined]
+        for dim, sizes in ways.items():
+            if len(sizes) > 1 and tensor.shape[dim] % math.prod(sizes):
+                raise CheckpointError(
+                    f"dimension {dim} of {name} has {tensor.shape[dim]} elements, which {' x '.join(map(str, sizes))} "
+                    f"ranks do not divide; torch {torch.__version__} would save and load its parts at wrong places; "
+                    "use a size that they divide, or torch 2.13 or later"
+                )
+
+
 def _keep(state: dict[str, Any], beside: dict[str, Any], kept: io.BytesIO) -> None:
     """Write now what is kept beside the shards: it may change while a thread writes.
 
     Raises:
         ArchiveError: something in it, or among the objects in `state`, could not be read.
+        CheckpointError: a tensor of `state` could not be read where it belongs.
     """
-    for name, value in (*_objects(state, ""), *beside.items()):
+    _refuse_uneven_parts(_leaves(state, ""))
+    objects = [(name, value) for name, value in _leaves(state, "") if not isinstance(value, torch.Tensor)]
+    for name, value in (*objects, *beside.items()):
         archive.kept(value, name)
     archive.write(kept, beside, "")
 
 
-def _objects(state: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What is no tensor in a nested state, by name."""
+def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What a nested state holds, by name."""
     if isinstance(state, Mapping):
         for key, value in state.items():
-            yield from _objects(value, f"{name}.{key}" if name else str(key))
+            yield from _leaves(value, f"{name}.{key}" if name else str(key))
     elif isinstance(state, list):
         for place, value in enumerate(state):
-            yield from _objects(value, f"{name}[{place}]")
-    elif not isinstance(state, torch.Tensor):
+            yield from _leaves(value, f"{name}[{place}]")
+    else:
         yield name, state
 
 
@@ -463,6 +495,7 @@ class _Load:
 
     def compare(self) -> None:
         """Raise unless the checkpoint is of this model, and of an optimizer with these groups."""
+        _refuse_uneven_parts(_leaves(self.model_state, ""))
         saved = {place[1]: name for place, name in self.names.items() if place[0] == "model" and len(place) == 2}
         if saved.keys() != self.model_state.keys():
             differing = ", ".join(sorted(map(str, saved.keys() ^ self.model_state.keys()))[:5])
