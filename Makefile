@@ -65,6 +65,7 @@ test: $(VENV)/.test
 exhaustive: $(VENV)/.test
 	$(BIN)/pytest -m exhaustive
 	$(foreach target,$(GPUS),$(ON_GPU) $(target) tests/software_gpu &&) true
+	AMDGCN_USE_BUFFER_OPS=0 $(ON_GPU) gfx942 -k every_kernel tests/software_gpu  # as over tensors of 2 GiB and more
 	$(foreach target,$(GPUS),$(ON_GPU) $(target) -m "not exhaustive" -k "triton or interpreter" \
 		--ignore tests/kernels/test_compile.py tests/kernels tests/integrations tests/numerics &&) true
 

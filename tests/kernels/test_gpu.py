@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 from devices import WHERE, assert_same_bits, interpreted, kernels_on, normal, patterns, placed
-from tolerances import ROUNDOFF, SOFTMAX_FLUSHED, SOFTMAX_UNITS
+from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_FLUSHED, SOFTMAX_UNITS
 
 import halfstep
 
@@ -154,7 +154,8 @@ def test_softmax_is_within_the_stated_units(where: str, columns: int, dtype: tor
     rounding = (
         ROUNDOFF[dtype] * exact.abs() * (dtype != torch.float32) + torch.finfo(dtype).smallest_normal * ROUNDOFF[dtype]
     )
-    bound = (SOFTMAX_UNITS + depth) * unit * (1 if log else exact) + exact.abs() * unit + SOFTMAX_FLUSHED + rounding
+    units = SOFTMAX_UNITS + (depth if log else SOFTMAX_DEPTH * depth)
+    bound = units * unit * (1 if log else exact) + exact.abs() * unit + SOFTMAX_FLUSHED + rounding
     assert ((result - exact).abs() <= bound).all(), float(((result - exact).abs() / bound).max())
     # The backward works from the rounded y that it is given.
     g = grads.double()

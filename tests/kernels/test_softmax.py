@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from implementations import ALL, twin, using
-from tolerances import ROUNDOFF, SOFTMAX_FLUSHED, SOFTMAX_UNITS
+from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_FLUSHED, SOFTMAX_UNITS
 
 import halfstep
 from halfstep.kernels import softmax as family
@@ -78,7 +78,7 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
         e = np.exp(below)
         s = e.sum(axis=case.dim, keepdims=True)
         sizes = np.where(np.isfinite(z) & np.isfinite(scaled), np.abs(scaled) + np.abs(z), 0.0)
-        exponent = 2.0 * np.where(np.isfinite(below), np.abs(below), 0.0)
+        exponent = SOFTMAX_DEPTH * np.where(np.isfinite(below), np.abs(below), 0.0)
         if rounded:
             exponent = exponent + 4.0 * sizes.max(axis=case.dim, keepdims=True)
         units = (SOFTMAX_UNITS + exponent) * UNIT

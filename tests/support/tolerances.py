@@ -20,6 +20,9 @@ ADAM_ERROR_AGAINST_TORCH = {"AdamW": 1.0, "Adam": 1.001}
 # exponential of each implementation (at most 2 ulp = 4 units; ex2.approx on NVIDIA likewise), the sum over at most 64
 # terms per lane and then a tree (8), reciprocal (2), products (2).
 SOFTMAX_UNITS = 16.0
+# What an exponential adds for each 1 that its argument z lies below 0: z is rounded (1), GPUs take exp2(z * log2(e)),
+# where the product is rounded (1) and log2(e) as fp32 is off by 0.224 of 2^-24 of itself.
+SOFTMAX_DEPTH = 2.25
 # The kernels take results and exponentials below the smallest normal fp32 number for 0, as GPUs do.
 SOFTMAX_FLUSHED = 2.0**-126
 

@@ -225,7 +225,10 @@ class SoftwareGPU:
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
                 storage = thing.untyped_storage()
-                begin = storage.data_ptr()
+                try:
+                    begin = storage.data_ptr() if storage.device.type == "cpu" else 0
+                except RuntimeError:  # of a wrapper, which has no memory of its own
+                    continue
                 if begin <= address < begin + storage.nbytes():
                     self._machine.adopt(begin, storage.nbytes(), 1)
                     self._foreign.append(begin)

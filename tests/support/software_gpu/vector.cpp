@@ -373,6 +373,14 @@ template <class T> void scalars(const std::string &b) {
     scalar("s_cselect_b" + b, [](bool &scc, T x, T y) -> T { return scc ? x : y; });
 }
 
+template <int BY> void scaled_sum(const std::string &name) {
+    scalar(name, [](bool &scc, u32 a, u32 b) -> u32 {
+        u64 sum = (u64(a) << BY) + b;
+        scc = sum >> 32;
+        return u32(sum);
+    });
+}
+
 template <class T> void floats(const std::string &type) {
     comparisons<T>(type);
     op("v_add_" + type, [](T a, T b) -> T { return a + b; });
@@ -475,28 +483,12 @@ void vector_integers() {
     op("v_ashrrev_i32", [](u32 by, i32 a) -> i32 { return a >> (by & 31); });
     op("v_lshlrev_b16", [](u16 by, u16 a) -> u16 { return u16(a << (by & 15)); });
     op("v_lshrrev_b16", [](u16 by, u16 a) -> u16 { return u16(a >> (by & 15)); });
-    op("v_ashrrev_i16", [](u16 by, i16 a) -> i16 { return i16(a >> (by & 15)); });
-    op("v_add_u16", [](u16 a, u16 b) -> u16 { return u16(a + b); });
     op("v_sub_u16", [](u16 a, u16 b) -> u16 { return u16(a - b); });
-    op("v_subrev_u16", [](u16 a, u16 b) -> u16 { return u16(b - a); });
-    op("v_max_u16", [](u16 a, u16 b) -> u16 { return a > b ? a : b; });
-    op("v_min_u16", [](u16 a, u16 b) -> u16 { return a < b ? a : b; });
-    op("v_max_i16", [](i16 a, i16 b) -> i16 { return a > b ? a : b; });
-    op("v_min_i16", [](i16 a, i16 b) -> i16 { return a < b ? a : b; });
     op("v_lshlrev_b64", [](u32 by, u64 a) -> u64 { return a << (by & 63); });
     op("v_lshrrev_b64", [](u32 by, u64 a) -> u64 { return a >> (by & 63); });
     op("v_ashrrev_i64", [](u32 by, i64 a) -> i64 { return a >> (by & 63); });
     packed("v_pk_lshlrev_b16", [](u16 by, u16 a) -> u16 { return u16(a << (by & 15)); });
-    packed("v_pk_lshrrev_b16", [](u16 by, u16 a) -> u16 { return u16(a >> (by & 15)); });
-    packed("v_pk_ashrrev_i16", [](i16 by, i16 a) -> i16 { return i16(a >> (by & 15)); });
-    for (const char *name : {"v_pk_add_u16", "v_pk_add_i16"})
-        packed(name, [](u16 a, u16 b) -> u16 { return u16(a + b); });
-    for (const char *name : {"v_pk_sub_u16", "v_pk_sub_i16"})
-        packed(name, [](u16 a, u16 b) -> u16 { return u16(a - b); });
-    packed("v_pk_max_u16", [](u16 a, u16 b) -> u16 { return a > b ? a : b; });
-    packed("v_pk_min_u16", [](u16 a, u16 b) -> u16 { return a < b ? a : b; });
-    packed("v_pk_max_i16", [](i16 a, i16 b) -> i16 { return a > b ? a : b; });
-    packed("v_pk_min_i16", [](i16 a, i16 b) -> i16 { return a < b ? a : b; });
+    packed("v_pk_sub_i16", [](u16 a, u16 b) -> u16 { return u16(a - b); });
     op("v_mul_lo_u32", [](u32 a, u32 b) -> u32 { return a * b; });
     op("v_mul_hi_u32", [](u32 a, u32 b) -> u32 { return u32(u64(a) * b >> 32); });
     op("v_mul_u32_u24", [](u32 a, u32 b) -> u32 { return (a & 0xFFFFFF) * (b & 0xFFFFFF); });
@@ -514,19 +506,23 @@ void vector_integers() {
     op("v_pack_b32_f16", [](u16 low, u16 high) -> u32 { return u32(high) << 16 | low; });
 }
 
-// An operand of fp32 or, where HIGH_FOR_HIGH says so, a half of 16 bits. The other half of the result stays.
-void mixed_multiply_add(Wave &w, const WaveInstruction &i) {
+// Operands of fp32 or, where HIGH_FOR_HIGH says so, halves of 16 bits. The result is fp32 or a half, beside which the
+// other half of the register stays.
+template <int PART> void mixed_multiply_add(Wave &w, const WaveInstruction &i) {
     Sources s(w, i, 1, 3);
     for (int l = 0; l < WAVE; l++) {
         if (!(s.lanes >> l & 1)) continue;
         f32 a[3];
         for (int k = 0; k < 3; k++) {
             const Place &place = i.operands[1 + k];
-            a[k] = place.change & HIGH_FOR_HIGH ? f32(operand<f16>(s.held[k], place, l)) : operand<f32>(s.held[k], place, l);
+            a[k] = place.change & HIGH_FOR_HIGH ? f32(operand<f16>(s.held[k], place, l))
+                                                : operand<f32>(s.held[k], place, l);
         }
         f32 sum = std::fma(a[0], a[1], a[2]);
-        u32 *to = w.vector(i.operands[0]) + l;
-        *to = (*to & 0xFFFF0000u) | std::bit_cast<u16>(f16(sum));
+        u32 *to = w.vector(i.operands[0]) + l, half = std::bit_cast<u16>(f16(sum));
+        *to = PART == 0   ? std::bit_cast<u32>(sum)
+              : PART == 1 ? (*to & 0xFFFF0000u) | half
+                          : (*to & 0xFFFFu) | half << 16;
     }
 }
 
@@ -537,13 +533,14 @@ void vector_floats() {
     op("v_fmac_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });
     op("v_fmac_f64", [](f64 a, f64 b, f64 c) -> f64 { return std::fma(a, b, c); });
     op("v_fmamk_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });
-    op("v_fmaak_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });
     op("v_max3_f32", [](f32 a, f32 b, f32 c) -> f32 { return greater(greater(a, b), c); });
     packed("v_pk_add_f32", [](f32 a, f32 b) -> f32 { return a + b; });
     packed("v_pk_mul_f32", [](f32 a, f32 b) -> f32 { return a * b; });
     packed("v_pk_fma_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });
     packed("v_pk_mul_f16", [](f16 a, f16 b) -> f16 { return a * b; });
-    table["v_fma_mixlo_f16"] = {mixed_multiply_add, 4};
+    table["v_fma_mix_f32"] = {mixed_multiply_add<0>, 4};
+    table["v_fma_mixlo_f16"] = {mixed_multiply_add<1>, 4};
+    table["v_fma_mixhi_f16"] = {mixed_multiply_add<2>, 4};
     op("v_cvt_f16_f32", [](f32 a) -> f16 { return f16(a); });
     op("v_cvt_f32_f16", [](f16 a) -> f32 { return f32(a); });
     op("v_cvt_f64_f32", [](f32 a) -> f64 { return f64(a); });
@@ -591,10 +588,10 @@ void scalar_integers() {
         scalar(name, [](bool &, u32 a, u32 b) -> u32 { return a * b; });
     scalar("s_mul_hi_i32", [](bool &, i32 a, i32 b) -> i32 { return i32(i64(a) * b >> 32); });
     scalar("s_mul_hi_u32", [](bool &, u32 a, u32 b) -> u32 { return u32(u64(a) * b >> 32); });
-    scalar("s_lshl1_add_u32", [](bool &scc, u32 a, u32 b) -> u32 { u64 r = (u64(a) << 1) + b; scc = r >> 32; return u32(r); });
-    scalar("s_lshl2_add_u32", [](bool &scc, u32 a, u32 b) -> u32 { u64 r = (u64(a) << 2) + b; scc = r >> 32; return u32(r); });
-    scalar("s_lshl3_add_u32", [](bool &scc, u32 a, u32 b) -> u32 { u64 r = (u64(a) << 3) + b; scc = r >> 32; return u32(r); });
-    scalar("s_lshl4_add_u32", [](bool &scc, u32 a, u32 b) -> u32 { u64 r = (u64(a) << 4) + b; scc = r >> 32; return u32(r); });
+    scaled_sum<1>("s_lshl1_add_u32");
+    scaled_sum<2>("s_lshl2_add_u32");
+    scaled_sum<3>("s_lshl3_add_u32");
+    scaled_sum<4>("s_lshl4_add_u32");
     logical("s_abs_i32", [](bool &, i32 a) -> i32 { return a < 0 ? i32(0u - u32(a)) : a; });
     scalar("s_max_i32", [](bool &scc, i32 a, i32 b) -> i32 { scc = a >= b; return scc ? a : b; });
     scalar("s_min_i32", [](bool &scc, i32 a, i32 b) -> i32 { scc = a < b; return scc ? a : b; });

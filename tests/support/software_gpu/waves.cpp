@@ -198,8 +198,6 @@ void fill() {
     table["global_atomic_or"] = {atomic<u32, global_address, decltype(bits_or)>};
     table["global_atomic_smax_x2"] = {atomic<i64, global_address, decltype(greater)>};
     table["global_atomic_add_x2"] = {atomic<u64, global_address, decltype(sum)>};
-    table["buffer_atomic_or"] = {atomic<u32, buffer_address, decltype(bits_or)>};
-    table["buffer_atomic_smax_x2"] = {atomic<i64, buffer_address, decltype(greater)>};
     table["buffer_atomic_add_x2"] = {atomic<u64, buffer_address, decltype(sum)>};
     table["v_readfirstlane_b32"] = {read_first_lane, 2};
     table["v_readlane_b32"] = {read_lane, 3};
