@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 
@@ -35,9 +35,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, *, triton: bool = True, interprete
 def run(**environment: str) -> subprocess.CompletedProcess[str]:
     code = "import halfstep; from halfstep.kernels.backend import chosen; print(chosen())"
     kept = {key: value for key, value in os.environ.items() if key != "HALFSTEP_BACKEND"}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**kept, **environment}, cwd="/"
-    )
+    return forks.run(["-c", code], {**kept, **environment}, cwd="/")
 
 
 def test_it_switches_for_good_or_for_a_block() -> None:
@@ -207,9 +205,7 @@ def test_a_triton_that_flushes_subnormals_is_named_at_import_where_a_gpu_would_r
         "print(*(warning.message for warning in caught if 'halfstep' in str(warning.message)), sep='\\n', end='')"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, version, cuda or "", str(gpus)], capture_output=True, text=True, env=environment
-    )
+    done = forks.run(["-c", code, version, cuda or "", gpus], environment)
     assert done.returncode == 0, done.stderr
     sentence = (
         f"triton {version} flushes subnormal numbers to zero in division and square root on NVIDIA GPUs, so "

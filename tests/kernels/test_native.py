@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import forks
 import pytest
 
 from halfstep.kernels import native
@@ -60,9 +61,7 @@ def compiler_script(folder: Path, body: str) -> Path:
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if key not in ("CXX", "HALFSTEP_CACHE", "HALFSTEP_BACKEND")}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**kept, **environment}, cwd="/"
-    )
+    return forks.run(["-c", code], {**kept, **environment}, cwd="/")
 
 
 def test_a_family_is_compiled_once_and_then_loaded(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,11 +418,8 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     slow = compiler_script(tmp_path, f'[ "$1" = --version ] || {{ echo compiling >> "{log}"; sleep 1; }}')
     code = "from halfstep.kernels import native; print(native.library('unscale') is not None)"
     environment = {**os.environ, "CXX": str(slow), "HALFSTEP_CACHE": str(tmp_path / "cache")}
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, cwd="/")
-        for _ in range(2)
-    ]
-    assert [process.communicate()[0].strip() for process in started] == ["True", "True"]
+    started = [forks.Program(["-c", code], environment, cwd="/") for _ in range(2)]
+    assert [process.stdout.read().strip() for process in started] == ["True", "True"]
     assert log.read_text().splitlines() == ["compiling"]
 
 
