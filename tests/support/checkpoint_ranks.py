@@ -214,18 +214,25 @@ def load_torch(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, 
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def sources(layout: str, topology: str) -> list[str]:
-    """The topologies from which one loads: all for the usual layout, for the others the one before."""
+def sources(layout: str, topology: str, way: str, every: bool) -> list[str]:
+    """The topologies from which one loads: all for the usual layout in our way, for the others the one before.
+
+    torch's way reads by parts of whole tensors, so that its loader does not know the saver's topology: it takes the one
+    before and the single process, unless `every` pair is asked for.
+    """
     names = list(TOPOLOGIES)
-    return names if layout == "bf16 split" else [names[names.index(topology) - 1]]
+    if layout == "bf16 split" and (way == "ours" or every):
+        return names
+    before = names[names.index(topology) - 1]
+    return [before] if way == "ours" else list(dict.fromkeys(("single", before)))
 
 
 def ways_of(layout: str) -> dict[str, Any]:
     return {"ours": (save_ours, load_ours), **({"torch": (save_torch, load_torch)} if layout == "bf16 split" else {})}
 
 
-def matrix(rank: int, folder: Path, world: World, layout: str) -> dict[str, list[str]]:
-    """Save in every topology, load in every one: by pair, where the bits are not those of the single process."""
+def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> dict[str, list[str]]:
+    """Save in every topology, load in each from its `sources`: by pair, where the bits differ from a single process's."""
     saved, end = reference(layout)
     ways = ways_of(layout)
     for name, ranks in TOPOLOGIES.items():
@@ -241,7 +248,7 @@ def matrix(rank: int, folder: Path, world: World, layout: str) -> dict[str, list
     for name, ranks in TOPOLOGIES.items():
         if rank < ranks:
             for way, (_, load) in ways.items():
-                for source in sources(layout, name):
+                for source in sources(layout, name, way, every):
                     model = world.wrap(model_of(layout, seed=1), name)
                     optimizer = optimizer_of(model, layout, lr=5.0)
                     load(folder / way / source, model, optimizer, world.group(name))
@@ -254,6 +261,6 @@ def matrix(rank: int, folder: Path, world: World, layout: str) -> dict[str, list
     return found
 
 
-def run(rank: int, folder: Path) -> dict[str, dict[str, list[str]]]:
+def run(rank: int, folder: Path, layouts: list[str], every: bool) -> dict[str, dict[str, list[str]]]:
     world = World()
-    return {layout: matrix(rank, folder / layout, world, layout) for layout in LAYOUTS}
+    return {layout: matrix(rank, folder / layout, world, layout, every) for layout in layouts}

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import checkpoint_ranks
 import pytest
 import rank_processes
 
+Found = dict[str, dict[str, list[str]]]
+
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[str]]]]:
-    return rank_processes.run(checkpoint_ranks.run, checkpoint_ranks.WORLD, tmp_path_factory.mktemp("ranks"))
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    return _found(tmp_path_factory.mktemp("ranks"), list(checkpoint_ranks.LAYOUTS), every=False)
+
+
+def _found(folder: Path, layouts: list[str], every: bool) -> list[Found]:
+    return rank_processes.run(checkpoint_ranks.run, checkpoint_ranks.WORLD, folder, layouts, every)
 
 
 @pytest.mark.parametrize("layout", checkpoint_ranks.LAYOUTS)
-def test_masters_moments_weights_and_options_have_the_same_bits(
-    ranks: list[dict[str, dict[str, list[str]]]], layout: str
-) -> None:
+def test_masters_moments_weights_and_options_have_the_same_bits(ranks: list[Found], layout: str) -> None:
+    _all_have_the_same_bits(ranks, layout, every=False)
+
+
+@pytest.mark.exhaustive
+def test_every_pair_of_topologies_has_the_same_bits(tmp_path: Path) -> None:
+    """By torch's save and load as well as by ours."""
+    _all_have_the_same_bits(_found(tmp_path, ["bf16 split"], every=True), "bf16 split", every=True)
+
+
+def _all_have_the_same_bits(ranks: list[Found], layout: str, every: bool) -> None:
     for rank, found in enumerate(ranks):
         pairs = {
             f"{way}: {source} -> {name}"
             for way in checkpoint_ranks.ways_of(layout)
             for name, count in checkpoint_ranks.TOPOLOGIES.items()
-            for source in checkpoint_ranks.sources(layout, name)
+            for source in checkpoint_ranks.sources(layout, name, way, every)
             if rank < count
         }
         assert found[layout].keys() == pairs
