@@ -66,7 +66,8 @@ def test_tensors_without_memory_are_passed_over(machine: SoftwareGPU) -> None:
     held = torch.from_numpy(np.zeros(32, np.int32))
     gc.collect()  # an old object is found last
     with torch._subclasses.FakeTensorMode():
-        wrappers = [torch.zeros(3), *(Wrapper() for _ in range(3))]
+        fake = torch.zeros(3)
+    wrappers = [fake, torch.nn.UninitializedParameter(), Wrapper()]
     run(machine, LOAD, held)
     del wrappers
 

@@ -223,16 +223,17 @@ class SoftwareGPU:
     def _adopt(self, address: int) -> int:
         """Let this launch use the tensor at an address in memory that is not torch's. Returns whether one is there."""
         for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
-                storage = thing.untyped_storage()
-                try:
-                    begin = storage.data_ptr() if storage.device.type == "cpu" else 0
-                except RuntimeError:  # of a wrapper, which has no memory of its own
-                    continue
-                if begin <= address < begin + storage.nbytes():
-                    self._machine.adopt(begin, storage.nbytes(), 1)
-                    self._foreign.append(begin)
-                    return 1
+            if not issubclass(type(thing), torch.Tensor):
+                continue
+            try:  # wrappers, lazy and functional tensors have no memory, and say so each in a way of their own
+                storage = thing.untyped_storage() if thing.layout == torch.strided else None
+                begin = storage.data_ptr() if storage is not None and storage.device.type == "cpu" else 0
+            except Exception:
+                continue
+            if storage is not None and begin <= address < begin + storage.nbytes():
+                self._machine.adopt(begin, storage.nbytes(), 1)
+                self._foreign.append(begin)
+                return 1
         return 0
 
     def note_lines(self, *arguments: Any, LINE: int, **others: Any) -> None:
