@@ -232,7 +232,7 @@ def ways_of(layout: str) -> dict[str, Any]:
 
 
 def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> dict[str, list[str]]:
-    """Save in every topology, load in each from its `sources`: by pair, where the bits differ from a single process's."""
+    """Save in every topology, load in each from its `sources`: by pair, where one process has other bits."""
     saved, end = reference(layout)
     ways = ways_of(layout)
     for name, ranks in TOPOLOGIES.items():
