@@ -87,7 +87,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
 
 AMD_PLACES = ("store left out", "stride doubled")
 AMD_SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
-    "cast list": ("multi_cast_kernel", (*AMD_PLACES, "half of the neighbour")),
+    "cast list": ("multi_cast_kernel", AMD_PLACES),
     "cast list wide": ("multi_cast_kernel", (*AMD_PLACES, "end of a buffer moved")),
     "check bf16": ("check_kernel", ("barrier removed", *AMD_PLACES, "exchange with the lane itself", *SUMS)),
     "unscale bf16": ("check_kernel", ("barrier removed", *AMD_PLACES)),

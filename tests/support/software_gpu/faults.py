@@ -59,27 +59,13 @@ AMD: dict[str, tuple[str, Change]] = {
         r"(\s*(?:v_lshlrev_b32_e32 v\d+, |s_lshl_b64 s\[\S+ s\[\S+ |v_lshl_add_u64 \S+ \S+ ))([1-4])(,.*|)",
         lambda found: f"{found[1]}{int(found[2]) + 1}{found[3]}",
     ),
-    "comparison off by one": (
-        r"(\s*[sv]_cmp_)(lt|ge|gt|le)(_[iu](?:32|64).*)",
-        lambda found: found[1] + {"lt": "le", "ge": "gt", "gt": "ge", "le": "lt"}[found[2]] + found[3],
-    ),
     "exchange with the lane itself": (
         r"(\s*v_\w+_dpp .*)(?:row_(?:shl|shr|bcast):\d+|quad_perm:\S+) row_mask.*",
         lambda found: f"{found[1]}quad_perm:[0,1,2,3] row_mask:0xf bank_mask:0xf",
     ),
     "sign of a sum changed": (r"(\s*v_)add(_f32_e32 .*)", lambda found: f"{found[1]}sub{found[2]}"),
     "product made a sum": (r"(\s*v_(?:pk_)?)mul(_f32.*)", lambda found: f"{found[1]}add{found[2]}"),
-    "branch turned round": (
-        r"(\s*s_cbranch_)(scc0|scc1|vccz|vccnz)( .*)",
-        lambda found: (
-            found[1] + {"scc0": "scc1", "scc1": "scc0", "vccz": "vccnz", "vccnz": "vccz"}[found[2]] + found[3]
-        ),
-    ),
     "atomic operation left out": (r"\s*(?:global_atomic|buffer_atomic|ds_add)_.*", lambda found: None),
-    "half of the neighbour": (
-        r"(.* src[01]_sel:)(WORD|BYTE)_([01])(.*)",
-        lambda found: f"{found[1]}{found[2]}_{1 - int(found[3])}{found[4]}",
-    ),
 }
 
 
