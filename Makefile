@@ -11,17 +11,21 @@ WORKERS := auto
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
+TESTS := $(BIN)/pytest -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile -p no:benchmark
+
 # The compiled kernels in software; tests/support/software_gpu. It needs a compiler, as Triton's own launcher does.
 GPUS := sm_80 sm_90 sm_100 gfx942
 ON_GPU := $(BIN)/pytest -q --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile -p no:benchmark --software-gpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test exhaustive soak versions lint audit bounds clean
+.PHONY: help demo test quick durations exhaustive soak versions lint audit bounds clean
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
 	@echo "make test        the tests, without the ones that walk all 2^32 inputs"
+	@echo "make quick       of them what covers most in the time: under two minutes on two cores"
+	@echo "make durations   record how long each test file takes; make test fails where one outgrows that"
 	@echo "make exhaustive  those: minutes to an hour"
 	@echo "make soak        the campaigns of docs/robustness.md: overflows on four ranks, interrupts, bad files, graphs; hours"
 	@echo "make versions    the tests on the oldest and newest torch, Triton and Python, each in its own environment: hours"
@@ -56,11 +60,18 @@ demo: $(VENV)/.plots
 	@echo "The report is $(OUT)/report.html (also report.json and report.png)."
 
 test: $(VENV)/.test
-	$(BIN)/pytest -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile -p no:benchmark
+	$(TESTS) --check-durations
 	$(ON_GPU) sm_90 -m "not exhaustive" tests/software_gpu
 	$(ON_GPU) sm_80 -k every_kernel tests/software_gpu
 	$(ON_GPU) sm_100 -k every_kernel tests/software_gpu
 	$(ON_GPU) gfx942 -m "not exhaustive" -k "amd or every_kernel" tests/software_gpu
+
+# Files that took 150 s of processor time together, by tests/durations.json, where processes take some 20 s to start.
+quick: $(VENV)/.test
+	$(TESTS) --quick 150
+
+durations: $(VENV)/.test
+	$(TESTS) --record-durations
 
 exhaustive: $(VENV)/.test
 	$(BIN)/pytest -m exhaustive

@@ -14,6 +14,8 @@ import numpy
 import pytest
 import torch
 
+pytest_plugins = ["durations"]  # tests/support/durations.py
+
 # A shell ignores Ctrl-C for what it runs in the background, and Python then raises no KeyboardInterrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

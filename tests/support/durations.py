@@ -1,0 +1,211 @@
+"""A pytest plugin: the processor time of each test file, recorded, held to a budget, and what ``--quick`` chooses by.
+
+    pytest -m "not exhaustive" -n 2 --record-durations     # `make durations` writes tests/durations.json
+    pytest -m "not exhaustive" -n 2 --check-durations      # `make test` fails where a file has outgrown what is there
+
+Processor time and not elapsed time, because others may use the machine too. It includes the processes that the tests
+start: children, and what the server of forks.py forks (on Linux). A loop that always does the same is timed beside the
+tests, and a slower or busier machine is allowed as much more as that loop took.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.forkserver
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FACTOR, SLACK = 2.0, 10.0  # a file may take FACTOR * recorded + SLACK seconds
+OPTIONS = ("--record-durations", "--check-durations")
+
+
+def loop() -> float:
+    """Processor seconds of a fixed piece of work, some ten milliseconds."""
+    start, total = time.thread_time(), 0
+    for number in range(200_000):
+        total += number * number % 7
+    return time.thread_time() - start
+
+
+def spent() -> float:
+    """Processor seconds of this process so far, of its children that have ended, and of the server of forks."""
+    times = os.times()
+    seconds = times.user + times.system + times.children_user + times.children_system
+    server = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
+    try:
+        ticks = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[11:15]
+    except OSError:  # no server, or not Linux
+        return seconds
+    return seconds + sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+class Meter:
+    """What the tests of one run took: seconds and number of tests by file, and what the loop took now and then."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.tests: Counter[str] = Counter()
+        self.loops: list[float] = []
+
+    def add(self, data: Mapping[str, Any]) -> None:
+        """Of another process, as `data` has it."""
+        self.seconds.update(data["seconds"])
+        self.tests.update(data["tests"])
+        self.loops += data["loops"]
+
+    def data(self) -> dict[str, Any]:
+        return {"seconds": dict(self.seconds), "tests": dict(self.tests), "loops": self.loops}
+
+
+def outgrown(recorded: Mapping[str, Any], meter: Meter) -> list[str]:
+    """A line for each file that took more than it may; a file that has no entry may take any time."""
+    if not meter.loops or not recorded["files"]:
+        return []
+    slower = max(1.0, statistics.median(meter.loops) / recorded["loop"])
+    lines = []
+    for file, seconds in sorted(meter.seconds.items()):
+        if file in recorded["files"]:
+            budget = recorded["files"][file][0]
+            allowed = (FACTOR * budget + SLACK) * slower
+            if seconds > allowed:
+                lines.append(
+                    f"{file} took {seconds:.1f} s of processor time; allowed are {allowed:.1f} s, "
+                    f"({FACTOR:g} x {budget:.1f} s recorded + {SLACK:g} s) x {slower:.2f} for this machine: make it "
+                    f"faster, or record it anew: pytest --record-durations {file}"
+                )
+    return lines
+
+
+def record(recorded: Mapping[str, Any], meter: Meter, whole: bool) -> dict[str, Any]:
+    """What the file is to hold after a run: of a whole run its own, otherwise what it held with the run's files anew."""
+    if not meter.loops:
+        return dict(recorded)
+    now = statistics.median(meter.loops)
+    keep = {} if whole or not recorded["files"] else recorded["files"]
+    speed = recorded["loop"] / now if keep else 1.0
+    files = {file: [round(seconds * speed, 1), meter.tests[file]] for file, seconds in meter.seconds.items()}
+    return {"loop": recorded["loop"] if keep else round(now, 5), "files": dict(sorted({**keep, **files}.items()))}
+
+
+def quick(files: Mapping[str, Any], limit: float) -> set[str]:
+    """The files to run in `limit` seconds: those with most tests per second first, where n tests count as sqrt(n)."""
+    chosen, total = set(), 0.0
+    for file, (seconds, tests) in sorted(files.items(), key=lambda entry: entry[1][0] / max(entry[1][1], 1) ** 0.5):
+        if total + seconds <= limit:
+            chosen.add(file)
+            total += seconds
+    return chosen
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether nothing but markers chose among the tests."""
+    option = config.option
+    chosen = [getattr(option, name, None) for name in ("keyword", "deselect", "ignore", "ignore_glob", "lf", "quick")]
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not any(chosen)
+
+
+# ------------------------------------------------------------------------------------------------------------- pytest
+
+METER = Meter()
+
+
+def stored(config: pytest.Config) -> Path:
+    return config.rootpath / "tests" / "durations.json"
+
+
+def entries(config: pytest.Config) -> dict[str, Any]:
+    path = stored(config)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"loop": 0.0, "files": {}}
+
+
+def is_metering(config: pytest.Config) -> bool:
+    return any(config.getoption(option) for option in OPTIONS)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    path = "tests/durations.json"
+    parser.addoption(OPTIONS[0], action="store_true", help=f"write each file's processor time to {path}")
+    parser.addoption(OPTIONS[1], action="store_true", help=f"fail a whole run where a file has outgrown {path}")
+    parser.addoption(
+        "--quick", type=float, metavar="SECONDS", help=f"only files that took this processor time together, by {path}"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    limit = config.getoption("--quick")
+    if limit is not None:
+        config.stash[CHOSEN] = quick(entries(config)["files"], limit)
+        if not config.stash[CHOSEN]:
+            raise pytest.UsageError(f"--quick {limit:g}: {stored(config)} has no file so fast; run `make durations`")
+    if config.getoption(OPTIONS[0]) and config.option.keyword:
+        raise pytest.UsageError(f"{OPTIONS[0]} records whole files; leave out -k {config.option.keyword}")
+
+
+CHOSEN = pytest.StashKey[set[str]]()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that are not chosen are not even imported."""
+    chosen = config.stash.get(CHOSEN, None)
+    if chosen is None or collection_path.suffix != ".py":
+        return None
+    return True if collection_path.relative_to(config.rootpath).as_posix() not in chosen else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if not is_metering(item.config):
+        return (yield)
+    file = item.path.relative_to(item.config.rootpath).as_posix()
+    if file not in METER.seconds:
+        METER.loops.append(loop())
+    before = spent()
+    try:
+        return (yield)
+    finally:
+        METER.seconds[file] += max(0.0, spent() - before)
+        METER.tests[file] += 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of xdist has ended."""
+    data = getattr(node, "workeroutput", {}).get("durations")
+    if data:
+        METER.add(data)
+
+
+FOUND = pytest.StashKey[list[str]]()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    if not is_metering(config):
+        return
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["durations"] = METER.data()
+    elif session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        if config.getoption(OPTIONS[1]) and is_whole(config):
+            config.stash[FOUND] = outgrown(entries(config), METER)
+            if config.stash[FOUND]:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if config.getoption(OPTIONS[0]):
+            text = json.dumps(record(entries(config), METER, is_whole(config)), indent=1)
+            stored(config).write_text(one_line_each(text) + "\n", encoding="utf-8")
+
+
+def one_line_each(text: str) -> str:
+    """JSON with an entry to a line."""
+    return text.replace("[\n   ", "[").replace(",\n   ", ", ").replace("\n  ]", "]")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in config.stash.get(FOUND, []):
+        terminalreporter.write_line(f"ERROR {line}", red=True)
