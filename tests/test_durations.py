@@ -1,4 +1,4 @@
-"""The budget of durations, on a small project of its own: what is recorded, what fails, and what ``--quick`` chooses."""
+"""The budget of durations, on a small project: what is recorded, what fails, and what ``--quick`` chooses."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def outgrown(recorded: Mapping[str, Any], meter: Meter) -> list[str]:
 
 
 def record(recorded: Mapping[str, Any], meter: Meter, whole: bool) -> dict[str, Any]:
-    """What the file is to hold after a run: of a whole run its own, otherwise what it held with the run's files anew."""
+    """What is to be stored after a run: its own files if it was whole, otherwise the stored ones with its own anew."""
     if not meter.loops:
         return dict(recorded)
     now = statistics.median(meter.loops)
@@ -97,10 +97,10 @@ def record(recorded: Mapping[str, Any], meter: Meter, whole: bool) -> dict[str, 
 def quick(files: Mapping[str, Any], limit: float) -> set[str]:
     """The files to run in `limit` seconds: those with most tests per second first, where n tests count as sqrt(n)."""
     chosen, total = set(), 0.0
-    for file, (seconds, tests) in sorted(files.items(), key=lambda entry: entry[1][0] / max(entry[1][1], 1) ** 0.5):
-        if total + seconds <= limit:
+    for file in sorted(files, key=lambda file: files[file][0] / max(files[file][1], 1) ** 0.5):
+        if total + files[file][0] <= limit:
             chosen.add(file)
-            total += seconds
+            total += files[file][0]
     return chosen
 
 
