@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.bench import audit_bounds, audit_markdown
-from halfstep.bench.command_line import Parser, UsageError, input_file, output_file, run, whole
+from halfstep.cli.command_line import Parser, UsageError, input_file, output_file, run, whole
 
 PEERS = "halfstep.bench.audit_peers"
 FAMILIES = tuple(

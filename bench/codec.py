@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfstep.bench.command_line import Parser, run, whole
+from halfstep.cli.command_line import Parser, run, whole
 from halfstep.numerics import codec
 from halfstep.numerics.formats import formats
 

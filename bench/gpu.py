@@ -39,8 +39,8 @@ from typing import Any
 
 import torch
 
-from halfstep.bench import command_line
-from halfstep.bench.command_line import Parser, UsageError, make_folder, number
+from halfstep.cli import command_line
+from halfstep.cli.command_line import Parser, UsageError, make_folder, number
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_SECONDS = 60  # for one test, compiling included

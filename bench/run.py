@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.bench import command_line
-from halfstep.bench.command_line import Parser, above_zero, make_folder, whole
+from halfstep.cli import command_line
+from halfstep.cli.command_line import Parser, above_zero, make_folder, whole
 
 if TYPE_CHECKING:
     from halfstep.bench.harness import Result

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from halfstep.bench import tables
-from halfstep.bench.command_line import Parser, run, whole
+from halfstep.cli import tables
+from halfstep.cli.command_line import Parser, run, whole
 from halfstep.integrations.optim import AdamW
 
 LAYOUTS = ("split", "full")

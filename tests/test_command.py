@@ -13,7 +13,7 @@ import pytest
 
 import halfstep
 from halfstep.__main__ import main
-from halfstep.bench.train import cli
+from halfstep.cli.train import command as train
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -58,7 +58,7 @@ def test_an_interrupt_ends_without_a_traceback(
     def interrupted(argv: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "main", interrupted)
+    monkeypatch.setattr(train, "main", interrupted)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "halfstep: interrupted\n"
 

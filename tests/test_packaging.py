@@ -65,6 +65,17 @@ def installed(request: pytest.FixtureRequest, tree: Path, tmp_path_factory: pyte
     return environment(tmp_path_factory.mktemp(request.param), *what[request.param]())
 
 
+def sources() -> list[Path]:
+    """Modules and C++ of the package's folders, by their paths in an installation."""
+    homes = {**{folder: ROOT / folder for folder in FOLDERS}, "cli": ROOT / "src" / "halfstep" / "cli"}
+    return [
+        Path("halfstep") / name / path.relative_to(home)
+        for name, home in homes.items()
+        for path in home.rglob("*")
+        if path.suffix in (".py", ".cpp", ".h")
+    ]
+
+
 def version() -> str:
     return run(sys.executable, "-c", "import halfstep; print(halfstep.__version__)")
 
@@ -90,9 +101,10 @@ def test_no_folder_becomes_importable_on_its_own(installed: Path, tmp_path: Path
 
 
 def test_every_module_imports_or_is_found(installed: Path, tmp_path: Path) -> None:
-    files = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    modules = [".".join(("halfstep", *file.with_suffix("").parts)).removesuffix(".__init__") for file in files]
-    assert "halfstep.kernels.backend" in modules and "halfstep.bench.train" in modules
+    modules = [
+        ".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in sources() if file.suffix == ".py"
+    ]
+    assert "halfstep.kernels.backend" in modules and "halfstep.cli.train" in modules
     # What the modules do is the same in every installation; whether they are found is not.
     take = "import_module" if "wheel" in str(installed) else "util.find_spec"
     code = f"""
@@ -108,12 +120,7 @@ if "{take}" == "import_module":
 
 def test_the_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
     """Modules, and the C++ that is compiled on the user's machine."""
-    wanted = {
-        f"halfstep/{path.relative_to(ROOT)}"
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".cpp", ".h")
-    }
+    wanted = {file.as_posix() for file in sources()}
     wanted |= {f"halfstep/{name}" for name in ("__init__.py", "__main__.py", "_version.py", "py.typed")}
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}

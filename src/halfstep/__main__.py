@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep._version import __version__
-from halfstep.bench.command_line import complain
-from halfstep.bench.terminal import Terminal, terminal
+from halfstep.cli.command_line import complain
+from halfstep.cli.terminal import Terminal, terminal
 from halfstep.numerics.wording import instead
 
 
@@ -24,15 +24,17 @@ class _Command(NamedTuple):
 
 
 COMMANDS = (
-    _Command(("format",), "halfstep.bench.lookup.format", "what number formats hold: range, spacing, digits"),
-    _Command(("encode",), "halfstep.bench.lookup.encode", "what a number becomes in every format"),
-    _Command(("decode",), "halfstep.bench.lookup.decode", "what bits mean in every format of their width"),
-    _Command(("why",), "halfstep.bench.lookup.why", "how a number comes to be rounded as it is"),
-    _Command(("compare",), "halfstep.bench.lookup.compare", "formats side by side, and the values they share"),
-    _Command(("ladder",), "halfstep.bench.lookup.ladder", "draw range, density and codes of formats"),
-    _Command(("plan",), "halfstep.bench.plan", "what a model takes of each GPU: bytes by part, messages, FLOPs"),
-    _Command(("inspect",), "halfstep.bench.inspect_file", "where the tensors in a checkpoint fall in a number format"),
-    _Command(("train",), "halfstep.bench.train.cli", "train a small GPT on text in fp32, bf16, fp16, or compare them"),
+    _Command(("format",), "halfstep.cli.formats.format", "what number formats hold: range, spacing, digits"),
+    _Command(("encode",), "halfstep.cli.formats.encode", "what a number becomes in every format"),
+    _Command(("decode",), "halfstep.cli.formats.decode", "what bits mean in every format of their width"),
+    _Command(("why",), "halfstep.cli.formats.why", "how a number comes to be rounded as it is"),
+    _Command(("compare",), "halfstep.cli.formats.compare", "formats side by side, and the values they share"),
+    _Command(("ladder",), "halfstep.cli.formats.ladder", "draw range, density and codes of formats"),
+    _Command(("plan",), "halfstep.cli.plan", "what a model takes of each GPU: bytes by part, messages, FLOPs"),
+    _Command(("inspect",), "halfstep.cli.inspect", "where the tensors in a checkpoint fall in a number format"),
+    _Command(
+        ("train",), "halfstep.cli.train.command", "train a small GPT on text in fp32, bf16, fp16, or compare them"
+    ),
     _Command(("bench", "audit"), "halfstep.bench.audit", "compile every kernel for four GPU generations, with none"),
     _Command(
         ("bench", "codec"), "halfstep.bench.codec", "time the codec on one core beside numpy, torch, ml_dtypes, gfloat"

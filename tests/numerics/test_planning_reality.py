@@ -13,8 +13,8 @@ from counted_bytes import Outputs, counted, storage_bytes
 from torch import nn
 
 import halfstep
-from halfstep.bench.train.model import GPT, SIZES
-from halfstep.bench.train.precision import DTYPES, Precision
+from halfstep.cli.train.model import GPT, SIZES
+from halfstep.cli.train.precision import DTYPES, Precision
 from halfstep.numerics import plan_work
 from halfstep.numerics.plan_layouts import INT8_GROUPS, LAYOUTS
 from halfstep.numerics.planning import MODELS, Plan, Transformer, plan, unit

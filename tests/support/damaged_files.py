@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.bench import inspect_file
+from halfstep.cli import inspect as command
 from halfstep.integrations import checkpoint
 
 SECONDS, MEMORY = 5.0, 1 << 30  # at most, of one try and of the process beyond what it began with
@@ -96,7 +96,7 @@ def said(path: Path) -> tuple[int, str, str]:
     """Exit status, output and error of ``halfstep inspect``."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        status = inspect_file.main([str(path)])
+        status = command.main([str(path)])
     return status, out.getvalue(), errors.getvalue()
 
 

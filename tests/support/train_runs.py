@@ -16,8 +16,8 @@ import torch
 from rank_processes import free_ports
 
 from halfstep.__main__ import main
-from halfstep.bench.train import loop
-from halfstep.bench.train import report as reports
+from halfstep.cli.train import loop
+from halfstep.cli.train import report as reports
 from halfstep.integrations import checkpoint
 
 TIMES = ("step_ms", "optimizer_ms")

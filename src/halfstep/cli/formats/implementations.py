@@ -1,0 +1,134 @@
+"""What known implementations make of a number, where they differ: saturation, NaN, zero, and rounding twice.
+
+Each row is a rule written down from what an implementation does or a specification says. Those of torch, ml_dtypes and
+numpy are tested against what is installed; OCP's come from the OFP8 specification 1.0, 2023, table of conversions.
+All begin with a Python float, thus with the float64 nearest to the number.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from halfstep.cli.formats import number_text
+from halfstep.cli.formats.values import finite, number_dict, special_text
+from halfstep.numerics.exact import Number, decode_exact, encode_exact
+from halfstep.numerics.formats import Format, formats
+
+_FP8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
+
+
+class Implementation(NamedTuple):
+    """How one implementation casts.
+
+    Attributes:
+        name: what it is called here.
+        formats: names of the formats it has.
+        via: formats the number is rounded to on the way.
+        saturates: names of the formats in which overflow and infinities become the largest number.
+        scale: what E8M0 makes of numbers it has none for: ``"magnitude"`` drops the sign and takes 0 for the least,
+            ``"nan"`` makes both NaN.
+    """
+
+    name: str
+    formats: tuple[str, ...]
+    via: tuple[str, ...] = ("fp64",)
+    saturates: tuple[str, ...] = ()
+    scale: str = "magnitude"
+
+    def cast(self, number: Number, format: Format) -> Number | None:
+        """The value it stores; None where what it does is not defined."""
+        for name in self.via:
+            if formats[name].bits <= format.bits and name != "fp64":
+                break  # from float64 to float64 leads no detour
+            number = decode_exact(encode_exact(number, name), name)
+        if format.kind == "integer":
+            return _truncated(number, format)
+        if number != number:
+            return -0.0 if not format.has_nan else math.nan
+        if format.kind == "scale" and number <= 0:
+            if self.scale == "nan":
+                return math.nan
+            number = -number
+        if format.kind == "scale" and format.min_normal < number < 2 * format.min_normal:
+            return Fraction(2 * format.min_normal)  # fp32's subnormals go up whatever is beyond their first bit
+        overflow = "saturate" if format.name in self.saturates else "inf"
+        return decode_exact(encode_exact(number, format, overflow=overflow), format)
+
+
+def _truncated(number: Number, format: Format) -> Number | None:
+    """C's conversion to an integer: toward zero, and undefined outside the range."""
+    if not finite(number):
+        return None
+    whole = Fraction(math.trunc(number))
+    return whole if format.lowest <= whole <= format.max else None
+
+
+_TORCH = ("fp64", "fp32", "fp16", "bf16", *_FP8, "e8m0fnu", "int8")
+IMPLEMENTATIONS = (
+    Implementation("torch 2.12 and later", _TORCH, ("fp64", "fp32"), saturates=("e4m3fn",)),
+    Implementation("torch before 2.12", _TORCH, ("fp64", "fp32")),
+    Implementation("numpy", ("fp64", "fp32", "fp16", "int8")),
+    Implementation(
+        "ml_dtypes",
+        ("bf16", *_FP8, "e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn"),
+        ("fp64", "fp32"),
+        scale="nan",
+    ),
+    Implementation("OCP saturating", ("e4m3fn", "e5m2"), saturates=("e4m3fn", "e5m2")),
+    Implementation("OCP non-saturating", ("e4m3fn", "e5m2")),
+)
+
+
+class Conversion(NamedTuple):
+    """A value, and who stores it."""
+
+    value: Number | None
+    names: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"value": None if self.value is None else number_dict(self.value), "who": list(self.names)}
+
+    @property
+    def who(self) -> str:
+        """The names, in short."""
+        names = list(self.names)
+        if {"torch 2.12 and later", "torch before 2.12"} <= set(names):
+            names = ["torch", *(name for name in names if not name.startswith("torch"))]
+        return ", ".join(names)
+
+    @property
+    def text(self) -> str:
+        """The value, as it is shown; "undefined" if it is not defined."""
+        if self.value is None:
+            return "undefined"
+        if isinstance(self.value, float):
+            return special_text(self.value)
+        whole = number_text.decimal(self.value)
+        return whole if whole is not None and len(whole) <= 20 else f"≈{number_text.rounded(self.value, 9)}"
+
+
+def conversions(number: Number, format: Format) -> list[Conversion]:
+    """Who stores what, in the order of the table; empty if all store what rounding once, to nearest, gives."""
+    found: dict[str, list[str]] = {}
+    values: dict[str, Number | None] = {}
+    for implementation in IMPLEMENTATIONS:
+        if format.name in implementation.formats:
+            value = implementation.cast(number, format)
+            key = "nan" if value is not None and value != value else repr(value)
+            values[key] = value
+            found.setdefault(key, []).append(implementation.name)
+    if number != number and not format.has_nan:
+        ours: Number | None = None
+    else:
+        ours = decode_exact(encode_exact(number, format), format)
+    if all(_same(value, ours) for value in values.values()):
+        return []
+    return [Conversion(values[key], tuple(names)) for key, names in found.items()]
+
+
+def _same(one: Number | None, other: Number | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one == other or (one != one and other != other)

@@ -1,0 +1,72 @@
+"""``halfstep ladder``: pictures of what formats can hold."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from halfstep.cli.command_line import PICTURES, picture
+from halfstep.cli.formats import arguments
+from halfstep.cli.formats.arguments import Answer, UsageError
+from halfstep.cli.terminal import Terminal
+from halfstep.numerics.formats import Format
+
+KINDS = ("range", "density", "codes", "all")
+
+
+def _small(text: str) -> Format:
+    """An argparse type: a format whose codes fit a picture."""
+    format = arguments.format_named(text)
+    if format.bits > 8:
+        raise argparse.ArgumentTypeError(
+            f"{format.name} has {format.codes:,} codes; allowed are formats of up to 8 bits"
+        )
+    return format
+
+
+def _parser() -> arguments.Parser:
+    parser = arguments.Parser(
+        "ladder",
+        "Draw what formats can hold: the range of their numbers, how many lie between two powers of two, and every "
+        "code of a small format.",
+        "Needs matplotlib: pip install 'halfstep[plots]'.\nexample: halfstep ladder --out formats.png",
+    )
+    parser.add_argument("--out", required=True, type=picture, metavar="FILE", help=f"one of {', '.join(PICTURES)}")
+    parser.add_argument(
+        "named", nargs="*", type=arguments.format_named, metavar="FORMAT", help="of range and density (default: all)"
+    )
+    parser.add_argument(
+        "--kind",
+        choices=KINDS,
+        default="all",
+        metavar="KIND",
+        help=f"{', '.join(KINDS)} (default: all, beneath one another)",
+    )
+    arguments.add_formats(parser, "the same, as halfstep encode takes them")
+    parser.add_argument(
+        "--codes", type=_small, default="e4m3fn", metavar="FORMAT", help="whose codes; up to 8 bits (default: e4m3fn)"
+    )
+    return parser
+
+
+def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
+    from halfstep.cli.formats import pictures
+
+    kinds = list(pictures.KINDS) if options.kind == "all" else [options.kind]
+    chosen = arguments.distinct(options.named + options.formats)
+    try:
+        pictures.draw(kinds, chosen, options.codes, options.out)
+    except ImportError as error:
+        raise UsageError(f"{error}: pictures need matplotlib; pip install 'halfstep[plots]'") from error
+    shown = [format.name for format in chosen]
+    about = {"out": str(options.out), "kind": options.kind, "formats": shown, "codes": options.codes.name}
+    found = [
+        {"file": str(options.out), "kind": kind, "formats": [options.codes.name] if kind == "codes" else shown}
+        for kind in kinds
+    ]
+    return Answer(about, lambda: found, lambda: [f"{options.out}: {', '.join(kinds)}"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep ladder`` with these arguments. Returns the exit status."""
+    return arguments.main(_parser(), argv, _answer)

@@ -1,0 +1,103 @@
+"""The figures of a format in words, for one format and for several side by side."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from halfstep.cli.formats import number_text
+from halfstep.cli.formats.values import code_text, number_dict, overflow_threshold, overflows
+from halfstep.numerics.formats import KINDS, Format
+
+
+def short(value: float | Fraction) -> str:
+    """A figure in a few digits: all of them where nine columns hold them."""
+    exact = Fraction(value)
+    whole = number_text.decimal(exact)
+    return whole if whole is not None and len(whole.lstrip("-")) <= 9 else number_text.rounded(exact, 4)
+
+
+def power_of_two(value: float) -> str:
+    """A power of two, as one."""
+    return f"2^{number_text.power_of_two(Fraction(value))}"
+
+
+def fields(format: Format) -> str:
+    """Bits of sign, exponent and mantissa."""
+    return f"{int(format.signed)}/{format.exponent}/{format.mantissa}"
+
+
+def special(format: Format) -> str:
+    """Which values beside the finite ones it has."""
+    have = (("inf", format.has_infinity), ("nan", format.has_nan))
+    return " ".join(name for name, has in have if has) or "neither"
+
+
+def overflow(format: Format) -> str:
+    """Where numbers become more than the largest one, rounding to nearest."""
+    threshold = overflow_threshold(format)
+    return f"{'from' if overflows(threshold, format) else 'beyond'} {short(threshold)}"
+
+
+def integers(format: Format) -> str:
+    """The largest n for which all integers from 0 to n are numbers of the format."""
+    number = format.integer_range
+    return f"2^{number.bit_length() - 1}" if number > 10**6 and not number & (number - 1) else str(number)
+
+
+def least(format: Format) -> str:
+    return f"{power_of_two(format.min_subnormal)} = {short(format.min_subnormal)}"
+
+
+def figures(format: Format) -> list[tuple[str, str]]:
+    """Names of figures and what they are."""
+    codes = [
+        f"{name} {code_text(code, format)}"
+        for name, code in (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
+        if code is not None
+    ]
+    size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
+    return [
+        ("sign/exponent/mantissa", f"{fields(format)}, {size}"),
+        ("bias", str(format.bias)),
+        ("largest", short(format.max)),
+        ("lowest", short(format.lowest)),
+        ("overflow", overflow(format)),
+        ("least normal", f"{power_of_two(format.min_normal)} = {short(format.min_normal)}"),
+        ("least above 0", least(format)),
+        ("eps, 1 to next", f"{power_of_two(format.eps)} = {short(format.eps)}"),
+        ("integers, all to", integers(format)),
+        ("digits kept", str(format.digits10)),
+        ("digits to tell apart", str(format.max_digits10)),
+        ("p log10 2", f"{format.decimal_digits:.2f}"),
+        ("values", f"{format.values:,}"),
+        ("inf, nan", special(format)),
+        ("negative zero", "yes" if format.has_negative_zero else "no"),
+        ("codes", ", ".join(codes)),
+    ]
+
+
+def names(format: Format) -> list[tuple[str, str]]:
+    """What it is called, and who has it."""
+    dtypes = [
+        f"{package}.{name}"
+        for package, name in (("torch", format.torch), ("numpy", format.numpy), ("ml_dtypes", format.ml_dtypes))
+        if name
+    ]
+    return [
+        ("kind", KINDS[format.kind]),
+        ("also called", ", ".join(format.aliases) or "-"),
+        ("dtypes", ", ".join(dtypes) or "-"),
+        ("multiplied by", ", ".join(format.hardware) or "-"),
+    ]
+
+
+def format_dict(format: Format) -> dict[str, Any]:
+    """`Format.as_dict` with every figure as all JSON of the lookup shows numbers, and codes in hexadecimal."""
+    row = format.as_dict()
+    for name in ("max", "lowest", "min_normal", "min_subnormal", "eps"):
+        row[name] = number_dict(Fraction(row[name]))
+    row["overflow"] = number_dict(overflow_threshold(format))
+    for name in ("infinity_code", "nan_code", "largest_code"):
+        row[name] = None if row[name] is None else code_text(row[name], format)
+    return row

@@ -1,0 +1,204 @@
+"""A number in a format as it is shown and as it is put in JSON: code, fields, value, error, and what happened to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+from halfstep.cli.formats import number_text
+from halfstep.numerics.exact import Number, decode_exact, encode_exact, ulp_exact
+from halfstep.numerics.formats import Format
+
+SORTS = ("zero", "subnormal", "normal", "infinity", "nan")
+OUTCOMES = {
+    "exact": "stored without error",
+    "rounded": "the number is none of the format's; one next to it is stored",
+    "underflow": "became zero, and was not",
+    "overflow": "became infinity, or NaN in a format without",
+    "saturated": "beyond the largest number, which is stored instead",
+    "none": "no code stands for it: a NaN in a format without",
+}
+
+
+def finite(number: Number) -> bool:
+    """Whether it is no infinity and no NaN; -0.0 is finite."""
+    return isinstance(number, Fraction) or number == 0
+
+
+def special_text(number: float) -> str:
+    """An infinity, NaN or -0.0."""
+    return "nan" if number != number else "-0" if number == 0 else "inf" if number > 0 else "-inf"
+
+
+def number_dict(number: Number) -> dict[str, str | None]:
+    """A number as all JSON of the lookup shows it; infinities and NaN have a decimal only."""
+    if isinstance(number, float):
+        text, zero = special_text(number), number == 0
+        return {"decimal": text, "hex": "-0x0p+0" if zero else None, "fraction": "0" if zero else None}
+    return {
+        "decimal": number_text.decimal(number),
+        "hex": number_text.hex_float(number),
+        "fraction": str(number) if number.denominator.bit_length() < 8000 > number.numerator.bit_length() else None,
+    }
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A code of a format."""
+
+    code: int
+    format: Format
+
+    @cached_property
+    def value(self) -> Number:
+        """The exact value: a Fraction, or a float for an infinity, NaN or -0.0."""
+        return decode_exact(self.code, self.format)
+
+    @property
+    def hex(self) -> str:
+        """The code, with all its leading zeros."""
+        return code_text(self.code, self.format)
+
+    @property
+    def fields(self) -> tuple[tuple[str, str], ...]:
+        """Names and bits of the fields the format has, the first one first."""
+        bits = f"{self.code:0{self.format.bits}b}"
+        found, start = [], 0
+        for name, width in (
+            ("sign", int(self.format.signed)),
+            ("exponent", self.format.exponent),
+            ("mantissa", self.format.mantissa),
+        ):
+            if width:
+                found.append((name, bits[start : start + width]))
+            start += width
+        return tuple(found)
+
+    @property
+    def sort(self) -> str:
+        """One of `SORTS`."""
+        if isinstance(self.value, float) and self.value != 0:
+            return "nan" if self.value != self.value else "infinity"
+        if self.value == 0:
+            return "zero"
+        return "subnormal" if abs(Fraction(self.value)) < Fraction(self.format.min_normal) else "normal"
+
+    @cached_property
+    def shortest(self) -> str:
+        """The shortest decimal that rounds to it, or its name."""
+        return (
+            number_text.shortest(self.code, self.format)
+            if isinstance(self.value, Fraction)
+            else special_text(self.value)
+        )
+
+    def text(self, width: int) -> str:
+        """The value in so many columns: all its digits, or the shortest decimal after ≈."""
+        if isinstance(self.value, float):
+            return special_text(self.value)
+        whole = number_text.decimal(self.value)
+        return whole if whole is not None and len(whole) <= width else f"≈{self.shortest}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "format": self.format.name,
+            "code": self.hex,
+            "bits": {name: dict(self.fields).get(name, "") for name in ("sign", "exponent", "mantissa")},
+            "class": self.sort,
+            "value": {**number_dict(self.value), "shortest": self.shortest},
+        }
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What became of a number in a format.
+
+    Args:
+        number: the number.
+        format: the format.
+        stored: what is stored; None if nothing stands for it.
+    """
+
+    number: Number
+    format: Format
+    stored: Stored | None
+
+    @cached_property
+    def error(self) -> Fraction | None:
+        """Stored minus given; None unless both are finite."""
+        if self.stored is None or not finite(self.number) or not finite(self.stored.value):
+            return None
+        return Fraction(self.stored.value) - Fraction(self.number)
+
+    @property
+    def ulps(self) -> Fraction | None:
+        """The error in distances of the format's numbers around the given one, as if the exponent had no end."""
+        return None if self.error is None else self.error / Fraction(ulp_exact(self.number, self.format))
+
+    @property
+    def relative(self) -> Fraction | None:
+        return self.error / Fraction(self.number) if self.error is not None and self.number != 0 else None
+
+    @property
+    def outcome(self) -> str:
+        """One of `OUTCOMES`."""
+        if self.stored is None:
+            return "none"
+        if self.number != self.number:
+            return "exact"
+        if self.stored.sort in ("nan", "infinity"):
+            return "exact" if self.stored.value == self.number else "overflow"
+        if self.error == 0:
+            return "exact"
+        if overflows(self.number, self.format):
+            return "saturated"
+        return "underflow" if self.stored.sort == "zero" else "rounded"
+
+    def as_dict(self) -> dict[str, Any]:
+        error = None
+        if self.error is not None and self.ulps is not None:
+            relative = None if self.relative is None else number_text.rounded(self.relative, 6)
+            error = {**number_dict(self.error), "ulps": number_text.rounded(self.ulps, 6), "relative": relative}
+        nothing = {"format": self.format.name, "code": None, "bits": None, "class": None, "value": None}
+        row = nothing if self.stored is None else self.stored.as_dict()
+        return {**row, "outcome": self.outcome, "error": error}
+
+
+def code_text(code: int, format: Format) -> str:
+    """A code in hexadecimal, with all its leading zeros."""
+    return f"0x{code:0{-(-format.bits // 4)}x}"
+
+
+def overflow_threshold(format: Format, negative: bool = False) -> Fraction:
+    """Magnitude from which, or beyond which, rounding to nearest leaves the format: `Format.overflow`, exactly."""
+    largest = -format.lowest if negative and format.kind == "integer" else format.max
+    return Fraction(largest) + Fraction(ulp_exact(Fraction(largest), format)) / 2
+
+
+def overflows(number: Number, format: Format) -> bool:
+    """Whether rounding to nearest leads beyond the largest number."""
+    if not finite(number):
+        return number == number
+    exact, negative = Fraction(number), number < 0
+    if format.kind == "scale" and negative:
+        return True
+    threshold = overflow_threshold(format, negative)
+    if abs(exact) != threshold:
+        return abs(exact) > threshold
+    # A tie goes to the even one of the largest number and what would come next; up where there is one significant bit.
+    return format.mantissa == 0 or bool((format.largest_code + (format.kind == "integer" and negative)) & 1)
+
+
+def encoded(
+    number: Number, format: Format, rounding: str = "nearest", overflow: str = "inf", seed: int | None = None
+) -> Encoded:
+    """`number` rounded to a format; see `halfstep.numerics.exact.encode_exact` for the modes."""
+    if number != number and not format.has_nan:
+        return Encoded(number, format, None)
+    if overflow == "nan" and not format.has_nan:
+        found = Encoded(number, format, Stored(encode_exact(number, format, rounding, seed=seed), format))
+        return Encoded(number, format, None) if found.outcome == "saturated" else found
+    code = encode_exact(number, format, rounding, overflow=overflow, seed=seed)
+    return Encoded(number, format, Stored(code, format))

@@ -1,0 +1,265 @@
+"""``halfstep inspect FILE``: where the tensors in a checkpoint fall in a format.
+
+Reads files of torch.save (state dicts, nested or not) and safetensors; maps them into memory and executes nothing.
+Prints a table, ``--json`` everything there is, ``--out`` draws a picture; ``--advise`` takes the tensors for gradients
+and advises a loss scale.
+
+Exit status: 0; 2 for a file that cannot be read and for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+
+from halfstep.cli import tables
+from halfstep.cli.command_line import Parser, picture, run, whole
+from halfstep.integrations.tensor_files import TensorFileError, read_tensors
+from halfstep.numerics.advice import advise_scale, power
+from halfstep.numerics.formats import UnknownFormat, formats
+from halfstep.numerics.named_tensors import named_tensors
+from halfstep.numerics.statistics import KINDS, Row, Statistics, checked_scale, grid_of, statistics
+from halfstep.numerics.wording import count, percent, shortened
+
+PATIENCE = 2.0  # seconds without a word
+BATCH = 64 << 20  # bytes of tensors counted at a time, so that the bar moves
+WIDE = 140  # columns from which on there is room for all
+
+SORTS = {
+    "size": lambda row: -row.elements,
+    "lost": lambda row: (-row.lost, -row.share("subnormal")),
+    "zero": lambda row: -row.share("zero"),
+    "error": lambda row: -(row.largest_error or 0.0),
+    "name": lambda row: row.name,
+    "file": lambda row: 0,
+}
+
+
+def _scale(text: str) -> float:
+    """A number, or a power as 2^16."""
+    found = re.fullmatch(r"2\^([+-]?\d{1,3})", text.strip())
+    try:
+        return checked_scale("scale", math.ldexp(1.0, int(found[1])) if found else float(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; allowed are numbers from 2^-126 to 2^126, as 65536 or 2^16"
+        ) from None
+
+
+def _format(text: str) -> str:
+    try:
+        grid_of(formats[text])
+    except (UnknownFormat, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return formats[text].name
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "inspect",
+        description="Where the tensors in a checkpoint fall in a number format: shares zero, flushed to zero, "
+        "subnormal, normal, overflowing; rounding errors; exponents. Reads torch.save's files and safetensors, "
+        "executes nothing.",
+        epilog="examples: halfstep inspect model.safetensors    halfstep inspect grads.pt --scale 2^16 --advise",
+    )
+    add = parser.add_argument
+    add("files", metavar="FILE", nargs="+", type=Path, help="a checkpoint, or all parts of one")
+    add("--format", type=_format, default="fp16", metavar="NAME", help="fp16, bf16, e4m3fn, e5m7, ...")
+    add("--scale", type=_scale, default=1.0, metavar="S", help="multiply by S first: a number or 2^16")
+    add("--sort", choices=SORTS, default="size", help=f"which tensors come first: {', '.join(SORTS)}", metavar="BY")
+    add("--limit", type=whole(0, note=", 0 for all"), default=40, metavar="N", help="tensors in the table; 0 for all")
+    add("--advise", action="store_true", help="take the tensors for gradients and advise a loss scale")
+    add("--json", action="store_true", help="print everything as JSON")
+    add("--out", type=picture, metavar="PICTURE", help="draw exponents and the worst tensors: .png, .svg or .pdf")
+    return parser
+
+
+# ----------------------------------------------------------------------------------------------------------- counting
+
+
+def _read(files: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """The tensors that can be counted, and how many were left out by dtype."""
+    found: dict[str, torch.Tensor] = {}
+    left_out: dict[str, int] = {}
+    for file in files:
+        for name, tensor in read_tensors(file).items():
+            if not tensor.dtype.is_floating_point:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                left_out[dtype] = left_out.get(dtype, 0) + 1
+            elif name in found:
+                raise TensorFileError(
+                    f"{file} has a tensor {name!r}, and so has a file before it; inspect them one by one"
+                )
+            else:
+                found[name] = _once(file, name, tensor)
+    if not found:
+        also = f", only {sum(left_out.values())} of {', '.join(left_out)}" if left_out else ""
+        raise TensorFileError(f"{', '.join(map(str, files))}: there are no floating-point tensors in it{also}")
+    return found, left_out
+
+
+def _once(file: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, each once that a sparse one holds or an expanded one repeats."""
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
+    if tensor.is_meta:
+        return tensor
+    for dimension, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, 0, 1)
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() > max(reach, 0):
+        raise TensorFileError(
+            f"{file}, tensor {name!r}: its strides make {tensor.numel():,} elements of {reach:,}; save a copy of it"
+        )
+    return tensor
+
+
+def _batches(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Some tensors at a time."""
+    batch: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        batch[name] = tensor
+        size += tensor.nbytes
+        if size >= BATCH:
+            yield batch
+            batch, size = {}, 0
+    if batch:
+        yield batch
+
+
+def _count(tensors: dict[str, torch.Tensor], format: str, scale: float) -> Statistics:
+    """Statistics of all tensors, with a progress bar where it takes long and somebody is looking."""
+    start, found = time.monotonic(), None
+    console = Console(stderr=True)
+    progress = Progress(TextColumn("counting"), BarColumn(), DownloadColumn(), console=console, transient=True)
+    task = progress.add_task("", total=sum(tensor.nbytes for tensor in tensors.values()))
+    try:
+        for batch in _batches(tensors):
+            part = statistics(batch, format, scale).read()
+            found = part if found is None else found + part
+            progress.advance(task, sum(tensor.nbytes for tensor in batch.values()))
+            if not progress.live.is_started and console.is_terminal and time.monotonic() - start > PATIENCE:
+                progress.start()
+    finally:
+        if progress.live.is_started:  # or it would print an empty line
+            progress.stop()
+    assert found is not None
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ showing
+
+
+def _magnitudes(row: Row) -> str:
+    """From the smallest exponent to the largest, without the scale."""
+    exponents = list(row.exponents)
+    shift = math.log2(row.scale)
+    if not exponents:
+        return "-"
+    low, high = (f"{exponent - shift:.0f}" for exponent in (exponents[0], exponents[-1]))
+    return f"2^{low}..2^{high}" if low != high else f"2^{low}"
+
+
+def _error(row: Row, q: float) -> str:
+    low, high = row.error_quantile(q)
+    return "-" if math.isnan(low) else f"{high:.2g}"
+
+
+def table(found: Statistics, rows: Sequence[Row], width: int) -> Table:
+    """The tensors and their total, in as many columns as there is room for."""
+    wide = width >= WIDE
+    head = ["dtype"] * wide + ["size", "zero\n%", "flushed\n%", "subn.\n%", *["normal\n%"] * wide, "overfl.\n%"]
+    head += ["Inf", "NaN", "magnitudes", "error\np50"] * wide + ["error\np99"] + ["largest\nerror"] * wide
+    lines = [_cells(row, wide) for row in (*rows, found.total)]
+    taken = sum(
+        3 + max(len(part) for line in (head, *lines) for part in line[column].split("\n"))
+        for column in range(len(head))
+    )
+    made = Table(caption=_caption(found), caption_justify="left", pad_edge=False)
+    made.add_column("tensor", no_wrap=True)
+    for name in head:
+        made.add_column(name, justify="right", no_wrap=True)
+    for row, cells in zip(rows, lines, strict=False):
+        made.add_row(shortened(row.name, max(12, width - taken - 2)), *cells)
+    made.add_section()
+    made.add_row("total", *lines[-1])
+    return made
+
+
+def _cells(row: Row, wide: bool) -> list[str]:
+    """All columns but the name."""
+    shares = {kind: percent(row.share(kind)) for kind in KINDS}
+    dtype = formats[row.dtype].name if row.dtype else ""
+    cells = [dtype] * wide + [count(row.elements), shares["zero"], shares["flushed"], shares["subnormal"]]
+    cells += [shares["normal"]] * wide + [shares["overflow"]]
+    if wide:
+        cells += [count(row.infinite), count(row.nan), _magnitudes(row), _error(row, 0.5)]
+    cells.append(_error(row, 0.99))
+    return [*cells, "-" if row.largest_error is None else f"{row.largest_error:.2g}"] if wide else cells
+
+
+def _caption(found: Statistics) -> str:
+    form = found.format
+    scaled = f" times {power(found.scale)}" if found.scale != 1 else ""
+    return (
+        f"In {form.name}{scaled}: flushed up to 2^{form.emin - form.mantissa - 1}, subnormal below 2^{form.emin}, "
+        f"overflow from {form.overflow:g}. Errors are relative to the number."
+    )
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    tensors, left_out = _read(options.files)
+    found = _count(named_tensors(tensors), options.format, options.scale)
+    power_of_two = math.frexp(found.scale)[0] == 0.5
+    if options.advise and not power_of_two:
+        raise TensorFileError(
+            f"--scale {options.scale:g} is no power of two, so nothing can be advised; allowed are powers, as 2^16"
+        )
+    advice = advise_scale(found, options.format) if options.advise else None
+    if options.out is not None:
+        (found if advice is None else advice).picture(options.out)
+    if options.json:
+        content: dict[str, Any] = {
+            "files": [str(file) for file in options.files],
+            "left_out": left_out,
+            **found.as_dict(),
+        }
+        content |= {} if advice is None else {"advice": advice.as_dict()}
+        print(json.dumps(content, indent=1, allow_nan=False))
+        return 0
+    console = Console(markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=160, markup=False)  # a pipe has no width; 80 columns would leave most of it out
+    rows = sorted(found, key=SORTS[options.sort])
+    shown = rows[: options.limit] if options.limit else rows
+    tables.show(console, table(found, shown, console.width))
+    if len(shown) < len(rows):
+        console.print(f"{len(rows) - len(shown)} more tensors: --limit 0 shows all", highlight=False)
+    if left_out:
+        console.print(
+            f"left out: {', '.join(f'{number} of {dtype}' for dtype, number in left_out.items())}", highlight=False
+        )
+    if advice is not None:
+        console.print(str(advice), highlight=False, soft_wrap=True)
+    if options.out is not None:
+        console.print(f"picture: {options.out}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep inspect`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
+    return run(_parser(), argv, _inspect, (ImportError, TypeError, ValueError))

@@ -1,0 +1,376 @@
+"""``halfstep plan``: what training a model takes of each GPU, before there is one.
+
+Prints bytes by part, messages per step, FLOPs, and with ``--card`` whether it fits; ``--fit`` looks for the largest
+that does, ``--compare`` plans all layouts or strategies, ``--json`` prints numbers, ``--out`` draws stacked bars. What
+is counted and how: ``numerics/planning.py`` and docs/planning.md.
+
+Exit status: 0, also if nothing fits; 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from fractions import Fraction
+from typing import Any
+
+from halfstep._version import __version__
+from halfstep.cli.command_line import Parser, above_zero, picture, run, whole
+from halfstep.numerics.plan_errors import one_of
+from halfstep.numerics.planning import (
+    CARDS,
+    CHECKPOINTING,
+    LAYOUTS,
+    MODELS,
+    OPTIMIZERS,
+    PRECISIONS,
+    STRATEGIES,
+    Card,
+    Plan,
+    Transformer,
+    card,
+    fit,
+    layout,
+    plan,
+    usable,
+)
+
+SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
+FITS = ("none", "params", "layers", "batch")
+COMPARISONS = ("layouts", "strategies")
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_SIZES = {"mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
+
+
+def _count(text: str) -> int:
+    """A whole number: 7e9, 7B, 1.5B, 7_000_000."""
+    found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]+)?)([kmbgt]?)", text.strip().lower())
+    value = Fraction(found[1].replace("_", "")) * _SUFFIXES.get(found[2], 1) if found else Fraction(0)
+    if value < 1 or value.denominator != 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; allowed are whole numbers from 1, as 7e9, 7B or 350M"
+        )
+    return int(value)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between: 8, or 8,64,1024."""
+    return tuple(dict.fromkeys(_count(each) for each in text.split(",")))
+
+
+def _reserve(text: str) -> Fraction | int:
+    """A share of a card's memory, or bytes: 10%, 4GiB."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are a share or a size, as 10% or 4GiB")
+    number = Fraction(found[1])
+    if found[2] == "%":
+        if number >= 100:
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are shares below 100%")
+        return number / 100
+    return int(number * _SIZES[found[2]])
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "plan",
+        usage="halfstep plan (--params N | --model NAME | --layers N --hidden N --heads N --vocab N --seq N) [OPTIONS]",
+        description="What training takes of each GPU: bytes by part, messages per step, FLOPs. Give --params, --model "
+        "or the shape of a transformer; only a shape has activations and gathered units.",
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--params", type=_count, metavar="N", help="parameters, as 7e9, 7B or 350M")
+    model.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(MODELS)}")
+    for name, text in (
+        ("layers", "blocks"),
+        ("hidden", "width"),
+        ("heads", "attention heads"),
+        ("vocab", "rows of embedding and head"),
+        ("seq", "length of a sequence"),
+    ):
+        model.add_argument(f"--{name}", type=_count, metavar="N", help=text)
+    model.add_argument("--ffn", type=_count, metavar="N", help="width of the MLP (default: 4 times the width)")
+    model.add_argument("--kv-heads", type=_count, metavar="N", help="heads of keys and values (default: all)")
+    model.add_argument("--gated", action="store_true", help="an MLP of three matrices, as in Llama")
+    model.add_argument("--no-biases", action="store_true", help="linear layers without biases")
+    model.add_argument("--norm", default=None, metavar="KIND", help="layer (default) or rms")
+    model.add_argument("--no-final-norm", action="store_true", help="no norm before the head (post-norm models)")
+    model.add_argument("--no-positions", action="store_true", help="no learned positions")
+    model.add_argument("--tied", action="store_true", help="the head uses the embedding's matrix")
+    model.add_argument("--no-dropout", action="store_true", help="no dropout, so no masks of it")
+    model.add_argument("--flash", action="store_true", help="attention that does not keep its scores")
+
+    where = parser.add_argument_group("GPUs")
+    where.add_argument(
+        *("--gpus",),
+        type=_counts,
+        default=(1,),
+        metavar="N",
+        help="in all (default: 1); with --compare strategies also several, as 8,64,1024",
+    )
+    where.add_argument(
+        *("--strategy",),
+        metavar="NAME",
+        help=f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single); with --compare strategies those to compare, "
+        "as ddp,fsdp (default: all)",
+    )
+    where.add_argument("--shard", type=_count, metavar="N", help="GPUs of one group of hsdp")
+    where.add_argument("--tensor-parallel", "--tp", type=_count, default=1, metavar="N", help="GPUs that share a layer")
+    where.add_argument("--sequence-parallel", action="store_true", help="and norms and dropouts too")
+    where.add_argument("--offload", action="store_true", help="leave on the host what the strategy can leave there")
+    where.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True")
+    where.add_argument("--compress", metavar="FORMAT", help="send gradients in bf16, fp16 or fp32")
+    where.add_argument("--rank", type=whole(0), metavar="R", help="whose memory (default: of the rank that holds most)")
+
+    kept = parser.add_argument_group("layout")
+    kept.add_argument("--precision", metavar="NAME", default="bf16", help=f"{', '.join(PRECISIONS)} (default: bf16)")
+    kept.add_argument(
+        "--optimizer", metavar="NAME", default="halfstep", help=f"{', '.join(OPTIMIZERS)} (default: halfstep)"
+    )
+    kept.add_argument("--moments", metavar="FORMAT", help="another format of the moments; two with a comma between")
+    kept.add_argument("--master", metavar="FORMAT", help="another format of the master (te-master)")
+    kept.add_argument("--gradients", "--grad-dtype", metavar="FORMAT", help="another format of .grad")
+    kept.add_argument("--accumulator", metavar="FORMAT", help="sum micro-batches in a second gradient of this format")
+    kept.add_argument("--amsgrad", action="store_true", help="keep max_exp_avg_sq too")
+
+    step = parser.add_argument_group("step")
+    step.add_argument("--batch", type=_count, metavar="N", help="sequences of one micro-batch on one GPU (default: 1)")
+    step.add_argument("--accumulate", type=_count, default=1, metavar="N", help="micro-batches in a step (default: 1)")
+    step.add_argument(
+        *("--checkpointing",),
+        nargs="?",
+        const="full",
+        default="none",
+        metavar="KIND",
+        help=f"{', '.join(CHECKPOINTING)} (default: none; without a word: full)",
+    )
+    step.add_argument("--step-ms", type=above_zero, metavar="MS", help="of a measured step: prints MFU and HFU")
+
+    fits = parser.add_argument_group("card")
+    fits.add_argument("--card", metavar="NAME", help=f"{', '.join(CARDS)}")
+    fits.add_argument(
+        *("--reserve",),
+        type=_reserve,
+        default=Fraction(1, 10),
+        metavar="SIZE",
+        help="kept free for what is not counted, as 10%% or 4GiB (default: 10%%)",
+    )
+    fits.add_argument("--fit", metavar="WHAT", default="none", help=f"the largest that fits: {', '.join(FITS)}")
+
+    told = parser.add_argument_group("output")
+    told.add_argument("--compare", metavar="WHAT", help=f"plan all {' or all '.join(COMPARISONS)}")
+    told.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    told.add_argument("--out", type=picture, metavar="FILE", help="draw stacked bars: .png, .svg or .pdf")
+    return parser
+
+
+def _model(given: argparse.Namespace) -> Transformer | None:
+    """The transformer that the arguments describe; None if they give a number of parameters only.
+
+    Raises:
+        ValueError: part of a shape, or two shapes.
+    """
+    named = [name for name in SHAPE if getattr(given, name) is not None]
+    changes = {
+        "ffn": given.ffn,
+        "kv_heads": given.kv_heads,
+        "norm": given.norm,
+        "gated": given.gated or None,
+        "biases": False if given.no_biases else None,
+        "final_norm": False if given.no_final_norm else None,
+        "positions": False if given.no_positions else None,
+        "tied": given.tied or None,
+        "dropout": False if given.no_dropout else None,
+        "flash": given.flash or None,
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if given.model is not None:
+        one_of("--model", given.model.lower(), MODELS)
+        shape = MODELS[given.model.lower()]
+        return replace(shape, **{name: getattr(given, name) for name in named if name != "seq"}, **changes)
+    if not [name for name in named if name != "seq"]:
+        if changes:
+            options = ", ".join("--" + name.replace("_", "-") for name in changes)
+            raise ValueError(f"{options} without a shape; give --model, or {', '.join('--' + n for n in SHAPE)}")
+        return None
+    missing = [f"--{name}" for name in SHAPE if name not in named]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} missing; a shape is {', '.join('--' + name for name in SHAPE)}")
+    return Transformer(**{name: getattr(given, name) for name in SHAPE}, **changes)
+
+
+def _arguments(given: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `plan`."""
+    model = _model(given)
+    if model is None and given.params is None:
+        raise ValueError("there is no model; give --params 7e9, --model llama-3-8b, or the shape of a transformer")
+    if model is not None and given.params is not None:
+        share = abs(model.parameters - given.params) / model.parameters
+        if share > 0.1:
+            raise ValueError(
+                f"--params is {given.params:,} and the shape has {model.parameters:,}; leave one of them out"
+            )
+    names = (
+        *("gpus", "strategy", "shard", "tensor_parallel", "sequence_parallel", "precision", "optimizer", "moments"),
+        *("master", "gradients", "accumulator", "amsgrad", "accumulate", "checkpointing", "offload", "bucket_view"),
+        *("compress", "rank"),
+    )
+    batch = given.batch if given.batch is not None else None if model is None else 1
+    about = {"params": given.params} if model is None else {"model": model}
+    return {**about, "batch": batch, "seq": given.seq, **{name: getattr(given, name) for name in names}}
+
+
+def compared(
+    what: str, arguments: dict[str, Any], gpus: Sequence[int] = (), strategies: Sequence[str] = ()
+) -> list[tuple[str, Plan]]:
+    """Plans of all layouts of one precision, or of strategies, each with its label.
+
+    Layouts come with two to hold them against: torch's AdamW in fp32 and under autocast. A strategy that cannot
+    offload is planned without. ``hsdp`` without ``shard`` has two groups.
+
+    Args:
+        what: ``"layouts"`` or ``"strategies"``.
+        arguments: those of `plan`.
+        gpus: on how many each strategy is planned. Default: those of `arguments`.
+        strategies: by name. Default: all but ``"single"``.
+
+    Raises:
+        ValueError: the arguments do not fit any of them.
+    """
+    one_of("compare", what, COMPARISONS)
+    if what == "strategies":
+        counts = gpus or (arguments["gpus"],)
+        if min(counts) // arguments["tensor_parallel"] < 2:
+            raise ValueError(f"gpus is {min(counts)}; strategies differ from 2 data-parallel GPUs")
+        names = strategies or [name for name in STRATEGIES if name != "single"]
+        for name in names:
+            one_of("strategy", name, [name for name in STRATEGIES if name != "single"])
+        return [_strategy(arguments, name, count, len(counts) > 1) for name in names for count in counts]
+    for name in ("moments", "master", "gradients"):
+        if arguments[name] is not None:
+            raise ValueError(f"{name} is {arguments[name]!r} while layouts are compared; leave it out")
+    one_of("precision", arguments["precision"], PRECISIONS)
+    compute = layout("torch", arguments["precision"]).compute.name
+    same = (arguments["precision"], "fp32" if compute == "fp32" else f"amp-{compute}")
+    rows = [
+        row
+        for row in LAYOUTS
+        if (row.precision == same[0] or (row.optimizer == "torch" and row.precision in ("fp32", *same)))
+        and (row.amsgrad or not arguments["amsgrad"])
+        and (row.optimizer != "halfstep" or row.precision not in ("bf16",))  # "auto", which is the split master's row
+    ]
+    rows.sort(key=lambda row: ("fp32", f"amp-{compute}", compute).index(row.precision))
+    return [
+        (
+            row.optimizer if row.precision == arguments["precision"] != "fp32" else row.name,
+            plan(**{**arguments, "optimizer": row.optimizer, "precision": row.precision}),
+        )
+        for row in rows
+    ]
+
+
+def _strategy(arguments: dict[str, Any], name: str, gpus: int, counted: bool) -> tuple[str, Plan]:
+    """One of the strategies compared; `counted` if its label says on how many GPUs."""
+    ranks = gpus // arguments["tensor_parallel"]
+    shard = arguments["shard"] or (ranks // 2 if ranks % 2 == 0 else ranks) if name == "hsdp" else None
+    offload = arguments["offload"] and bool(STRATEGIES[name].offloads)
+    changes = {"strategy": name, "gpus": gpus, "shard": shard, "offload": offload, "rank": None}
+    parts = [name, *([] if shard is None else [f"groups of {shard}"]), *([f"{gpus:,} GPUs"] if counted else [])]
+    return ", ".join(parts), plan(**{**arguments, **changes})
+
+
+def _with_card(made: Plan, gpu: Card | None, reserve: Fraction | int, step_ms: float | None) -> dict[str, Any]:
+    """What a card adds to a plan's JSON."""
+    content: dict[str, Any] = {**made.as_dict(), "card": None, "mfu": None, "hfu": None}
+    if gpu is not None:
+        left = usable(gpu, reserve) - made.totals.peak
+        content["card"] = {**asdict(gpu), "usable": usable(gpu, reserve), "left": left, "fits": left >= 0}
+        if step_ms is not None:
+            content["mfu"] = made.mfu(step_ms / 1e3, gpu.flops)
+            content["hfu"] = made.hfu(step_ms / 1e3, gpu.flops)
+    return content
+
+
+def content_of(
+    plans: Sequence[tuple[str, Plan]],
+    compare: str | None = None,
+    gpu: Card | None = None,
+    reserve: Fraction | int = Fraction(1, 10),
+    step_ms: float | None = None,
+    largest: tuple[str, Plan | None] | None = None,
+) -> dict[str, Any]:
+    """The content of ``--json``, which docs/planning.md describes."""
+    found = None
+    if largest is not None:
+        what, best = largest
+        found = {"what": what, "plan": None if best is None else _with_card(best, gpu, reserve, None)}
+    return {
+        "halfstep": __version__,
+        "compare": compare,
+        "plans": [{"label": label, **_with_card(made, gpu, reserve, step_ms)} for label, made in plans],
+        "fit": found,
+    }
+
+
+def _several(given: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
+    """The numbers of GPUs and the strategies to compare; `given` keeps the first of each for what plans one.
+
+    Raises:
+        ValueError: several, and nothing compares them.
+    """
+    gpus, strategies = given.gpus, given.strategy.split(",") if given.strategy else []
+    if given.compare != "strategies":
+        for name, values in (("--gpus", gpus), ("--strategy", strategies)):
+            if len(values) > 1:
+                text = ",".join(map(str, values))
+                raise ValueError(f"{name} is {text}; give one, or add --compare strategies, which plans each")
+    given.gpus, given.strategy = gpus[0], strategies[0] if strategies else None
+    return gpus, strategies
+
+
+def _plan(given: argparse.Namespace) -> int:
+    gpus, strategies = _several(given)
+    arguments = _arguments(given)
+    gpu = None if given.card is None else card(given.card)
+    one_of("--fit", given.fit, FITS)
+    if gpu is None:
+        for name, value in (("--fit", given.fit != "none"), ("--step-ms", given.step_ms is not None)):
+            if value:
+                raise ValueError(f"{name} without a card; give --card, one of {', '.join(CARDS)}")
+    if given.step_ms is not None and "model" not in arguments and (given.batch is None or given.seq is None):
+        raise ValueError("--step-ms with --params only; give --batch and --seq too, or a shape")
+    if given.compare is None:
+        made = plan(**arguments)
+        plans = [(f"{made.layout.name}, {made.strategy.name}", made)]
+    else:
+        plans = compared(given.compare, arguments, gpus, strategies)
+    largest = None
+    if given.fit != "none" and gpu is not None:
+        if given.compare is not None:
+            raise ValueError("--fit with --compare; give one of them")
+        largest = (given.fit, fit(given.fit, usable(gpu, given.reserve), **arguments))
+    content = content_of(plans, given.compare, gpu, given.reserve, given.step_ms, largest)
+    if given.json:
+        print(json.dumps(content, indent=2, ensure_ascii=False))
+    else:
+        from rich.console import Console
+
+        from halfstep.cli import plan_tables
+
+        console = Console(width=None if "COLUMNS" in os.environ or sys.stdout.isatty() else 120)
+        plan_tables.show(console, content, shape_over_params=given.params if "model" in arguments else None)
+    if given.out is not None:
+        from halfstep.cli import plan_picture
+
+        plan_picture.draw(given.out, content)
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep plan`` with the arguments `argv`. Returns the exit status."""
+    return run(_parser(), argv, _plan, (ValueError, ImportError))

@@ -1,0 +1,150 @@
+"""The stacked bars of ``halfstep plan --out``: one bar a plan, one colour a kind of memory, the card as a line.
+
+Strategies on several numbers of GPUs have a second panel: what each GPU sends in a step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from halfstep.cli.plan_tables import digits, gpus_of, numbers_of_gpus
+
+# Okabe and Ito's colours, told apart without red-green vision; kinds side by side also differ in lightness.
+KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("weights", "#0072b2", ("weights",)),
+    ("gradients", "#e69f00", ("gradients", "accumulated gradients")),
+    ("master or remainder", "#56b4e9", ("master", "remainder")),
+    ("moments", "#004d40", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "scalars")),
+    (
+        "buckets and gathered units",
+        "#cc79a7",
+        ("buckets", "compressed bucket", "gathered weights", "unreduced gradients"),
+    ),
+    ("cast weights", "#f0e442", ("cast weights",)),
+    ("activations", "#d55e00", ("activations", "recomputed", "outer activations")),
+    ("logits and loss", "#999999", ("logits", "loss")),
+    ("step temporaries", "#000000", ("step temporaries",)),
+)
+GIB = 2**30
+_UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+ACROSS = 4  # entries of the legend side by side
+
+
+def stack(made: dict[str, Any]) -> dict[str, int]:
+    """Bytes of each kind at the plan's peak: what is always there, and the phase that needs most besides."""
+    totals = made["totals"]
+    phases = ("always", "backward" if totals["backward"] >= totals["step"] else "step")
+    counted = [part for part in made["parts"] if part["place"] == "gpu" and part["phase"] in phases]
+    return {
+        kind: sum(part["bytes"] for part in counted if part["name"] in names)
+        for kind, _, names in KINDS
+        if any(part["name"] in names for part in counted)
+    }
+
+
+def draw(path: Path, content: dict[str, Any]) -> None:
+    """Draw the plans of `content` (what ``--json`` prints) to `path`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+        from matplotlib.patches import Patch
+        from matplotlib.patheffects import withStroke
+    except ImportError as error:
+        raise ImportError("--out needs matplotlib; type: pip install 'halfstep[plots]'") from error
+    plans = content["plans"]
+    stacks = [stack(made) for made in plans]
+    largest = max(max(made["totals"]["peak"] for made in plans), 1)
+    unit, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if largest >= u)
+    gpu = plans[0]["card"]
+    present = [(kind, colour) for kind, colour, _ in KINDS if any(one.get(kind) for one in stacks)]
+    # A card far larger than every bar would squeeze them: then its memory is said in the title.
+    drawn = gpu is not None and gpu["memory"] < 4 * largest
+    head = 0.45 + 0.21 * -(-(len(present) + 2 * drawn) // ACROSS)
+    scaled = len(numbers_of_gpus(content)) > 1
+    places = _places(plans) if scaled else [float(row) for row in range(len(plans))]
+    height = head + 0.6 + (0.26 if scaled else 0.32) * (places[-1] + 1)
+    below_head = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - head / height))
+    figure = Figure(figsize=(9.5, height), dpi=120, layout=below_head)
+    axes, *others = figure.subplots(1, 1 + scaled, squeeze=False, width_ratios=(5, 2)[: 1 + scaled])[0]
+    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    for made, row, one in zip(plans, places, stacks, strict=True):
+        start = 0.0
+        for kind, colour in present:
+            width = one.get(kind, 0) / unit
+            axes.barh(row, width, left=start, color=colour, edgecolor="white", linewidth=0.4, height=0.74)
+            start += width
+        host = made["totals"]["host"]
+        text = digits(start) + (f"  (+ {digits(host / unit)} on the host)" if host else "")
+        axes.annotate(text, (start, row), (5, 0), textcoords="offset points", va="center", fontsize=8, bbox=clear)
+    reach = largest / unit
+    if gpu is not None and drawn:
+        for value, style, text in ((gpu["memory"], "-", gpu["name"]), (gpu["usable"], "--", "after the reserve")):
+            line = axes.axvline(value / unit, color="black", linewidth=1.2, linestyle=style, label=text, zorder=2)
+            line.set_path_effects([withStroke(linewidth=2.6, foreground="white")])  # seen on dark bars too
+        reach = max(reach, gpu["memory"] / unit)
+    # Room for the number after each bar: a share of the axis, as its letters do not shrink.
+    room = {made["label"]: 0.24 if made["totals"]["host"] else 0.08 for made in plans}
+    ends = [made["totals"]["peak"] / unit / (1 - room[made["label"]]) for made in plans]
+    axes.set_xlim(0, max(1.02 * reach, *ends))
+    axes.set_yticks(places, [made["label"] for made in plans], fontsize=8)
+    _plain(axes, places, f"{name} per GPU at the peak")
+    for sent in others:
+        values = [made["bytes_sent"] / unit for made in plans]
+        sent.barh(places, values, color="#666666", height=0.74)
+        for row, value in zip(places, values, strict=True):
+            sent.annotate(
+                digits(value), (value, row), (5, 0), textcoords="offset points", va="center", fontsize=8, bbox=clear
+            )
+        sent.set_xlim(0, 1.25 * max(values))
+        sent.set_yticks([])
+        _plain(sent, places, f"{name} that each GPU sends in a step")
+    handles: list[Any] = [Patch(color=colour, label=kind) for kind, colour in present]
+    handles += axes.get_legend_handles_labels()[0] if drawn else []
+    at = (0.005, 1 - 0.32 / height)
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=at, ncols=ACROSS, frameon=False, fontsize=8, borderpad=0
+    )
+    figure.text(0.01, 1 - 0.1 / height, _title(content, gpu, drawn), fontsize=9.5, ha="left", va="top")
+    with rc_context({"svg.hashsalt": "halfstep"}):  # the same plan, the same file
+        figure.savefig(path, metadata=_UNDATED.get(path.suffix.lower()))
+
+
+def _places(plans: list[dict[str, Any]]) -> list[float]:
+    """Where bars stand: those of one strategy side by side, and a gap before the next."""
+    found: list[float] = []
+    for made, before in zip(plans, [None, *plans], strict=False):
+        apart = before is not None and made["settings"]["strategy"] != before["settings"]["strategy"]
+        found.append(found[-1] + 1 + 0.5 * apart if found else 0.0)
+    return found
+
+
+def _plain(axes: Any, places: list[float], label: str) -> None:
+    axes.set_ylim(places[-1] + 0.5, -0.5)
+    axes.set_xlabel(label, fontsize=9)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(True, axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _title(content: dict[str, Any], gpu: dict[str, Any] | None, drawn: bool) -> str:
+    first = content["plans"][0]
+    settings = first["settings"]
+    parts = [f"{first['parameters']:,} parameters, {gpus_of(content)}"]
+    if content["compare"] == "layouts":
+        parts.append(settings["strategy"])
+    elif content["compare"] == "strategies":
+        parts.append(first["layout"]["name"])
+    if settings["model"] is not None and settings["batch"] is not None:
+        sequences = f"{settings['batch']} sequence{'s' * (settings['batch'] > 1)} of {settings['seq']}"
+        parts.append(f"{sequences}, checkpointing {settings['checkpointing']}")
+    if gpu is not None and not drawn:
+        parts.append(f"{gpu['name']} has {gpu['memory'] / GIB:g} GiB")
+    return "; ".join(parts)

@@ -1,0 +1,250 @@
+"""What ``halfstep plan`` prints: a table of parts, one of messages, and sentences on work, card and fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from halfstep.cli.tables import show as show_table
+
+GIB = 2**30
+_PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
+
+
+def digits(value: float) -> str:
+    """A number with at least three digits."""
+    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def size(value: int) -> str:
+    """Bytes in the largest binary unit that leaves a number of at least 1, with three digits or more."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if value >= 2**power:
+            return f"{digits(value / 2**power)} {unit}"
+    return f"{value} B"
+
+
+def _decimal(value: float, unit: str) -> str:
+    for power, prefix in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if value >= 10**power:
+            return f"{value / 10**power:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def _bytes_each(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def headline(made: dict[str, Any]) -> str:
+    """Model, layout and strategy in one line."""
+    settings = made["settings"]
+    gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
+    if settings["gpus"] == 1 and settings["strategy"] == "single":
+        return f"{_counted(made)}; 1 GPU"
+    ways = [settings["strategy"]]
+    ways += [f"groups of {settings['shard']}"] if settings["shard"] else []
+    ways += [f"tensor parallel {settings['tensor_parallel']}"] if settings["tensor_parallel"] > 1 else []
+    return f"{_counted(made)}; {', '.join(ways)} on {gpus}"
+
+
+def _counted(made: dict[str, Any]) -> str:
+    each = made["layout"]["bytes_per_parameter"]
+    return f"{made['parameters']:,} parameters; {made['layout']['name']} ({each:g} B each)"
+
+
+def _parts(made: dict[str, Any]) -> Table:
+    table = Table(title=escape(headline(made)), title_justify="left", title_style="bold")
+    table.add_column("part", no_wrap=True)
+    table.add_column("B/param", justify="right", no_wrap=True)
+    table.add_column("÷", justify="right", no_wrap=True)
+    table.add_column("per GPU", justify="right", no_wrap=True)
+    table.add_column("when", no_wrap=True)
+    table.add_column("", ratio=1)
+    for part in made["parts"]:
+        table.add_row(
+            part["name"],
+            _bytes_each(part["per_parameter"]),
+            str(part["divisor"]) if part["divisor"] > 1 else "",
+            ("" if part["exact"] else "≈ ") + size(part["bytes"]),
+            _PHASES[part["phase"]] if part["place"] == "gpu" else "on the host",
+            escape(part["note"]),
+            style="dim" if part["place"] == "host" else None,
+        )
+    table.add_section()
+    totals = made["totals"]
+    rows = [("always", totals["state"], "weights, gradients, states, buckets")]
+    rows += [("and in fwd, bwd", totals["backward"], "")] if totals["backward"] else []
+    rows += [("and in the step", totals["step"], "")] if totals["step"] else []
+    rows += (
+        [("peak", totals["peak"], "always, and the larger of the two")] if totals["backward"] or totals["step"] else []
+    )
+    rows += [("on the host", totals["host"], "for this GPU")] if totals["host"] else []
+    for name, value, note in rows:
+        table.add_row(name, "", "", size(value), "", note, style="bold" if name in ("peak", "always") else None)
+    return table
+
+
+def _messages(made: dict[str, Any]) -> Table:
+    table = Table(title="Sent by each GPU in a step", title_justify="left", title_style="bold")
+    for name, justify in (("what", "left"), ("operation", "left"), ("GPUs", "right"), ("times", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("B/param", justify="right", no_wrap=True)
+    table.add_column("in all", justify="right", no_wrap=True)
+    for each in made["communication"]:
+        table.add_row(
+            each["what"],
+            each["name"],
+            str(each["ranks"]) if each["ranks"] > 1 else "",
+            str(each["times"]),
+            _bytes_each(each["per_parameter"]),
+            size(each["bytes"]),
+        )
+    return table
+
+
+def _work(made: dict[str, Any]) -> list[str]:
+    work, gpu = made["work"], made["card"]
+    said = []
+    if work is not None:
+        again = work["hardware"] - work["training"]
+        said.append(
+            f"Work of a step: {'' if work['exact'] else '≈ '}{_decimal(work['training'], 'FLOP')} per GPU"
+            + (f", and {_decimal(again, 'FLOP')} computed again for checkpointing." if again else ".")
+        )
+    moved = f"The optimizer's step moves at least {size(made['step_traffic'])}"
+    if gpu is None:
+        return [*said, moved + "."]
+    if made["settings"]["offload"]:
+        said.append(moved + ", in the host's memory.")
+    else:
+        milliseconds = 1e3 * made["step_traffic"] / gpu["bandwidth"]
+        said.append(f"{moved}: {digits(milliseconds)} ms at {gpu['bandwidth'] / 1e12:g} TB/s.")
+    if work is not None:
+        seconds = work["hardware"] / gpu["flops"]
+        peak = f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s dense bf16 peak"
+        said.append(f"{peak}, the work takes {digits(1e3 * seconds)} ms.")
+    if made["mfu"] is not None:
+        said.append(f"MFU {made['mfu']:.3f}, HFU {made['hfu']:.3f}; 0.5 and above is good.")
+        if made["hfu"] > 1:
+            said.append("Above 1 is above the card's peak: the time, the batch or the card is not what was measured.")
+    return said
+
+
+def _card(made: dict[str, Any]) -> list[str]:
+    gpu = made["card"]
+    if gpu is None:
+        return []
+    verdict = f"fits, {size(gpu['left'])} left" if gpu["fits"] else f"does not fit, {size(-gpu['left'])} too much"
+    return [f"{gpu['name']}: {size(gpu['memory'])}, {size(gpu['usable'])} after the reserve; {verdict}."]
+
+
+def _fit(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    best = found["plan"]
+    if best is None:
+        smallest = {"params": "no model", "layers": "not even one layer", "batch": "not even one sequence"}
+        return [f"{smallest[found['what']].capitalize()} fits."]
+    value = {
+        "params": f"{best['parameters']:,} parameters",
+        "layers": f"{best['settings']['model'] and best['settings']['model']['layers']} layers",
+        "batch": f"a micro-batch of {best['settings']['batch']}",
+    }[found["what"]]
+    more = f" ({best['parameters']:,} parameters)" if found["what"] == "layers" else ""
+    note = ", activations not counted" if found["what"] == "params" else ""
+    return [f"The largest that fits: {value}{more}, at {size(best['totals']['peak'])}{note}."]
+
+
+def _comparison(content: dict[str, Any]) -> Table:
+    plans = content["plans"]
+    unit, name = next(
+        (unit, name)
+        for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+        if max(made["totals"]["peak"] for made in plans) >= unit
+    )
+    # Without lines between columns all of it stands in 80.
+    table = Table(
+        title=escape(f"{_common(content)}, {name}"),
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column({"layouts": "layout", "strategies": "strategy"}[content["compare"]], overflow="fold")
+    counts = numbers_of_gpus(content)
+    if len(counts) > 1:
+        table.add_column("GPUs", justify="right", no_wrap=True)
+    hosted = any(made["totals"]["host"] for made in plans)
+    carded = plans[0]["card"] is not None
+    for head in ("weights", "gradients", "states", "always", "peak", "sent", *(["host"] if hosted else [])):
+        table.add_column(head, justify="right", no_wrap=True)
+    if carded:
+        table.add_column("fits", no_wrap=True)
+    for made in plans:
+        by_name = {part["name"]: part["bytes"] for part in made["parts"]}
+        states = sum(by_name.get(state, 0) for state in STATES)
+        gradients = by_name["gradients"] + by_name.get("accumulated gradients", 0)
+        cells = [by_name["weights"], gradients, states, made["totals"]["state"], made["totals"]["peak"]]
+        cells += [made["bytes_sent"], *([made["totals"]["host"]] if hosted else [])]
+        fits = [("yes" if made["card"]["fits"] else "no")] if carded else []
+        settings = made["settings"]
+        first = [made["label"]]
+        if len(counts) > 1:
+            groups = f", shard {settings['shard']}" if settings["shard"] else ""
+            first = [settings["strategy"] + groups, f"{settings['gpus']:,}"]
+        last = settings["gpus"] == counts[-1] and len(counts) > 1
+        table.add_row(*first, *(digits(cell / unit) if cell else "0" for cell in cells), *fits, end_section=last)
+    return table
+
+
+def numbers_of_gpus(content: dict[str, Any]) -> list[int]:
+    """Those of the plans, each once."""
+    return list(dict.fromkeys(made["settings"]["gpus"] for made in content["plans"]))
+
+
+def gpus_of(content: dict[str, Any]) -> str:
+    """1 GPU; 8 GPUs; 8, 64 and 1,024 GPUs."""
+    *others, last = (f"{count:,}" for count in numbers_of_gpus(content))
+    return f"{', '.join(others)} and {last} GPUs" if others else f"{last} GPU{'s' * (last != '1')}"
+
+
+STATES = ("master", "remainder", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def _common(content: dict[str, Any]) -> str:
+    first = content["plans"][0]
+    settings = first["settings"]
+    gpus = gpus_of(content)
+    shared = settings["strategy"] if content["compare"] == "layouts" else first["layout"]["name"]
+    if len(numbers_of_gpus(content)) > 1:  # a column of their own
+        return f"{first['parameters']:,} parameters; {shared}; per GPU"
+    return f"{first['parameters']:,} parameters; {gpus if shared == 'single' else f'{shared} on {gpus}'}; per GPU"
+
+
+def show(console: Console, content: dict[str, Any], shape_over_params: int | None = None) -> None:
+    """Print the content of ``--json`` as tables.
+
+    Args:
+        shape_over_params: the number of parameters given beside a shape, which is planned instead.
+    """
+    if content["compare"] is not None:
+        show_table(console, _comparison(content))
+        return
+    (made,) = content["plans"]
+    show_table(console, _parts(made))
+    if made["communication"]:
+        show_table(console, _messages(made))
+    notes = [f"{each['what'].capitalize()}: {each['note']}." for each in made["communication"] if each["note"]]
+    said = [*notes, *_work(made), *_card(made), *_fit(content["fit"])]
+    if shape_over_params is not None and shape_over_params != made["parameters"]:
+        said.append(f"--params {shape_over_params:,} is not used: the shape has {made['parameters']:,}.")
+    if made["layout"]["note"]:
+        said.append(f"{made['layout']['name']}: {made['layout']['note']}.")
+    if made["settings"]["model"] is None:
+        said.append("Without a shape, activations and gathered units are not known and not in it.")
+    for line in said:
+        console.print(line, markup=False, highlight=False)

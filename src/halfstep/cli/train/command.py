@@ -1,0 +1,319 @@
+"""``halfstep train``: options, what they may be, and the course of a command."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from halfstep.cli import tables
+from halfstep.cli.command_line import Parser, UsageError, make_folder, number, run, whole
+from halfstep.cli.train import data, loop, report, world
+from halfstep.cli.train.model import SIZES
+from halfstep.integrations import checkpoint
+
+RUNS = {
+    "fp32": [loop.Run("fp32", "fp32")],
+    "bf16": [loop.Run("bf16", "bf16")],
+    "fp16": [loop.Run("fp16", "fp16")],
+    "compare": [
+        loop.Run("fp32", "fp32", "torch.optim.AdamW"),
+        loop.Run("bf16", "bf16"),
+        loop.Run("fp16", "fp16"),
+        loop.Run("bf16 without master", "bf16", "torch.optim.AdamW"),
+    ],
+}
+
+
+_DECAY = number(float, lambda x: x >= 0, "finite numbers from 0, such as 0.1")
+_RATE = number(float, lambda x: x > 0, "finite numbers above 0, such as 1e-3")
+_SCALE = number(
+    float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "powers of two up to 2^127, such as 65536"
+)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "train",
+        description="Train a small byte-level GPT with halfstep's optimizer and loss scaler, and report what it did. "
+        "'compare' trains the same model on the same batches four times: fp32 with torch.optim.AdamW, bf16 with split "
+        "masters, fp16 with the loss scaler, and bf16 with torch.optim.AdamW and no master.",
+        epilog="Several processes: torchrun --nproc-per-node 2 -m halfstep train --strategy ddp … "
+        "With --save-every and torchrun's --max-restarts 3, a run whose processes die continues by itself.",
+    )
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--precision", choices=list(RUNS), default="bf16", help="arithmetic, or all of them in turn")
+    what.add_argument(
+        "--strategy",
+        choices=world.STRATEGIES,
+        default="single",
+        help="one process, DDP, FSDP2, FSDP2 in copies of some ranks each, DDP with the optimizer's state divided "
+        "(ZeRO-1), or tensor parallelism",
+    )
+    what.add_argument("--size", choices=list(SIZES), default="tiny", help="size of the model")
+    what.add_argument("--data", metavar="PATH", help="file or folder to read (default: this Python's standard library)")
+    what.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes a GPU if there is one"
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
+    how.add_argument("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
+    how.add_argument("--lr", type=_RATE, metavar="X", help="highest learning rate (default: suits the size)")
+    how.add_argument("--warmup", type=whole(0), metavar="N", help="steps to reach it (default: a tenth of --steps)")
+    how.add_argument("--weight-decay", type=_DECAY, default=0.1, metavar="X", help="of the matrices")
+    how.add_argument("--init-scale", type=_SCALE, default=2.0**16, metavar="X", help="first loss scale of fp16")
+    how.add_argument("--growth-interval", type=whole(1), default=60, metavar="N", help="clean steps until it doubles")
+    how.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the weights and the batches")
+    laid = parser.add_argument_group("how it lies over processes and memory")
+    laid.add_argument(
+        "--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches per step, out of the same --batch"
+    )
+    laid.add_argument(
+        "--activation-checkpointing", action="store_true", help="keep each block's input only, compute blocks twice"
+    )
+    laid.add_argument("--cpu-offload", action="store_true", help="weights and optimizer on the CPU (fsdp, hsdp)")
+    laid.add_argument(
+        "--shard-size", type=whole(1), default=0, metavar="N", help="ranks per copy (hsdp; default: those of a node)"
+    )
+    laid.add_argument(
+        "--compress", choices=world.COMPRESSIONS, default="none", help="what gradients are sent as (ddp, zero1)"
+    )
+    laid.add_argument(
+        "--overlap-check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="fp16: check for overflow while the backward runs (ddp, zero1, fsdp, hsdp)",
+    )
+    left = parser.add_argument_group("what is left behind")
+    left.add_argument("--out", metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
+    left.add_argument("--save-every", type=whole(0), default=0, metavar="N", help="steps between checkpoints; 0: none")
+    left.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="continue from the newest checkpoint in --out, or from PATH: a checkpoint, or a folder with some "
+        "(default: start anew)",
+    )
+    return parser
+
+
+def _folder(out: Path, run: loop.Run) -> Path:
+    return out / "checkpoints" / run.name.replace(" ", "-")
+
+
+def _named(path: Path, run: loop.Run) -> Path:
+    """The checkpoint that --resume PATH means: the file, or the newest in a folder of checkpoints or in an --out."""
+    if not path.is_dir():
+        return path
+    found = next(
+        (there for there in map(checkpoint.checkpoints, (path, path / run.name, _folder(path, run))) if there), []
+    )
+    if not found or found[-1][1].is_dir():
+        raise UsageError(
+            f"--resume {path} is a folder without a checkpoint of halfstep train for precision {run.name!r}; pass "
+            "a file step-….pt, the folder of such files, or the --out of a run"
+        )
+    return found[-1][1]
+
+
+def _resumed(
+    options: argparse.Namespace, runs: Sequence[loop.Run], settings: loop.Settings, corpus: data.Corpus
+) -> dict[str, dict[str, Any]]:
+    """The checkpoint each run continues from, read and approved before any run starts."""
+    out = Path(options.out)
+    found = {run.name: checkpoint.checkpoints(_folder(out, run)) for run in runs}
+    if world.restarts() and options.save_every and (any(found.values()) or options.resume is None):
+        return {
+            run.name: loop.read_checkpoint(found[run.name][-1][1], run, settings, corpus)
+            for run in runs
+            if found[run.name]
+        }
+    if options.resume is None:
+        taken = [(run, found[run.name]) for run in runs if found[run.name]]
+        if options.save_every and taken:
+            run, files = taken[0]
+            raise UsageError(
+                f"{_folder(out, run)} already holds checkpoints, up to step {files[-1][0]}, which this run would "
+                "replace; pass --resume to continue from there, or another --out, or delete them"
+            )
+        return {}
+    if options.resume:
+        if len(runs) > 1:
+            raise UsageError(
+                "--resume PATH is for one precision; with --precision compare pass --resume without a path"
+            )
+        return {runs[0].name: loop.read_checkpoint(_named(Path(options.resume), runs[0]), runs[0], settings, corpus)}
+    if not any(found.values()):
+        raise UsageError(
+            f"--resume, but there is no checkpoint below {out / 'checkpoints'} for precision {options.precision!r}; "
+            "drop --resume to start anew (with --save-every N to write some), or pass the --out they are in"
+        )
+    return {
+        run.name: loop.read_checkpoint(found[run.name][-1][1], run, settings, corpus) for run in runs if found[run.name]
+    }
+
+
+class _Display:
+    """The live line on a terminal, a plain line every tenth of the way elsewhere, nothing on other ranks."""
+
+    def __init__(self, console: Console, steps: int, quiet: bool) -> None:
+        self._console, self._steps, self._quiet = console, steps, quiet
+        self._progress = (
+            Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}", markup=False),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            if console.is_terminal and not quiet
+            else None
+        )
+        self._task: Any = None
+        self._next = 0.0
+
+    @contextmanager
+    def run(self, name: str) -> Iterator[None]:
+        self._next = 0.0
+        with self._progress or nullcontext():
+            if self._progress:
+                self._task = self._progress.add_task(name, total=self._steps, line="")
+            yield
+            if self._progress:
+                self._progress.remove_task(self._task)
+
+    def watch(self, trainer: loop.Trainer) -> None:
+        history = trainer.history
+        recent = history.step_ms[-20:]
+        loss = sum(history.train_loss[-20:]) / len(history.train_loss[-20:])
+        speed = trainer.settings.batch * trainer.settings.context / median(recent) * 1000 if recent else math.nan
+        line = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
+        if trainer.scaler is not None:
+            line += f"  scale {history.scale[-1]:,.0f}  skipped {sum(history.skipped):.0f}"
+        if self._progress:
+            self._progress.update(self._task, completed=trainer.step, line=line)
+        elif not self._quiet and (trainer.step >= self._next or trainer.step == self._steps):
+            self._next = (trainer.step * 10 // self._steps + 1) * self._steps / 10
+            self._console.print(f"{trainer.run.name}: step {trainer.step}/{self._steps}  {line}", highlight=False)
+
+    def note(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    console = Console(markup=False)  # brackets in a path are not styles
+    # a pipe has no width; 80 columns would fold the table
+    return console if console.is_terminal else Console(width=160, markup=False)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command line as typed, to continue with."""
+    words = [word for word in argv if word != "--resume"]
+    return shlex.join(["halfstep", "train", *words, "--resume"])
+
+
+def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    out, runs = Path(options.out), RUNS[options.precision]
+    settings = loop.Settings(
+        size=options.size,
+        steps=options.steps,
+        batch=options.batch,
+        seed=options.seed,
+        lr=SIZES[options.size].lr if options.lr is None else options.lr,
+        weight_decay=options.weight_decay,
+        warmup=options.steps // 10 if options.warmup is None else options.warmup,
+        init_scale=options.init_scale,
+        growth_interval=options.growth_interval,
+    )
+    if settings.warmup >= settings.steps:
+        raise UsageError(
+            f"--warmup {settings.warmup} is not below --steps {settings.steps}; allowed are 0 to {settings.steps - 1}"
+        )
+    layout = world.Layout(
+        shard_size=options.shard_size,
+        accumulate=options.accumulate,
+        activation_checkpointing=options.activation_checkpointing,
+        cpu_offload=options.cpu_offload,
+        compress=options.compress,
+        overlap_check=options.overlap_check,
+    )
+    world.check(options.strategy, options.device, options.batch, SIZES[options.size].heads, layout)
+    corpus = data.read_corpus(options.data, settings.context)
+    make_folder(out)
+    resumed = _resumed(options, runs, settings, corpus)
+    results: list[loop.Result] = []
+    with world.world(options.strategy, options.device, layout) as place, loop.Interrupt().listening() as interrupt:
+        console = _console()
+        display = _Display(console, settings.steps, quiet=place.rank != 0)
+        display.note(
+            f"{corpus.name}: {corpus.size:,} bytes in {corpus.files:,} file{'s' * (corpus.files > 1)}; "
+            f"on {place.device}, {place.size} process{'es' * (place.size > 1)}"
+        )
+        if world.restarts():
+            what = "continuing" if resumed else "no checkpoint to continue from, starting anew"
+            display.note(f"processes restarted by torchrun, time {world.restarts()}: {what}")
+        for run in runs:
+            with display.run(run.name):
+                if run.name in resumed:
+                    display.note(f"{run.name}: continuing after step {resumed[run.name]['step']}")
+                result = loop.train(
+                    run,
+                    settings,
+                    corpus,
+                    place,
+                    folder=_folder(out, run),
+                    save_every=options.save_every,
+                    resumed=resumed.get(run.name),
+                    interrupt=interrupt,
+                    watch=display.watch,
+                    note=display.note,
+                )
+            if result.stopped is not None:
+                saved = (
+                    f"; continue with: {_command(argv)}"
+                    if options.save_every
+                    else "; nothing saved without --save-every"
+                )
+                display.note(
+                    f"{run.name}: stopped by {signal.Signals(result.stopped).name} after step {result.steps}{saved}"
+                )
+                return 128 + result.stopped
+            if result.trouble is not None:
+                display.note(f"{run.name}: given up: {result.trouble}")
+            results.append(result)
+        if place.rank == 0:
+            content = report.report(results, settings, corpus)
+            tables.show(console, report.table(content))
+            for name, known in report.overflows(content).items():
+                display.note(f"{name}: {known}")
+            for note in content["notes"]:
+                display.note(note)
+            written = report.write(out, content)
+            if not any(path.suffix == ".png" for path in written):
+                display.note("no report.png: matplotlib is not installed; pip install 'halfstep[plots]' to have it")
+            display.note("report: " + ", ".join(map(str, written)))
+    return 1 if any(result.trouble for result in results) else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep train`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
+    return run(
+        _parser(),
+        argv,
+        lambda options: _train(options, argv),
+        (data.DataError, world.WorldError, checkpoint.CheckpointError),
+        speaks=os.environ.get("RANK", "0") == "0",
+    )

@@ -1,0 +1,641 @@
+"""One training run, from the same initial weights and the same batches whatever the precision and the strategy.
+
+The host does not wait for the device: losses and scales stay there and are fetched together every few steps (every
+step on a CPU, where nothing waits). A step that the scaler skips still counts as a step: it has used its batch and its
+place in the learning-rate schedule, so all runs see the same data at the same rate.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+import halfstep
+from halfstep.cli.train.data import Corpus
+from halfstep.cli.train.model import GPT, SIZES
+from halfstep.cli.train.precision import Precision
+from halfstep.cli.train.strategies import (
+    backward_of,
+    connect,
+    counts_here,
+    gather_optimizer,
+    load_optimizer,
+    local_state,
+    make_optimizer,
+    reshard,
+    wrap,
+)
+from halfstep.cli.train.world import World
+from halfstep.integrations import checkpoint
+from halfstep.integrations.monitor import AmpMonitor
+from halfstep.numerics.overflow import Overflow, OverflowReport
+
+FORMAT = "halfstep train 3"
+# What a checkpoint holds beside its format: `Trainer.state`.
+CONTENT = (
+    *("plan", "step", "model", "optimizer", "scaler", "gradients", "overflowed", "rng", "cuda_rng", "history"),
+    *("gradient_bytes",),
+)
+VALIDATION_ROWS = 128
+FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: one batch alone is noisy
+BETAS = (0.9, 0.95)  # a second moment of 20 steps: what GPTs are usually trained with
+PATIENCE = 5  # steps in a row with a non-finite loss before a run is given up
+GRADIENT_STEPS = 20  # at most in so many steps gradients are counted, and at most in every tenth
+WORST = 5  # parameters of the report
+HISTORIES = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the report: a precision and the optimizer that trains it.
+
+    Args:
+        name: what the report calls it; also its checkpoint folder.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        optimizer: ``"halfstep.AdamW"`` (masters chosen by type) or ``"torch.optim.AdamW"`` (none).
+    """
+
+    name: str
+    precision: str
+    optimizer: str = "halfstep.AdamW"
+
+    @property
+    def scaled(self) -> bool:
+        return self.precision == "fp16"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a command have in common."""
+
+    size: str
+    steps: int
+    batch: int
+    seed: int
+    lr: float
+    weight_decay: float
+    warmup: int
+    init_scale: float
+    growth_interval: int
+
+    @property
+    def context(self) -> int:
+        return SIZES[self.size].context
+
+    def rate(self, step: int) -> float:
+        """Learning rate of step `step`, counted from 0: linear warm-up, then half a cosine down to zero."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass
+class History:
+    """What happened, one number per step, and (step, loss) for each validation."""
+
+    train_loss: list[float] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
+    skipped: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    optimizer_ms: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+
+    def skipped_steps(self) -> list[int]:
+        """Numbers of the skipped steps, from 1."""
+        return [step for step, flag in enumerate(self.skipped, 1) if flag]
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            name: torch.tensor(getattr(self, name), dtype=torch.float64, device="cpu") for name in HISTORIES
+        }
+        return {**state, "validation": [list(point) for point in self.validation]}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> History:
+        points = [(int(step), float(loss)) for step, loss in state["validation"]]
+        return cls(**{name: state[name].tolist() for name in HISTORIES}, validation=points)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. Losses are None if it was given up; `stopped` names the signal if one ended it early.
+
+    `overflow` is None where nothing is scaled, `gradients` where they are fp32.
+    """
+
+    run: Run
+    world: World
+    steps: int
+    history: History
+    parameters: int
+    param_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    tokens_per_step: int
+    overflow: OverflowReport | None
+    gradients: dict[str, Any] | None
+    trouble: str | None = None
+    stopped: int | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The run's entry in report.json."""
+        history = self.history
+        tail = history.train_loss[-max(1, round(len(history.train_loss) * FINAL_SHARE)) :]
+        fine = self.trouble is None
+        step_ms = median(history.step_ms)
+        return {
+            "name": self.run.name,
+            "precision": self.run.precision,
+            "strategy": self.world.strategy,
+            "world_size": self.world.size,
+            "optimizer": self.run.optimizer,
+            "steps": self.steps,
+            "final_train_loss": math.fsum(tail) / len(tail) if fine else None,
+            "final_val_loss": history.validation[-1][1] if fine else None,
+            "skipped_steps": len(history.skipped_steps()),
+            "final_scale": history.scale[-1] if self.run.scaled else None,
+            "param_bytes_per_param": self.param_bytes / self.parameters,
+            "gradient_bytes_per_param": self.gradient_bytes / self.parameters,
+            "optimizer_bytes_per_param": self.optimizer_bytes / self.parameters,
+            "step_ms_p50": step_ms,
+            "optimizer_ms_p50": median(history.optimizer_ms),
+            "tokens_per_s": self.tokens_per_step / step_ms * 1000,
+            "parameters": self.parameters,
+            "trouble": self.trouble,
+            "train_loss": [loss if math.isfinite(loss) else None for loss in history.train_loss],
+            "validation": [point for point in history.validation if math.isfinite(point[1])],
+            "scale": history.scale if self.run.scaled else None,
+            "skipped": history.skipped_steps(),
+            "overflow": None if self.overflow is None else self.overflow.as_dict(),
+            "gradients": self.gradients,
+        }
+
+
+class _Clock:
+    """Milliseconds of each step and of its optimizer part: wall clock on CPUs, events on GPUs, which do not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = device.type == "cuda"
+        self._marks: list[list[Any]] = []
+
+    def _now(self) -> Any:
+        if not self._events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self._marks.append([self._now()])
+
+    def mark(self) -> None:
+        self._marks[-1].append(self._now())
+
+    def take(self) -> list[tuple[float, float]]:
+        """(step, optimizer) milliseconds of the steps since the last call; the device has finished them."""
+        marks, self._marks = self._marks, []
+        if self._events:
+            torch.cuda.synchronize()
+            return [(begin.elapsed_time(end), before.elapsed_time(end)) for begin, before, end in marks]
+        return [((end - begin) * 1e3, (end - before) * 1e3) for begin, before, end in marks]
+
+
+class Interrupt:
+    """Ctrl-C or SIGTERM asks the run to stop after its step; a second Ctrl-C stops it where it is."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    @contextmanager
+    def listening(self) -> Iterator[Interrupt]:
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def plan(run: Run, settings: Settings, corpus: Corpus) -> dict[str, Any]:
+    """Everything a run's bits depend on, but for machine and strategy; kept in its checkpoints."""
+    return {"precision": run.precision, "optimizer": run.optimizer, **asdict(settings), "data": corpus.sha256}
+
+
+def read_checkpoint(path: Path, run: Run, settings: Settings, corpus: Corpus) -> dict[str, Any]:
+    """Load a checkpoint and refuse it if it belongs to another run. Nothing else is touched.
+
+    Raises:
+        checkpoint.CheckpointError: damaged, or made with other settings; the message names each.
+    """
+    state = checkpoint.load(path)
+    if state.get("format") != FORMAT:
+        raise checkpoint.CheckpointError(
+            f"{path} has format {state.get('format')!r}; allowed is {FORMAT!r}; pass one that halfstep train wrote"
+        )
+    made, wanted, step = state.get("plan"), plan(run, settings, corpus), state.get("step")
+    missing = [name for name in CONTENT if name not in state]
+    if missing or not isinstance(made, dict) or type(step) is not int or not 0 <= step:
+        raise checkpoint.CheckpointError(
+            f"{path} is not as halfstep train wrote it: {', '.join(missing) or 'its plan or step'} is "
+            f"{'missing' if missing else 'something else'}; continue from another checkpoint, or start anew"
+        )
+    differing = [name for name in wanted if made.get(name) != wanted[name]]
+    if differing:
+        given = ", ".join(f"{name} is {_shown(wanted[name])} and was {_shown(made.get(name))}" for name in differing)
+        options = " ".join(_option(name, made.get(name)) for name in differing)
+        raise checkpoint.CheckpointError(
+            f"cannot resume from {path}: {given}; pass {options}, or start anew with another --out"
+        )
+    return state
+
+
+def _option(name: str, value: Any) -> str:
+    """What to type so that `name` is `value` again."""
+    if name == "data":
+        return "--data with the same content"
+    if name == "optimizer":  # torch's trains in comparisons only
+        return f"--precision {'compare' if value == 'torch.optim.AdamW' else 'fp32'}"
+    return f"--{name.replace('_', '-')} {value}"
+
+
+def _shown(value: Any) -> str:
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else repr(value)  # a SHA-256, shortened
+
+
+class Trainer:
+    """A run's model, optimizer and scaler, and the steps it has done."""
+
+    def __init__(self, run: Run, settings: Settings, corpus: Corpus, world: World) -> None:
+        self.run, self.settings, self.corpus, self.world = run, settings, corpus, world
+        torch.manual_seed(settings.seed)
+        precision = Precision.on(run.precision, world.device)
+        recompute = world.layout.activation_checkpointing
+        self.plain = GPT(SIZES[settings.size], precision, settings.seed, recompute).to(world.device, precision.dtype)
+        self.parameters = sum(p.numel() for p in self.plain.parameters())
+        self.model = wrap(self.plain, world)
+        self.optimizer = self._optimizer()
+        self.scaler = (
+            halfstep.GradScaler(
+                world.device.type, init_scale=settings.init_scale, growth_interval=settings.growth_interval
+            )
+            if run.scaled
+            else None
+        )
+        connect(self.model, self.scaler, world)
+        self.monitor = self._monitor()
+        self.history = History()
+        self.step = 0
+        self._resumed_at = 0  # the scaler counts from there
+        self._overflowed_before: list[Overflow] = []
+        self.gradient_bytes = 0  # counted in the first step, when there are gradients
+        self._clock = _Clock(world.device)
+        self._losses: list[torch.Tensor] = []
+        self._scales: list[torch.Tensor] = []
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        # matrices decay; gains and shifts of the norms do not, as is usual
+        matrices = [p for p in self.plain.parameters() if p.dim() >= 2]
+        vectors = [p for p in self.plain.parameters() if p.dim() < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": self.settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        kind: Any = {"halfstep.AdamW": halfstep.AdamW, "torch.optim.AdamW": torch.optim.AdamW}[self.run.optimizer]
+        return make_optimizer(kind, groups, self.world, lr=self.settings.lr, betas=BETAS)
+
+    def _monitor(self) -> AmpMonitor | None:
+        """What counts gradients that are kept in 16 bits; None if they are fp32."""
+        if self.run.precision == "fp32":
+            return None
+        every = max(10, self.settings.steps // GRADIENT_STEPS)
+        return AmpMonitor(self.plain, self.scaler, every, self.run.precision)
+
+    def advance(self) -> None:
+        """One step: forward, backward, optimizer."""
+        settings, device = self.settings, self.world.device
+        rows = self.world.rows(settings.batch)
+        inputs, targets = self.corpus.batch(settings.seed, self.step, rows, settings.context)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.rate(self.step)
+        self._clock.start()
+        loss = torch.zeros((), dtype=torch.float32, device=device)
+        parts = self._parts(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+        for number, part in enumerate(parts, 1):
+            with backward_of(self.model, last=number == len(parts)):
+                share = self.model(*part)
+                if len(parts) > 1:
+                    share = share / len(parts)
+                (share if self.scaler is None else self.scaler.scale(share)).backward()
+            loss = loss + share.detach()
+        if self.monitor is not None:
+            self.monitor.step(self.optimizer)
+        self._clock.mark()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self._scales.append(self._scale())
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self._clock.mark()
+        if not self.gradient_bytes:
+            self.gradient_bytes = sum(_bytes(p.grad) for p in self.plain.parameters() if p.grad is not None)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._losses.append(loss)
+        self.step += 1
+
+    def _parts(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A batch in micro-batches."""
+        count = self.world.layout.accumulate
+        return list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
+
+    def _scale(self) -> torch.Tensor:
+        """A copy of the loss scale, still on the device."""
+        assert self.scaler is not None
+        scale = self.scaler._get_scale_async()  # get_scale() would wait for the device
+        assert scale is not None  # it is made by the first scale()
+        return scale.detach().clone()
+
+    def flush(self, *extra: float) -> list[float]:
+        """Move what the device has gathered into the history. Returns the mean over all ranks of each extra number."""
+        losses = [loss.float() for loss in self._losses]
+        packed = torch.stack(
+            [*losses, *(torch.tensor(x, dtype=torch.float32, device=self.world.device) for x in extra)]
+        )
+        values = self.world.mean(packed).tolist()
+        count = len(losses)
+        self.history.train_loss += values[:count]
+        self._losses = []
+        if self.scaler is None:
+            self.history.scale += [1.0] * count
+            self.history.skipped += [0.0] * count
+        else:
+            scales = torch.stack([*self._scales, self._scale()]).tolist()
+            self._scales = []
+            self.history.scale += scales[:-1]
+            # the scale falls exactly when a step was skipped (and rises only after a run of clean ones)
+            self.history.skipped += [float(after < before) for before, after in pairwise(scales)]
+        for step_ms, optimizer_ms in self._clock.take():
+            self.history.step_ms.append(step_ms)
+            self.history.optimizer_ms.append(optimizer_ms)
+        return values[count:]
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss on the fixed validation windows, in the run's own precision. Collective."""
+        batch, context = self.settings.batch, self.settings.context
+        count = -(-VALIDATION_ROWS // batch)
+        mine = self.world.rows(batch)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for number in range(count):
+            rows = range(mine.start + number * batch, mine.stop + number * batch)
+            inputs, targets = self.corpus.validation(rows, count * batch, context)
+            parts = self._parts(inputs.to(self.world.device), targets.to(self.world.device))
+            for part in parts:
+                total += self.model(*part).double() / len(parts)
+        reshard(self.model)
+        loss = float(self.world.mean(total / count))
+        if not self.history.validation or self.history.validation[-1][0] != self.step:
+            self.history.validation.append((self.step, loss))
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds. Collective under FSDP, where the shards are put together."""
+        cuda = (
+            torch.cuda.get_rng_state(self.world.device)
+            if self.world.device.type == "cuda"
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
+        return {
+            "format": FORMAT,
+            "plan": plan(self.run, self.settings, self.corpus),
+            "step": self.step,
+            "model": checkpoint.gather(self.plain.state_dict()),
+            "optimizer": gather_optimizer(self.optimizer),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "gradients": self._counted(),
+            "overflowed": self.world.objects([asdict(one) for one in self._overflowed()]),
+            "rng": self.world.objects(torch.get_rng_state()),
+            "cuda_rng": self.world.objects(cuda),
+            "history": self.history.state(),
+            "gradient_bytes": {"world_size": self.world.size, "bytes": self.gradient_bytes},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint that `read_checkpoint` has approved.
+
+        Raises:
+            checkpoint.CheckpointError: what is in it does not fit.
+        """
+        try:
+            self._restore(state)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            if isinstance(error, checkpoint.CheckpointError):
+                raise
+            raise checkpoint.CheckpointError(
+                f"the checkpoint of step {state['step']} of {self.run.name} is not as halfstep train wrote it "
+                f"({type(error).__name__}: {str(error)[:200]}); continue from another one, or start anew"
+            ) from error
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        checkpoint.load_model(self.plain, state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if len(state["rng"]) == self.world.size:  # with another number of ranks there is no state for each
+            torch.set_rng_state(state["rng"][self.world.rank])
+            if self.world.device.type == "cuda" and state["cuda_rng"][self.world.rank].numel():
+                torch.cuda.set_rng_state(state["cuda_rng"][self.world.rank], self.world.device)
+        if self.monitor is not None and state.get("gradients") is not None:
+            counted = state["gradients"]
+            if self.world.rank:  # the counts are those of all ranks together
+                counted = {**counted, "counts": torch.zeros_like(counted["counts"])}
+            self.monitor.load_state_dict(counted)
+        self.history = History.from_state(state["history"])
+        self.step = self._resumed_at = state["step"]
+        ranks = [[Overflow(**one) for one in rank] for rank in state["overflowed"]]
+        self._overflowed_before = ranks[self.world.rank] if len(ranks) == self.world.size else _over_ranks(ranks)
+        if state["gradient_bytes"]["world_size"] == self.world.size:
+            self.gradient_bytes = state["gradient_bytes"]["bytes"]
+
+    def _overflowed(self) -> list[Overflow]:
+        """The parameters that overflowed on this rank, by name, in the run's own steps. Waits for the device."""
+        if self.scaler is None:
+            return []
+        found = {one.name: one for one in self._overflowed_before}
+        for one in self.scaler.overflow_report(self.plain.named_parameters()).parameters:
+            before = found.get(one.name, Overflow(one.name, 0, 0, one.first_step + self._resumed_at, 0))
+            found[one.name] = replace(
+                before,
+                inf_steps=before.inf_steps + one.inf_steps,
+                nan_steps=before.nan_steps + one.nan_steps,
+                last_step=one.last_step + self._resumed_at,
+            )
+        return sorted(found.values(), key=lambda one: one.name)
+
+    def overflow(self) -> OverflowReport | None:
+        """What the scaler knows, from the run's first step on; None without one. Collective, waits for the device."""
+        if self.scaler is None:
+            return None
+        everywhere = _over_ranks(self.world.objects(self._overflowed()))
+        found = sorted(everywhere, key=lambda one: (-one.inf_steps - one.nan_steps, one.first_step, one.name))
+        skipped = self.history.skipped_steps()
+        return OverflowReport(self.step, len(skipped), skipped[-1] if skipped else 0, found)
+
+    def _counted(self) -> dict[str, Any] | None:
+        """What was counted of gradients, shards added up and copies counted once. Collective, waits."""
+        if self.monitor is None:
+            return None
+        state = self.monitor.state_dict()
+        mine = [counts_here(parameter, self.world) for parameter in self.plain.parameters()]
+        ranks = self.world.objects(state["counts"] * torch.tensor(mine, dtype=torch.bool, device="cpu").unsqueeze(1))
+        return {**state, "counts": torch.stack(ranks).sum(0)}
+
+    def gradients(self) -> dict[str, Any] | None:
+        """The gradients' entry in report.json: where they fall at the last scale. Collective, waits."""
+        counted = self._counted()
+        if counted is None:
+            return None
+        together = AmpMonitor(self.plain, self.scaler, format=self.run.precision)
+        together.load_state_dict(counted)
+        known = together.report()
+        worst = [row.as_dict() for row in known.statistics.worst(WORST)]
+        for row in worst:
+            del row["exponents"]
+        return {
+            "format": known.statistics.format.name,
+            "scale": known.statistics.scale,
+            "steps": known.collected,
+            "total": known.statistics.total.as_dict(),
+            "worst": worst,
+            "advice": None if known.advice is None else {**known.advice.as_dict(), "text": str(known.advice)},
+        }
+
+    def result(self, trouble: str | None = None, stopped: int | None = None) -> Result:
+        return Result(
+            run=self.run,
+            world=self.world,
+            steps=self.step,
+            history=self.history,
+            parameters=self.parameters,
+            param_bytes=sum(_bytes(p) for p in self.plain.parameters()),
+            gradient_bytes=self.gradient_bytes,
+            optimizer_bytes=sum(_bytes(v) for entry in local_state(self.optimizer).values() for v in _tensors(entry)),
+            tokens_per_step=self.settings.batch * self.settings.context,
+            overflow=self.overflow(),
+            gradients=self.gradients(),
+            trouble=trouble,
+            stopped=stopped,
+        )
+
+
+def _over_ranks(ranks: list[list[Overflow]]) -> list[Overflow]:
+    """One entry per parameter; of its counts the largest, as shards of it overflow in the same step or do not."""
+    found: dict[str, Overflow] = {}
+    for one in (one for rank in ranks for one in rank):
+        other = found.get(one.name, one)
+        found[one.name] = Overflow(
+            one.name,
+            max(one.inf_steps, other.inf_steps),
+            max(one.nan_steps, other.nan_steps),
+            min(one.first_step, other.first_step),
+            max(one.last_step, other.last_step),
+        )
+    return list(found.values())
+
+
+def _tensors(entry: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an optimizer's entry that grow with the parameter: not the step counter."""
+    for value in entry.values():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            yield value
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes this process holds of it: of a sharded tensor, the shard."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _non_finite(losses: list[float]) -> bool:
+    return len(losses) >= PATIENCE and not any(map(math.isfinite, losses[-PATIENCE:]))
+
+
+def train(
+    run: Run,
+    settings: Settings,
+    corpus: Corpus,
+    world: World,
+    *,
+    folder: Path | None,
+    save_every: int,
+    resumed: dict[str, Any] | None,
+    interrupt: Interrupt,
+    watch: Callable[[Trainer], None],
+    note: Callable[[str], None],
+) -> Result:
+    """Train one run to its last step, or until it is interrupted or its loss is no number any more.
+
+    Args:
+        run, settings, corpus, world: what, how, on which text, by whom.
+        folder: where its checkpoints lie; needed where `save_every` > 0.
+        save_every: steps between checkpoints; 0 writes none.
+        resumed: a checkpoint's content to continue from.
+        interrupt: asked after each step whether to stop.
+        watch: called whenever the history has grown.
+        note: told what happens besides: a checkpoint written.
+    """
+    trainer = Trainer(run, settings, corpus, world)
+    if resumed is not None:
+        trainer.restore(resumed)
+    # Waiting for a GPU, or for the other ranks, at every step would cost more than the step.
+    every = 1 if world.size == 1 and world.device.type == "cpu" else 10
+    validate_every = max(1, settings.steps // 10)
+
+    def keep() -> None:
+        state = trainer.state()
+        if world.rank == 0 and folder is not None:
+            note(f"{run.name}: saved {checkpoint.save(folder, trainer.step, state)}")
+
+    while trainer.step < settings.steps:
+        trainer.advance()
+        last = trainer.step == settings.steps
+        save_now = bool(save_every) and (trainer.step % save_every == 0 or last)
+        validate_now = trainer.step % validate_every == 0 or last
+        if not (save_now or validate_now or trainer.step % every == 0):
+            continue
+        # a signal reaches the ranks at different steps; they agree here
+        (stop,) = trainer.flush(float(interrupt.signal or 0))
+        if _non_finite(trainer.history.train_loss):
+            trouble = (
+                f"the loss was not finite for {PATIENCE} steps in a row, the last of them step {trainer.step}; "
+                f"use a smaller --lr than {settings.lr:g}, or --precision fp32 to see whether precision is the cause"
+            )
+            return trainer.result(trouble=trouble)
+        if validate_now:
+            trainer.validate()
+        watch(trainer)
+        if save_now or (stop and save_every):
+            keep()
+        if stop and not last:
+            return trainer.result(stopped=interrupt.signal or int(signal.SIGTERM))
+    if not trainer.history.validation:
+        trainer.validate()
+    return trainer.result()

@@ -1,0 +1,141 @@
+"""A small GPT that reads bytes: pre-norm blocks, learned positions, no biases, attention through `halfstep.softmax`.
+
+Plain torch modules and plain parameters, so DDP wraps it and `fully_shard` shards it block by block, untouched. For
+tensor parallelism the rows of `qkv` lie head by head (tensor_parallel.py cuts between heads), and each product takes
+the part of its weight that this rank holds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep.cli.train.precision import Precision
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of a model: blocks, width, heads, the bytes it sees at once, and a learning rate that suits it."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    lr: float
+
+
+SIZES = {
+    "nano": Size(layers=2, width=32, heads=2, context=32, lr=5e-3),
+    "tiny": Size(layers=4, width=128, heads=4, context=64, lr=3e-3),
+    "small": Size(layers=6, width=256, heads=8, context=256, lr=2e-3),
+    "medium": Size(layers=8, width=512, heads=8, context=512, lr=1e-3),
+    "base": Size(layers=12, width=768, heads=12, context=1024, lr=6e-4),
+}
+
+
+def _held(weight: torch.Tensor) -> torch.Tensor:
+    """The part of a weight that this rank multiplies by."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class _Attention(nn.Module):
+    def __init__(self, size: Size, precision: Precision) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.precision = precision
+        self.qkv = nn.Parameter(torch.empty(3 * size.width, size.width, dtype=torch.float32))
+        self.out = nn.Parameter(torch.empty(size.width, size.width, dtype=torch.float32))
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        B, T, C = x_BTC.shape
+        # H: the heads that this rank holds
+        qkv_BTH3D = self.precision.linear(x_BTC, _held(self.qkv)).view(B, T, -1, 3, C // self.heads)
+        q_BHTD, k_BHTD, v_BHTD = qkv_BTH3D.permute(3, 0, 2, 1, 4)
+        scores_BHTT = self.precision.matmul(q_BHTD, k_BHTD.transpose(-2, -1))
+        weights_BHTT = halfstep.softmax(scores_BHTT, dim=-1, scale=1.0 / math.sqrt(C // self.heads), causal=True)
+        mixed_BTF = self.precision.matmul(weights_BHTT, v_BHTD).transpose(1, 2).flatten(2)
+        return self.precision.linear(mixed_BTF, _held(self.out))
+
+
+class _MLP(nn.Module):
+    def __init__(self, size: Size, precision: Precision) -> None:
+        super().__init__()
+        self.precision = precision
+        self.up = nn.Parameter(torch.empty(4 * size.width, size.width, dtype=torch.float32))
+        self.down = nn.Parameter(torch.empty(size.width, 4 * size.width, dtype=torch.float32))
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        return self.precision.linear(F.gelu(self.precision.linear(x_BTC, _held(self.up))), _held(self.down))
+
+
+class _Block(nn.Module):
+    def __init__(self, size: Size, precision: Precision, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.norm1 = nn.LayerNorm(size.width, dtype=torch.float32)
+        self.attention = _Attention(size, precision)
+        self.norm2 = nn.LayerNorm(size.width, dtype=torch.float32)
+        self.mlp = _MLP(size, precision)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        # inside the module, so that FSDP2 has gathered the weights when the backward pass comes back
+        if self.recompute and torch.is_grad_enabled():
+            result: torch.Tensor = checkpoint(self._forward, x_BTC, use_reentrant=False)
+            return result
+        return self._forward(x_BTC)
+
+    def _forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        x_BTC = x_BTC + self.attention(self.norm1(x_BTC))
+        return x_BTC + self.mlp(self.norm2(x_BTC))
+
+
+class GPT(nn.Module):
+    """Bytes in, mean cross-entropy in nats per byte out.
+
+    Args:
+        size: its shape.
+        precision: its arithmetic; the parameters are fp32 until ``.to(precision.dtype)``.
+        seed: of the initial weights, drawn in fp32 on the CPU, so that they are the same in every precision.
+        recompute: keep a block's input only, and compute the block again in the backward pass.
+    """
+
+    def __init__(self, size: Size, precision: Precision, seed: int, recompute: bool = False) -> None:
+        super().__init__()
+        self.precision = precision
+        self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
+        self.positions = nn.Parameter(torch.empty(size.context, size.width, dtype=torch.float32))
+        self.blocks = nn.ModuleList(_Block(size, precision, recompute) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, dtype=torch.float32)
+        self.head = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
+        self._initialise(size, torch.Generator().manual_seed(seed))
+
+    def _initialise(self, size: Size, generator: torch.Generator) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue  # the norms start as 1 and 0
+            if name in ("bytes", "positions"):
+                std = 0.5  # with GPT-2's 0.02, so short a training ends some 0.2 nats higher
+            else:
+                std = 1 / math.sqrt(parameter.shape[1])  # outputs as large as inputs
+            if name.endswith(("attention.out", "mlp.down")):
+                std /= math.sqrt(2 * size.layers)  # so many terms are added to the residual stream (GPT-2)
+            nn.init.normal_(parameter, std=std, generator=generator)
+            if name.endswith("qkv"):  # drawn as all queries, all keys, all values
+                by_part = parameter.detach().view(3, size.heads, -1, size.width)
+                parameter.detach().copy_(by_part.transpose(0, 1).flatten(0, 2))
+
+    def forward(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        x_BTC = self.precision.embedding(inputs_BT, self.bytes) + self.positions[: inputs_BT.shape[1]]
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        logits_BTV = self.precision.linear(self.norm(x_BTC), self.head)
+        return F.cross_entropy(self.precision.for_loss(logits_BTV).flatten(0, 1), targets_BT.flatten())

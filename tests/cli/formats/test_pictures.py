@@ -1,0 +1,99 @@
+"""The pictures: what they show is what the formats hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lookup_run import lines
+from matplotlib.figure import Figure
+
+from halfstep.cli.formats import pictures
+from halfstep.numerics.formats import Format, formats
+
+ALL = list(formats.values())
+
+
+def drawn(draw: Callable[[Any, Any], None], what: Any, size: tuple[float, float] = (12, 7)) -> Any:
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    draw(axes, what)
+    figure.draw_without_rendering()
+    return axes
+
+
+def boxes(axes: Any) -> list[tuple[str, Any]]:
+    """Texts and where they stand."""
+    renderer = axes.figure._get_renderer()
+    labels = [*axes.texts, *axes.get_yticklabels()]
+    return [(text.get_text(), text.get_window_extent(renderer)) for text in labels if text.get_text()]
+
+
+@pytest.mark.parametrize("draw", [pictures.draw_range, pictures.draw_density])
+@pytest.mark.parametrize("chosen", [ALL, [formats["fp16"], formats["bf16"]], [formats["fp64"]], [formats["e2m1"]]])
+def test_no_labels_overlap(draw: Callable[[Any, Any], None], chosen: list[Format]) -> None:
+    axes = drawn(draw, chosen, (12, 1.3 + 0.32 * len(chosen)))
+    found = boxes(axes)
+    for place, (one, first) in enumerate(found):
+        for other, second in found[:place]:
+            assert not first.overlaps(second), (one, other)
+        assert first.x0 >= 0 and first.x1 <= axes.figure.bbox.x1, one
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e8m0fnu", "e2m1"])
+def test_codes_fit_their_cells(name: str) -> None:
+    row = formats[name]
+    axes = drawn(pictures.draw_codes, row, (12, 1.6 + 0.36 * max(1, row.codes // 16)))
+    assert len(axes.texts) == row.codes
+    renderer = axes.figure._get_renderer()
+    width = axes.get_window_extent(renderer).width / 16
+    assert all(text.get_window_extent(renderer).width <= width for text in axes.texts)
+
+
+def test_the_range_is_from_the_least_to_the_largest() -> None:
+    axes = drawn(pictures.draw_range, [formats["fp16"]])
+    bars = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches)
+    assert bars == [(-24, -14), (-14, pytest.approx(math.log2(65504)))]  # subnormal, then normal
+    assert [text.get_text() for text in axes.texts] == ["5.96e-8", "65504"]
+
+
+def test_the_density_is_the_number_of_values() -> None:
+    axes = drawn(pictures.draw_density, [formats["e4m3"]])
+    assert [text.get_text() for text in axes.texts] == ["0", "1", "2", *["3"] * 14, "2.8"]  # 7 values, and NaN
+
+
+def test_codes_are_where_their_hexadecimal_digits_say() -> None:
+    axes = drawn(pictures.draw_codes, formats["e4m3"])
+    texts = [text.get_text() for text in axes.texts]
+    assert (texts[0x00], texts[0x38], texts[0x7E], texts[0x7F], texts[0x80], texts[0xFE]) == (
+        "0", "1", "448", "nan", "-0", "-448",
+    )  # fmt: skip
+    assert axes.texts[0x38].get_position() == (8.5, 3.5)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_files(tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / f"x.{suffix}"
+    words = ("ladder", "--kind", "range", "-f", "fp16", "bf16", "--out", str(out))
+    assert lines(*words) == [f"{out}: range"]
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
+    first = out.read_bytes()
+    assert first.startswith(start)
+    if suffix != "pdf":
+        assert lines(*words) and out.read_bytes() == first  # the same words, the same bytes
+
+
+def test_all_panels_in_one_file(tmp_path: Path) -> None:
+    out = tmp_path / "all.svg"
+    assert lines("ladder", "-f", "fp16", "e4m3", "--codes", "e2m1", "--out", str(out)) == [
+        f"{out}: range, density, codes"
+    ]
+    text = out.read_text(encoding="utf-8")
+    for title in ("Range:", "Density:", "All 16 codes of e2m1fn"):
+        assert title in text
+    width = re.search(r'width="([\d.]+)pt"', text)
+    assert width and float(width[1]) == 864  # 12 inches: 1200 pixels in a PNG

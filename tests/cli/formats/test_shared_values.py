@@ -1,0 +1,51 @@
+"""Values that formats share, counted against all their values, one by one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from halfstep.cli.formats.shared_values import binade_values, shared_values
+from halfstep.numerics.exact import decode_exact
+from halfstep.numerics.formats import Format, formats
+
+SMALL = [name for name in formats if formats[name].bits <= 8] + ["e3m4", "e4m3ieee", "e5m2finite", "e2m0", "e3m2b6"]
+
+
+def every_value(row: Format) -> set[object]:
+    found = {decode_exact(code, row) for code in range(row.codes)}
+    return {value for value in found if value == value}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations_with_replacement(SMALL, 2)))
+def test_shared_values_of_small_formats(one: str, other: str) -> None:
+    wanted = len(every_value(formats[one]) & every_value(formats[other]))
+    assert shared_values(formats[one], formats[other]) == shared_values(formats[other], formats[one]) == wanted
+
+
+def test_shared_values_of_16_bits() -> None:
+    half, brain = every_value(formats["fp16"]), every_value(formats["bf16"])
+    assert shared_values(formats["fp16"], formats["bf16"]) == len(half & brain)
+    for name in SMALL:
+        assert shared_values(formats["fp16"], formats[name]) == len(half & every_value(formats[name]))
+
+
+@pytest.mark.parametrize("name", list(formats))
+def test_a_format_shares_all_its_values_with_itself(name: str) -> None:
+    assert shared_values(formats[name], formats[name]) == formats[name].values
+
+
+def test_narrow_in_wide() -> None:
+    for narrow, wide in (("fp32", "fp64"), ("fp16", "tf32"), ("bf16", "tf32"), ("tf32", "fp32"), ("e2m1", "e4m3")):
+        assert shared_values(formats[narrow], formats[wide]) == formats[narrow].values
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_values_of_a_binade(name: str) -> None:
+    row = formats[name]
+    positive = [value for value in every_value(row) if math.isfinite(value) and value > 0]  # type: ignore[arg-type, operator]
+    for exponent in range(-140, 140):
+        inside = [value for value in positive if 2.0**exponent <= value < 2.0 ** (exponent + 1)]  # type: ignore[operator]
+        assert binade_values(row, exponent) == len(inside)

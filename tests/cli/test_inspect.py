@@ -1,0 +1,189 @@
+"""halfstep inspect: the table, JSON, sorting, pictures, and what it says about files it cannot read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import damaged_files
+import pytest
+import torch
+
+from halfstep.cli import inspect as command
+from halfstep.cli.inspect import main
+from halfstep.numerics.statistics import statistics
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    content = {
+        "model": {
+            "encoder.layers.0.self_attention.in_proj.weight": torch.randn(300, 5) * 1e-6,
+            "bias": torch.tensor([0.0, 1e-9, 1.0, 1e6]),
+            "scale": torch.ones(700, dtype=torch.bfloat16),
+        },
+        "step": torch.tensor(3),
+        "lr": 0.1,
+    }
+    torch.save(content, tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table(
+    width: int, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([str(checkpoint)]) == 0
+    lines = lines_of(capsys)
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines), "nothing is cut"
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert [row[0].split(".")[-1] for row in rows] == ["weight", "scale", "bias", "total"]
+    if width == 80:
+        assert rows[2][1:6] == ["4", "25.0", "25.0", "0", "25.0"]
+    else:
+        assert rows[1][1:3] == ["bf16", "700"]
+        assert rows[2] == "model.bias fp32 4 25.0 25.0 0 25.0 25.0 0 0 2^-30..2^19 0 1 1".split()
+    assert "left out: 1 of int64" in lines
+    assert any(line.startswith("In fp16: flushed up to 2^-25, subnormal below 2^-14") for line in lines)
+
+
+def test_json_is_what_statistics_says(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(checkpoint), "--json", "--scale", "2^10", "--format", "bfloat16", "--advise"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    tensors = {f"model.{name}": tensor for name, tensor in torch.load(checkpoint)["model"].items()}
+    expected = json.loads(json.dumps(statistics(tensors, "bf16", 1024.0).as_dict()))
+    assert {key: content[key] for key in expected} == expected
+    assert content["left_out"] == {"int64": 1}
+    assert content["files"] == [str(checkpoint)]
+    assert content["advice"]["verdict"] == "unscaled"
+
+
+@pytest.mark.parametrize(
+    ("sort", "first"), [("size", "weight"), ("lost", "bias"), ("zero", "bias"), ("name", "bias"), ("file", "weight")]
+)
+def test_sorting_and_limits(sort: str, first: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(checkpoint), "--sort", sort, "--limit", "1"]) == 0
+    lines = lines_of(capsys)
+    assert sum(line.startswith("│") for line in lines) == 2
+    assert first in next(line for line in lines if line.startswith("│"))
+    assert "2 more tensors: --limit 0 shows all" in lines
+    assert main([str(checkpoint), "--limit", "0"]) == 0
+    assert sum(line.startswith("│") for line in lines_of(capsys)) == 4
+
+
+def test_pictures_and_advice(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for options in ([], ["--advise"]):
+        out = tmp_path / "picture.png"
+        assert main([str(checkpoint), "--out", str(out), *options]) == 0
+        assert out.read_bytes()[:4] == b"\x89PNG"
+        out.unlink()
+    assert "no scale is good enough" in capsys.readouterr().out
+
+
+def test_parts_of_one_checkpoint_and_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        torch.save({f"w{number}.{part}": torch.full((100,), 2.0**part) for part in range(4)}, tmp_path / f"{number}.pt")
+    monkeypatch.setattr(command, "BATCH", 1000)
+    assert main([*(str(tmp_path / f"{number}.pt") for number in range(3)), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert [row["elements"] for row in content["tensors"]] == [100] * 12
+    assert content["total"]["exponents"] == {"0": 300, "1": 300, "2": 300, "3": 300}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.pt"], "nowhere.pt cannot be read: No such file or directory"),
+        (["README"], "README is no file of tensors, or is cut off: as safetensors its header would be"),
+        (["integers.pt"], "integers.pt: there are no floating-point tensors in it, only 1 of int64"),
+        (["zeros.pt", "--advise"], "gradients hold no finite number but 0"),
+        (["zeros.pt", "zeros.pt"], "zeros.pt has a tensor 'a', and so has a file before it; inspect them one by one"),
+        (["zeros.pt", "--format", "fp17"], "argument --format: unknown format 'fp17'; did you mean 'fp16'"),
+        (["zeros.pt", "--format", "int8"], "argument --format: format is 'int8'; allowed are floating-point formats"),
+        (
+            ["zeros.pt", "--scale", "2^200"],
+            "argument --scale: '2^200' is not allowed; allowed are numbers from 2^-126 to 2^126",
+        ),
+        (["zeros.pt", "--scale", "-1"], "argument --scale"),
+        (["zeros.pt", "--scale", "1000", "--advise"], "--scale 1000 is no power of two, so nothing can be advised"),
+        (
+            ["zeros.pt", "--limit", "x"],
+            "argument --limit: 'x' is not allowed; allowed are whole numbers from 0",
+        ),
+        (
+            ["zeros.pt", "--out", "x.gif"],
+            "argument --out: 'x.gif' is no picture; allowed are names ending",
+        ),
+        (
+            ["zeros.pt", "--out", "nowhere/x.png"],
+            "argument --out: 'nowhere/x.png' cannot be written: No such file or directory; pass a file in",
+        ),
+        ([], "the following arguments are required: FILE"),
+    ],
+)
+def test_errors(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("README").write_text("# A file of text, and no tensors in it\n")
+    torch.save({"a": torch.tensor(3)}, "integers.pt")
+    torch.save({"a": torch.zeros(3)}, "zeros.pt")
+    assert main(arguments) == 2
+    caught = capsys.readouterr()
+    assert f"halfstep inspect: error: {said}" in caught.err
+    assert caught.out == ""
+
+
+def test_values_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an expanded tensor repeats is beyond any memory, and a sparse one's zeros are not in the file."""
+    content = {
+        "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 10**12),
+        "sparse": torch.eye(10**3).to_sparse(),
+        "empty": torch.empty(0, 5),
+    }
+    torch.save(content, tmp_path / "x.pt")
+    assert main([str(tmp_path / "x.pt"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    assert [row["elements"] for row in rows] == [2, 1000, 0]
+    torch.save({"windows": torch.zeros(2000).unfold(0, 1000, 1)}, tmp_path / "x.pt")
+    assert main([str(tmp_path / "x.pt")]) == 2
+    assert "tensor 'windows': its strides make 1,001,000 elements of 2,000; save a copy" in capsys.readouterr().err
+
+
+def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "\x1b[31mx.pt"
+    torch.save({"\x1b[2J\rw$\\frac$": torch.ones(3)}, path)
+    assert main([str(path), "--advise", "--out", str(tmp_path / "x.png")]) == 0
+    assert main([str(path), "--json"]) == 0
+    path.write_bytes(path.read_bytes()[:-30])
+    assert main([str(path)]) == 2
+    printed = capsys.readouterr()
+    assert r"\x1b[2J\rw$\frac$" in printed.out and r"\x1b[31mx.pt" in printed.err
+    assert all(sign.isprintable() or sign == "\n" for sign in printed.out + printed.err)
+    assert printed.err.count("\n") == 1
+
+
+def test_damaged_files_are_answered_in_one_line(tmp_path: Path) -> None:
+    refused = damaged_files.campaign(240, 0, tmp_path)
+    assert min(refused.values()) > 30
+
+
+def test_the_command(checkpoint: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "halfstep", "inspect", str(checkpoint)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "total" in done.stdout

@@ -1,0 +1,370 @@
+"""`halfstep plan`: what it refuses, prints, writes and draws."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfstep
+from halfstep.__main__ import main as halfstep_main
+from halfstep.cli import plan as command
+from halfstep.cli import plan_picture
+from halfstep.numerics.planning import CARDS, OPTIMIZERS, STRATEGIES, Transformer, plan
+
+SHAPE = ["--layers", "12", "--hidden", "768", "--heads", "12", "--vocab", "40512", "--seq", "512"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert halfstep_main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    return json.loads(run(capsys, *arguments, "--json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is no model; give --params 7e9, --model llama-3-8b, or the shape of a transformer"),
+        (
+            ["--params", "many"],
+            "argument --params: 'many' is not allowed; allowed are whole numbers from 1, as 7e9, 7B",
+        ),
+        (["--params", "0.5"], "argument --params: '0.5' is not allowed; allowed are whole numbers from 1"),
+        (["--params", "0"], "argument --params: '0' is not allowed; allowed are whole numbers from 1"),
+        (
+            ["--params", "1e9", "--gpus", "1.5"],
+            "argument --gpus: '1.5' is not allowed; allowed are whole",
+        ),
+        (["--params", "1e9", "--gpus", "8,"], "argument --gpus: '' is not allowed; allowed are whole numbers from 1"),
+        (["--params", "1e9", "--gpus", "8,64"], "--gpus is 8,64; give one, or add --compare strategies, which plans"),
+        (["--params", "1", "--gpus", "2", "--strategy", "ddp,fsdp"], "--strategy is ddp,fsdp; give one, or add"),
+        (["--params", "1", "--gpus", "2,1", "--compare", "strategies"], "gpus is 1; strategies differ from 2"),
+        (
+            ["--params", "1", "--gpus", "2", "--strategy", "ddp,single", "--compare", "strategies"],
+            "strategy is 'single'; allowed are ddp, zero1",
+        ),
+        (["--params", "1e9", "--strategy", "fsdb"], "strategy is 'fsdb'; did you mean 'fsdp'? Allowed are single, ddp"),
+        (["--params", "1e9", "--card", "h10"], "card is 'h10'; did you mean 'h100'? Allowed are a100-40"),
+        (["--params", "1e9", "--model", "gpt2"], "--params is 1,000,000,000 and the shape has 124,439,808; leave one"),
+        (["--model", "gtp2"], "--model is 'gtp2'; did you mean 'gpt2'? Allowed are gpt2, gpt2-xl"),
+        (SHAPE[:4], "--heads, --vocab, --seq missing; a shape is --layers, --hidden, --heads, --vocab, --seq"),
+        (["--params", "1e9", "--flash", "--tied"], "--tied, --flash without a shape; give --model, or --layers"),
+        ([*SHAPE[:5], "11", *SHAPE[6:]], "heads is 11 and does not divide hidden, which is 768"),
+        (["--model", "gpt2", "--norm", "batch"], "norm is 'batch'; allowed are 'layer' and 'rms'"),
+        (["--model", "gpt2", "--seq", "2048"], "seq is 2048; the model has 1024 positions"),
+        (["--params", "1e9", "--gpus", "8", "--strategy", "hsdp", "--shard", "3"], "shard is 3 and does not divide"),
+        (["--params", "1e9", "--fit", "params"], "--fit without a card; give --card, one of a100-40"),
+        (["--params", "1e9", "--fit", "model"], "--fit is 'model'; allowed are none, params, layers, batch"),
+        (["--params", "1e9", "--card", "h100", "--fit", "batch"], "what is 'batch' and there is no model"),
+        (["--params", "1e9", "--step-ms", "10"], "--step-ms without a card"),
+        (["--params", "1e9", "--step-ms", "10", "--card", "h100"], "--step-ms with --params only; give --batch and"),
+        (
+            ["--params", "1e9", "--step-ms", "nan"],
+            "argument --step-ms: 'nan' is not allowed; allowed are numbers",
+        ),
+        (
+            ["--params", "1e9", "--reserve", "5"],
+            "argument --reserve: '5' is not allowed; allowed are a share or a size",
+        ),
+        (
+            ["--params", "1e9", "--reserve", "100%"],
+            "argument --reserve: '100%' is not allowed; allowed are shares",
+        ),
+        (["--params", "1e9", "--card", "rtx4090", "--reserve", "24GiB"], "allowed are a share from 0 to below 1, or"),
+        (["--params", "1e9", "--compare", "layout"], "compare is 'layout'; did you mean 'layouts'?"),
+        (["--params", "1e9", "--compare", "strategies"], "gpus is 1; strategies differ from 2 data-parallel GPUs"),
+        (
+            ["--params", "1e9", "--compare", "layouts", "--moments", "bf16"],
+            "moments is 'bf16' while layouts are compared",
+        ),
+        (["--params", "1", "--compare", "layouts", "--card", "h100", "--fit", "params"], "--fit with --compare"),
+        (
+            ["--params", "1e9", "--out", "bars.gif"],
+            "'bars.gif' is no picture; allowed are names ending in .png",
+        ),
+        (
+            ["--params", "1e9", "--out", "nowhere/bars.png"],
+            "'nowhere/bars.png' cannot be written: No such file or",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert halfstep_main(["plan", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_issues_line(capsys: pytest.CaptureFixture[str]) -> None:
+    made = told(capsys, "--params", "7e9", "--gpus", "8", "--strategy", "fsdp")
+    assert made["halfstep"] == halfstep.__version__ and made["compare"] is None and made["fit"] is None
+    (one,) = made["plans"]
+    assert one["totals"]["state"] == 7 * 10**9 * 14 // 8
+    label = {name: one.pop(name) for name in ("label", "card", "mfu", "hfu")}
+    assert label == {"label": "halfstep, bf16, fsdp", "card": None, "mfu": None, "hfu": None}
+    assert one == plan(7e9, gpus=8, strategy="fsdp").as_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("7e9", 7e9), ("7B", 7e9), ("1.5b", 1.5e9), ("350M", 3.5e8), ("7_000", 7e3), ("2.5e1", 25)]
+)
+def test_ways_to_write_a_number(text: str, number: float) -> None:
+    assert command._count(text) == number
+
+
+def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    made = told(
+        capsys,
+        *(*SHAPE, "--ffn", "2048", "--kv-heads", "4", "--gated", "--no-biases", "--norm", "rms", "--no-final-norm"),
+        *("--no-positions", "--tied", "--no-dropout", "--flash", "--gpus", "32", "--strategy", "hsdp", "--shard", "4"),
+        *("--tp", "2", "--sequence-parallel", "--offload", "--compress", "fp16", "--rank", "1", "--precision", "bf16"),
+        *("--optimizer", "te-master", "--moments", "fp8,fp16", "--master", "fp16", "--grad-dtype", "fp32"),
+        *("--accumulator", "fp32", "--batch", "3", "--accumulate", "2", "--checkpointing", "sqrt", "--bucket-view"),
+    )
+    model = Transformer(
+        *(12, 768, 12, 40512, 512),
+        ffn=2048,
+        kv_heads=4,
+        gated=True,
+        biases=False,
+        norm="rms",
+        final_norm=False,
+        positions=False,
+        tied=True,
+        dropout=False,
+        flash=True,
+    )
+    expected = plan(
+        model=model,
+        gpus=32,
+        strategy="hsdp",
+        shard=4,
+        tensor_parallel=2,
+        sequence_parallel=True,
+        offload=True,
+        compress="fp16",
+        rank=1,
+        optimizer="te-master",
+        moments="fp8,fp16",
+        master="fp16",
+        gradients="fp32",
+        accumulator="fp32",
+        batch=3,
+        seq=512,
+        accumulate=2,
+        checkpointing="sqrt",
+        bucket_view=True,
+    )
+    (one,) = made["plans"]
+    assert expected.as_dict().items() <= one.items()
+    assert told(capsys, *SHAPE, "--checkpointing")["plans"][0]["settings"]["checkpointing"] == "full"
+    amsgrad = told(capsys, "--params", "8", "--amsgrad")["plans"][0]["parts"]
+    assert "max_exp_avg_sq" in [part["name"] for part in amsgrad]
+
+
+def test_a_card_a_measured_step_and_the_largest_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SHAPE, "--batch", "8", "--card", "A100-40", "--reserve", "4GiB", "--step-ms", "100", "--fit", "batch"]
+    made = told(capsys, *arguments)
+    (one,) = made["plans"]
+    usable = 36 * 2**30
+    assert one["card"]["usable"] == usable and one["card"]["fits"]
+    assert one["card"]["left"] == usable - one["totals"]["peak"]
+    assert one["mfu"] == one["hfu"] == pytest.approx(one["work"]["training"] / 0.1 / 312e12)
+    best = made["fit"]["plan"]
+    assert made["fit"]["what"] == "batch" and best["totals"]["peak"] <= usable
+    more = told(capsys, *SHAPE, "--batch", str(best["settings"]["batch"] + 1))
+    assert more["plans"][0]["totals"]["peak"] > usable
+    printed = run(capsys, *arguments)
+    assert f"a micro-batch of {best['settings']['batch']}" in printed
+    assert f"MFU {one['mfu']:.3f}" in printed and "a100-40: 40.0 GiB, 36.0 GiB after the reserve; fits" in printed
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run(capsys, "--model", "llama-3-70b", "--card", "rtx4090", "--fit", "batch")
+    assert "does not fit" in printed and "Not even one sequence fits." in printed
+    largest = run(capsys, "--params", "1", "--optimizer", "torch-fused", "--precision", "fp32", "--reserve", "0%",
+                  "--card", "h100", "--fit", "params")  # fmt: skip
+    assert f"{80 * 2**30 // 16:,} parameters" in largest
+    assert "layers (" in run(capsys, *SHAPE, "--card", "rtx4090", "--fit", "layers")
+
+
+def test_the_table_holds_every_part_and_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--model", "llama-3-8b", "--gpus", "16", "--strategy", "hsdp", "--shard", "8", "--seq", "4096"]
+    (one,) = told(capsys, *arguments)["plans"]
+    for columns in ("80", "160"):
+        monkeypatch.setenv("COLUMNS", columns)
+        printed = run(capsys, *arguments)
+        assert max(map(len, printed.splitlines())) <= int(columns)
+        assert "…" not in printed
+        for part in one["parts"]:
+            line = next(line for line in printed.splitlines() if re.match(rf"│ {part['name']} +│", line))
+            assert ("≈" in line) == (not part["exact"])
+        for message in one["communication"]:
+            assert re.search(rf"│ {message['what']} +│ {message['name']}", printed)
+
+
+@pytest.mark.parametrize("columns", ["80", "160"])
+def test_layouts_and_strategies_compared(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    common = ["--params", "7e9", "--gpus", "8", "--card", "h100"]
+    labels = [one["label"] for one in told(capsys, *common, "--compare", "strategies")["plans"]]
+    assert labels == [*(name for name in STRATEGIES if name not in ("single", "hsdp")), "hsdp, groups of 4"]
+    layouts = told(capsys, *common, "--compare", "layouts")["plans"]
+    assert [one["label"] for one in layouts[:2]] == ["torch, fp32", "torch, amp-bf16"]
+    named = {one["settings"]["optimizer"] for one in layouts}
+    # "halfstep" is the split master's row, O2 is fp16's, and flashoptim without master bits fp32's.
+    assert named == set(OPTIMIZERS) - {"halfstep", "apex-o2", "flashoptim"}
+    for what in ("layouts", "strategies"):
+        printed = run(capsys, *common, "--compare", what)
+        assert max(map(len, printed.splitlines())) <= int(columns) and "…" not in printed
+        assert "fits" in printed and "yes" in printed and ("no" in printed.split())
+    fp16 = told(capsys, *common, "--compare", "layouts", "--precision", "fp16")["plans"]
+    assert {"halfstep", "apex-o2"} <= {one["settings"]["optimizer"] for one in fp16}
+    for precision in ("fp32", "amp-bf16", "amp-fp16"):
+        assert told(capsys, *common, "--compare", "layouts", "--precision", precision)["plans"]
+
+
+def test_strategies_on_several_numbers_of_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ["--model", "gpt2", "--compare", "strategies", "--shard", "8", "--strategy", "zero1,hsdp"]
+    several = told(capsys, *common, "--gpus", "16,1024,16")["plans"]
+    assert [one["label"] for one in several] == [
+        *("zero1, 16 GPUs", "zero1, 1,024 GPUs", "hsdp, groups of 8, 16 GPUs", "hsdp, groups of 8, 1,024 GPUs")
+    ]
+    for gpus in (16, 1024):
+        alone = told(capsys, *common, "--gpus", str(gpus))["plans"]
+        assert [one["label"] for one in alone] == ["zero1", "hsdp, groups of 8"]
+        listed = [{**one, "label": ""} for one in several if one["settings"]["gpus"] == gpus]
+        assert listed == [{**one, "label": ""} for one in alone]
+    for columns in ("80", "160"):
+        monkeypatch.setenv("COLUMNS", columns)
+        printed = run(capsys, *common, "--gpus", "16,1024").splitlines()
+        assert max(map(len, printed)) <= int(columns)
+        assert printed[0].rstrip() == "124,439,808 parameters; halfstep, bf16; per GPU, GiB"
+        assert [line.split()[:4] for line in printed if line.startswith(" hsdp")] == [
+            ["hsdp,", "shard", "8", "16"],
+            ["hsdp,", "shard", "8", "1,024"],
+        ]
+
+
+def test_bars_of_a_strategy_stand_together() -> None:
+    plans = [{"settings": {"strategy": name}} for name in ("ddp", "ddp", "fsdp", "fsdp", "hsdp")]
+    assert plan_picture._places(plans) == [0, 1, 2.5, 3.5, 5]
+
+
+def test_a_strategy_that_cannot_offload_is_planned_without(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = told(capsys, "--params", "7e9", "--gpus", "8", "--offload", "--compare", "strategies")["plans"]
+    hosted = {one["label"] for one in plans if one["totals"]["host"]}
+    assert hosted == {"zero1", "zero2", "zero3", "fsdp", "fsdp1", "hsdp, groups of 4"}
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_the_picture_is_drawn(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
+    written = []
+    for number in range(2):
+        path = tmp_path / f"bars{number}.{suffix}"
+        run(capsys, "--params", "7e9", "--gpus", "8", "--compare", "layouts", "--card", "h100", "--out", str(path))
+        written.append(path.read_bytes())
+    assert written[0].startswith(begins) and written[0] == written[1]
+
+
+def test_every_part_has_its_colour() -> None:
+    coloured = {name for _, _, names in plan_picture.KINDS for name in names}
+    model = Transformer(12, 768, 12, 40512, 512)
+    drawn = set()
+    for strategy in STRATEGIES:
+        for optimizer, precision in (("te-master", "bf16"), ("te-remainder", "bf16"), ("torch", "amp-bf16")):
+            made = plan(
+                model=model,
+                gpus=1 if strategy == "single" else 8,
+                shard=4 if strategy == "hsdp" else None,
+                strategy=strategy,
+                optimizer=optimizer,
+                precision=precision,
+                compress="fp16",
+                accumulator="fp32",
+                moments="fp16" if optimizer == "te-master" else None,
+                amsgrad=optimizer == "torch",
+                batch=2,
+                checkpointing="full",
+            )
+            content = command.content_of([("one", made)])["plans"][0]
+            assert sum(plan_picture.stack(content).values()) == made.totals.peak
+            drawn |= {part.name for part in made.parts}
+    assert drawn == coloured
+    hosted = plan(7e9, gpus=8, strategy="zero2", offload=True)
+    shown = plan_picture.stack(command.content_of([("one", hosted)])["plans"][0])
+    assert sum(shown.values()) == hosted.totals.peak and "moments" not in shown
+    assert len({colour for _, colour, _ in plan_picture.KINDS}) == len(plan_picture.KINDS)
+
+
+def test_without_matplotlib_the_message_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert halfstep_main(["plan", "--params", "8", "--out", str(tmp_path / "bars.png")]) == 2
+    assert "--out needs matplotlib; type: pip install 'halfstep[plots]'" in capsys.readouterr().err
+
+
+def test_neither_torch_nor_matplotlib_is_loaded() -> None:
+    code = (
+        "import sys; from halfstep.__main__ import main; main(['plan', '--params', '7e9', '--gpus', '8']); "
+        "sys.exit(bool({'torch', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_page_can_be_typed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+    (python,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {"model": torch.nn.Linear(3, 5)}
+    exec(python, names)
+    assert names["best"].settings["batch"] > 2 and names["made"].totals.peak < 80 * 2**30
+    (shell,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
+    commands = shell.replace("\\\n", " ").splitlines()
+    assert len(commands) == 3
+    for line in commands:
+        words = line.replace("plan.png", str(tmp_path / "plan.png")).split()
+        assert words[:2] == ["halfstep", "plan"] and run(capsys, *words[2:])
+    assert (tmp_path / "plan.png").exists()
+
+
+def test_the_page_on_8_64_and_1024_gpus_shows_what_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```console\n\$ halfstep plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 2
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    for typed, shown in blocks:
+        printed = run(capsys, *typed.replace("\\\n", " ").split())
+        assert [line.rstrip() for line in printed.rstrip().splitlines()] == shown.splitlines()
+    assert (tmp_path / "scaling.png").exists()
+
+
+def test_help_names_every_choice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stopped:
+        halfstep_main(["plan", "--help"])
+    assert stopped.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for names in (STRATEGIES, OPTIMIZERS, CARDS):
+        assert ", ".join(names) in text

@@ -1,0 +1,127 @@
+"""The emulated fp16 products against a float64 oracle; the model starts the same in every precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfstep.cli.train.model import GPT, SIZES
+from halfstep.cli.train.precision import Precision
+
+CPU = torch.device("cpu")
+FP16 = Precision.on("fp16", CPU)
+
+
+def _random(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).half()
+
+
+def _is_product(value: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `value` is a·b rounded to fp16: within half an fp16 ulp, plus what an fp32 sum may be off."""
+    exact = a.double() @ b.double()
+    magnitude = a.double().abs() @ b.double().abs()
+    ulp = torch.maximum(exact.abs() * 2.0**-11, torch.tensor(2.0**-25, dtype=torch.float64))
+    slack = magnitude * a.shape[-1] * 2.0**-24
+    return value.dtype == torch.float16 and bool(((value.double() - exact).abs() <= ulp * 1.0001 + slack).all())
+
+
+def test_linear_forward_and_backward_are_products_rounded_once() -> None:
+    x, w = _random(3, 5, 17, seed=0).requires_grad_(), _random(11, 17, seed=1).requires_grad_()
+    grad = _random(3, 5, 11, seed=2)
+    y = FP16.linear(x, w)
+    y.backward(grad)
+    assert x.grad is not None and w.grad is not None and x.grad.shape == x.shape
+    assert _is_product(y, x.detach(), w.detach().t())
+    assert _is_product(x.grad, grad, w.detach())
+    assert _is_product(w.grad, grad.flatten(0, 1).t(), x.detach().flatten(0, 1))
+
+
+def test_matmul_forward_and_backward_of_transposed_views() -> None:
+    a = _random(2, 3, 7, 5, seed=0).requires_grad_()
+    b = _random(2, 3, 9, 5, seed=1).requires_grad_()
+    grad = _random(2, 3, 7, 9, seed=2)
+    c = FP16.matmul(a, b.transpose(-2, -1))
+    c.backward(grad)
+    assert a.grad is not None and b.grad is not None
+    assert _is_product(c, a.detach(), b.detach().mT)
+    assert _is_product(a.grad, grad, b.detach())
+    assert _is_product(b.grad, grad.mT, a.detach())
+
+
+def test_products_overflow_and_underflow_as_fp16_does() -> None:
+    x, w = (
+        torch.tensor([[200.0, 200.0]]).half().requires_grad_(),
+        torch.tensor([[200.0, 200.0]]).half().requires_grad_(),
+    )
+    y = FP16.linear(x, w)
+    assert y.item() == float("inf")  # 80000 > 65504, though fp32 held it
+    FP16.linear(x, w * 2.0**-20).backward(torch.tensor([[2.0**-14]]).half())
+    assert x.grad is not None and x.grad.tolist() == [[0.0, 0.0]]  # 200·2^-34 is below half the least subnormal
+    assert w.grad is not None
+
+
+def test_the_sum_inside_a_product_is_not_fp16() -> None:
+    # 4096 terms of 1 stop at 2048 in an fp16 accumulator
+    ones = torch.ones(1, 4096).half()
+    assert FP16.linear(ones, ones).item() == 4096
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_the_embedding_gradient_is_summed_in_fp32(name: str) -> None:
+    precision = Precision.on(name, CPU)
+    table = torch.zeros(4, 2, dtype=precision.dtype, requires_grad=True)
+    index = torch.zeros(3000, dtype=torch.int64)
+    precision.embedding(index, table).backward(torch.ones(3000, 2, dtype=precision.dtype))
+    assert table.grad is not None
+    assert table.grad[0].tolist() == [float(torch.tensor(3000.0).to(precision.dtype))] * 2
+    assert not table.grad[1:].any()
+
+
+def test_fp16_is_emulated_on_the_cpu_only() -> None:
+    assert FP16.emulated
+    assert not Precision.on("fp16", torch.device("cuda")).emulated
+    assert not Precision.on("bf16", CPU).emulated
+    with pytest.raises(ValueError, match=r"precision is 'fp8'; allowed are 'fp32'"):
+        Precision.on("fp8", CPU)
+
+
+def test_the_model_starts_the_same_in_every_precision_and_computes_nearly_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = (torch.randint(0, 256, (4, 32), generator=generator) for _ in range(2))
+    models = {name: GPT(SIZES["nano"], Precision.on(name, CPU), seed=5) for name in ("fp32", "bf16", "fp16")}
+    for values in zip(*(model.parameters() for model in models.values()), strict=True):
+        assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
+    losses, slopes = {}, {}
+    for name, model in models.items():
+        model.to(model.precision.dtype)
+        loss = model(inputs, targets)
+        assert loss.dtype == torch.float32
+        (loss * 1024).backward()
+        losses[name] = loss.item()
+        slopes[name] = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]) / 1024
+    for name, bound in (("bf16", 2.0**-8), ("fp16", 2.0**-11)):
+        assert losses[name] == pytest.approx(losses["fp32"], rel=bound)
+        error = (slopes[name] - slopes["fp32"]).norm() / slopes["fp32"].norm()
+        assert error < 6 * bound, f"{name}: gradients are {error:.2e} off"
+
+
+def test_a_byte_is_predicted_from_earlier_ones_only() -> None:
+    model = GPT(SIZES["nano"], Precision.on("fp32", CPU), seed=0)
+    inputs = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(1))
+    changed = inputs.clone()
+    changed[0, 20] += 1 if changed[0, 20] < 255 else -1
+    targets = torch.zeros_like(inputs)
+    # the loss over the first 20 places does not see place 20; over the first 21 it does
+    assert model(inputs[:, :20], targets[:, :20]) == model(changed[:, :20], targets[:, :20])
+    assert model(inputs[:, :21], targets[:, :21]) != model(changed[:, :21], targets[:, :21])
+    seen: dict[int, torch.Tensor] = {}
+
+    def keep(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        seen[len(seen)] = output.detach()
+
+    handle = model.norm.register_forward_hook(keep)
+    model(inputs, targets)
+    model(changed, targets)
+    handle.remove()
+    assert torch.equal(seen[0][:, :20], seen[1][:, :20])
+    assert not torch.equal(seen[0][:, 20:], seen[1][:, 20:])
