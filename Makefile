@@ -11,7 +11,8 @@ WORKERS := auto
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-TESTS := $(BIN)/pytest -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile -p no:benchmark
+TESTS := $(BIN)/pytest -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile \
+	--no-loadscope-reorder -p no:benchmark
 
 # The compiled kernels in software; tests/support/software_gpu. It needs a compiler, as Triton's own launcher does.
 GPUS := sm_80 sm_90 sm_100 gfx942
