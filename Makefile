@@ -20,13 +20,14 @@ ON_GPU := $(BIN)/pytest -q --numprocesses $(WORKERS) --maxprocesses 2 --dist loa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick durations exhaustive soak versions lint audit bounds clean
+.PHONY: help demo test quick durations coverage exhaustive soak versions lint audit bounds clean
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
 	@echo "make test        the tests, without the ones that walk all 2^32 inputs"
 	@echo "make quick       of them what covers most in the time: under two minutes on two cores"
 	@echo "make durations   record how long each test file takes; make test fails where one outgrows that"
+	@echo "make coverage    which lines the tests run: out/coverage/html; fails below the floor in pyproject.toml"
 	@echo "make exhaustive  those: minutes to an hour"
 	@echo "make soak        the campaigns of docs/robustness.md: overflows on four ranks, interrupts, bad files, graphs; hours"
 	@echo "make versions    the tests on the oldest and newest torch, Triton and Python, each in its own environment: hours"
@@ -73,6 +74,12 @@ quick: $(VENV)/.test
 
 durations: $(VENV)/.test
 	$(TESTS) --record-durations
+
+# Tracing makes Python code about twice as slow. A failed test does not keep the lines from being counted, but fails here.
+coverage: $(VENV)/.test
+	rm -rf out/coverage && mkdir -p out/coverage
+	$(BIN)/coverage run $(TESTS); status=$$?; $(BIN)/coverage combine --quiet && $(BIN)/coverage html --quiet \
+		&& $(BIN)/coverage report && exit $$status
 
 exhaustive: $(VENV)/.test
 	$(BIN)/pytest -m exhaustive

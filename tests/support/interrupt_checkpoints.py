@@ -62,7 +62,7 @@ class Moment:
             os.kill(os.getpid(), signal.SIGINT)
 
         thread = None if self.traced else threading.Thread(target=send)
-        inside = False
+        inside, tracer = False, sys.gettrace()
         try:
             try:
                 if thread is not None:
@@ -74,7 +74,7 @@ class Moment:
             except KeyboardInterrupt:
                 return True
             finally:
-                sys.settrace(None)
+                sys.settrace(tracer)  # that of coverage, where it is measured
             if thread is not None:
                 thread.join()
                 time.sleep(0.01)

@@ -81,14 +81,14 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
                 raise KeyboardInterrupt
         return trace
 
-    enabled = torch.is_grad_enabled()
+    enabled, tracer = torch.is_grad_enabled(), sys.gettrace()
     sys.settrace(trace)
     try:
         action()
     except KeyboardInterrupt:
         assert count == number
     finally:
-        sys.settrace(None)
+        sys.settrace(tracer)  # that of coverage, where it is measured
         # What a trace function raises has left gradients disabled; what a signal handler raises has not (300 tries).
         torch.set_grad_enabled(enabled)
     return count
