@@ -553,7 +553,7 @@ class _AdamBase(Optimizer):
         self._checked_norm: float | None = None
         self._agreed: dict[int, _Agreed] = {}
         self._topology = TopologyMemory()
-        self._had_nothing = False
+        self._stepped_without_gradients = False
         self._recorded: dict[int, torch.Tensor] = {}
         Optimizer.__init__(self, params, defaults)
 
@@ -563,7 +563,7 @@ class _AdamBase(Optimizer):
         self.__dict__.setdefault("_squares", None)
         self.__dict__.setdefault("_checked_norm", None)
         self.__dict__.setdefault("_topology", TopologyMemory())
-        self.__dict__.setdefault("_had_nothing", False)
+        self.__dict__.setdefault("_stepped_without_gradients", False)
         self.__dict__.setdefault("_recorded", {})  # state tensors that CUDA graphs write to
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -980,17 +980,17 @@ class _AdamBase(Optimizer):
         # torch.distributed.checkpoint takes such a step, with gradients of 0, to find out what state there is.
         # A rank without gradients never has state: it takes part in the first such step only, as the others do.
         first_at_rest = not self.state and all(_is_zero(group["lr"]) for group in self.param_groups)
-        first_at_rest = first_at_rest and not self._had_nothing
+        first_at_rest = first_at_rest and not self._stepped_without_gradients
         parameters = self._parameters()
         grads = list(map(attrgetter("grad"), parameters))
         if any(map(is_, grads, repeat(None))):
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         if not parameters:
-            if not self._had_nothing:
+            if not self._stepped_without_gradients:
                 self._warn_if_sharded_since()
             # Others may have some, and wait for this rank's part of their sums.
-            self._had_nothing = True
+            self._stepped_without_gradients = True
             self._control()
             if first_at_rest:
                 self._check(None)

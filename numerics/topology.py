@@ -28,7 +28,7 @@ import torch
 REMEDY = "pass GradScaler(process_group=...) a group of all ranks that hold a part of the model"
 
 
-class Part(NamedTuple):
+class Placement(NamedTuple):
     """Where one tensor lies.
 
     Attributes:
@@ -83,7 +83,7 @@ def _grid(rank: int, sets: Sequence[frozenset[int]]) -> frozenset[int] | None:
     return reached if base >= 0 and len(reached) == math.prod(map(len, sets)) else None
 
 
-def _of_mesh(tensor: Any) -> Part | None:
+def _of_mesh(tensor: Any) -> Placement | None:
     """Where a DTensor lies; None if on one rank only, or not on this one."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
@@ -91,10 +91,10 @@ def _of_mesh(tensor: Any) -> Part | None:
         return None
     groups = tuple(mesh.get_group(dimension) for dimension in range(mesh.ndim) if mesh.size(dimension) > 1)
     copies = [at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()]
-    return Part(frozenset(mesh.mesh.flatten().tolist()), tuple(map(_members, groups)), groups, not any(copies))
+    return Placement(frozenset(mesh.mesh.flatten().tolist()), tuple(map(_members, groups)), groups, not any(copies))
 
 
-def _of_flat(state: Any, handle: Any) -> Part | None:
+def _of_flat(state: Any, handle: Any) -> Placement | None:
     """Where the parameters lie that an FSDP1 module has flattened."""
     import torch.distributed as dist
 
@@ -112,7 +112,7 @@ def _of_flat(state: Any, handle: Any) -> Part | None:
             "dimensions of one mesh: give FullyShardedDataParallel device_mesh= instead of two process groups"
         )
     first = all(cut or group.rank() == 0 for group, cut in dimensions)
-    return Part(ranks, lines, tuple(group for group, _ in dimensions), first)
+    return Placement(ranks, lines, tuple(group for group, _ in dimensions), first)
 
 
 def _instances(module: str, name: str) -> list[Any]:
@@ -121,12 +121,12 @@ def _instances(module: str, name: str) -> list[Any]:
     return [] if cls is None else [one for one in gc.get_objects() if issubclass(type(one), cls)]
 
 
-def _flat_parts() -> dict[int, tuple[Part | None, bool]]:
+def _flat_parts() -> dict[int, tuple[Placement | None, bool]]:
     """By the parameter's id: where FSDP1 has put it, and whether it has cut it.
 
     Parameters do not know their module, so all modules are asked.
     """
-    found: dict[int, tuple[Part | None, bool]] = {}
+    found: dict[int, tuple[Placement | None, bool]] = {}
     for state in _instances("torch.distributed.fsdp._common_utils", "_FSDPState"):
         handle = getattr(state, "_handle", None)
         if handle is None or getattr(state, "_fsdp_extension", None) is not None:
@@ -161,7 +161,7 @@ class World(NamedTuple):
     group: Any
 
 
-def _joined(parts: Sequence[Part], world: World) -> tuple[frozenset[int], tuple[Any, ...]]:
+def _joined(parts: Sequence[Placement], world: World) -> tuple[frozenset[int], tuple[Any, ...]]:
     """All ranks concerned, and the groups over which to reduce, one after the other.
 
     Raises:
@@ -200,7 +200,7 @@ class Agreement(NamedTuple):
     counted: list[bool]
 
 
-def agreement(parts: Sequence[Part], further: Part | None, world: World) -> Agreement:
+def agreement(parts: Sequence[Placement], further: Placement | None, world: World) -> Agreement:
     """How the ranks that hold any of some parts come to one answer.
 
     Args:
@@ -244,7 +244,7 @@ class Topology:
     def __init__(self, parameters: Sequence[torch.Tensor], process_group: Any = None) -> None:
         self.parameters = list(parameters)
         self.process_group = process_group
-        self.kinds: list[Part | None] = [None]
+        self.kinds: list[Placement | None] = [None]
         self.kind_of: list[int] | None = None
         self.settled = not any(map(is_sharded, self.parameters))
         self.cut_by_fsdp1 = False
@@ -253,7 +253,7 @@ class Topology:
         further = None
         if process_group is not None and process_group.size() > 1:
             ranks = _members(process_group)
-            further = Part(ranks, (ranks,), (process_group,), True)
+            further = Placement(ranks, (ranks,), (process_group,), True)
         agreed = Agreement(frozenset(), (), [True])
         if parts or further is not None:
             import torch.distributed as dist
@@ -263,8 +263,8 @@ class Topology:
         self.ranks, self.groups, self.counted = agreed
 
     def _find(self) -> None:
-        flats: dict[int, tuple[Part | None, bool]] | None = None
-        known: dict[Part | None, int] = {None: 0}
+        flats: dict[int, tuple[Placement | None, bool]] | None = None
+        known: dict[Placement | None, int] = {None: 0}
         kind_of = []
         for index, parameter in enumerate(self.parameters):
             part = None

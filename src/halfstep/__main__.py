@@ -85,7 +85,7 @@ def _unknown(words: Sequence[str]) -> str:
     return f"unknown command {given!r}; {instead(given, sorted(starts))}; see halfstep --help"
 
 
-def _wait_politely() -> None:
+def _shorten_openmp_spinning() -> None:
     """Let OpenMP's threads sleep sooner between two operations, before torch loads and reads the setting.
 
     By default they spin for milliseconds. A step of a small model is hundreds of short operations, so on a machine that
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         length = len(command.words)
         if tuple(arguments[:length]) == command.words:
             if command.words == ("train",):
-                _wait_politely()
+                _shorten_openmp_spinning()
             try:
                 return int(importlib.import_module(command.module).main(arguments[length:]))
             except KeyboardInterrupt:

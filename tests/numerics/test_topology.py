@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from halfstep.numerics.gradients import check_gradients
 from halfstep.numerics.scaler import GradScaler
-from halfstep.numerics.topology import Agreement, Part, TopologyMemory, World, agreement
+from halfstep.numerics.topology import Agreement, Placement, TopologyMemory, World, agreement
 
 EVERYONE = "all ranks"
 
@@ -40,13 +40,13 @@ def members(shape: tuple[int, ...], at: tuple[int, ...], dims: tuple[int, ...]) 
     )
 
 
-def part_of(shape: tuple[int, ...], at: tuple[int, ...], lies: Lies) -> Part | None:
+def part_of(shape: tuple[int, ...], at: tuple[int, ...], lies: Lies) -> Placement | None:
     wide = [dim for dim in lies.dims if shape[dim] > 1]
     if not wide:
         return None
     groups = tuple(members(shape, at, (dim,)) for dim in wide)
     first = not any(at[dim] for dim in lies.dims if dim not in lies.cut)
-    return Part(members(shape, at, lies.dims), groups, groups, first)
+    return Placement(members(shape, at, lies.dims), groups, groups, first)
 
 
 def summed(
@@ -94,7 +94,7 @@ def test_each_part_is_counted_once_and_every_rank_has_the_same_sum(
     agreements, contributions = [], []
     for rank, at in enumerate(every):
         placed = [(lies, part_of(shape, at, lies)) for lies in lying]
-        kinds: dict[Part | None, int] = {None: 0}
+        kinds: dict[Placement | None, int] = {None: 0}
         for _, part in placed:
             kinds.setdefault(part, len(kinds))
         parts = [part for part in kinds if part is not None]
@@ -118,7 +118,7 @@ def every_agreement(shape: tuple[int, ...], lying: list[Lies], further: tuple[in
     for rank, at in enumerate(coordinates(shape)):
         parts = [part for part in (part_of(shape, at, lies) for lies in lying) if part is not None]
         ranks = members(shape, at, further)
-        yield agreement(parts, Part(ranks, (ranks,), (ranks,), True), World(rank, math.prod(shape), EVERYONE))
+        yield agreement(parts, Placement(ranks, (ranks,), (ranks,), True), World(rank, math.prod(shape), EVERYONE))
 
 
 def test_one_group_that_joins_all_ranks_is_all_that_is_reduced_over() -> None:
@@ -151,16 +151,24 @@ def test_a_further_group_inside_the_mesh_is_not_reduced_over_again() -> None:
     assert [one.counted[0] for one in agreed] == [True, True, False, False]
 
 
+def on_a_line(*ranks: int) -> Placement:
+    return Placement(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True)
+
+
 def test_sets_of_ranks_that_are_no_mesh_are_refused_with_the_remedy() -> None:
-    odd = [Part(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 1, 2), (0, 1, 4))]
+    odd = [
+        Placement(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 1, 2), (0, 1, 4))
+    ]
     world = World(0, 8, EVERYONE)
     with pytest.raises(RuntimeError, match=r"lie on the ranks \[0, 1, 2\], \[0, 1, 4\], which are not dimensions"):
         agreement(odd, None, world)
     with pytest.raises(RuntimeError, match=r"pass GradScaler\(process_group=\.\.\.\) a group of all ranks"):
         agreement(odd, None, world)
-    remedy = Part(frozenset(range(6)), (frozenset(range(6)),), ("remedy",), True)
+    remedy = Placement(frozenset(range(6)), (frozenset(range(6)),), ("remedy",), True)
     assert agreement(odd, remedy, world).groups == ("remedy",)
-    too_far = [Part(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 3), (0, 1))]
+    too_far = [
+        Placement(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 3), (0, 1))
+    ]
     with pytest.raises(RuntimeError, match="not dimensions of one mesh"):
         agreement(too_far, None, World(0, 4, EVERYONE))
 

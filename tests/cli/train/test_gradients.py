@@ -13,7 +13,7 @@ import torch
 import halfstep
 from halfstep.__main__ import main
 from halfstep.cli.train import data, loop, report
-from halfstep.cli.train.world import World
+from halfstep.cli.train.world import ThisRank
 from halfstep.integrations import checkpoint
 from halfstep.numerics.statistics import Statistics
 
@@ -92,7 +92,7 @@ def test_the_page_and_the_picture_show_them(picture: None, text: Path, tmp_path:
 def test_shards_are_added_up_and_copies_are_not(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = loop.Settings("nano", STEPS, 4, 0, 1e-3, 0.1, 0, 2.0**10, 100)
     corpus = data.read_corpus(text, settings.context)
-    trainer = loop.Trainer(loop.Run("fp16", "fp16"), settings, corpus, World("single", torch.device("cpu")))
+    trainer = loop.Trainer(loop.Run("fp16", "fp16"), settings, corpus, ThisRank("single", torch.device("cpu")))
     trainer.advance()
     alone = trainer.gradients()
     assert alone["steps"] == 1

@@ -21,7 +21,7 @@ from train_runs import differences, make_small, newest, report, train_together
 
 from halfstep.__main__ import main
 from halfstep.cli.train import data, loop, model
-from halfstep.cli.train.world import Layout, World, WorldError, shard_size
+from halfstep.cli.train.world import ExecutionOptions, LaunchError, ThisRank, shard_size
 from halfstep.integrations import ddp, fsdp
 from halfstep.integrations.overlap import EarlyCheck
 
@@ -240,10 +240,10 @@ def alone(tmp_path: Path) -> Iterator[None]:
 CPU = torch.device("cpu")
 
 
-def _trainer(strategy: str, layout: Layout, precision: str = "fp16") -> loop.Trainer:
+def _trainer(strategy: str, layout: ExecutionOptions, precision: str = "fp16") -> loop.Trainer:
     settings = loop.Settings("nano", 6, 8, 0, 1e-3, 0.1, 0, 2.0**10, 100)
     corpus = data.read_corpus(Path(os.__file__), settings.context)
-    return loop.Trainer(loop.Run(precision, precision), settings, corpus, World(strategy, CPU, 0, 1, layout))
+    return loop.Trainer(loop.Run(precision, precision), settings, corpus, ThisRank(strategy, CPU, 0, 1, layout))
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -251,7 +251,7 @@ def _trainer(strategy: str, layout: Layout, precision: str = "fp16") -> loop.Tra
 def test_gradients_are_sent_once_per_step(
     alone: None, strategy: str, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = _trainer(strategy, Layout(accumulate=parts))
+    trainer = _trainer(strategy, ExecutionOptions(accumulate=parts))
     sent: list[int] = []  # how many micro-batches have been through the model
     seen: list[int] = []
     trainer.model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
@@ -275,7 +275,7 @@ def test_recomputed_blocks_go_forward_twice(recompute: bool, monkeypatch: pytest
     calls = []
     forward = model._Block._forward
     monkeypatch.setattr(model._Block, "_forward", lambda self, x: (calls.append(self), forward(self, x))[1])
-    trainer = _trainer("single", Layout(activation_checkpointing=recompute))
+    trainer = _trainer("single", ExecutionOptions(activation_checkpointing=recompute))
     trainer.advance()
     assert len(calls) == (4 if recompute else 2)
     calls.clear()
@@ -285,7 +285,7 @@ def test_recomputed_blocks_go_forward_twice(recompute: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_offloaded_shards_lie_on_the_cpu(alone: None, offload: bool) -> None:
-    trainer = _trainer("fsdp", Layout(cpu_offload=offload))
+    trainer = _trainer("fsdp", ExecutionOptions(cpu_offload=offload))
     groups = [group for module in trainer.plain.modules() if isinstance(module, FSDPModule)
               for group in fsdp._groups(module)]  # fmt: skip
     assert len(groups) == 3, "two blocks and the rest"
@@ -300,7 +300,7 @@ def test_gradients_are_checked_during_the_backward_where_there_is_a_place_for_it
     answer = EarlyCheck.answer
     monkeypatch.setattr(EarlyCheck, "answer", lambda *args: asked.append(answer(*args)) or asked[-1])
     for wanted in (False, True):
-        trainer = _trainer(strategy, Layout(overlap_check=wanted))
+        trainer = _trainer(strategy, ExecutionOptions(overlap_check=wanted))
         trainer.advance()
         trainer.advance()  # DistributedDataParallel arranges its buckets after the first
         assert asked == [True] * (2 * (wanted and place))
@@ -354,7 +354,7 @@ def test_alone_the_line_to_type_is_given(
 
 def test_hsdp_shards_over_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert shard_size(Layout(), 8) == 4
-    assert shard_size(Layout(shard_size=2), 8) == 2
-    with pytest.raises(WorldError, match="on nodes of 4 processes does not divide 6 processes"):
-        shard_size(Layout(), 6)
+    assert shard_size(ExecutionOptions(), 8) == 4
+    assert shard_size(ExecutionOptions(shard_size=2), 8) == 2
+    with pytest.raises(LaunchError, match="on nodes of 4 processes does not divide 6 processes"):
+        shard_size(ExecutionOptions(), 6)

@@ -242,7 +242,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
         raise UsageError(
             f"--warmup {settings.warmup} is not below --steps {settings.steps}; allowed are 0 to {settings.steps - 1}"
         )
-    layout = world.Layout(
+    layout = world.ExecutionOptions(
         shard_size=options.shard_size,
         accumulate=options.accumulate,
         activation_checkpointing=options.activation_checkpointing,
@@ -314,6 +314,6 @@ def main(argv: Sequence[str]) -> int:
         _parser(),
         argv,
         lambda options: _train(options, argv),
-        (data.DataError, world.WorldError, checkpoint.CheckpointError),
+        (data.DataError, world.LaunchError, checkpoint.CheckpointError),
         speaks=os.environ.get("RANK", "0") == "0",
     )

@@ -37,7 +37,7 @@ from halfstep.cli.train.strategies import (
     reshard,
     wrap,
 )
-from halfstep.cli.train.world import World
+from halfstep.cli.train.world import ThisRank
 from halfstep.integrations import checkpoint
 from halfstep.integrations.monitor import AmpMonitor
 from halfstep.numerics.overflow import Overflow, OverflowReport
@@ -137,7 +137,7 @@ class Result:
     """
 
     run: Run
-    world: World
+    world: ThisRank
     steps: int
     history: History
     parameters: int
@@ -283,7 +283,7 @@ def _shown(value: Any) -> str:
 class Trainer:
     """A run's model, optimizer and scaler, and the steps it has done."""
 
-    def __init__(self, run: Run, settings: Settings, corpus: Corpus, world: World) -> None:
+    def __init__(self, run: Run, settings: Settings, corpus: Corpus, world: ThisRank) -> None:
         self.run, self.settings, self.corpus, self.world = run, settings, corpus, world
         torch.manual_seed(settings.seed)
         precision = Precision.on(run.precision, world.device)
@@ -582,7 +582,7 @@ def train(
     run: Run,
     settings: Settings,
     corpus: Corpus,
-    world: World,
+    world: ThisRank,
     *,
     folder: Path | None,
     save_every: int,

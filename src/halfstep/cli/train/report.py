@@ -20,7 +20,7 @@ from rich.table import Table
 from halfstep.cli.train.data import Corpus
 from halfstep.cli.train.loop import Result, Settings
 from halfstep.cli.train.model import SIZES
-from halfstep.cli.train.world import World, restarts, shard_size
+from halfstep.cli.train.world import ThisRank, restarts, shard_size
 from halfstep.numerics.formats import formats
 from halfstep.numerics.overflow import Overflow, OverflowReport, kind
 from halfstep.numerics.statistics_picture import draw_exponents
@@ -64,7 +64,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def layout(world: World) -> dict[str, Any]:
+def layout(world: ThisRank) -> dict[str, Any]:
     """How the runs lay over processes, memory and messages."""
     chosen = {"strategy": world.strategy, "processes": world.size, **asdict(world.layout), "restarts": restarts()}
     chosen["shard_size"] = {

@@ -1,4 +1,4 @@
-"""What each strategy makes of the model and the optimizer; `World` says who takes part."""
+"""What each strategy makes of the model and the optimizer; `ThisRank` says who takes part."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.cli.train import tensor_parallel
-from halfstep.cli.train.world import World, shard_size
+from halfstep.cli.train.world import ThisRank, shard_size
 from halfstep.integrations import checkpoint, ddp, fsdp, zero
 from halfstep.numerics.scaler import GradScaler
 
 
-def wrap(model: nn.Module, world: World) -> nn.Module:
+def wrap(model: nn.Module, world: ThisRank) -> nn.Module:
     """The model as the strategy trains it; nothing is cast. Under FSDP2 each block and the rest are sharded."""
     kind = world.device.type
     if world.strategy in ("ddp", "zero1"):
@@ -40,7 +40,7 @@ def wrap(model: nn.Module, world: World) -> nn.Module:
     return model
 
 
-def connect(model: nn.Module, scaler: GradScaler | None, world: World) -> None:
+def connect(model: nn.Module, scaler: GradScaler | None, world: ThisRank) -> None:
     """Choose how a wrapped model's gradients are sent, and have them checked on the way if there is a scaler."""
     layout = world.layout
     if isinstance(model, DistributedDataParallel):
@@ -72,7 +72,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def make_optimizer(
-    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], world: World, **options: Any
+    kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], world: ThisRank, **options: Any
 ) -> torch.optim.Optimizer:
     """An optimizer over the wrapped model's parameters; under ZeRO-1 each rank has state for its part of them."""
     if world.strategy == "zero1":
@@ -104,7 +104,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         checkpoint.load_optimizer(optimizer, state)
 
 
-def counts_here(parameter: torch.Tensor, world: World) -> bool:
+def counts_here(parameter: torch.Tensor, world: ThisRank) -> bool:
     """Whether this rank is the one that speaks for the part of a parameter that it holds; others may hold copies."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0

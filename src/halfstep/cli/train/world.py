@@ -19,12 +19,12 @@ STRATEGIES = ("single", "ddp", "fsdp", "hsdp", "zero1", "tp")
 COMPRESSIONS = ("none", "fp16", "bf16")
 
 
-class WorldError(ValueError):
+class LaunchError(ValueError):
     """The strategy, the device and the way the process was started do not fit. The message says what to type."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExecutionOptions:
     """How a run lies over memory, time and messages. A checkpoint depends on none of it.
 
     Args:
@@ -45,14 +45,14 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class World:
+class ThisRank:
     """This process's place among all that train together."""
 
     strategy: str
     device: torch.device
     rank: int = 0
     size: int = 1
-    layout: Layout = Layout()
+    layout: ExecutionOptions = ExecutionOptions()
 
     def rows(self, batch: int) -> range:
         """This rank's rows of a global batch of `batch` rows. Tensor-parallel ranks share all of them."""
@@ -92,7 +92,7 @@ def _environment(strategy: str) -> tuple[int, int, int]:
         partly = (
             f", which sets {', '.join(names)}: here {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         )
-        raise WorldError(
+        raise LaunchError(
             f"--strategy {strategy} trains in several processes that torchrun starts"
             f"{partly if len(missing) < len(names) else ''}; type: "
             f"torchrun --nproc-per-node {4 if strategy == 'hsdp' else 2} -m halfstep train --strategy {strategy} …"
@@ -103,36 +103,36 @@ def _environment(strategy: str) -> tuple[int, int, int]:
         rank = size = local = -1
     if not (0 <= rank < size and 0 <= local < size):
         given = ", ".join(f"{name}={os.environ[name]}" for name in names[:3])
-        raise WorldError(
+        raise LaunchError(
             f"torchrun's variables are {given}; allowed are whole numbers, RANK and LOCAL_RANK from 0 to below "
             "WORLD_SIZE: start with torchrun, which sets them"
         )
     return rank, size, local
 
 
-def shard_size(layout: Layout, size: int) -> int:
+def shard_size(layout: ExecutionOptions, size: int) -> int:
     """Over how many of `size` ranks HSDP shards: as asked for, else those of a node.
 
     Raises:
-        WorldError: they cannot be divided so.
+        LaunchError: they cannot be divided so.
     """
     allowed = [number for number in range(2, size) if size % number == 0]
     if not allowed:
-        raise WorldError(
+        raise LaunchError(
             f"--strategy hsdp shards over some ranks and copies over others, which {size} processes cannot be divided "
             "into; type: torchrun --nproc-per-node 4 -m halfstep train --strategy hsdp --shard-size 2 …"
         )
     given = layout.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if given not in allowed:
         what = f"--shard-size {given}" if layout.shard_size else f"--strategy hsdp on nodes of {given} processes"
-        raise WorldError(
+        raise LaunchError(
             f"{what} does not divide {size} processes into shards and copies; pass --shard-size "
             f"{' or '.join(map(str, allowed))}, or use --strategy fsdp"
         )
     return given
 
 
-def check(strategy: str, device: str, batch: int, heads: int, layout: Layout) -> None:
+def check(strategy: str, device: str, batch: int, heads: int, layout: ExecutionOptions) -> None:
     """Refuse what cannot work, before processes connect.
 
     Args:
@@ -141,7 +141,7 @@ def check(strategy: str, device: str, batch: int, heads: int, layout: Layout) ->
         heads: of the model's attention, which tensor parallelism divides.
 
     Raises:
-        WorldError: options do not go together, the process was not started as the strategy needs it, or something does
+        LaunchError: options do not go together, the process was not started as the strategy needs it, or something does
             not divide.
     """
     for option, given, those in (
@@ -150,16 +150,16 @@ def check(strategy: str, device: str, batch: int, heads: int, layout: Layout) ->
         (f"--compress {layout.compress}", layout.compress != "none", ("ddp", "zero1")),
     ):
         if given and strategy not in those:
-            raise WorldError(
+            raise LaunchError(
                 f"{option} with --strategy {strategy}; allowed is it with --strategy {' or '.join(those)}: "
                 "choose one of these, or leave it out"
             )
     if device == "cuda" and not torch.cuda.is_available():
-        raise WorldError("--device cuda, but torch finds no GPU on this machine; use --device cpu, or leave it out")
+        raise LaunchError("--device cuda, but torch finds no GPU on this machine; use --device cpu, or leave it out")
     if strategy == "single":
         started = os.environ.get("WORLD_SIZE", "1")
         if started != "1":
-            raise WorldError(
+            raise LaunchError(
                 f"--strategy single, but WORLD_SIZE is {started}: torchrun has started so many; use --strategy "
                 f"{', '.join(STRATEGIES[1:-1])} or {STRATEGIES[-1]}, or no torchrun"
             )
@@ -171,25 +171,25 @@ def check(strategy: str, device: str, batch: int, heads: int, layout: Layout) ->
     if strategy == "tp":
         if heads % size:
             fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
-            raise WorldError(
+            raise LaunchError(
                 f"--strategy tp divides the model's {heads} heads among {size} processes; allowed are "
                 f"{', '.join(fitting)}: pass one of these to torchrun's --nproc-per-node, or another --size"
             )
         size = 1  # of the batch every rank sees all
     if size > 1 and batch % size:
-        raise WorldError(
+        raise LaunchError(
             f"--batch {batch} is the global batch and does not divide by {size} processes; "
             f"allowed are multiples of {size}"
         )
     parts = max(size, 1) * layout.accumulate
     if batch % parts:
         of = f"{size} processes times --accumulate" if size > 1 else "--accumulate"
-        raise WorldError(
+        raise LaunchError(
             f"--batch {batch} is the global batch and does not divide by {of} {layout.accumulate}; "
             f"allowed are multiples of {parts}"
         )
     if device != "cpu" and torch.cuda.is_available() and local >= torch.cuda.device_count():
-        raise WorldError(
+        raise LaunchError(
             f"local rank {local} has no GPU of its own: there are {torch.cuda.device_count()}; start that many "
             "processes per node, or use --device cpu"
         )
@@ -209,12 +209,12 @@ def _join(backend: str, device: torch.device, rank: int, size: int) -> None:
 
 
 @contextmanager
-def world(strategy: str, device: str, layout: Layout) -> Iterator[World]:
+def world(strategy: str, device: str, layout: ExecutionOptions) -> Iterator[ThisRank]:
     """Connect the processes for the length of the block: NCCL on GPUs, gloo on CPUs."""
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if strategy == "single":
         own = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        yield World(strategy, own, layout=layout)
+        yield ThisRank(strategy, own, layout=layout)
         return
     rank, size, local = _environment(strategy)
     own = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
@@ -224,7 +224,7 @@ def world(strategy: str, device: str, layout: Layout) -> Iterator[World]:
         backend = "cpu:gloo,cuda:nccl" if layout.cpu_offload else "nccl"  # offloaded gradients are reduced on the CPU
     _join(backend, own, rank, size)
     try:
-        yield World(strategy, own, rank, size, layout)
+        yield ThisRank(strategy, own, rank, size, layout)
         dist.barrier()  # a rank that leaves early takes its connections from under the others
     finally:
         gc.collect()  # models hold on to the group in cycles; they must go first
