@@ -8,7 +8,6 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -92,38 +91,8 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
 
 
-# The files that take longest. Workers take whole files, whose fixtures cost much: one that began last would run alone.
-LONG = (
-    "kernels/test_softmax.py",
-    "kernels/test_softmax_memory.py",
-    "kernels/test_compile.py",
-    "kernels/test_cast_modes.py",
-    "integrations/distributed/test_topologies.py",
-    "integrations/distributed/test_checkpoint_topologies.py",
-    "bench/train/test_strategies.py",
-    "integrations/test_optim_stochastic.py",
-    "bench/test_gpu.py",
-    "bench/test_run.py",
-    "test_examples.py",
-    "test_packaging.py",
-    "bench/train/test_elastic.py",
-    "bench/train/test_cli.py",
-    "bench/train/test_resume.py",
-    "integrations/distributed/test_state_dict_cases_of_torch.py",
-    "kernels/test_native.py",
-    "kernels/test_unscale.py",
-    "kernels/test_rounding_modes.py",
-    "kernels/test_adam_stochastic.py",
-)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Beside other processes, begin with what takes longest. Skip what needs a GPU where there is none."""
-    if hasattr(config, "workerinput"):
-        turn = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
-        if gone := [str(path) for path in turn if not path.exists()]:
-            raise pytest.UsageError(f"LONG in {__file__} names files that are gone: {', '.join(gone)}")
-        items.sort(key=lambda item: turn.get(item.path, len(LONG)))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):

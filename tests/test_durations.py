@@ -60,6 +60,13 @@ def write(project: Path, **seconds: float) -> None:
     (project / "tests" / "durations.json").write_text(json.dumps({"loop": 1000.0, "files": files}))
 
 
+def test_workers_begin_with_what_takes_longest(project: Path) -> None:
+    write(project, fast=1.0, slow=2.0)
+    done = run(project, "-vv", "-n", "1", "--dist", "loadfile", "--no-loadscope-reorder")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.index("test_slow.py") < done.stdout.index("test_fast.py")
+
+
 def read(project: Path) -> dict[str, Any]:
     return json.loads((project / "tests" / "durations.json").read_text())
 

@@ -159,6 +159,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.relative_to(config.rootpath).as_posix() not in chosen else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Beside other workers the longest files begin first, after those without an entry: one begun last would run alone.
+
+    Workers are given whole files, whose fixtures cost much, and in this order with ``--no-loadscope-reorder``.
+    """
+    if hasattr(config, "workerinput"):
+        files = entries(config)["files"]
+        seconds = {file: entry[0] for file, entry in files.items()}
+        items.sort(key=lambda item: -seconds.get(item.path.relative_to(config.rootpath).as_posix(), float("inf")))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if not is_metering(item.config):
