@@ -1,8 +1,9 @@
 """Compile and load the C++ twins of the kernels for the CPU.
 
-Each kernel family `name.py` may have a `name.cpp` beside it with a plain C interface: pointers, sizes, numbers. It is
-compiled once, at first use, with the machine's own compiler (2 to 6 s), kept in the user's cache folder and loaded
-with ctypes. Without a compiler the library is None, the reference runs instead: the same bits, slower.
+Each kernel family, the module or package `name`, may have a `name.cpp` beside or in it with a plain C interface:
+pointers, sizes, numbers. It is compiled once, at first use, with the machine's own compiler (2 to 6 s), kept in the
+user's cache folder and loaded with ctypes. Without a compiler the library is None, the reference runs instead: the same
+bits, slower.
 
 What is loaded is run, so it must be what was compiled: a folder or file that others may write to is not looked at, and
 the name of a library ends in a digest of its bytes, which a truncated or damaged one has not.
@@ -290,8 +291,8 @@ if hasattr(os, "register_at_fork"):
 @functools.cache
 def library(family: str) -> ctypes.CDLL | None:
     """The compiled `family.cpp`, or None, with one warning that says why and what to do."""
-    source = _HERE / f"{family}.cpp"
-    if not source.exists():
+    source = next(_HERE.rglob(f"{family}.cpp"), None)
+    if source is None:
         return None
     try:
         result = _compiled(family, source)

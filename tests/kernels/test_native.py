@@ -373,7 +373,7 @@ def test_without_openmp_it_compiles_single_threaded(toy: Path, tmp_path: Path, m
 
 def test_every_family_compiles_without_openmp_and_without_native_tuning(tmp_path: Path) -> None:
     """The last resort of `_flag_sets`, for compilers that know neither."""
-    for source in sorted(Path(native.__file__).parent.glob("*.cpp")):
+    for source in sorted(Path(native.__file__).parent.rglob("*.cpp")):
         done = subprocess.run(
             [*(native.compiler() or []), *native._EXACT, "-O0", str(source), "-o", str(tmp_path / "out.so")],
             capture_output=True,

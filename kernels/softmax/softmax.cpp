@@ -1,11 +1,11 @@
-// Softmax and log-softmax, forward and backward: the CPU twin of kernels/softmax.py, same rules, not the same bits (exp).
+// Softmax and log-softmax, forward and backward: the CPU twin of the Triton kernels, same rules, not the same bits (exp).
 //
 // Written on W-lane vectors (GCC and Clang vector extensions), because a reduction in plain C++ may not be reordered and
 // so does not vectorise without flags that also give up NaN and Inf. Intrinsics are used where they save much.
 //
 // A row is walked two or three times, from the caches: maximum; exponentials and their sum, kept as fp32 in the output
 // row or a scratch row; product with the reciprocal of the sum.
-#include "native.h"
+#include "../native.h"
 #include <cfloat>
 #include <limits>
 #include <memory>
@@ -145,7 +145,7 @@ template <typename T> inline typename Lanes<T>::type pack(V x);
 template <> inline V pack<float>(V x) { return x; }
 template <> inline H pack<bf16>(V x) {
 #if defined(HALFSTEP_AVX512) && defined(__AVX512BF16__)
-    return (H)_mm512_cvtneps_pbh((__m512)x);  // takes fp32 subnormals for 0, which is within the bound of softmax.py
+    return (H)_mm512_cvtneps_pbh((__m512)x);  // takes fp32 subnormals for 0, which is within our bound
 #else
     U b = (U)x, rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16, quiet = ((b >> 16) & 0x8000u) | 0x7fc0u;
     U nan = (U)(x != x);
@@ -539,7 +539,7 @@ void backward_strip(const T* dy, const T* y, T* dx, int64_t n, int64_t stride, i
 
 // ---------------------------------------------------------------------------------------------------- all of a tensor
 
-// What the launcher in softmax.py fills in: rows numbered over three dimensions, strides in elements.
+// What cpu.py fills in: rows numbered over three dimensions, strides in elements.
 struct Geometry {
     int64_t sizes[3], columns;
     int64_t x_strides[3], mask_strides[3], mask_column;
