@@ -17,7 +17,7 @@ from implementations import ALL, twin, using
 from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_FLUSHED, SOFTMAX_UNITS
 
 import halfstep
-from halfstep.kernels import softmax as family
+from halfstep.kernels.softmax import dispatch, row_launches, strided
 
 INF, NAN = math.inf, math.nan
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -188,9 +188,9 @@ def test_dtypes(name: str, log: bool, dtype: torch.dtype, out: torch.dtype) -> N
 @pytest.mark.parametrize("name", ALL)
 def test_rows_longer_than_one_block(name: str, masked: str, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two-pass kernels, with small limits where the interpreter would take minutes at the real ones."""
-    monkeypatch.setattr(family, "FORWARD_ONE_PASS", 128)
-    monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 128)
-    monkeypatch.setattr(family, "LOOP_BLOCK", 64)
+    monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 128)
+    monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 128)
+    monkeypatch.setattr(row_launches, "LOOP_BLOCK", 64)
     for columns in (129, 192, 500):
         x = normal(5, columns, dtype=BF16)
         x[1, :150] = -INF  # whole blocks of -inf first
@@ -212,10 +212,10 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
     if path != "one pass":
         if name != "triton":
             pytest.skip("one path only")
-        monkeypatch.setattr(family, "FORWARD_ONE_PASS", 64)
-        monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 64)
-        monkeypatch.setattr(family, "LOOP_BLOCK", 64)
-        monkeypatch.setattr(family, "_programs_at_once", lambda device: 1 if path == "two passes" else 400)
+        monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 64)
+        monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 64)
+        monkeypatch.setattr(row_launches, "LOOP_BLOCK", 64)
+        monkeypatch.setattr(row_launches, "_programs_at_once", lambda device: 1 if path == "two passes" else 400)
     pairs = [(BF16, BF16), (BF16, FP32), (FP32, BF16), (FP32, FP32)]
     for dtype, out in pairs if path == "one pass" else pairs[:3:2]:
         wide = normal(2, 2, 160, dtype=dtype)
@@ -233,16 +233,16 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family, "FORWARD_ONE_PASS", 128)
-    monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 128)
-    monkeypatch.setattr(family, "LOOP_BLOCK", 128)
+    monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 128)
+    monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 128)
+    monkeypatch.setattr(row_launches, "LOOP_BLOCK", 128)
     for columns, numbers in ((1024, (2, 9)), (1001, (6, 1000))):
         x, dy = normal(3, columns), normal(3, columns, seed=1)
         x[1, :200] = -INF  # the first pieces have nothing to keep
         x[2, 900] = NAN
         for programs in numbers:
-            monkeypatch.setattr(family, "_programs_at_once", lambda device, programs=programs: programs)
-            assert family._pieces(3, columns, x.device)[0] == min(max(programs // 3, 1), -(-columns // 128))
+            monkeypatch.setattr(row_launches, "_programs_at_once", lambda device, programs=programs: programs)
+            assert row_launches._pieces(3, columns, x.device)[0] == min(max(programs // 3, 1), -(-columns // 128))
             first, second = (check(Case(x, log=log), "triton", dy) for _ in range(2))
             torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
 
@@ -250,20 +250,24 @@ def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monke
 @pytest.mark.parametrize("lanes", [32, 64])
 def test_no_launch_has_more_threads_than_a_gpu_takes(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a warp has 64 lanes, as on MI300X, 16 of them are all there may be."""
-    monkeypatch.setattr(family, "most_warps", lambda device: 1024 // lanes)
+    for module in (row_launches, strided):
+        monkeypatch.setattr(module, "most_warps", lambda device: 1024 // lanes)
     launched: dict[str, set[int]] = {}
-    for kernel in [name for name in vars(family) if name.endswith("_kernel")]:
+    kernels = [
+        (module, name) for module in (row_launches, strided) for name in vars(module) if name.endswith("_kernel")
+    ]
+    for module, kernel in kernels:
         warps = launched.setdefault(kernel, set())
         launch = type(
             "Launch", (), {"__getitem__": lambda self, grid, to=warps: lambda *a, **k: to.add(k["num_warps"])}
         )
-        monkeypatch.setattr(family, kernel, launch())
+        monkeypatch.setattr(module, kernel, launch())
     with using("triton", "softmax"):
-        for columns in (8, 512, 1024, 4096, family.BACKWARD_ONE_PASS, family.FORWARD_ONE_PASS, 2**16):
+        for columns in (8, 512, 1024, 4096, row_launches.BACKWARD_ONE_PASS, row_launches.FORWARD_ONE_PASS, 2**16):
             x = torch.empty(1, columns, 40)
             for dim, one in ((-1, x[..., 0].contiguous()), (-2, x)):
                 y = halfstep.softmax(one, dim)
-                family._backward(y, y, dim, 1.0, False, False, y.dtype)
+                dispatch.backward(y, y, dim, 1.0, False, False, y.dtype)
     most = {kernel: max(warps) for kernel, warps in launched.items()}
     tiles = {"forward_tile_kernel", "backward_tile_kernel", "forward_strided_kernel"}
     assert most == {kernel: 1024 // lanes if kernel in tiles else 16 for kernel in launched}
@@ -272,22 +276,26 @@ def test_no_launch_has_more_threads_than_a_gpu_takes(lanes: int, monkeypatch: py
 
 def test_how_many_pieces() -> None:
     """No fewer than fill the device, no shorter than a block, none empty, at most 256."""
-    block, device = family.LOOP_BLOCK, torch.device("cpu")
-    assert family._programs_at_once(device) == 16
+    block, device = row_launches.LOOP_BLOCK, torch.device("cpu")
+    assert row_launches._programs_at_once(device) == 16
     for rows in (1, 2, 7, 8, 9, 16, 17, 1000):
         for columns in (block + 1, 50257, 1 << 20, (1 << 31) - 9):
-            pieces, span = family._pieces(rows, columns, device)
+            pieces, span = row_launches._pieces(rows, columns, device)
             if rows > 8:
                 assert pieces == 1
             else:
-                assert 1 < pieces <= family.MOST_PIECES
+                assert 1 < pieces <= row_launches.MOST_PIECES
                 assert rows * pieces <= 16
                 assert span % block == 0 and (pieces - 1) * span < columns <= pieces * span
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_real_limits_of_one_block(name: str) -> None:
-    for columns in (family.BACKWARD_ONE_PASS + 1, family.FORWARD_ONE_PASS, family.FORWARD_ONE_PASS + 1):
+    for columns in (
+        row_launches.BACKWARD_ONE_PASS + 1,
+        row_launches.FORWARD_ONE_PASS,
+        row_launches.FORWARD_ONE_PASS + 1,
+    ):
         check(Case(normal(2, columns, dtype=BF16)), name)
 
 
@@ -332,9 +340,9 @@ def test_what_is_dropped_is_not_looked_at(
     name: str, queries: int, keys: int, one_pass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not one_pass:
-        monkeypatch.setattr(family, "FORWARD_ONE_PASS", 64)
-        monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 64)
-        monkeypatch.setattr(family, "LOOP_BLOCK", 64)
+        monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 64)
+        monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 64)
+        monkeypatch.setattr(row_launches, "LOOP_BLOCK", 64)
     x, dy = normal(2, queries, keys), normal(2, queries, keys, seed=1)
     above = torch.ones(queries, keys, dtype=torch.bool).triu(1)
     for log in (False, True):
@@ -454,9 +462,9 @@ def test_any_dim(name: str) -> None:
 def test_sums_over_elements_that_lie_apart(one_pass: bool, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for other dimensions than the last, on every layout, in one pass and in two."""
     if not one_pass:
-        monkeypatch.setattr(family, "STRIDED_FORWARD", 1)
-        monkeypatch.setattr(family, "STRIDED_BACKWARD", 1)
-        monkeypatch.setattr(family, "STRIDED_LOOP", 512)
+        monkeypatch.setattr(strided, "STRIDED_FORWARD", 1)
+        monkeypatch.setattr(strided, "STRIDED_BACKWARD", 1)
+        monkeypatch.setattr(strided, "STRIDED_LOOP", 512)
     x = normal(3, 37, 42, dtype=BF16)
     x[0] = -INF
     x[1, :30] = -INF
@@ -523,11 +531,13 @@ def cases(draw: st.DrawFn) -> tuple[Case, torch.Tensor]:
 )
 def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if path != "one pass":
-        for limit in ("FORWARD_ONE_PASS", "BACKWARD_ONE_PASS", "STRIDED_FORWARD", "STRIDED_BACKWARD"):
-            monkeypatch.setattr(family, limit, 16)
-        monkeypatch.setattr(family, "LOOP_BLOCK", 32)
-        monkeypatch.setattr(family, "STRIDED_LOOP", 128)
-        monkeypatch.setattr(family, "_programs_at_once", lambda device: 1 if path == "two passes" else 2000)
+        monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 16)
+        monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 16)
+        monkeypatch.setattr(strided, "STRIDED_FORWARD", 16)
+        monkeypatch.setattr(strided, "STRIDED_BACKWARD", 16)
+        monkeypatch.setattr(row_launches, "LOOP_BLOCK", 32)
+        monkeypatch.setattr(strided, "STRIDED_LOOP", 128)
+        monkeypatch.setattr(row_launches, "_programs_at_once", lambda device: 1 if path == "two passes" else 2000)
 
     @settings(
         max_examples=300 if name != "triton" else 20 if path == "one pass" else 6,  # what the interpreter has time for
@@ -563,12 +573,12 @@ def test_lazy_negations_are_read_with_their_sign(name: str, dim: int) -> None:
 def test_rows_too_long_to_count_in_32_bits_are_left_to_the_reference(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(family, "LONGEST", 9)
+    monkeypatch.setattr(dispatch, "LONGEST", 9)
     called = []
     for function in ("reference_forward", "reference_backward"):
-        original = getattr(family, function)
+        original = getattr(dispatch, function)
         monkeypatch.setattr(
-            family, function, lambda *args, original=original: called.append(original.__name__) or original(*args)
+            dispatch, function, lambda *args, original=original: called.append(original.__name__) or original(*args)
         )
     with using(name, "softmax") as device:
         for columns, expected in ((9, []), (10, ["reference_forward", "reference_backward"])):

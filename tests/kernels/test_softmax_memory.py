@@ -16,7 +16,7 @@ from traffic import recording
 
 import halfstep
 from halfstep.kernels import backend
-from halfstep.kernels import softmax as family
+from halfstep.kernels.softmax import dispatch, row_launches, strided
 
 INTERPRETED = pytest.mark.skipif(
     backend.triton is None or not backend.interpreting(), reason="needs TRITON_INTERPRET=1"
@@ -33,10 +33,12 @@ def near(kept: np.ndarray) -> np.ndarray:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way through the kernels for rows, at sizes that the interpreter finishes in seconds."""
     if request.param != "one pass":
-        monkeypatch.setattr(family, "FORWARD_ONE_PASS", 64)
-        monkeypatch.setattr(family, "BACKWARD_ONE_PASS", 64)
-        monkeypatch.setattr(family, "LOOP_BLOCK", 64)
-        monkeypatch.setattr(family, "_programs_at_once", lambda device: 1 if request.param == "two passes" else 400)
+        monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 64)
+        monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 64)
+        monkeypatch.setattr(row_launches, "LOOP_BLOCK", 64)
+        monkeypatch.setattr(
+            row_launches, "_programs_at_once", lambda device: 1 if request.param == "two passes" else 400
+        )
     return request.param
 
 
@@ -60,7 +62,7 @@ def test_columns_that_causal_drops_are_not_loaded(
         assert not loads[~near(kept)].any()
         dy = torch.randn(batch, queries, keys, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
         with recording(monkeypatch) as traffic:
-            family._backward(dy, y, -1, 1.0, True, log, torch.bfloat16)
+            dispatch.backward(dy, y, -1, 1.0, True, log, torch.bfloat16)
         for tensor in (dy, y):
             loads = traffic.counts(traffic.loaded, tensor)
             assert (loads[kept] > 0).all()
@@ -100,7 +102,7 @@ def test_each_element_of_the_result_is_stored_once_and_reads_stay_near_the_rows(
         assert not loads[~np.repeat(touched, 32 // source.itemsize)[: len(storage)]].any()
         grad = torch.ones_like(y)
         with recording(monkeypatch) as traffic:
-            dx = family._backward(grad, y, -1, 1.0, False, False, source)
+            dx = dispatch.backward(grad, y, -1, 1.0, False, False, source)
         assert (traffic.counts(traffic.stored, dx) == 1).all()
         for tensor in (grad, y):
             assert (traffic.counts(traffic.loaded, tensor) > 0).all()
@@ -133,9 +135,9 @@ def test_strided_tiles_touch_each_element_as_often_as_the_docstring_says(
     one_pass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not one_pass:
-        monkeypatch.setattr(family, "STRIDED_FORWARD", 1)
-        monkeypatch.setattr(family, "STRIDED_BACKWARD", 1)
-        monkeypatch.setattr(family, "STRIDED_LOOP", 512)
+        monkeypatch.setattr(strided, "STRIDED_FORWARD", 1)
+        monkeypatch.setattr(strided, "STRIDED_BACKWARD", 1)
+        monkeypatch.setattr(strided, "STRIDED_LOOP", 512)
     x = torch.randn(3, 50, 70, generator=torch.Generator().manual_seed(0))
     trips = 1 if one_pass else 2
     with using("triton", "softmax"):
@@ -147,7 +149,7 @@ def test_strided_tiles_touch_each_element_as_often_as_the_docstring_says(
         for dim in (-3, -2):
             y = halfstep.softmax(x, dim)
             with recording(monkeypatch) as traffic:
-                dx = family._backward(x, y, dim, 1.0, False, False, x.dtype)
+                dx = dispatch.backward(x, y, dim, 1.0, False, False, x.dtype)
             for tensor in (x, y):
                 assert (traffic.counts(traffic.loaded, tensor) == trips).all()
             assert (traffic.counts(traffic.stored, dx) == 1).all()
@@ -159,7 +161,7 @@ FAR_MASK = """
 import sys
 import torch
 import halfstep
-from halfstep.kernels import softmax as family
+from halfstep.kernels.softmax import reference, row_launches
 
 backend, paths = sys.argv[1], sys.argv[2:]
 
@@ -170,7 +172,7 @@ def check(path, dtype, columns, step):
     assert far.stride(0) * (columns - 1) > 2**31
     far.copy_(near)
     x = torch.randn(1, columns, generator=torch.Generator().manual_seed(1))
-    expected = family.reference_forward(x, near, -1, 1.0, False, False, torch.float32)
+    expected = reference.reference_forward(x, near, -1, 1.0, False, False, torch.float32)
     with halfstep.backend(backend):
         for y in halfstep.softmax(x, mask=far), halfstep.softmax(x.T.expand(columns, 3), 0, mask=far[:, None]).T:
             assert (y - expected).abs().max() < 1e-8, (path, dtype, columns)
@@ -178,8 +180,8 @@ def check(path, dtype, columns, step):
 
 for path in paths:
     if path != "one pass":
-        family.FORWARD_ONE_PASS = family.LOOP_BLOCK = 2**13
-        family._programs_at_once = lambda device: 1 if path == "two passes" else 400
+        row_launches.FORWARD_ONE_PASS = row_launches.LOOP_BLOCK = 2**13
+        row_launches._programs_at_once = lambda device: 1 if path == "two passes" else 400
     check(path, torch.bool, 32_768, 70_000)
     check(path, torch.float16, 32_761, 66_000)
 """
@@ -202,7 +204,7 @@ GUARDED = """
 import ctypes, itertools, mmap, sys
 import torch
 import halfstep
-from halfstep.kernels import softmax as family
+from halfstep.kernels.softmax import dispatch
 
 PAGE, QUERIES, PAGES = mmap.PAGESIZE, 8, 4
 libc = ctypes.CDLL(None, use_errno=True)
@@ -232,7 +234,7 @@ for dtype, log in itertools.product((torch.float32, torch.bfloat16, torch.float1
     y = (halfstep.log_softmax if log else halfstep.softmax)(x, causal=True)
     total = (y.float().exp() if log else y.float()).sum(-1)
     assert (total - 1).abs().max() < 0.02, (dtype, log, total)
-    dx = family._backward(x, guarded(dtype), -1, 1.0, True, log, dtype)
+    dx = dispatch.backward(x, guarded(dtype), -1, 1.0, True, log, dtype)
     assert dx[:, QUERIES:].eq(0).all() and dx.isfinite().all(), (dtype, log)
 """
 

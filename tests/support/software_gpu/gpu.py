@@ -355,14 +355,16 @@ def install(target: str) -> SoftwareGPU:
         CUDABackend.make_cubin = lambda self, source, metadata, options, capability: source.encode() + b"\0"
         use_stubbed_driver(int(target.removeprefix("sm_")))
 
-    from halfstep.kernels import adam, backend, cast, loss_scale, rounding, softmax, statistics, unscale  # noqa: F401
+    from halfstep.kernels import adam, backend, cast, loss_scale, rounding, statistics, unscale  # noqa: F401
+    from halfstep.kernels.softmax import row_launches, strided
 
     assert not rounding.INTERPRETED, "halfstep was imported under TRITON_INTERPRET=1; the software GPU comes first"
     for name in READ_WHOLE_LINES:
-        getattr(softmax, name).add_pre_run_hook(gpu.note_lines)
+        getattr(row_launches, name).add_pre_run_hook(gpu.note_lines)
     backend.TAKES_CPU_TENSORS = True
     if target.startswith("gfx"):  # of CPU tensors halfstep believes that 32 lanes run in step
-        backend.most_warps = softmax.most_warps = lambda device: backend.MOST_THREADS // 64
+        for module in (backend, row_launches, strided):
+            module.most_warps = lambda device: backend.MOST_THREADS // 64
     gc.collect()
     gc.freeze()  # what is here by now holds no tensor of a test, and `_adopt` need not look at it
     return gpu

@@ -1,0 +1,136 @@
+"""`softmax` and `log_softmax`: what their arguments may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from halfstep.kernels.softmax.operators import differentiable_forward
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_LARGEST_SCALE = torch.finfo(torch.float32).max
+
+
+def _check_mask(x: torch.Tensor, mask: Any) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"mask is a {type(mask).__name__}; allowed are None and a tensor: use torch.as_tensor(mask)")
+    if mask.dtype != torch.bool and mask.dtype not in FLOATS:
+        raise TypeError(
+            f"mask has dtype {mask.dtype}; allowed are bool (True = keep) and float32, float16, bfloat16, float64 "
+            "(added to scale * x): convert it with .bool() or .to()"
+        )
+    if mask.device != x.device:
+        raise ValueError(f"mask is on {mask.device}, x on {x.device}; allowed is one device: use mask.to(x.device)")
+    # torch 2.8 compiles no zip over unlike lengths.
+    fits = mask.ndim <= x.ndim and all(
+        size in (1, wide) for size, wide in zip(mask.shape, x.shape[x.ndim - mask.ndim :], strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}, x has shape {tuple(x.shape)}; allowed are shapes that broadcast to "
+            "that of x: insert dimensions of size 1 with .unsqueeze()"
+        )
+
+
+def _checked(
+    x: torch.Tensor,
+    dim: int,
+    scale: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+    dtype: torch.dtype | None,
+    log: bool,
+) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; allowed is a tensor: use torch.as_tensor(x)")
+    if x.dtype not in FLOATS:
+        raise TypeError(
+            f"x has dtype {x.dtype}; allowed are float32, float16, bfloat16 and float64: convert it with .to()"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"x has layout {x.layout}; allowed are dense tensors: use .to_dense()")
+    if dtype is None:
+        dtype = x.dtype
+    elif dtype not in FLOATS:
+        raise TypeError(f"dtype is {dtype}; allowed are None, float32, float16, bfloat16 and float64")
+    if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(
+            f"scale is a {type(scale).__name__}; allowed is a finite number: multiply x by a tensor yourself"
+        )
+    if not abs(scale) <= _LARGEST_SCALE:  # written so that a NaN fails; math.isfinite cannot be traced
+        raise ValueError(
+            f"scale is {scale}; allowed are finite numbers, also in fp32: mask elements with mask=, not with the scale"
+        )
+    if isinstance(dim, (float, str)) or not hasattr(dim, "__index__"):
+        raise TypeError(f"dim is a {type(dim).__name__}; allowed is an integer")
+    ndim = x.ndim
+    if not -max(ndim, 1) <= dim < max(ndim, 1):
+        raise IndexError(f"dim is {dim}, x has {ndim} dimensions; allowed are {-max(ndim, 1)} to {max(ndim, 1) - 1}")
+    if dim >= 0:
+        dim -= max(ndim, 1)
+    if causal:
+        if ndim < 2:
+            raise ValueError(
+                f"causal=True with x of shape {tuple(x.shape)}; allowed are 2 or more dimensions (..., queries, keys): "
+                "use x.unsqueeze(0) or causal=False"
+            )
+        if dim != -1:
+            raise ValueError(f"causal=True with dim {dim + ndim} of {ndim}; allowed is the last one: transpose x first")
+    if mask is not None:
+        _check_mask(x, mask)
+    if ndim == 0:
+        return differentiable_forward(x.reshape(1), mask, -1, scale, False, log, dtype).reshape(())
+    return differentiable_forward(x, mask, dim, scale, bool(causal), log, dtype)
+
+
+def softmax(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``softmax(scale * x + mask)`` over one dimension, computed in fp32, in one pass over memory.
+
+    A row with nothing to keep is 0 with gradient 0, where torch gives NaN. NaN in stays NaN out. The result is
+    contiguous. Differentiable any number of times; works in ``torch.compile``, ``torch.func.grad`` and ``vmap``.
+    Unlike torch's, it keeps the input's dtype under autocast: pass ``dtype=torch.float32`` for fp32 results.
+
+    Args:
+        x: fp32, fp16 or bf16, any shape and strides. fp64 is computed in fp64 by the plain torch reference.
+        dim: the dimension that sums to one.
+        scale: a finite number, multiplied in fp32.
+        mask: broadcastable to ``x.shape``. Boolean: True keeps. Floating: added to ``scale * x``, may require grad.
+        causal: keep element ``[..., i, j]`` only for ``j <= i``, counted from the upper left corner as in
+            ``scaled_dot_product_attention(is_causal=True)``; what is dropped is not read. Needs ``dim`` to be the last.
+        dtype: of the result; that of `x` by default.
+
+    Returns:
+        A tensor of the shape of `x`.
+
+    Raises:
+        TypeError: a dtype or type that is not allowed.
+        IndexError: `dim` out of range.
+        ValueError: `scale` not finite; `mask` of another device or shape; `causal` with another `dim` than the last.
+    """
+    return _checked(x, dim, scale, mask, causal, dtype, False)
+
+
+def log_softmax(
+    x: torch.Tensor,
+    dim: int = -1,
+    *,
+    scale: float = 1.0,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The logarithm of `softmax`, same arguments, accurate where softmax itself underflows.
+
+    What is masked is -inf, and so is a whole row with nothing to keep. A result of -inf is a constant: a gradient that
+    reaches it is ignored, so masked elements and rows get gradient 0.
+    """
+    return _checked(x, dim, scale, mask, causal, dtype, True)

@@ -1,0 +1,183 @@
+"""Triton kernels and launches for sums over a dimension that is not the last one, or over the last of a transposed x.
+
+Tiles keep neighbouring elements in neighbouring lanes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from halfstep.kernels.backend import jit, most_warps, on_device, tl
+from halfstep.kernels.rounding import from_float32, to_float32
+from halfstep.kernels.softmax.blocks import LOWEST, PLAIN, gradient, logits, summand
+from halfstep.kernels.softmax.layout import as_strided_rows, mask_operand
+
+# Elements of a tile: one that holds all columns of its sums, which stay in registers, and one of a loop over columns.
+STRIDED_FORWARD, STRIDED_BACKWARD, STRIDED_LOOP = 32768, 16384, 4096
+
+
+@functools.partial(jit, do_not_specialize=["size_b", "tiles"])
+def forward_strided_kernel(
+    x,
+    mask,
+    y,
+    columns,
+    size_b,
+    size_c,
+    x_a,
+    x_b,
+    x_c,
+    x_column,
+    mask_a,
+    mask_b,
+    mask_c,
+    mask_column,
+    y_a,
+    y_b,
+    y_c,
+    y_column,
+    tiles,  # that size_c takes
+    scale,
+    MASK: tl.constexpr,
+    LOG: tl.constexpr,
+    ONE_PASS: tl.constexpr,  # columns <= COLUMNS
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """WIDTH sums side by side, for a dimension in which neighbours lie apart, COLUMNS of each at a time."""
+    program = tl.program_id(0)
+    a, b = program // tiles // size_b, program // tiles % size_b
+    c = (program % tiles).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    side = (c < size_c)[None, :]
+    x += a.to(tl.int64) * x_a + b.to(tl.int64) * x_b
+    y += a.to(tl.int64) * y_a + b.to(tl.int64) * y_b
+    if MASK != PLAIN:
+        mask += a.to(tl.int64) * mask_a + b.to(tl.int64) * mask_b
+    x_side, mask_side, y_side = (c * x_c)[None, :], (c * mask_c)[None, :], (c * y_c)[None, :]
+    lane = tl.arange(0, COLUMNS)
+    if ONE_PASS:
+        column = lane.to(tl.int64)[:, None]
+        inside = (column < columns) & side
+        mask_block = mask + (column * mask_column + mask_side)
+        z = logits(x + (column * x_column + x_side), mask_block, inside, inside, inside, scale, MASK, "")
+        z -= tl.maximum(tl.max(z, axis=0), LOWEST)[None, :]
+        e = tl.exp(z)
+        s = tl.sum(e, axis=0)
+        s = tl.where(s == 0.0, 1.0, s)[None, :]
+        result = z - tl.log(s) if LOG else e * (1.0 / s)
+        tl.store(y + (column * y_column + y_side), from_float32(result, y.dtype.element_ty), mask=inside)
+    else:
+        m = tl.full((COLUMNS, WIDTH), LOWEST, tl.float32)
+        s = tl.zeros((COLUMNS, WIDTH), tl.float32)
+        for start in range(0, columns, COLUMNS):
+            column = (start + lane).to(tl.int64)[:, None]
+            inside = (column < columns) & side
+            mask_block = mask + (column * mask_column + mask_side)
+            z = logits(x + (column * x_column + x_side), mask_block, inside, inside, inside, scale, MASK, "evict_last")
+            higher = tl.maximum(m, z)
+            s = s * tl.exp(m - higher) + tl.exp(z - higher)
+            m = higher
+        top = tl.max(m, axis=0)[None, :]
+        total = tl.sum(s * tl.exp(m - top), axis=0)
+        total = tl.where(total == 0.0, 1.0, total)[None, :]
+        shift, factor = tl.log(total), 1.0 / total
+        for start in range(0, columns, COLUMNS):
+            column = (start + lane).to(tl.int64)[:, None]
+            inside = (column < columns) & side
+            mask_block = mask + (column * mask_column + mask_side)
+            x_block = x + (column * x_column + x_side)
+            z = logits(x_block, mask_block, inside, inside, inside, scale, MASK, "evict_first") - top
+            result = z - shift if LOG else tl.exp(z) * factor
+            tl.store(y + (column * y_column + y_side), from_float32(result, y.dtype.element_ty), mask=inside)
+
+
+@functools.partial(jit, do_not_specialize=["columns", "tiles"])
+def backward_strided_kernel(
+    grad,
+    y,
+    dx,
+    columns,
+    inner,  # elements from one column to the next
+    tiles,
+    scale,
+    LOG: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The middle dimension of contiguous (outer, columns, inner) tensors, tiled as in the forward kernel."""
+    program = tl.program_id(0)
+    c = (program % tiles).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    side = (c < inner)[None, :]
+    base = (program // tiles).to(tl.int64) * columns * inner
+    grad += base
+    y += base
+    dx += base
+    lane = tl.arange(0, COLUMNS)
+    if ONE_PASS:
+        inside = (lane < columns)[:, None] & side
+        offset = lane.to(tl.int64)[:, None] * inner + c[None, :]
+        dy = to_float32(tl.load(grad + offset, mask=inside, other=0.0))
+        p = to_float32(tl.load(y + offset, mask=inside, other=0.0))
+        total = tl.sum(summand(dy, p, inside, LOG), axis=0)[None, :]
+        result = gradient(dy, p, total, scale, inside, LOG)
+        tl.store(dx + offset, from_float32(result, dx.dtype.element_ty), mask=inside)
+    else:
+        sums = tl.zeros((COLUMNS, WIDTH), tl.float32)
+        for start in range(0, columns, COLUMNS):
+            column = start + lane
+            inside = (column < columns)[:, None] & side
+            offset = column.to(tl.int64)[:, None] * inner + c[None, :]
+            dy = to_float32(tl.load(grad + offset, mask=inside, other=0.0, eviction_policy="evict_last"))
+            p = to_float32(tl.load(y + offset, mask=inside, other=0.0, eviction_policy="evict_last"))
+            sums += summand(dy, p, inside, LOG)
+        total = tl.sum(sums, axis=0)[None, :]
+        for start in range(0, columns, COLUMNS):
+            column = start + lane
+            inside = (column < columns)[:, None] & side
+            offset = column.to(tl.int64)[:, None] * inner + c[None, :]
+            dy = to_float32(tl.load(grad + offset, mask=inside, other=0.0, eviction_policy="evict_first"))
+            p = to_float32(tl.load(y + offset, mask=inside, other=0.0, eviction_policy="evict_first"))
+            result = gradient(dy, p, total, scale, inside, LOG)
+            tl.store(dx + offset, from_float32(result, dx.dtype.element_ty), mask=inside)
+
+
+def tile_shape(columns: int, across: int, one_pass: int, most: int = 32) -> tuple[dict[str, int], int]:
+    """Sizes and warps of a kernel, and its tiles: 32 sums side by side or more, where there are as many, and in one
+    pass where a tile of `one_pass` elements holds all columns."""
+    side = 1 << (across - 1).bit_length()
+    tall = 1 << (columns - 1).bit_length()
+    whole = tall * min(side, 32) <= one_pass
+    if whole:
+        width = min(side, max(32, 4096 // tall), 256)
+        warps = min(most, max(1, tall * width // 1024))
+    else:
+        width, warps = min(side, 64), 8
+        tall = STRIDED_LOOP // width
+    fixed = {"ONE_PASS": whole, "COLUMNS": tall, "WIDTH": width, "num_warps": warps}
+    return fixed, -(-across // width)
+
+
+def forward(x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, dim: int, scale: float, log: bool) -> None:
+    """Launch the forward kernel: `x` of two dimensions or more, not empty, into the contiguous `y`."""
+    rows, columns = as_strided_rows(x, mask, y, dim), x.shape[dim]
+    a, b, c = rows.sizes
+    fixed, tiles = tile_shape(columns, c, STRIDED_FORWARD, most_warps(y.device))
+    operand, kind = mask_operand(rows.x, rows.mask)
+    with on_device(y.device):
+        forward_strided_kernel[(a * b * tiles,)](
+            *(rows.x, operand, y, columns, b, c, *rows.x_strides, *rows.mask_strides, *rows.y_strides, tiles, scale),
+            **(fixed | {"MASK": kind, "LOG": log}),
+        )
+
+
+def backward(
+    grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, sizes: tuple[int, int, int], scale: float, log: bool
+) -> None:
+    """Launch the backward kernel on contiguous tensors of (outer, columns, inner) elements."""
+    outer, columns, inner = sizes
+    fixed, tiles = tile_shape(columns, inner, STRIDED_BACKWARD, most_warps(y.device))
+    with on_device(y.device):
+        backward_strided_kernel[(outer * tiles,)](grad, y, dx, columns, inner, tiles, scale, **fixed, LOG=log)
