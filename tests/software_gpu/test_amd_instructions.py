@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -269,23 +269,24 @@ def test_mixed_operands(machine: SoftwareGPU) -> None:
         assert np.array_equal(got & np.uint64(0xFFFFFFFF), expected)
 
 
-@pytest.mark.parametrize(
-    ("control", "source"),
-    [
-        ("quad_perm:[2,3,0,1]", lambda lane: lane ^ 2),
-        ("row_shl:3", lambda lane: lane + 3 if lane % 16 < 13 else None),
-        ("row_shr:5", lambda lane: lane - 5 if lane % 16 >= 5 else None),
-        ("row_ror:4", lambda lane: lane // 16 * 16 + (lane - 4) % 16),
-        ("row_bcast:15", lambda lane: lane // 16 * 16 - 1 if lane >= 16 else None),
-        ("row_bcast:31", lambda lane: 31 if lane >= 32 else None),
-        ("row_mirror", lambda lane: lane ^ 15),
-        ("row_half_mirror", lambda lane: lane ^ 7),
-    ],
-    ids=str,
-)
+# The lane that a lane reads, or None.
+OTHER_LANES: dict[str, Callable[[int], int | None]] = {
+    "quad_perm:[2,3,0,1]": lambda lane: lane ^ 2,
+    "row_shl:3": lambda lane: lane + 3 if lane % 16 < 13 else None,
+    "row_shr:5": lambda lane: lane - 5 if lane % 16 >= 5 else None,
+    "row_ror:4": lambda lane: lane // 16 * 16 + (lane - 4) % 16,
+    "row_bcast:15": lambda lane: lane // 16 * 16 - 1 if lane >= 16 else None,
+    "row_bcast:31": lambda lane: 31 if lane >= 32 else None,
+    "row_mirror": lambda lane: lane ^ 15,
+    "row_half_mirror": lambda lane: lane ^ 7,
+}
+
+
+@pytest.mark.parametrize("control", OTHER_LANES)
 @pytest.mark.parametrize(("rows", "banks"), [(15, 15), (10, 15), (15, 5)])
 @pytest.mark.parametrize("zero", [False, True])
-def test_lanes_of_another(machine: SoftwareGPU, control: str, source, rows: int, banks: int, zero: bool) -> None:  # type: ignore[no-untyped-def]
+def test_lanes_of_another(machine: SoftwareGPU, control: str, rows: int, banks: int, zero: bool) -> None:
+    source = OTHER_LANES[control]
     values = np.arange(LANES, dtype=np.uint64) + 1000
     line = f"v_mov_b32_dpp v20, v10 {control} row_mask:{rows:#x} bank_mask:{banks:#x}{' bound_ctrl:1' * zero}"
     got = words_of(machine, line, values, values * 0, values * 0, values * 0 + 7) & np.uint64(0xFFFFFFFF)
