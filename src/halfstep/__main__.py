@@ -41,6 +41,7 @@ COMMANDS = (
     ),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "test and measure everything that needs a GPU, in minutes"),
     _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, with no GPU"),
+    _Command(("bench", "predict"), "halfstep.bench.predict", "predict what limits each kernel on a GPU, without one"),
     _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step against every peer here"),
     _Command(("bench", "step"), "halfstep.bench.step", "time the optimizer step on this machine against torch's"),
 )
