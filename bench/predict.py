@@ -112,9 +112,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"triton": counts["triton"], "predictions": [asdict(one) for one in predictions]}, indent=2))
         return 0
+    limits = f"{ISSUE_LIMIT['H100']:.0%} ({ISSUE_LIMIT['B200']:.0%} on B200)"
     table = Table(
         title=f"Predicted from the PTX of Triton {counts['triton']}: issue + shared memory, % of the time of memory",
-        caption=f"* issue above {ISSUE_LIMIT['H100']:.0%} ({ISSUE_LIMIT['B200']:.0%} on B200) or shared above {SHARED_LIMIT:.0%}",
+        caption=f"* issue above {limits} or shared memory above {SHARED_LIMIT:.0%}",
     )
     table.add_column("case")
     table.add_column("kernel")
