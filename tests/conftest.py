@@ -105,10 +105,10 @@ def kernel_device() -> torch.device:
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
-def state_of_torch() -> tuple[bool, torch.dtype, torch.device, int]:
+def state_of_torch() -> tuple[bool, Any, torch.dtype, torch.device, int]:
     """What outlives a test. `torch.get_default_device` of torch 2.8 raises once a default was set and taken back."""
-    made = torch.empty(0)
-    return torch.is_grad_enabled(), made.dtype, made.device, torch.get_num_threads()
+    made, functions = torch.empty(0), torch._C._get_torch_function_state()
+    return torch.is_grad_enabled(), functions, made.dtype, made.device, torch.get_num_threads()
 
 
 @pytest.fixture(autouse=True)
@@ -117,4 +117,6 @@ def torch_as_it_was() -> Iterator[None]:
     before = state_of_torch()
     yield
     after = state_of_torch()
-    assert after == before, f"(grad enabled, default dtype, default device, threads) were {before} and are {after}"
+    assert after == before, (
+        f"(grad enabled, torch function, default dtype, device, threads) were {before} and are {after}"
+    )

@@ -81,7 +81,7 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
                 raise KeyboardInterrupt
         return trace
 
-    enabled, tracer = torch.is_grad_enabled(), sys.gettrace()
+    enabled, functions, tracer = torch.is_grad_enabled(), torch._C._get_torch_function_state(), sys.gettrace()
     sys.settrace(trace)
     try:
         action()
@@ -89,8 +89,10 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
         assert count == number
     finally:
         sys.settrace(tracer)  # that of coverage, where it is measured
-        # What a trace function raises has left gradients disabled; what a signal handler raises has not (300 tries).
+        # What a trace function raises has left gradients, and __torch_function__ of subclasses, disabled; what a signal
+        # handler raises has not (300 tries).
         torch.set_grad_enabled(enabled)
+        torch._C._set_torch_function_state(functions)
     return count
 
 
