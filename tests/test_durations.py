@@ -127,12 +127,12 @@ def test_a_part_of_a_file_is_not_recorded(project: Path) -> None:
 
 def test_a_slower_machine_is_allowed_more_and_a_faster_one_no_less() -> None:
     meter = durations.Meter()
-    meter.add({"seconds": {"a": 45.0}, "tests": {"a": 3}, "loops": [0.01, 0.02, 9.0]})
-    assert durations.outgrown({"loop": 0.01, "files": {"a": [10.0, 3]}}, meter) == []  # 2 x (2 x 10 + 10) = 60
+    meter.add({"seconds": {"a": 145.0}, "tests": {"a": 3}, "loops": [0.01, 0.02, 9.0]})
+    assert durations.outgrown({"loop": 0.01, "files": {"a": [10.0, 3]}}, meter) == []  # 2 x (2 x 10 + 60)
     (line,) = durations.outgrown({"loop": 0.02, "files": {"a": [10.0, 3]}}, meter)
-    assert line.startswith("a took 45.0 s of processor time; allowed are 30.0 s, (2 x 10.0 s recorded + 10 s) x 1.00")
+    assert line.startswith("a took 145.0 s of processor time; allowed are 80.0 s, (2 x 10.0 s recorded + 60 s) x 1.00")
     (line,) = durations.outgrown({"loop": 0.04, "files": {"a": [10.0, 3]}}, meter)
-    assert "allowed are 30.0 s" in line
+    assert "allowed are 80.0 s" in line
 
 
 def test_one_file_is_recorded_at_the_speed_of_the_others() -> None:

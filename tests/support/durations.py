@@ -22,7 +22,8 @@ from typing import Any
 
 import pytest
 
-FACTOR, SLACK = 2.0, 10.0  # a file may take FACTOR * recorded + SLACK seconds
+# A file may take FACTOR * recorded + SLACK seconds. On a fresh machine one of them also compiles the C++: some 40 s.
+FACTOR, SLACK = 2.0, 60.0
 OPTIONS = ("--record-durations", "--check-durations")
 
 
