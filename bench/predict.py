@@ -8,7 +8,9 @@ memory. Per element,
     shared = wavefronts / (multiprocessors * clock)
 
 The counts are of PTX, executed (docs/software_gpu.md); ptxas makes more or fewer machine instructions of it, so a ratio
-is an estimate, and no time is printed. Sources: NVIDIA's datasheets of A100 80GB SXM, H100 SXM and B200.
+is an estimate, and no time is printed. Bandwidths are those of `audit`. Multiprocessors and clocks: NVIDIA's
+whitepapers on A100 and H100; for B200 what is commonly reported, which is not checked. The part of the bandwidth that a
+copy reaches: from the measurements that Liger-Kernel publishes (benchmark/data); none of it was measured here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from halfstep.bench.audit import BANDWIDTH
 from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, UsageError, input_file, run
 
@@ -31,19 +34,18 @@ SECTOR = 32  # bytes
 
 
 class GPU(NamedTuple):
-    """What the prediction needs of a GPU: clock in Hz, bandwidth in bytes per second, and the part a copy reaches."""
+    """What the prediction needs of a GPU: clock in Hz, and the part of the bandwidth that a copy reaches."""
 
     target: str
     multiprocessors: int
     clock: float
-    bandwidth: float
     copied: float
 
 
 GPUS = {
-    "A100": GPU("sm_80", 108, 1.41e9, 2.039e12, 0.83),
-    "H100": GPU("sm_90", 132, 1.755e9, 3.35e12, 0.90),
-    "B200": GPU("sm_100", 148, 1.85e9, 8.0e12, 0.80),
+    "A100": GPU("sm_80", 108, 1.41e9, 0.83),
+    "H100": GPU("sm_90", 132, 1.755e9, 0.90),
+    "B200": GPU("sm_100", 148, 1.85e9, 0.80),
 }
 # Most of the time of memory that the issue of instructions may take; where the two overlap badly, more shows.
 ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "B200": 0.85}
@@ -78,7 +80,7 @@ def predict(counts: dict[str, Any]) -> Iterator[Prediction]:
                 moved = SECTOR * counted["sectors"]
                 if moved < 1:
                     continue
-                memory = moved / (gpu.copied * gpu.bandwidth)
+                memory = moved / (gpu.copied * BANDWIDTH[gpu.target][name])
                 issue = counted["instructions"] / (gpu.multiprocessors * 128 * gpu.clock) / memory
                 shared = counted["wavefronts"] / (gpu.multiprocessors * gpu.clock) / memory
                 within = issue <= ISSUE_LIMIT[name] and shared <= SHARED_LIMIT
