@@ -226,7 +226,8 @@ UNEVEN_PARTS_SINCE = (2, 13)
 
 
 def _refuse_uneven_parts(tensors: Iterable[tuple[str, Any]]) -> None:
-    """
+    """Raise where torch is older than `UNEVEN_PARTS_SINCE` and has such parts.
+
     Raises:
         CheckpointError: a tensor has parts that this torch would save and load at wrong places.
     """
