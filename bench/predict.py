@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from halfstep.bench.audit import BANDWIDTH
+from halfstep.bench.audit.rows import BANDWIDTH
 from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, UsageError, input_file, run
 

@@ -35,7 +35,9 @@ COMMANDS = (
     _Command(
         ("train",), "halfstep.cli.train.command", "train a small GPT on text in fp32, bf16, fp16, or compare them"
     ),
-    _Command(("bench", "audit"), "halfstep.bench.audit", "compile every kernel for four GPU generations, with none"),
+    _Command(
+        ("bench", "audit"), "halfstep.bench.audit.command", "compile every kernel for four GPU generations, with none"
+    ),
     _Command(
         ("bench", "codec"), "halfstep.bench.codec", "time the codec on one core beside numpy, torch, ml_dtypes, gfloat"
     ),

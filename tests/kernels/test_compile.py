@@ -23,7 +23,9 @@ pytest.importorskip("triton")
 
 import triton
 
-from halfstep.bench import audit, audit_bounds, audit_markdown
+from halfstep.bench.audit import bounds as audit_bounds
+from halfstep.bench.audit import markdown as audit_markdown
+from halfstep.bench.audit import rows as audit
 
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
     pytest.skip(
@@ -94,7 +96,7 @@ def run_audit(*arguments: str, **environment: str) -> subprocess.CompletedProces
     """The command, in a process of its own: this one interprets kernels."""
     path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "halfstep.bench.audit", *arguments]
+    command = [sys.executable, "-m", "halfstep.bench.audit.command", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env={**kept, "PYTHONPATH": path, **environment})
 
 

@@ -491,7 +491,7 @@ def test_nothing_fits() -> None:
 
 
 def test_cards_are_what_the_audit_uses() -> None:
-    from halfstep.bench.audit import BANDWIDTH
+    from halfstep.bench.audit.rows import BANDWIDTH
 
     audit = {name.lower(): rate for machines in BANDWIDTH.values() for name, rate in machines.items()}
     assert {name.removesuffix("-80"): one.bandwidth for name, one in CARDS.items()}.items() >= audit.items()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from halfstep.bench import audit_bounds
-from halfstep.bench.audit_bounds import Bounds
+from halfstep.bench.audit import bounds as audit_bounds
+from halfstep.bench.audit.bounds import Bounds
 
 RECORDED = {
     "bytes_read": 4.0,

@@ -6,20 +6,20 @@ from dataclasses import asdict
 
 import pytest
 
-from halfstep.bench import audit, machine_code
-from halfstep.bench.machine_code import Access
+from halfstep.bench.audit import command, machine_code, rows
+from halfstep.bench.audit.machine_code import Access
 from halfstep.kernels.variant import Variant
 
 
 @pytest.mark.parametrize("target", ["sm_9", "sm_75", "H100", "gfx", "sm_90; rm"])
 def test_an_unknown_target_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit.main(["--target", target]) == 2
+    assert command.main(["--target", target]) == 2
     assert f"{target!r} is not allowed; allowed are NVIDIA targets from sm_80 on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "two"])
 def test_a_bad_number_of_jobs_is_refused(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit.main([f"--jobs={jobs}"]) == 2
+    assert command.main([f"--jobs={jobs}"]) == 2
     assert f"{jobs!r} is not allowed; allowed are whole numbers from 1" in capsys.readouterr().err
 
 
@@ -35,7 +35,7 @@ def test_a_bad_number_of_jobs_is_refused(jobs: str, capsys: pytest.CaptureFixtur
 )
 def test_a_module_without_variants_is_refused(module: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=f"--module {module}") as raised:
-        audit.audit([module], ["sm_90"], jobs=1)
+        rows.audit([module], ["sm_90"], jobs=1)
     assert complaint in str(raised.value)
 
 
@@ -47,7 +47,7 @@ def test_a_variant_must_name_every_argument() -> None:
 
     variant = Variant(kernel=Kernel(), name="half named", signature={"x": "*fp32"}, constexprs={})
     with pytest.raises(ValueError, match=r"variant 'half named' names the arguments \['x'\].*'BLOCK'"):
-        audit.compile_variant(variant, "sm_90")
+        rows.compile_variant(variant, "sm_90")
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ def test_a_variant_must_name_every_argument() -> None:
     ],
 )
 def test_occupancy(target: str, registers: int, shared: int, warps: int, expected: float | None) -> None:
-    assert audit.occupancy(target, registers, shared, warps) == expected
+    assert rows.occupancy(target, registers, shared, warps) == expected
 
 
 def test_what_a_peer_does_wrong_is_shown_and_fails_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = asdict(audit.Row(kernel="cast.kernel", variant="a", target="sm_90"))
-    theirs = asdict(audit.Row("peer.kernel", "b", "sm_90", peer="peer", problems=["2 spills"]))
-    audit.print_table([ours, theirs], seconds=1)
+    ours = asdict(rows.Row(kernel="cast.kernel", variant="a", target="sm_90"))
+    theirs = asdict(rows.Row("peer.kernel", "b", "sm_90", peer="peer", problems=["2 spills"]))
+    command.print_table([ours, theirs], seconds=1)
     shown = capsys.readouterr().out
     assert "PEER peer.kernel b on sm_90: 2 spills" in shown
     assert "all 1 pass" in shown
-    assert audit._failing([ours, theirs]) == []
-    assert audit._failing([{**theirs, "peer": None}]) != []
+    assert command._failing([ours, theirs]) == []
+    assert command._failing([{**theirs, "peer": None}]) != []
 
 
 SASS = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.bench import audit_markdown
+from halfstep.bench.audit import markdown
 
 EQUAL = {"bytes_read": 4, "bytes_written": 2.5, "shared_bytes": 0, "barriers": 0, "layout_conversions": 0}
 ENTRIES = {
@@ -17,7 +17,7 @@ ENTRIES = {
 
 
 def test_a_variant_has_one_line_and_targets_stand_beside_each_other_where_they_differ() -> None:
-    assert audit_markdown.table(audit_markdown.from_bounds(ENTRIES)).splitlines() == [
+    assert markdown.table(markdown.from_bounds(ENTRIES)).splitlines() == [
         "Bytes per element; where targets differ, sm_80 / sm_100 / gfx942. No spills.",
         "",
         "| kernel | variant | bytes read + written | access bits | registers | shared bytes | barriers | conversions |",
@@ -28,9 +28,9 @@ def test_a_variant_has_one_line_and_targets_stand_beside_each_other_where_they_d
 
 
 def test_spills_get_a_column_where_there_are_any() -> None:
-    rows = audit_markdown.from_bounds(ENTRIES)
+    rows = markdown.from_bounds(ENTRIES)
     rows[0]["spills"] = 3
-    lines = audit_markdown.table(rows).splitlines()
+    lines = markdown.table(rows).splitlines()
     assert "No spills" not in lines[0]
     assert lines[2].endswith("| conversions | spills |")
     assert lines[4].endswith("| 0 | 0 |")
@@ -40,7 +40,7 @@ def test_spills_get_a_column_where_there_are_any() -> None:
 def test_only_the_block_between_the_markers_changes(tmp_path: Path) -> None:
     file = tmp_path / "document.md"
     file.write_text("above\n<!-- table: generated -->\nold\nlines\n<!-- table: end -->\nbelow\n")
-    audit_markdown.write("table", "new", file)
+    markdown.write("table", "new", file)
     assert file.read_text() == "above\n<!-- table: generated -->\nnew\n<!-- table: end -->\nbelow\n"
 
 
@@ -57,7 +57,7 @@ def test_a_document_without_the_block_is_left_alone(text: str, tmp_path: Path) -
     file = tmp_path / "document.md"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"--markdown .*document\.md: the markers .* must stand in it once each"):
-        audit_markdown.write("table", "new", file)
+        markdown.write("table", "new", file)
     assert file.read_text() == text
     with pytest.raises(ValueError, match=r"--markdown .*missing\.md: .*No such file"):
-        audit_markdown.write("table", "new", tmp_path / "missing.md")
+        markdown.write("table", "new", tmp_path / "missing.md")

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 import triton
 from triton.runtime.jit import JITFunction
 
-from halfstep.bench import audit_peers
-from halfstep.bench.audit_peers import Job
+from halfstep.bench.audit import peers
+from halfstep.bench.audit.peers import Job
 from halfstep.kernels.variant import Variant
 
 
@@ -35,7 +35,7 @@ def launch(**changes: Any) -> None:
 
 
 @pytest.fixture
-def find(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., audit_peers.Found]]:
+def find(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., peers.Found]]:
     """Look for peers, given their jobs, of which all but "absent" are installed in version 1.2."""
 
     def version(distribution: str) -> str:
@@ -43,17 +43,17 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., audit_peers.
             raise importlib.metadata.PackageNotFoundError(distribution)
         return "1.2"
 
-    def look(*jobs: Job) -> audit_peers.Found:
-        audit_peers.find.cache_clear()
-        monkeypatch.setattr(audit_peers, "JOBS", jobs)
-        return audit_peers.find()
+    def look(*jobs: Job) -> peers.Found:
+        peers.find.cache_clear()
+        monkeypatch.setattr(peers, "JOBS", jobs)
+        return peers.find()
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     yield look
-    audit_peers.find.cache_clear()
+    peers.find.cache_clear()
 
 
-def test_a_variant_is_what_the_peer_launches(find: Callable[..., audit_peers.Found]) -> None:
+def test_a_variant_is_what_the_peer_launches(find: Callable[..., peers.Found]) -> None:
     before = JITFunction.run
     found = find(Job("peer", "a case", launch, 2, 1))
     assert JITFunction.run is before
@@ -72,10 +72,10 @@ def test_a_variant_is_what_the_peer_launches(find: Callable[..., audit_peers.Fou
         options={"num_stages": 2},
     )
     assert found.variants == (expected,)
-    assert list(audit_peers.variants()) == [expected]
+    assert list(peers.variants()) == [expected]
 
 
-def test_integers_keep_what_triton_specialises_on(find: Callable[..., audit_peers.Found]) -> None:
+def test_integers_keep_what_triton_specialises_on(find: Callable[..., peers.Found]) -> None:
     (variant,) = find(Job("peer", "a case", lambda: launch(n=1 << 40, stride=17, flag=True), 2, 1)).variants
     assert variant.signature["n"] == "i64"
     assert variant.signature["stride"] == "i32"
@@ -83,7 +83,7 @@ def test_integers_keep_what_triton_specialises_on(find: Callable[..., audit_peer
     assert variant.constexprs == {"BLOCK": 1024}
 
 
-def test_what_is_not_there_is_named_once(find: Callable[..., audit_peers.Found]) -> None:
+def test_what_is_not_there_is_named_once(find: Callable[..., peers.Found]) -> None:
     found = find(Job("absent", "one", launch, 2, 1), Job("absent", "two", launch, 2, 1), Job("peer", "a", launch, 2, 1))
     assert found.left_out == ("absent is not installed and left out: pip install absent",)
     assert found.peers == ("peer",)
@@ -102,7 +102,7 @@ def _gone() -> None:
     ],
 )
 def test_a_changed_peer_is_named_and_the_others_stay(
-    changed: Callable[[], None], reason: str, find: Callable[..., audit_peers.Found]
+    changed: Callable[[], None], reason: str, find: Callable[..., peers.Found]
 ) -> None:
     found = find(Job("peer", "old", changed, 2, 1), Job("other", "a case", launch, 2, 1))
     assert found.left_out == (

@@ -1,0 +1,285 @@
+"""``halfstep bench audit``: compile every kernel variant for every target, with no GPU, and read the machine code.
+
+Per variant and target it prints what the compiled code moves per element against the least possible, how wide its
+accesses are, what it takes of the machine, and how long the least possible traffic takes at datasheet bandwidth. It
+fails (status 1) where a variant does not compile, spills, has more threads or shared memory than a block may have, or
+promises the reference's bits and contains a fused multiply-add, an approximation or flushed subnormals. What is counted
+and how: ``machine_code.py``.
+
+A family lists its variants in a function ``variants()``; ``--module`` audits any other module that has one. ``--peers``
+adds the kernels of installed peers with their own launch settings; what they do wrong is shown and does not fail.
+``--bounds`` and ``--record`` hold the rows to what was recorded before: ``bounds.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from halfstep.bench.audit import bounds as audit_bounds
+from halfstep.bench.audit import markdown, peers
+from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
+from halfstep.cli.command_line import Parser, UsageError, input_file, output_file, run, whole
+
+# Set in a restarted process, so that one that still finds interpreted kernels stops instead of restarting for ever.
+_RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
+
+# --- printing --------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5g}"
+
+
+def _against(value: float | None, floor: float) -> str:
+    return f"{_number(value)} / {_number(floor)}"
+
+
+def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
+    """Print the rows as a table, what fails below it, and a verdict."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=200)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("kernel and variant")
+    table.add_column("target")
+    for heading in (
+        "read/least",
+        "written/least",
+        "access bits",
+        "regs",
+        "spills",
+        "shared",
+        "barriers",
+        "conversions",
+    ):
+        table.add_column(heading, justify="right")
+    table.add_column("occupancy", justify="right")
+    table.add_column("least ms per 10^9")
+    for row in rows:
+        widths = "+".join(f"{count}x{bits}" for bits, count in row["access_widths"].items()) or "-"
+        least = " ".join(f"{machine} {time_ms:.2f}" for machine, time_ms in row["floor_ms"].items())
+        table.add_row(
+            escape(f"{row['kernel']} {row['variant']}"),
+            row["target"],
+            _against(row["bytes_read"], row["floor_read"]),
+            _against(row["bytes_written"], row["floor_written"]),
+            widths,
+            *(_number(row[key]) for key in ("registers", "spills", "shared_bytes", "barriers", "layout_conversions")),
+            "-" if row["occupancy"] is None else f"{row['occupancy']:.0%}",
+            least,
+            style="red" if row["problems"] and not row["peer"] else None,
+        )
+    console.print(table)
+    for row in rows:
+        for problem in row["problems"]:
+            verdict, style = ("PEER", None) if row["peer"] else ("FAIL", "red")
+            line = f"{verdict} {row['kernel']} {row['variant']} on {row['target']}: {problem}"
+            console.print(escape(line), style=style)
+    own = [row for row in rows if not row["peer"]]
+    failing = _failing(rows)
+    verdict = f"{len(failing)} of {len(own)} fail" if failing else f"all {len(own)} pass"
+    console.print(
+        f"Bytes per element, from the machine code against the least the job needs. {verdict}, in {seconds:.0f} s."
+    )
+
+
+def _failing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that fail the audit."""
+    return [row for row in rows if row["problems"] and not row["peer"]]
+
+
+class _Bar:
+    """A progress bar on standard error, once the work has taken two seconds."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._progress = Progress(console=Console(stderr=True), transient=True)
+        self._start = time.monotonic()
+        self._task: Any = None
+
+    def update(self, done: int, of: int) -> None:
+        if self._task is None and time.monotonic() - self._start > 2.0 and sys.stderr.isatty():
+            self._progress.start()
+            self._task = self._progress.add_task("compiling kernels", total=of)
+        if self._task is not None:
+            self._progress.update(self._task, completed=done)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._progress.stop()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def _target(name: str) -> str:
+    # bf16 conversions need sm_80.
+    if not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx\d+[0-9a-f]*", name):
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is not allowed; allowed are NVIDIA targets from sm_80 on, such as sm_90, and AMD targets as "
+            "gfx942"
+        )
+    return name
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "bench audit",
+        description="Compile every kernel for every target, with no GPU, and read bytes per element, access widths, "
+        "registers, spills, shared memory, barriers and layout conversions from the machine code.",
+    )
+    parser.add_argument(
+        "--target",
+        action="append",
+        type=_target,
+        metavar="TARGET",
+        help=f"compile for this target only; may be repeated (default: {' '.join(TARGETS)})",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--module",
+        action="append",
+        metavar="MODULE",
+        help="audit what this module's variants() lists instead of halfstep's kernels; may be repeated",
+    )
+    parser.add_argument(
+        "--peers", action="store_true", help="also compile the kernels of installed peers, as they launch them"
+    )
+    parser.add_argument(
+        "--bounds", type=input_file, metavar="FILE", help="fail where a row leaves the bounds recorded in FILE"
+    )
+    parser.add_argument(
+        "--record",
+        type=output_file,
+        metavar="FILE",
+        help="record the rows as bounds in FILE; with --module or --target, only those of its rows",
+    )
+    parser.add_argument(
+        "--markdown",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print the table as Markdown or, with FILE, put it between FILE's markers; after --record, of all bounds",
+    )
+    parser.add_argument(
+        *("--jobs",),
+        type=whole(1),
+        default=min(os.cpu_count() or 1, 8),
+        metavar="N",
+        help="processes (default: one per core, at most 8)",
+    )
+    return parser
+
+
+def _without_interpreter(argv: Sequence[str]) -> int | None:
+    """Run again in a process of its own if kernels are interpreted here: those cannot be compiled.
+
+    Triton decides when a kernel is decorated, so neither removing the variable nor importing again would help.
+    """
+    backend = sys.modules.get("halfstep.kernels.backend")
+    if not os.environ.get("TRITON_INTERPRET") and not (backend is not None and backend.INTERPRET):
+        return None
+    if os.environ.get(_RESTARTED):
+        raise RuntimeError(
+            "kernels are still interpreted after a restart without TRITON_INTERPRET; unset it and try again"
+        )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment[_RESTARTED] = "1"
+    # The working folder must not come first on the path: a folder called `bench` there would be importable.
+    environment["PYTHONSAFEPATH"] = "1"
+    return subprocess.run([sys.executable, "-m", "halfstep.bench.audit.command", *argv], env=environment).returncode
+
+
+def _audit_as_asked(arguments: argparse.Namespace) -> int:
+    """Audit, print, compare and record. Returns the exit status.
+
+    Raises:
+        ValueError: a module or file that was named cannot be used.
+    """
+    import triton
+
+    modules = list(dict.fromkeys(arguments.module or FAMILIES))
+    targets = list(dict.fromkeys(arguments.target or TARGETS))
+    families = {module.rpartition(".")[2] for module in arguments.module} if arguments.module else None
+    peers_missing: tuple[str, ...] = ()
+    if arguments.peers:
+        found = peers.find()
+        peers_missing = found.left_out
+        modules = [*modules, *([PEERS] if found.variants else [])]
+    for line in peers_missing:
+        print(line, file=sys.stderr)
+
+    start, bar = time.monotonic(), _Bar()
+    try:
+        rows = audit(modules, targets, arguments.jobs, bar.update)
+    finally:
+        bar.close()
+    own = [row for row in rows if not row["peer"]]
+    failing = _failing(rows)
+    if arguments.json:
+        print(json.dumps({"variants": rows}, indent=1))
+    elif arguments.markdown != "-":
+        print_table(rows, time.monotonic() - start)
+
+    left = []
+    if arguments.bounds:
+        bounds = audit_bounds.load(arguments.bounds)
+        remedy = f"halfstep bench audit --record {arguments.bounds}"
+        left = audit_bounds.departures(own, bounds, triton.__version__, families, targets, remedy)
+        if triton.__version__ != bounds.triton:
+            print(
+                f"{arguments.bounds} was recorded with Triton {bounds.triton}, this is {triton.__version__}, so only "
+                f"{', '.join(audit_bounds.EVERYWHERE)} are compared",
+                file=sys.stderr,
+            )
+        for line in left:
+            print(f"FAIL {line}", file=sys.stderr)
+    if arguments.record:
+        if failing:
+            print(f"{arguments.record}: not written, since {len(failing)} rows fail", file=sys.stderr)
+            return 1
+        print(audit_bounds.record(own, arguments.record, triton.__version__, families, targets), file=sys.stderr)
+        own = markdown.from_bounds(audit_bounds.load(arguments.record).entries)
+    if arguments.markdown:
+        tables = {markdown.OURS: own}
+        # Half a table of peers would stand in the place of a whole one.
+        if arguments.peers and not peers_missing:
+            tables[markdown.PEERS] = [row for row in rows if row["peer"]]
+        for name, members in tables.items():
+            if arguments.markdown == "-":
+                print(markdown.table(members), end="\n\n")
+            else:
+                markdown.write(name, markdown.table(members), Path(arguments.markdown))
+    return 1 if failing or left else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep bench audit`` with the arguments `argv`. Returns the exit status: 0 if every variant passes."""
+
+    def command(arguments: argparse.Namespace) -> int:
+        status = _without_interpreter(argv)
+        if status is not None:
+            return status
+        if importlib.util.find_spec("triton") is None:
+            raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
+        return _audit_as_asked(arguments)
+
+    return run(_parser(), argv, command, (ValueError,))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
