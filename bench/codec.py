@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from halfstep.cli.command_line import Parser, run, whole
-from halfstep.numerics import codec
-from halfstep.numerics.formats import formats
+from halfstep.numerics.formats import codec
+from halfstep.numerics.formats.table import formats
 
 NEAREST = ("fp16", "bf16", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 BY_MODE = ("fp16", "bf16", "e4m3fn", "e8m0fnu")

@@ -27,7 +27,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.integrations.overlap import EarlyCheck, checked_scaler, in_backward, same_order
-from halfstep.numerics.scaler import GradScaler
+from halfstep.numerics.scaling.scaler import GradScaler
 
 Hook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
 

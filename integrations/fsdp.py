@@ -20,8 +20,8 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from halfstep.integrations.overlap import EarlyCheck, checked_scaler, in_backward
-from halfstep.numerics.gradients import local
-from halfstep.numerics.scaler import GradScaler
+from halfstep.numerics.scaling.gradients import local
+from halfstep.numerics.scaling.scaler import GradScaler
 
 
 def keep_reduced_gradients(model: torch.nn.Module) -> None:

@@ -12,11 +12,11 @@ from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels.statistics import foreach_count_, width
 from halfstep.kernels.streams import capturing
-from halfstep.numerics.advice import ScaleAdvice, advise_scale
-from halfstep.numerics.formats import formats
-from halfstep.numerics.named_tensors import countable, named_tensors, scaled_to_odd
-from halfstep.numerics.scaler import unwrapped
-from halfstep.numerics.statistics import Statistics, grid_of
+from halfstep.numerics.formats.table import formats
+from halfstep.numerics.scaling.scaler import unwrapped
+from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale
+from halfstep.numerics.statistics.counts import Statistics, grid_of
+from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,9 @@ from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, checked_addr
 from halfstep.kernels.philox import check_seed
 from halfstep.kernels.rounding import join_master, split_master
 from halfstep.kernels.streams import capturing, upload
-from halfstep.numerics.foreign_scalers import StepSupportsAmpScaling
-from halfstep.numerics.gradients import GradientCheck, check_gradients, local
-from halfstep.numerics.topology import TopologyMemory, is_sharded, settle_gradients
+from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
+from halfstep.numerics.scaling.gradients import GradientCheck, check_gradients, local
+from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, settle_gradients
 
 MASTERS = ("auto", "full", "split", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16)

@@ -20,8 +20,8 @@ import torch
 from halfstep.kernels.multi_tensor import DTYPE_CODES, is_flat
 from halfstep.kernels.streams import capturing
 from halfstep.kernels.unscale import Check, CheckInParts, Tally
-from halfstep.numerics.gradients import local
-from halfstep.numerics.scaler import GradScaler
+from halfstep.numerics.scaling.gradients import local
+from halfstep.numerics.scaling.scaler import GradScaler
 
 
 def in_backward() -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep.numerics.scaler import GradScaler
+from halfstep.numerics.scaling.scaler import GradScaler
 
 OWN = ("scheduler", "scaler", "_skips_counted", "_updates_seen", "_holds")
 

@@ -18,31 +18,31 @@ if TYPE_CHECKING:
     from halfstep.kernels.cast import cast, foreach_cast
     from halfstep.kernels.softmax import log_softmax, softmax
     from halfstep.kernels.unscale import foreach_check, foreach_unscale_
-    from halfstep.numerics.advice import advise_scale
-    from halfstep.numerics.codec import decode, encode, round_to
-    from halfstep.numerics.formats import formats
-    from halfstep.numerics.scaler import GradScaler
-    from halfstep.numerics.statistics import statistics
+    from halfstep.numerics.formats.codec import decode, encode, round_to
+    from halfstep.numerics.formats.table import formats
+    from halfstep.numerics.scaling.scaler import GradScaler
+    from halfstep.numerics.statistics.advice import advise_scale
+    from halfstep.numerics.statistics.counts import statistics
 
 _HOME = {
     "Adam": "halfstep.integrations.optim",
     "AdamW": "halfstep.integrations.optim",
     "AmpMonitor": "halfstep.integrations.monitor",
-    "GradScaler": "halfstep.numerics.scaler",
+    "GradScaler": "halfstep.numerics.scaling.scaler",
     "SkipAwareScheduler": "halfstep.integrations.scheduler",
-    "advise_scale": "halfstep.numerics.advice",
+    "advise_scale": "halfstep.numerics.statistics.advice",
     "backend": "halfstep.kernels.backend",
     "cast": "halfstep.kernels.cast",
-    "decode": "halfstep.numerics.codec",
-    "encode": "halfstep.numerics.codec",
+    "decode": "halfstep.numerics.formats.codec",
+    "encode": "halfstep.numerics.formats.codec",
     "foreach_cast": "halfstep.kernels.cast",
     "foreach_check": "halfstep.kernels.unscale",
     "foreach_unscale_": "halfstep.kernels.unscale",
-    "formats": "halfstep.numerics.formats",
+    "formats": "halfstep.numerics.formats.table",
     "log_softmax": "halfstep.kernels.softmax",
-    "round_to": "halfstep.numerics.codec",
+    "round_to": "halfstep.numerics.formats.codec",
     "softmax": "halfstep.kernels.softmax",
-    "statistics": "halfstep.numerics.statistics",
+    "statistics": "halfstep.numerics.statistics.counts",
 }
 
 __all__ = [

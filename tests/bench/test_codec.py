@@ -10,7 +10,7 @@ import torch
 
 from halfstep.__main__ import main
 from halfstep.bench import codec as bench
-from halfstep.numerics import codec
+from halfstep.numerics.formats import codec
 
 
 def test_two_tables_of_figures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from halfstep.cli import inspect as command
 from halfstep.cli.inspect import main
-from halfstep.numerics.statistics import statistics
+from halfstep.numerics.statistics.counts import statistics
 
 
 @pytest.fixture

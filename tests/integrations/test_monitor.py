@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.integrations.monitor import AmpMonitor
-from halfstep.numerics.statistics import statistics
+from halfstep.numerics.statistics.counts import statistics
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Module:

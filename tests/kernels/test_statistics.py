@@ -28,11 +28,11 @@ from halfstep.kernels.statistics import (
     foreach_count_,
     width,
 )
-from halfstep.numerics.formats import formats
+from halfstep.numerics.formats.table import formats
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on overflow and NaN
 
-# What `numerics.statistics.grid_of` makes of a format, written out by hand from the format's specification.
+# What `numerics.statistics.counts.grid_of` makes of a format, written out by hand from the format's specification.
 GRIDS = {
     "fp32": Grid(0, -126, 127, 1 << 23),
     "tf32": Grid(13, -126, 127, 0x7FF000),

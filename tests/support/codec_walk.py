@@ -1,7 +1,7 @@
 """All 2^32 fp32 patterns through `halfstep.encode`, beside torch's and ml_dtypes' conversions.
 
     python tests/support/codec_walk.py FORMAT ...    walks these (all seven without one), prints what was counted
-    python tests/support/codec_walk.py --record      also writes it to tests/numerics/codec_certificate.json
+    python tests/support/codec_walk.py --record      also writes it to tests/numerics/formats/codec_certificate.json
 
 One core, a minute or two per format. The digest is SHA-256 of the codes in the order of the patterns, little-endian.
 """
@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 import halfstep
-from halfstep.numerics.formats import formats
+from halfstep.numerics.formats.table import formats
 
 FORMATS = ("fp16", "bf16", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
-CERTIFICATE = Path(__file__).resolve().parents[1] / "numerics" / "codec_certificate.json"
+CERTIFICATE = Path(__file__).resolve().parents[1] / "numerics" / "formats" / "codec_certificate.json"
 CHUNK = 2**22
 
 

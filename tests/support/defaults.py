@@ -30,8 +30,8 @@ import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.kernels.rounding import ROUNDINGS
 from halfstep.kernels.unscale import CheckInParts, Tally, foreach_unscale_and_check_
-from halfstep.numerics import codec
-from halfstep.numerics.updates import last_updates
+from halfstep.numerics.formats import codec
+from halfstep.numerics.statistics.updates import last_updates
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from halfstep.numerics.formats import Format
+from halfstep.numerics.formats.table import Format
 
 
 @dataclass

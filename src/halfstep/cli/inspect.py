@@ -27,10 +27,10 @@ from rich.table import Table
 from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, picture, run, whole
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
-from halfstep.numerics.advice import advise_scale, power
-from halfstep.numerics.formats import UnknownFormat, formats
-from halfstep.numerics.named_tensors import named_tensors
-from halfstep.numerics.statistics import KINDS, Row, Statistics, checked_scale, grid_of, statistics
+from halfstep.numerics.formats.table import UnknownFormat, formats
+from halfstep.numerics.statistics.advice import advise_scale, power
+from halfstep.numerics.statistics.counts import KINDS, Row, Statistics, checked_scale, grid_of, statistics
+from halfstep.numerics.statistics.named_tensors import named_tensors
 from halfstep.numerics.wording import count, percent, shortened
 
 PATIENCE = 2.0  # seconds without a word

@@ -9,7 +9,7 @@ import pytest
 from lookup_run import lines, results
 
 from halfstep.cli.formats import number_text
-from halfstep.numerics.formats import formats
+from halfstep.numerics.formats.table import formats
 
 
 def encode(number: str, format: str, *more: str) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookup_run import STEADY, results, said
 
-from halfstep.numerics.exact import decode_exact, encode_exact, parse_number
-from halfstep.numerics.formats import formats
+from halfstep.numerics.formats.exact import decode_exact, encode_exact, parse_number
+from halfstep.numerics.formats.table import formats
 
 ROOT = Path(__file__).resolve().parents[3]
 NUMBERS = ("2.5", "0", "-0", "1/3", "-1e-7", "2^-25", "500", "1e60", "inf", "-inf", "nan", "1+2^-11+2^-40", "2^-9000")

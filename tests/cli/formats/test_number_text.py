@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lookup_run import STEADY
 
 from halfstep.cli.formats import number_text
-from halfstep.numerics.exact import decode_exact, encode_exact
-from halfstep.numerics.formats import formats
+from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.table import formats
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -13,7 +13,7 @@ from lookup_run import lines
 from matplotlib.figure import Figure
 
 from halfstep.cli.formats import pictures
-from halfstep.numerics.formats import Format, formats
+from halfstep.numerics.formats.table import Format, formats
 
 ALL = list(formats.values())
 

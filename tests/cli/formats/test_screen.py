@@ -12,7 +12,7 @@ from lookup_run import lines, said
 from halfstep.cli.formats.number_line import column_of
 from halfstep.cli.formats.values import OUTCOMES
 from halfstep.cli.terminal import Terminal, table, terminal, visible
-from halfstep.numerics.formats import formats
+from halfstep.numerics.formats.table import formats
 
 COMMANDS = [
     ("format",),

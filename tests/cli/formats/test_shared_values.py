@@ -8,8 +8,8 @@ import math
 import pytest
 
 from halfstep.cli.formats.shared_values import binade_values, shared_values
-from halfstep.numerics.exact import decode_exact
-from halfstep.numerics.formats import Format, formats
+from halfstep.numerics.formats.exact import decode_exact
+from halfstep.numerics.formats.table import Format, formats
 
 SMALL = [name for name in formats if formats[name].bits <= 8] + ["e3m4", "e4m3ieee", "e5m2finite", "e2m0", "e3m2b6"]
 

@@ -13,8 +13,8 @@ from lookup_run import STEADY, lines, results
 
 from halfstep.cli.formats.rules import chances, detours
 from halfstep.cli.formats.values import encoded, overflow_threshold, overflows
-from halfstep.numerics.exact import decode_exact, encode_exact
-from halfstep.numerics.formats import formats
+from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.table import formats
 
 HALFWAY = Fraction(1, 2)
 

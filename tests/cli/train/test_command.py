@@ -24,7 +24,7 @@ from halfstep.cli.train import loop, report
 from halfstep.cli.train.model import GPT, SIZES
 from halfstep.cli.train.precision import Precision
 from halfstep.integrations import checkpoint
-from halfstep.numerics.overflow import Overflow
+from halfstep.numerics.scaling.overflow import Overflow
 
 TEXT = Path(os.__file__).read_bytes()  # some 40 kB of Python
 KEYS = {

@@ -15,7 +15,7 @@ from halfstep.__main__ import main
 from halfstep.cli.train import data, loop, report
 from halfstep.cli.train.world import ThisRank
 from halfstep.integrations import checkpoint
-from halfstep.numerics.statistics import Statistics
+from halfstep.numerics.statistics.counts import Statistics
 
 STEPS = 22
 

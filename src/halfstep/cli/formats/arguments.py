@@ -11,8 +11,8 @@ from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats.values import number_dict
 from halfstep.cli.terminal import Terminal, terminal
-from halfstep.numerics.exact import OVERFLOWS, Number, parse_number
-from halfstep.numerics.formats import Format, formats
+from halfstep.numerics.formats.exact import OVERFLOWS, Number, parse_number
+from halfstep.numerics.formats.table import Format, formats
 
 __all__ = ["Answer", "Given", "Parser", "UsageError"]
 

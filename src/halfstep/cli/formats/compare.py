@@ -15,8 +15,8 @@ from halfstep.cli.formats.shared_values import lowest_exponent, shared_values, s
 from halfstep.cli.formats.text import outcome
 from halfstep.cli.formats.values import Encoded, encoded, number_dict, overflow_threshold
 from halfstep.cli.terminal import Terminal, table, visible
-from halfstep.numerics.exact import parse_number
-from halfstep.numerics.formats import Format
+from halfstep.numerics.formats.exact import parse_number
+from halfstep.numerics.formats.table import Format
 
 _EXAMPLES = ("0.1", "1.0001", "1e-7")
 

@@ -12,7 +12,7 @@ from halfstep.cli.formats.arguments import Answer, UsageError
 from halfstep.cli.formats.text import bits
 from halfstep.cli.formats.values import Stored, number_dict
 from halfstep.cli.terminal import Terminal, table, visible
-from halfstep.numerics.formats import Format, formats
+from halfstep.numerics.formats.table import Format, formats
 
 _CODE = re.compile(r"0x(?P<hexadecimal>[0-9a-f_]+)|0b(?P<binary>[01_]+)|(?P<decimal>[0-9][0-9_]*)", re.IGNORECASE)
 _STYLES = {"normal": "", "subnormal": "note", "zero": "faint", "infinity": "bad", "nan": "bad"}

@@ -12,7 +12,7 @@ from halfstep.cli.formats.arguments import Answer, UsageError
 from halfstep.cli.formats.text import bits, implementation_lines, number_lines, outcome, ulps
 from halfstep.cli.formats.values import Encoded, encoded, number_dict
 from halfstep.cli.terminal import Terminal, fitted, table, visible
-from halfstep.numerics.exact import ROUNDINGS
+from halfstep.numerics.formats.exact import ROUNDINGS
 
 _CLOSER = 4  # formats, up to which there is room for a second line with all digits
 

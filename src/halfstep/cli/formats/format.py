@@ -9,7 +9,7 @@ from halfstep.cli.formats import arguments
 from halfstep.cli.formats.arguments import Answer
 from halfstep.cli.formats.properties import fields, figures, format_dict, integers, names, overflow, short, special
 from halfstep.cli.terminal import Terminal, fitted, table, visible
-from halfstep.numerics.formats import Format, formats
+from halfstep.numerics.formats.table import Format, formats
 
 
 def _parser() -> arguments.Parser:

@@ -9,7 +9,7 @@ from halfstep.cli.command_line import PICTURES, picture
 from halfstep.cli.formats import arguments
 from halfstep.cli.formats.arguments import Answer, UsageError
 from halfstep.cli.terminal import Terminal
-from halfstep.numerics.formats import Format
+from halfstep.numerics.formats.table import Format
 
 KINDS = ("range", "density", "codes", "all")
 

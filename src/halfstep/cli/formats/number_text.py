@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from halfstep.numerics.exact import decode_exact, encode_exact
-from halfstep.numerics.formats import Format
+from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.table import Format
 
 _LONGEST = 1100  # digits; the exact decimal of fp64's least number has 751, and more than that nobody reads
 _LEAST_POSITIONAL, _MOST_POSITIONAL = -4, 16  # decimal exponents written without an e

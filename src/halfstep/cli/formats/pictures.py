@@ -12,7 +12,7 @@ from halfstep.cli.formats import number_text
 from halfstep.cli.formats.properties import fields, short
 from halfstep.cli.formats.shared_values import binade_values, lowest_exponent
 from halfstep.cli.formats.values import Stored, code_text, special_text
-from halfstep.numerics.formats import Format
+from halfstep.numerics.formats.table import Format
 
 KINDS = ("range", "density", "codes")
 _LOWEST, _HIGHEST = -178, 152  # powers of two drawn; fp64 goes on beyond both

@@ -7,7 +7,7 @@ from typing import Any
 
 from halfstep.cli.formats import number_text
 from halfstep.cli.formats.values import code_text, number_dict, overflow_threshold, overflows
-from halfstep.numerics.formats import KINDS, Format
+from halfstep.numerics.formats.table import KINDS, Format
 
 
 def short(value: float | Fraction) -> str:

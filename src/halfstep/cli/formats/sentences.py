@@ -9,8 +9,8 @@ from halfstep.cli.formats.rules import Detour, ends_around, nearest
 from halfstep.cli.formats.text import bits, distance
 from halfstep.cli.formats.values import Encoded, Stored, overflow_threshold, overflows, special_text
 from halfstep.cli.terminal import Terminal
-from halfstep.numerics.exact import Neighbours, Number
-from halfstep.numerics.formats import Format
+from halfstep.numerics.formats.exact import Neighbours, Number
+from halfstep.numerics.formats.table import Format
 
 
 def text(number: Number, format: Format) -> str:

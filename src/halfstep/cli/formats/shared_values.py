@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from halfstep.numerics.formats import Format
+from halfstep.numerics.formats.table import Format
 
 
 def lowest_exponent(format: Format) -> int:

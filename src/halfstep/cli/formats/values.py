@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from halfstep.cli.formats import number_text
-from halfstep.numerics.exact import Number, decode_exact, encode_exact, ulp_exact
-from halfstep.numerics.formats import Format
+from halfstep.numerics.formats.exact import Number, decode_exact, encode_exact, ulp_exact
+from halfstep.numerics.formats.table import Format
 
 SORTS = ("zero", "subnormal", "normal", "infinity", "nan")
 OUTCOMES = {
@@ -194,7 +194,7 @@ def overflows(number: Number, format: Format) -> bool:
 def encoded(
     number: Number, format: Format, rounding: str = "nearest", overflow: str = "inf", seed: int | None = None
 ) -> Encoded:
-    """`number` rounded to a format; see `halfstep.numerics.exact.encode_exact` for the modes."""
+    """`number` rounded to a format; see `halfstep.numerics.formats.exact.encode_exact` for the modes."""
     if number != number and not format.has_nan:
         return Encoded(number, format, None)
     if overflow == "nan" and not format.has_nan:

@@ -14,7 +14,7 @@ from halfstep.cli.formats.sentences import detour_words, text, words
 from halfstep.cli.formats.text import bits, implementation_lines, outcome, ulps
 from halfstep.cli.formats.values import Encoded, Stored, code_text, encoded, finite, number_dict, overflows
 from halfstep.cli.terminal import Terminal, fitted
-from halfstep.numerics.exact import ROUNDINGS, Neighbours, encode_exact, neighbours
+from halfstep.numerics.formats.exact import ROUNDINGS, Neighbours, encode_exact, neighbours
 
 
 def _parser() -> arguments.Parser:

@@ -40,7 +40,7 @@ from halfstep.cli.train.strategies import (
 from halfstep.cli.train.world import ThisRank
 from halfstep.integrations import checkpoint
 from halfstep.integrations.monitor import AmpMonitor
-from halfstep.numerics.overflow import Overflow, OverflowReport
+from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 
 FORMAT = "halfstep train 3"
 # What a checkpoint holds beside its format: `Trainer.state`.

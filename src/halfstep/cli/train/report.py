@@ -21,9 +21,9 @@ from halfstep.cli.train.data import Corpus
 from halfstep.cli.train.loop import Result, Settings
 from halfstep.cli.train.model import SIZES
 from halfstep.cli.train.world import ThisRank, restarts, shard_size
-from halfstep.numerics.formats import formats
-from halfstep.numerics.overflow import Overflow, OverflowReport, kind
-from halfstep.numerics.statistics_picture import draw_exponents
+from halfstep.numerics.formats.table import formats
+from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, kind
+from halfstep.numerics.statistics.statistics_picture import draw_exponents
 from halfstep.numerics.wording import percent
 
 # One colour per run, distinguishable without red-green vision; the run without masters is the warning one.

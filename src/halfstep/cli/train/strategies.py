@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from halfstep.cli.train import tensor_parallel
 from halfstep.cli.train.world import ThisRank, shard_size
 from halfstep.integrations import checkpoint, ddp, fsdp, zero
-from halfstep.numerics.scaler import GradScaler
+from halfstep.numerics.scaling.scaler import GradScaler
 
 
 def wrap(model: nn.Module, world: ThisRank) -> nn.Module:

@@ -1,0 +1,351 @@
+"""Codes of fp32 and fp64 arrays, by numpy, in blocks that stay in the processor's cache.
+
+A source of M mantissa bits is rounded to m bits, so s = M - m bits are dropped. Two pieces meet at the format's least
+normal number, whose source pattern is `least`:
+
+    above   max(pattern, least) minus the difference of the biases, plus what the rounding adds, shifted by s. A carry
+            out of the mantissa into the exponent is what it should be.
+    below   min(pattern, least) as a float, in units of the least subnormal, rounded to an integer.
+
+Each gives `code(least)` for numbers on the other side, so the sum of both minus that is the code: no masks, no choice
+per element. A format whose subnormals begin where the source's do needs the first alone, an integer format the second.
+
+What is not finite or overflows is rare and written afterwards, by index.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from halfstep.kernels import native
+from halfstep.numerics.formats import noise
+from halfstep.numerics.formats.exact import beyond_code, no_nan_here
+from halfstep.numerics.formats.table import Format
+
+WORTH_COMPILING = 2**16  # elements to be rounded stochastically
+BLOCK = 32768  # elements: four arrays of 128 KiB, which the second-level cache holds
+
+Array = np.ndarray[Any, Any]
+
+
+class Source:
+    """fp32 or fp64 as patterns."""
+
+    def __init__(self, dtype: type, unsigned: type, signed: type, mantissa: int, bias: int) -> None:
+        self.float, self.unsigned, self.signed = dtype, unsigned, signed
+        self.mantissa, self.bias = mantissa, bias
+        self.bits = np.dtype(dtype).itemsize * 8
+        self.infinity = (2 * bias + 1) << mantissa
+        self.magnitude = (1 << (self.bits - 1)) - 1
+
+    def pattern(self, power: int) -> int:
+        """The pattern of 2^power, a subnormal one too."""
+        exponent = power + self.bias
+        return exponent << self.mantissa if exponent > 0 else 1 << (self.mantissa + exponent - 1)
+
+    def holds(self, format: Format) -> bool:
+        """Whether `least` and `largest` of the format, and what it drops, are within the source's normal numbers."""
+        if format.kind == "integer":
+            return self.mantissa > format.bits
+        if format.kind == "scale" and format.emin == -self.bias:
+            return True  # half a binade below the source's least normal number: see `_above`
+        low, high = 1 - self.bias, self.bias
+        same = format.emin == low and format.has_subnormals
+        # 2^-34 of a unit is less than any rounding sees, so that the source's subnormals need not be told apart.
+        inside = format.emin > low and (format.kind == "scale" or format.emin - format.mantissa >= low + 34)
+        return (same or inside) and format.emax <= high and format.mantissa <= self.mantissa
+
+
+FP32 = Source(np.float32, np.uint32, np.int32, 23, 127)
+FP64 = Source(np.float64, np.uint64, np.int64, 52, 1023)
+
+
+def code_dtype(format: Format) -> type:
+    """The smallest unsigned integer type that holds a code."""
+    return next(
+        t for t, bits in ((np.uint8, 8), (np.uint16, 16), (np.uint32, 32), (np.uint64, 64)) if format.bits <= bits
+    )
+
+
+class _Scratch:
+    """Arrays of a block, made once per call."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self.magnitude: Array = np.empty(count, source.unsigned)
+        self.code: Array = np.empty(count, source.unsigned)
+        self.extra: Array = np.empty(count, source.unsigned)
+        self.units: Array = np.empty(count, source.float)
+
+
+class Encoder:
+    """Rounds arrays of one source type to one format in one way. Options as those of `codec.encode`, checked there."""
+
+    def __init__(
+        self, source: Source, format: Format, rounding: str, overflow: str, nan: str, subnormals: bool
+    ) -> None:
+        self._source, self._format, self._rounding = source, format, rounding
+        self._nan = nan
+        integer = format.kind == "integer"
+        self._dropped = source.mantissa - format.mantissa
+        least = source.pattern(format.bits + 2 if integer else format.emin)
+        # With one significant bit that bit is odd: nearest rounds ties away, and to odd drops everything.
+        one_bit = format.mantissa == 0
+        self._above_rounding = {"nearest": "nearest_away", "odd": "toward_zero"}.get(rounding, rounding)
+        self._above_rounding = self._above_rounding if one_bit else rounding
+        self._has_above = not integer
+        self._ends_among_subnormals = format.kind == "scale" and format.emin == -source.bias
+        self._has_below = integer or (format.kind != "scale" and format.emin > 1 - source.bias)
+        self._coarse_noise = format.has_subnormals and format.emin > -126
+        self._flush = not subnormals and format.has_subnormals
+        self._scale = 1.0 if integer else 2.0 ** (format.mantissa - format.emin) if self._has_below else 0.0
+        magic = source.mantissa + (0 if integer else format.emin - format.mantissa)
+        U = source.unsigned
+        self._magic, self._magic_pattern = source.float(2.0**magic), U(source.pattern(magic))
+        self._least, self._rebias = U(least), U(((source.bias - format.bias) << source.mantissa) & (2**source.bits - 1))
+        self._least_code = U(1 << format.mantissa)
+        # What numbers beyond the largest become: positive, negative, and the infinities.
+        ends = [(overflow, False), (overflow, True)]
+        for negative in (False, True):
+            stops = rounding in ("toward_zero", "odd") or rounding == ("up" if negative else "down")
+            if stops and not (negative and format.kind == "scale"):
+                ends[negative] = ("saturate", negative)
+        ends += [(overflow, False), (overflow, True)]
+        self._outside: Array = np.array([beyond_code(sign, format, how) for how, sign in ends], code_dtype(format))
+        self._sign_shift = U(source.bits - format.bits) if not integer else U(0)
+
+    # ------------------------------------------------------------------------------------------------------- all
+
+    def __call__(self, values: Array, seed: int = 0, offset: int = 0) -> Array:
+        """The codes of a flat, contiguous array; `seed` and `offset` for stochastic rounding."""
+        flat: Array = values.view(self._source.unsigned)
+        result: Array = np.empty(flat.shape, code_dtype(self._format))
+        scratch = _Scratch(self._source, min(BLOCK, flat.size))
+        draw = _words_for(flat.size) if self._rounding == "stochastic" and self._dropped else None
+        for start in range(0, flat.size, BLOCK):
+            block = flat[start : start + BLOCK]
+            words = draw(offset + start, block.size, seed) if draw else None
+            self._encode(block, result[start : start + BLOCK], scratch, words)
+        return result
+
+    def _encode(self, block: Array, out: Array, scratch: _Scratch, words: Array | None) -> None:
+        count, form, source, U = block.size, self._format, self._source, self._source.unsigned
+        magnitude, code, extra = scratch.magnitude[:count], scratch.code[:count], scratch.extra[:count]
+        np.bitwise_and(block, U(source.magnitude), out=magnitude)
+        if self._has_above:
+            self._above(block, magnitude, code, extra, words)
+        if self._has_below:
+            below = self._below(block, magnitude, scratch, words)
+            if self._has_above:
+                code += below
+                code -= self._least_code
+            else:
+                np.copyto(code, below)
+        if self._flush:
+            np.greater_equal(code, self._least_code, out=extra, casting="unsafe")
+            code *= extra
+        rare = self._rare(block, magnitude, code)
+        if form.signed:
+            self._signed(block, code, extra)
+        np.copyto(out, code, casting="unsafe")
+        if rare is not None:
+            out[rare] = self._beyond(block[rare])
+
+    # ------------------------------------------------------------------------------------------------- two pieces
+
+    def _above(self, block: Array, magnitude: Array, code: Array, extra: Array, words: Array | None) -> None:
+        """The code above `least`."""
+        U, dropped, how = self._source.unsigned, self._dropped, self._above_rounding
+        value = magnitude
+        if self._has_below or self._format.kind == "scale":
+            np.maximum(magnitude, self._least, out=code)
+            value = code
+            if self._ends_among_subnormals:
+                # The source's subnormals from `least` on, doubled, continue the normal numbers by one exponent.
+                first_normal = U(1 << self._source.mantissa)
+                np.minimum(code, first_normal, out=extra)
+                code += extra
+                code -= first_normal
+        if dropped == 0:
+            np.subtract(value, self._rebias, out=code)
+            return
+        ones = U((1 << dropped) - 1)
+        if how == "nearest":
+            np.right_shift(value, U(dropped), out=extra)
+            np.bitwise_and(extra, U(1), out=extra)
+            np.add(value, extra, out=code)
+            code += U(((1 << (dropped - 1)) - 1 - int(self._rebias)) & (2**self._source.bits - 1))
+        elif how == "nearest_away":
+            np.add(value, U(((1 << (dropped - 1)) - int(self._rebias)) & (2**self._source.bits - 1)), out=code)
+        elif how == "stochastic":
+            assert words is not None
+            np.copyto(extra, words)
+            shift = np.left_shift if dropped > 32 else np.right_shift
+            shift(extra, U(abs(32 - dropped)), out=extra)
+            np.add(value, extra, out=code)
+            code -= self._rebias
+        elif how == "odd":
+            np.bitwise_and(value, ones, out=extra)
+            extra += ones
+            extra >>= U(dropped)  # one if anything is dropped
+            np.subtract(value, self._rebias, out=code)
+            code >>= U(dropped)
+            code |= extra
+            return
+        elif how in ("up", "down"):
+            self._outward(block, extra)
+            extra *= ones
+            np.add(value, extra, out=code)
+            code -= self._rebias
+        else:
+            np.subtract(value, self._rebias, out=code)
+        code >>= U(dropped)
+
+    def _outward(self, block: Array, out: Array) -> None:
+        """One where "up" or "down" leads away from zero."""
+        U = self._source.unsigned
+        np.right_shift(block, U(self._source.bits - 1), out=out)
+        if self._rounding == "up":
+            out ^= U(1)
+
+    def _below(self, block: Array, magnitude: Array, scratch: _Scratch, words: Array | None) -> Array:
+        """The code below `least`."""
+        count, U, how = block.size, self._source.unsigned, self._rounding
+        extra, units = scratch.extra[:count], scratch.units[:count]
+        np.minimum(magnitude, self._least, out=extra)
+        if flushing():  # subnormals of the source would read zero: the least normal number rounds as they do
+            least_normal = U(1 << self._source.mantissa)
+            extra[(extra != 0) & (extra < least_normal)] = least_normal
+        small: Array = extra.view(self._source.float)
+        if how == "nearest":
+            # The unit of the sum is the format's least subnormal, so that the addition itself rounds to nearest even.
+            np.add(small, self._magic, out=units)
+            return np.subtract(units.view(U), self._magic_pattern, out=extra)
+        np.multiply(small, self._source.float(self._scale), out=units)
+        whole: Array = np.empty(count, self._source.signed)
+        np.copyto(whole, units, casting="unsafe")
+        np.copyto(small, whole)
+        units -= small  # the part of a unit, exactly
+        if how == "nearest_away":
+            whole += units >= 0.5
+        elif how == "odd":
+            whole |= units > 0
+        elif how == "stochastic":
+            assert words is not None
+            if self._coarse_noise:
+                units *= self._source.float(2.0**31)
+                whole += (words >> np.uint32(1)).view(np.int32) < units.astype(np.int32)
+            else:
+                units *= self._source.float(2.0**32)
+                whole += (words + units.astype(np.uint64)) >> np.uint64(32) > 0
+        elif how in ("up", "down"):
+            outward = scratch.extra[:count]
+            self._outward(block, outward)
+            outward &= units > 0
+            whole += outward.view(self._source.signed)
+        return whole.view(U)
+
+    # ------------------------------------------------------------------------------------------- sign and the rest
+
+    def _signed(self, block: Array, code: Array, extra: Array) -> None:
+        """Put the sign to the codes of magnitudes."""
+        form, U = self._format, self._source.unsigned
+        if form.kind == "integer":
+            np.right_shift(block, U(self._source.bits - 1), out=extra)
+            np.subtract(U(0), extra, out=extra)
+            code ^= extra
+            code -= extra  # two's complement; the upper bits are cut off where it is stored
+            return
+        np.right_shift(block, self._sign_shift, out=extra)
+        extra &= U(form.sign_bit)
+        if not form.has_negative_zero:
+            extra *= code != 0
+        code |= extra
+
+    def _rare(self, block: Array, magnitude: Array, code: Array) -> Array | None:
+        """Indices of what overflowed or is not finite; of negative numbers in a format without sign."""
+        form, U = self._format, self._source.unsigned
+        least_rare = form.largest_code + 1
+        # The codes of infinities and NaNs are larger than any finite one: no format reaches further than its source.
+        if form.signed and int(code.max()) < least_rare:
+            return None
+        rare = code >= U(least_rare)
+        if not form.signed:
+            rare |= (block > U(self._source.magnitude)) & (magnitude != 0)
+        return np.flatnonzero(rare)
+
+    def _beyond(self, patterns: Array) -> Array:
+        """The codes of what `_rare` found."""
+        source, U = self._source, self._source.unsigned
+        magnitude, which = patterns & U(source.magnitude), patterns >> U(source.bits - 1)
+        which += (magnitude >= U(source.infinity)).astype(U) << U(1)
+        codes = self._outside[which]
+        nan = magnitude > U(source.infinity)
+        if nan.any():
+            codes[nan] = self._nan_codes(patterns[nan])
+        return codes
+
+    def _nan_codes(self, patterns: Array) -> Array:
+        form, source = self._format, self._source
+        if self._nan == "zero":
+            return np.zeros(patterns.shape, code_dtype(form))
+        if self._nan == "raise" or form.nan_code is None:
+            raise no_nan_here(form, self._nan)
+        codes = np.full(patterns.shape, form.nan_code, np.uint64)
+        if self._nan == "payload" and form.kind in ("ieee", "fn"):
+            wide = patterns.astype(np.uint64)
+            if form.kind == "ieee":
+                codes |= (wide & np.uint64((1 << source.mantissa) - 1)) >> np.uint64(self._dropped)
+            codes |= (wide >> np.uint64(source.bits - 1)) * np.uint64(form.sign_bit)
+        return codes
+
+
+@lru_cache(maxsize=256)
+def encoder(double: bool, format: Format, rounding: str, overflow: str, nan: str, subnormals: bool) -> Encoder | None:
+    """The encoder of fp32 (or fp64, if `double`) values; None if the source does not hold the format."""
+    source = FP64 if double else FP32
+    return Encoder(source, format, rounding, overflow, nan, subnormals) if source.holds(format) else None
+
+
+def random_words(first: int, count: int, seed: int) -> Array:
+    """The words of elements `first` to ``first + count``, as uint32."""
+    groups = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
+    words = np.empty((groups.size, 4), np.uint32)
+    for column, four in enumerate(noise.four_words(groups, seed)):
+        words[:, column] = four
+    return words.reshape(-1)[first % 4 : first % 4 + count]
+
+
+def compiled_words(first: int, count: int, seed: int) -> Array:
+    """The same by the C++ of kernels/philox.cpp."""
+    words: Array = np.empty(count, np.uint32)
+    draw = _entry()
+    assert draw is not None
+    draw(seed, first, count, words.ctypes.data)
+    return words
+
+
+@cache
+def _entry() -> Any:
+    """The C++ function, told the types of its arguments; None without a compiler."""
+    library = native.library("philox")
+    if library is None:
+        return None
+    draw = library.halfstep_words
+    draw.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    draw.restype = None
+    return draw
+
+
+def _words_for(size: int) -> Callable[[int, int, int], Array]:
+    """What draws the words of so many elements: compiling takes seconds once, so only many are worth it."""
+    return compiled_words if size >= WORTH_COMPILING and _entry() is not None else random_words
+
+
+def flushing() -> bool:
+    """Whether this thread's arithmetic reads subnormals as zero, as `torch.set_flush_denormal(True)` asks for."""
+    return bool(np.float64(5e-324) * np.float64(2.0) == 0)

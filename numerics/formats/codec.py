@@ -1,0 +1,481 @@
+"""Values to codes of a format and back: numpy arrays, torch tensors, lists, single numbers and texts.
+
+`exact.py` says what rounding means, number by number; `bitwise.py` does the same to arrays of fp32 and fp64. What these
+do not hold (texts, fractions, integers beyond 2^53, long doubles) is rounded once too, from its exact value.
+
+Imports no torch. A tensor is read as a numpy array on the CPU, and its results return to its device.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from halfstep.numerics.formats.bitwise import BLOCK, Array, code_dtype, encoder, flushing
+from halfstep.numerics.formats.exact import (
+    NANS,
+    OVERFLOWS,
+    ROUNDINGS,
+    Neighbours,
+    check_options,
+    encode_exact,
+    neighbours,
+    next_down_exact,
+    next_up_exact,
+    parse_number,
+    ulp_exact,
+)
+from halfstep.numerics.formats.table import Format, formats
+
+__all__ = [
+    "NANS",
+    "OVERFLOWS",
+    "ROUNDINGS",
+    "Neighbours",
+    "decode",
+    "encode",
+    "neighbours",
+    "next_down",
+    "next_up",
+    "parse_number",
+    "round_to",
+    "ulp",
+]
+
+_LARGEST_EXACT = 2**53  # up to here every integer is a float64 number
+
+
+# -------------------------------------------------------------------------------------------------------------- public
+
+
+def encode(
+    values: Any,
+    format: Any,
+    rounding: str = "nearest",
+    *,
+    overflow: str = "inf",
+    nan: str = "canonical",
+    subnormals: bool = True,
+    seed: int | None = None,
+    offset: int = 0,
+) -> Any:
+    """Codes of values in a format, each rounded once.
+
+    Args:
+        values: a number, a text (`parse_number`), Fraction or Decimal; a list or an array of these; a numpy array of
+            floats or integers, an ml_dtypes array, or a torch tensor; any shape.
+        format: what `formats` takes: ``"fp16"``, ``"E4M3"``, ``(5, 10)``, a dtype.
+        rounding: ``"nearest"`` (ties to even), ``"nearest_away"``, ``"toward_zero"``, ``"up"``, ``"down"``, ``"odd"``
+            or ``"stochastic"``; `halfstep.numerics.formats.exact` defines them.
+        overflow: what becomes of numbers that round to more than the largest one, and of infinities: ``"inf"``
+            (infinity; NaN in a format without it; the largest number in a format without both), ``"saturate"`` (the
+            largest number) or ``"nan"``. Toward zero and to odd no finite number overflows; up and down only to one
+            side.
+        nan: ``"canonical"`` (one code, `Format.nan_code`, whatever the sign), ``"payload"`` (sign and upper bits kept,
+            quiet), ``"zero"`` or ``"raise"``. A format without NaN raises too, unless ``"zero"``.
+        subnormals: whether to keep them; otherwise what rounds to one becomes a zero of its sign.
+        seed: of ``"stochastic"``, 0 to 2^63 - 1; by default drawn from Python's `random`, for tensors from torch's
+            generator on the CPU. An element's noise depends on the seed and its index, row by row, alone: the same
+            codes as `halfstep.cast` gives fp32 values.
+        offset: index of the first element in a larger array of which `values` is a part.
+
+    Returns:
+        Codes in the smallest of uint8, 16, 32 and 64 that holds them: an array of the shape of `values`, a numpy scalar
+        of a single one, a tensor of a tensor.
+
+    Raises:
+        TypeError, ValueError: complex numbers and other types; unknown options; a NaN where there is no code for it.
+        UnknownFormat: no such format.
+    """
+    form = formats[format]
+    check_options(form, rounding, overflow, nan, subnormals, seed, offset)
+    if _is_tensor(values):
+        if rounding == "stochastic" and seed is None:
+            torch = sys.modules["torch"]
+            seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+        return _as_tensor(encode(_array_of(values), form, rounding, overflow=overflow, nan=nan,
+                                 subnormals=subnormals, seed=seed, offset=offset), values)  # fmt: skip
+    if rounding == "stochastic" and seed is None:
+        seed = random.getrandbits(63)
+    array = _prepared(values)
+    single = array.ndim == 0 and not isinstance(values, np.ndarray)
+    rows = np.ascontiguousarray(array).reshape(-1)
+    use = None
+    if array.dtype != object:
+        rows, use = _source(rows, form, rounding, overflow, nan, subnormals)
+    if use is not None:
+        codes = use(rows, seed or 0, offset)
+    else:
+        options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals, "seed": seed}
+        codes = np.array(
+            [encode_exact(v, form, rounding, **options, offset=offset + i) for i, v in enumerate(rows.tolist())],
+            code_dtype(form),
+        )
+    codes = codes.reshape(array.shape)
+    return codes[()] if single else codes
+
+
+def decode(codes: Any, format: Any) -> Any:
+    """Values of codes in a format, exactly.
+
+    Args:
+        codes: integers, any shape: a number, a list, an array, or a tensor; of a signed type as wide as the format's
+            codes, bit patterns.
+        format: what `formats` takes.
+
+    Returns:
+        float64 of the same shape: array, numpy scalar or tensor. NaN keeps sign and payload, and is quiet.
+
+    Raises:
+        TypeError: codes that are no integers.
+        ValueError: one that is no code of the format.
+    """
+    form = formats[format]
+    if _is_tensor(codes):
+        return _as_tensor(decode(_array_of(codes, codes=True), form), codes)
+    array = np.asarray(codes)
+    single = array.ndim == 0 and not isinstance(codes, np.ndarray)
+    if array.size == 0 and array.dtype.kind == "f":
+        array = array.astype(np.uint8)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"codes are of type {array.dtype}; allowed are integers from 0 to {form.codes - 1:#x}")
+    if array.dtype.kind == "i" and array.dtype.itemsize * 8 == form.bits:
+        array = array.view(array.dtype.str.replace("i", "u"))
+    _check_codes(array, form)
+    values = np.asarray(_values(array.astype(np.uint64, copy=False) if form.bits > 16 else array, form))
+    return values[()] if single else values
+
+
+def round_to(
+    values: Any,
+    format: Any,
+    rounding: str = "nearest",
+    *,
+    overflow: str = "inf",
+    nan: str = "canonical",
+    subnormals: bool = True,
+    seed: int | None = None,
+    offset: int = 0,
+) -> Any:
+    """Values rounded to those of a format: ``decode(encode(...))``. Arguments as there.
+
+    Returns:
+        float64 of the same shape. Of a tensor a tensor: of its own dtype if that is a floating-point format that holds
+        every value of `format` (fp32 for fp16, say), otherwise float64.
+    """
+    codes = encode(
+        values, format, rounding, overflow=overflow, nan=nan, subnormals=subnormals, seed=seed, offset=offset
+    )
+    result = decode(codes, format)
+    if _is_tensor(values) and values.dtype.is_floating_point and _holds(formats[values.dtype], formats[format]):
+        return result.to(values.dtype)
+    return result
+
+
+def ulp(values: Any, format: Any) -> Any:
+    """Distance of the format's numbers around each value, as if the exponent had no upper end (`Format.ulp`).
+
+    Returns:
+        float64 of the shape of `values`; NaN of NaN, infinity of infinities.
+    """
+    form = formats[format]
+
+    def fast(x: Array) -> Array:
+        magnitude = np.abs(x)
+        if form.kind == "integer":
+            return np.where(np.isfinite(x), 1.0, magnitude)
+        exponent = np.where(x == 0, form.emin, np.frexp(x)[1] - 1)
+        return np.where(np.isfinite(x), np.ldexp(1.0, np.maximum(exponent, form.emin) - form.mantissa), magnitude)
+
+    return _around(values, form, fast, ulp_exact)
+
+
+def next_up(values: Any, format: Any) -> Any:
+    """The least number of the format greater than each value, which need not be one: IEEE 754's nextUp.
+
+    From the least negative number it is -0.0, where there is one; from the largest infinity, in a format without it
+    NaN, in a format without both the largest again.
+
+    Returns:
+        float64 of the shape of `values`; NaN of NaN.
+    """
+    form = formats[format]
+    return _around(values, form, lambda x: _next(x, form, 1), next_up_exact)
+
+
+def next_down(values: Any, format: Any) -> Any:
+    """The greatest number of the format less than each value: IEEE 754's nextDown. See `next_up`."""
+    form = formats[format]
+    return _around(values, form, lambda x: _next(x, form, -1), next_down_exact)
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+def _prepared(values: Any) -> Array:
+    """An array of floats or integers, or one of objects that `exact` takes, with the exact values that were given."""
+    if isinstance(values, (np.ndarray, np.generic)):
+        array = np.asarray(values)
+    else:
+        array = np.array(values, dtype=object)
+        kinds = {type(value) for value in array.reshape(-1).tolist()}
+        if kinds <= {float}:
+            array = array.astype(np.float64)
+        elif kinds <= {int, bool}:
+            plain = np.asarray(values)
+            array = plain if plain.dtype.kind in "iub" else array  # integers beyond 64 bits stay as they are
+    kind = array.dtype.kind
+    if kind == "S":
+        array = np.char.decode(array, "ascii")
+    if kind in "SUTO":
+        return array.astype(object)
+    if array.dtype.type.__module__.partition(".")[0] == "ml_dtypes":
+        return array.astype(np.float32)  # which holds every value of every one of them
+    if kind == "b":
+        return array.astype(np.uint8)
+    if kind not in "fiu":
+        raise TypeError(
+            f"values are of type {array.dtype}; allowed are real numbers: floats, integers, Fraction, Decimal and texts"
+        )
+    if array.dtype.itemsize > 8:
+        return _objects(array)  # numpy's long double
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _objects(array: Array) -> Array:
+    """The same numbers as numpy's scalars; ``astype(object)`` would round them to Python's floats."""
+    result = np.empty(array.shape, dtype=object)
+    result.reshape(-1)[:] = list(array.reshape(-1))
+    return result
+
+
+def _source(
+    rows: Array, form: Format, rounding: str, overflow: str, nan: str, subnormals: bool
+) -> tuple[Array, Callable[..., Array] | None]:
+    """The values in fp32 or fp64, and what encodes them from there; as they are and None if neither does."""
+    options = (form, rounding, overflow, nan, subnormals)
+    if rows.dtype == np.float16:
+        rows = rows.astype(np.float32)
+    if rows.dtype == np.float32:
+        single = encoder(False, *options)
+        if single is not None:
+            return rows, single
+    double = encoder(True, *options)
+    if double is None or (rows.dtype.kind in "iu" and not _fits(rows)):
+        return rows, None
+    return _widened(rows), double
+
+
+def _fits(integers: Array) -> bool:
+    """Whether float64 holds all of them."""
+    if integers.dtype.itemsize < 8 or not integers.size:
+        return True
+    return int(integers.max()) <= _LARGEST_EXACT and int(integers.min()) >= -_LARGEST_EXACT
+
+
+def _widened(rows: Array) -> Array:
+    """In float64."""
+    if rows.dtype == np.float32 and flushing():
+        return _values(rows.view(np.uint32).astype(np.uint64), formats["fp32"])
+    with np.errstate(invalid="ignore"):  # numpy remarks on signalling NaNs
+        return rows.astype(np.float64, copy=False)
+
+
+def _around(values: Any, form: Format, fast: Callable[[Array], Array], slow: Callable[..., Any]) -> Any:
+    """Apply to float64 values, or to exact ones where float64 does not hold them."""
+    if _is_tensor(values):
+        return _as_tensor(_around(_array_of(values), form, fast, slow), values)
+    array = _prepared(values)
+    if array.dtype == object or (array.dtype.kind in "iu" and not _fits(array)) or not _rounds_float64(form):
+        flat = [_float(slow(value, form)) for value in array.reshape(-1).tolist()]
+        result = np.array(flat, np.float64).reshape(array.shape)
+    else:
+        rows = np.ascontiguousarray(array).reshape(-1)
+        result = fast(_widened(rows.astype(np.float32) if rows.dtype == np.float16 else rows)).reshape(array.shape)
+    return result if isinstance(values, np.ndarray) else result[()]
+
+
+def _rounds_float64(form: Format) -> bool:
+    """Whether there is an encoder of float64 values; not to formats of one's own that end about where fp64 does."""
+    return encoder(True, form, "down", "saturate", "zero", True) is not None
+
+
+def _float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # the spacing at a number beyond float64
+        return float("inf")
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def _check_codes(array: Array, form: Format) -> None:
+    if not array.size:
+        return
+    least, largest = int(array.min()), int(array.max())
+    if least < 0 or largest >= form.codes:
+        wrong = least if least < 0 else largest
+        raise ValueError(f"codes hold {wrong:#x}; allowed in {form.name} are 0 to {form.codes - 1:#x}")
+
+
+def _values(codes: Array, form: Format) -> Array:
+    """Values of valid codes."""
+    if form.bits <= 16:
+        return _looked_up(codes, _table(form))
+    if form.name == "fp64":
+        return _quiet(codes.view(np.float64))
+    if form.name == "fp32" and not flushing():
+        with np.errstate(invalid="ignore"):  # numpy remarks on signalling NaNs
+            return codes.astype(np.uint32).view(np.float32).astype(np.float64)
+    return _computed(codes, form)
+
+
+def _looked_up(codes: Array, table: Array) -> Array:
+    """``table[codes]`` by blocks, so that the indices numpy makes of small integers stay in the cache."""
+    flat, values = np.ascontiguousarray(codes).reshape(-1), np.empty(codes.size)
+    indices = np.empty(min(BLOCK, flat.size), np.intp)
+    for start in range(0, flat.size, BLOCK):
+        block = flat[start : start + BLOCK]
+        np.copyto(indices[: block.size], block, casting="unsafe")
+        np.take(table, indices[: block.size], out=values[start : start + BLOCK], mode="clip")
+    return values.reshape(codes.shape)
+
+
+@lru_cache(maxsize=32)
+def _table(form: Format) -> Array:
+    """The value of every code."""
+    codes = np.arange(form.codes, dtype=np.uint64)
+    values = _computed(codes, form)
+    values.flags.writeable = False
+    return values
+
+
+def _computed(codes: Array, form: Format) -> Array:
+    """Values by integer arithmetic; `codes` is uint64."""
+    U = np.uint64
+    if form.kind == "integer":
+        return (codes.astype(np.int64) - (codes >= U(form.sign_bit)) * form.codes).astype(np.float64)
+    negative, magnitude = codes & U(form.sign_bit), codes & U(form.codes - 1 - form.sign_bit)
+    field, units = (magnitude >> U(form.mantissa)).astype(np.int64), magnitude & U((1 << form.mantissa) - 1)
+    if form.kind == "scale":
+        values = np.ldexp(1.0, field + form.emin)
+    else:
+        units = units + ((field > 0).astype(U) << U(form.mantissa))
+        with np.errstate(over="ignore"):  # what has the exponent of infinity is replaced below
+            values = np.ldexp(units.astype(np.float64), np.maximum(field, 1) - 1 + form.emin - form.mantissa)
+    patterns = values.view(U)
+    patterns |= (negative != 0).astype(U) << U(63)
+    special = magnitude > U(form.largest_code)
+    if form.kind == "fnuz":
+        special |= codes == U(form.sign_bit)
+    found = codes[special]
+    if found.size:
+        patterns[special] = _special_patterns(found, form)
+    return values
+
+
+def _special_patterns(codes: Array, form: Format) -> Array:
+    """The float64 patterns of infinities and NaNs."""
+    U = np.uint64
+    patterns = np.full(codes.shape, 0x7FF8 << 48, U)
+    if form.kind == "ieee":
+        magnitude = codes & U(form.sign_bit - 1)
+        payload = (magnitude & U((1 << form.mantissa) - 1)) << U(52 - form.mantissa)
+        patterns = np.where(magnitude == U(form.infinity_code or 0), U(0x7FF << 52), patterns | payload)
+    if form.kind in ("ieee", "fn"):
+        patterns |= ((codes & U(form.sign_bit)) != 0).astype(U) << U(63)
+    return patterns
+
+
+def _quiet(values: Array) -> Array:
+    """NaNs made quiet, as every other conversion does."""
+    patterns = values.view(np.uint64)
+    nan = (patterns & np.uint64(2**63 - 1)) > np.uint64(0x7FF << 52)
+    if not nan.any():
+        return values.copy()
+    return (patterns | (nan.astype(np.uint64) << np.uint64(51))).view(np.float64)
+
+
+def _next(x: Array, form: Format, direction: int) -> Array:
+    """The next number up (1) or down (-1) of float64 values."""
+    use = encoder(True, form, "down" if direction > 0 else "up", "saturate", "zero", True)
+    assert use is not None
+    codes = use(x).astype(np.uint64)
+    near = _values(codes, form)
+    # A place is a number's position in the format's order: 0 is zero, in E8M0 the least number. See exact.py.
+    if form.kind == "integer":
+        place, lowest = near.astype(np.int64), int(form.lowest)
+    elif form.kind == "scale":
+        place, lowest = codes.astype(np.int64), 0
+    else:
+        magnitude = (codes & np.uint64(form.sign_bit - 1)).astype(np.int64)
+        place, lowest = np.where((codes & np.uint64(form.sign_bit)) != 0, -magnitude, magnitude), -form.largest_code
+    # What lies beyond an end was rounded to it, which then is the next number.
+    beyond = x < near if direction > 0 else x > near
+    place = np.where(beyond, place, place + direction)
+    inside = place.clip(lowest, form.largest_code)
+    if form.kind == "integer":
+        result = inside.astype(np.float64)
+    else:
+        minus = (inside < 0) | ((inside == 0) & (direction > 0) & form.has_negative_zero)
+        result = _values(np.abs(inside).astype(np.uint64) | minus * np.uint64(form.sign_bit), form)
+    if form.has_infinity or form.has_nan:
+        result[place != inside] = direction * np.inf if form.has_infinity else np.nan
+    result[np.isnan(x)] = np.nan
+    return result
+
+
+def _holds(outer: Format, inner: Format) -> bool:
+    """Whether every value of `inner` is one of `outer`, a dtype of torch's; those all have NaN."""
+    finite = (
+        outer.kind not in ("integer", "scale")
+        and outer.precision >= inner.precision
+        and outer.min_subnormal <= inner.min_subnormal
+        and outer.max >= inner.max
+        and outer.emin - outer.mantissa <= inner.emin - inner.mantissa
+    )
+    return finite and outer.has_infinity >= inner.has_infinity and outer.has_negative_zero >= inner.has_negative_zero
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
+
+
+def _is_tensor(values: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(values, torch.Tensor)
+
+
+def _array_of(tensor: Any, codes: bool = False) -> Array:
+    """A tensor's elements: floats that numpy does not know in fp32, or, if they are codes, as they are."""
+    torch = sys.modules["torch"]
+    if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"a tensor of {tensor.dtype}, {tensor.layout}; allowed are dense tensors of real numbers")
+    tensor = tensor.detach().resolve_neg().cpu().contiguous()
+    if codes or not tensor.dtype.is_floating_point or tensor.dtype in (torch.float16, torch.float32, torch.float64):
+        array: Array = tensor.numpy()
+        return array
+    if tensor.dtype not in _unknown_to_numpy():
+        raise TypeError(f"a tensor of {tensor.dtype}; allowed are dtypes with one number in an element")
+    form = formats[tensor.dtype]
+    patterns = tensor.view(torch.int16 if form.bits == 16 else torch.uint8).numpy()
+    if form.name == "bf16":
+        return (patterns.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return _values(patterns, form).astype(np.float32)
+
+
+def _unknown_to_numpy() -> tuple[Any, ...]:
+    torch = sys.modules["torch"]
+    names = (form.torch for form in formats.values() if form.bits in (8, 16) and form.kind != "integer")
+    return tuple(getattr(torch, name) for name in names if name and hasattr(torch, name))
+
+
+def _as_tensor(array: Array, like: Any) -> Any:
+    """A tensor of the shape and on the device of another."""
+    torch = sys.modules["torch"]
+    return torch.from_numpy(np.ascontiguousarray(array)).reshape(like.shape).to(like.device)

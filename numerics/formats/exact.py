@@ -1,0 +1,497 @@
+"""One number at a time, exactly: rounding as a few lines of rational arithmetic. Needs no numpy and no torch.
+
+This is the codec's specification. A number lies k + d units above zero, where k is an integer, 0 <= d < 1, and a unit
+is the distance of the format's numbers there, never less than that of its subnormals. Rounding keeps k or takes k + 1:
+
+    nearest        the nearer one; of two equally near the even k (IEEE 754-2019, 4.3.1)
+    nearest_away   the nearer one; of two equally near k + 1, the one away from zero
+    toward_zero    k
+    up, down       k + 1 if d > 0 and the number is positive (up) or negative (down)
+    odd            the odd one of k and k + 1 if d > 0 (Boldo and Melquiond, 2008): rounding the result again, to a
+                   format with two bits less, gives what rounding once gives
+    stochastic     k + 1 with probability d, in steps of 2^-32 (2^-31 among subnormals)
+
+**Overflow.** The numbers go on beyond the largest one as if the exponent had no end; what rounds to one of those has
+overflowed. Toward zero and to odd nothing finite does, up and down only what lies on that side. Overflow and infinities
+then become: with "inf" infinity, in a format without it NaN, in a format without both the largest number; with
+"saturate" the largest number; with "nan" NaN.
+
+**One significant bit** (E8M0): k is 1, thus odd, so that ties go up, as IEEE 754 says of such formats and as torch and
+ml_dtypes do; "odd" is toward zero. E8M0 has neither zero nor sign: everything from 0 to 2^-127 becomes 2^-127 in every
+mode, and negative numbers overflow (NaN; saturated 2^-127). A scale rounded by "toward_zero" or "down" is OCP's floor,
+by "up" the ceiling that NVIDIA recommends.
+
+**Stochastic** noise is a word of 32 bits, Philox of (seed, index of the element), as in `halfstep.cast`:
+k + 1 if word + 2^32 d >= 2^32; among the subnormals of formats with fewer exponents than fp32, if
+floor(word / 2) < floor(2^31 d).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from numbers import Integral, Rational
+from typing import Any
+
+from halfstep.numerics.formats import noise
+from halfstep.numerics.formats.parse import Number, Special, parse_number
+from halfstep.numerics.formats.table import Format, formats
+
+__all__ = [
+    "NANS",
+    "OVERFLOWS",
+    "ROUNDINGS",
+    "Neighbours",
+    "Number",
+    "Special",
+    "check_options",
+    "decode_exact",
+    "encode_exact",
+    "exact",
+    "neighbours",
+    "next_down_exact",
+    "next_up_exact",
+    "parse_number",
+    "ulp_exact",
+]
+
+ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd", "stochastic")
+OVERFLOWS = ("inf", "saturate", "nan")
+NANS = ("canonical", "payload", "zero", "raise")
+LARGEST_OFFSET = 2**60 - 1  # as in kernels/cast.py
+
+_HALF = Fraction(1, 2)
+_QUIET = 1 << 51  # of a float64 NaN
+
+
+# ---------------------------------------------------------------------------------------------------------- what comes
+
+
+def exact(value: Any) -> Number:
+    """The exact value of a number, or of a text (`parse_number`).
+
+    Args:
+        value: int, float, str, Fraction, Decimal, or a numpy or ml_dtypes scalar.
+
+    Returns:
+        A Fraction; or a float for what none is: an infinity, NaN with its sign and payload, or -0.0.
+
+    Raises:
+        TypeError: something else, complex numbers included.
+        ValueError: a text that is no number, or one beyond 2^±65536.
+    """
+    if isinstance(value, str):
+        return parse_number(value)
+    if isinstance(value, float):
+        return _from_float(float(value))
+    if isinstance(value, Integral):
+        return Fraction(int(value))
+    if isinstance(value, Rational):
+        return Fraction(int(value.numerator), int(value.denominator))
+    if isinstance(value, Decimal):
+        if value.is_nan():
+            return math.copysign(math.nan, -1.0 if value.is_signed() else 1.0)
+        return parse_number(str(value))
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    if kind in ("f", "V", "i", "u", "b") and hasattr(value, "__float__"):
+        near = float(value)
+        if kind != "f" or near != near or near == 0 or value in (math.inf, -math.inf):
+            return _from_float(near)  # ml_dtypes' numbers are float64 numbers
+        return Fraction(*value.as_integer_ratio())  # numpy's long double is not
+    raise TypeError(
+        f"{value!r} is a {type(value).__name__}; allowed are real numbers (int, float, Fraction, Decimal, numpy's) and "
+        "texts such as '0.1', '0x1p-3', '1/3'"
+    )
+
+
+def _from_float(value: float) -> Number:
+    special = value == 0 or value - value != 0
+    return value if special and not (value == 0 and math.copysign(1.0, value) > 0) else Fraction(value)
+
+
+def _pattern(value: float) -> int:
+    return int.from_bytes(struct.pack("<d", value), "little")
+
+
+def _from_pattern(pattern: int) -> float:
+    return float(struct.unpack("<d", pattern.to_bytes(8, "little"))[0])
+
+
+def _sign(value: Number) -> bool:
+    """Whether the sign is minus, of zeros and NaNs too."""
+    return _pattern(value) >> 63 == 1 if isinstance(value, float) else value < 0
+
+
+def check_options(
+    format: Format, rounding: str, overflow: str, nan: str, subnormals: bool, seed: int | None, offset: int
+) -> None:
+    """Refuse options that are none, or that this format cannot honour.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what is allowed.
+    """
+    for name, value, allowed in (
+        ("rounding", rounding, ROUNDINGS),
+        ("overflow", overflow, OVERFLOWS),
+        ("nan", nan, NANS),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+    if overflow == "nan" and not format.has_nan:
+        raise ValueError(f"overflow is 'nan', but {format.name} has no NaN; allowed are 'inf' and 'saturate'")
+    if not isinstance(subnormals, bool):
+        raise TypeError(f"subnormals is {subnormals!r}; allowed are True (kept) and False (flushed to zero)")
+    for name, number, largest in (("seed", seed, 2**63 - 1), ("offset", offset, LARGEST_OFFSET)):
+        if number is None and name == "seed":
+            continue
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(
+                f"{name} is {number!r}, a {type(number).__name__}; allowed are integers from 0 to {largest}"
+            )
+        if not 0 <= number <= largest:
+            raise ValueError(f"{name} is {number}; allowed are 0 to {largest}")
+    if seed is not None and rounding != "stochastic":
+        raise ValueError(
+            f"seed is {seed} with rounding={rounding!r}, which draws nothing; leave it out, or pass "
+            "rounding='stochastic'"
+        )
+
+
+def no_nan_here(format: Format, nan: str) -> ValueError:
+    """What to say of a NaN that must not or cannot be encoded."""
+    if nan == "raise":
+        return ValueError(
+            "values hold a NaN, and nan='raise'; allowed without an error: 'canonical', 'payload', 'zero'"
+        )
+    return ValueError(f"values hold a NaN, but {format.name} has none; pass nan='zero', or replace it before")
+
+
+# -------------------------------------------------------------------------------------------------------------- coding
+
+
+def encode_exact(
+    value: Any,
+    format: Any,
+    rounding: str = "nearest",
+    *,
+    overflow: str = "inf",
+    nan: str = "canonical",
+    subnormals: bool = True,
+    seed: int | None = None,
+    offset: int = 0,
+) -> int:
+    """The code of one number: `codec.encode` for a scalar, in rational arithmetic. Arguments as there."""
+    form, number = formats[format], exact(value)
+    check_options(form, rounding, overflow, nan, subnormals, seed, offset)
+    if number != number:
+        return nan_code(_pattern(float(number)), form, nan)
+    negative = _sign(number)
+    if isinstance(number, float) and number != 0:
+        return beyond_code(negative, form, overflow)
+    if number == 0:
+        return signed_code(0, negative, form)
+    if form.kind == "scale" and negative:
+        return beyond_code(True, form, overflow)
+    below, rest, power = _units(abs(Fraction(number)), form)
+    if not below and form.kind == "scale":
+        return 0
+    word = 0
+    if rounding == "stochastic":
+        word = noise.word(offset, random.getrandbits(63) if seed is None else seed)
+    code = _code(below + _away(below, rest, rounding, negative, word, power, form), power, form)
+    if code > largest_magnitude(negative, form):
+        stops = rounding in ("toward_zero", "odd") or rounding == ("up" if negative else "down")
+        return beyond_code(negative, form, "saturate" if stops else overflow)
+    if not subnormals and form.has_subnormals and code < 1 << form.mantissa:
+        code = 0
+    return signed_code(code, negative, form)
+
+
+def _units(magnitude: Fraction, format: Format) -> tuple[int, Fraction, int]:
+    """k, d and the exponent of the unit of a positive number."""
+    exponent = _exponent(magnitude)
+    if format.kind == "integer":
+        power = 0
+    elif format.kind == "scale":
+        power = exponent if exponent >= format.emin else format.emin
+    else:
+        power = max(exponent, format.emin) - format.mantissa
+    scaled = magnitude / Fraction(2) ** power
+    below = scaled.numerator // scaled.denominator
+    return below, scaled - below, power
+
+
+def _exponent(magnitude: Fraction) -> int:
+    """floor(log2) of a positive number."""
+    guess = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    return guess if magnitude >= Fraction(2) ** guess else guess - 1
+
+
+def _away(below: int, rest: Fraction, rounding: str, negative: bool, word: int, power: int, format: Format) -> bool:
+    """Whether to take k + 1."""
+    if rounding == "nearest":
+        return rest > _HALF or (rest == _HALF and below % 2 == 1)
+    if rounding == "nearest_away":
+        return rest >= _HALF
+    if rounding == "odd":
+        return rest > 0 and below % 2 == 0
+    if rounding == "stochastic":
+        if format.emin > -126 and format.has_subnormals and below < 1 << format.mantissa:
+            return word >> 1 < rest * 2**31 // 1
+        return word + rest * 2**32 >= 2**32
+    return rest > 0 and rounding == ("down" if negative else "up")
+
+
+def _code(units: int, power: int, format: Format) -> int:
+    """The code of a magnitude of so many units, as if the exponent had no upper end."""
+    if format.kind == "integer":
+        return units
+    if format.kind == "scale":
+        return units + power - format.emin - 1
+    return units + ((power - (format.emin - format.mantissa)) << format.mantissa)
+
+
+def largest_magnitude(negative: bool, format: Format) -> int:
+    """The code of the largest magnitude with this sign; -128 of int8 is one larger than 127."""
+    return format.largest_code + (format.kind == "integer" and negative)
+
+
+def signed_code(magnitude: int, negative: bool, format: Format) -> int:
+    """The code of a magnitude's code and a sign; a zero without sign where there is no negative one."""
+    if not negative or (magnitude == 0 and not format.has_negative_zero):
+        return magnitude
+    if format.kind == "integer":
+        return format.codes - magnitude
+    return magnitude | format.sign_bit
+
+
+def beyond_code(negative: bool, format: Format, overflow: str) -> int:
+    """The code of overflow and of infinities; of negative numbers in a format without sign."""
+    if overflow == "saturate" or (overflow == "inf" and not format.has_infinity and not format.has_nan):
+        if format.kind == "scale" and negative:
+            return 0
+        return signed_code(largest_magnitude(negative, format), negative, format)
+    if overflow == "inf" and format.infinity_code is not None:
+        return signed_code(format.infinity_code, negative, format)
+    if format.nan_code is None:  # `check_options` refuses this
+        raise ValueError(f"{format.name} has no NaN")
+    return format.nan_code
+
+
+def nan_code(pattern: int, format: Format, nan: str) -> int:
+    """The code of the NaN whose float64 pattern is given.
+
+    Raises:
+        ValueError: there is none, or `nan` is ``"raise"``.
+    """
+    if nan == "zero":
+        return 0
+    if nan == "raise" or format.nan_code is None:
+        raise no_nan_here(format, nan)
+    if nan == "canonical" or format.kind not in ("ieee", "fn"):
+        return format.nan_code
+    payload = (pattern & ((1 << 52) - 1)) >> (52 - format.mantissa) if format.kind == "ieee" else 0
+    return format.nan_code | payload | (pattern >> 63) * format.sign_bit
+
+
+def decode_exact(code: int, format: Any) -> Number:
+    """The exact value of a code: a Fraction, or a float if it is an infinity, NaN or -0.0.
+
+    NaN has the sign and, in its upper bits, the payload of the code, and is quiet.
+
+    Raises:
+        ValueError: no code of the format.
+    """
+    form = formats[format]
+    if not 0 <= code < form.codes:
+        raise ValueError(f"code is {code:#x}; allowed in {form.name} are 0 to {form.codes - 1:#x}")
+    if form.kind == "integer":
+        return Fraction(code - form.codes if code & form.sign_bit else code)
+    negative, magnitude = bool(code & form.sign_bit), code & ~form.sign_bit
+    if form.kind == "fnuz" and code == form.sign_bit:
+        return math.nan
+    if magnitude > form.largest_code:
+        if magnitude == form.infinity_code:
+            return -math.inf if negative else math.inf
+        payload = magnitude & ((1 << form.mantissa) - 1) if form.kind == "ieee" else 0
+        return _from_pattern(negative << 63 | 0x7FF << 52 | _QUIET | payload << (52 - form.mantissa))
+    value = _value(magnitude, form)
+    return (-value if value else -0.0) if negative else value
+
+
+def _value(magnitude: int, format: Format) -> Fraction:
+    """The value of the code of a magnitude."""
+    if format.kind == "scale":
+        return Fraction(2) ** (magnitude + format.emin)
+    if format.kind == "integer":
+        return Fraction(magnitude)
+    field, units = magnitude >> format.mantissa, magnitude & ((1 << format.mantissa) - 1)
+    if field:
+        units += 1 << format.mantissa
+    return units * Fraction(2) ** (max(field, 1) - 1 + format.emin - format.mantissa)
+
+
+# ---------------------------------------------------------------------------------------------------- what lies around
+
+
+def ulp_exact(value: Any, format: Any) -> Number:
+    """The distance of the format's numbers around `value`, as if the exponent had no upper end (`Format.ulp`).
+
+    NaN of NaN, infinity of infinities.
+    """
+    form, number = formats[format], exact(value)
+    if isinstance(number, float) and number != 0:
+        return abs(number)
+    if form.kind == "integer":
+        return Fraction(1)
+    exponent = max(_exponent(abs(Fraction(number))), form.emin) if number else form.emin
+    return Fraction(2) ** (exponent - form.mantissa)
+
+
+def next_up_exact(value: Any, format: Any) -> Number:
+    """The least number of the format greater than `value`, which need not be one: IEEE 754's nextUp.
+
+    From the least negative number it is -0.0, where there is one; from the largest infinity, in a format without it
+    NaN, in a format without both the largest again. NaN of NaN.
+    """
+    form, number = formats[format], exact(value)
+    return number if number != number else _at(_floor(number, form) + 1, form, rising=True)
+
+
+def next_down_exact(value: Any, format: Any) -> Number:
+    """The greatest number of the format less than `value`: IEEE 754's nextDown. See `next_up_exact`."""
+    form, number = formats[format], exact(value)
+    return number if number != number else _at(_ceiling(number, form) - 1, form, rising=False)
+
+
+# A place is a number's position in the format's order: 0 is zero (in E8M0 the least number), the largest finite
+# numbers stand at the ends, and beyond them what overflow gives.
+
+
+def _ends(format: Format) -> tuple[int, int]:
+    lowest = 0 if format.kind == "scale" else -largest_magnitude(True, format)
+    return lowest, format.largest_code
+
+
+def _floor(number: Number, format: Format) -> int:
+    """Place of the greatest number not above `number`; one below the least if there is none."""
+    lowest, highest = _ends(format)
+    if isinstance(number, float) and number != 0:
+        return lowest - 1 if number < 0 else highest + 1
+    if number == 0:
+        return -1 if format.kind == "scale" else 0
+    if format.kind == "scale" and number < Fraction(format.min_normal):
+        return -1
+    below, rest, power = _units(abs(Fraction(number)), format)
+    code = _code(below, power, format)
+    place = -(code + (rest > 0)) if number < 0 else code
+    return max(lowest - 1, min(highest, place))
+
+
+def _ceiling(number: Number, format: Format) -> int:
+    """Place of the least number not below `number`; one above the largest if there is none."""
+    floor, (lowest, highest) = _floor(number, format), _ends(format)
+    if isinstance(number, float) and number != 0:
+        return floor
+    if lowest <= floor <= highest and _at(floor, format, rising=False) == number:
+        return floor
+    return floor + 1
+
+
+def _at(place: int, format: Format, *, rising: bool) -> Number:
+    """The number at a place; zero has the sign of the side one comes from."""
+    return decode_exact(_place_code(place, format, rising), format)
+
+
+def _place_code(place: int, format: Format, rising: bool) -> int:
+    lowest, highest = _ends(format)
+    if not lowest <= place <= highest:
+        if format.kind == "scale":
+            return int(format.nan_code or 0)
+        return beyond_code(place < lowest, format, "inf")
+    return signed_code(abs(place), place < 0 or (place == 0 and rising and format.kind != "scale"), format)
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Where a number falls between two numbers of a format.
+
+    Attributes:
+        value: the number.
+        exact: whether it is a number of the format; `below` and `above` are then itself.
+        below, above: the numbers of the format on both sides; infinity beyond the largest number, in a format without
+            it NaN, in a format without both None.
+        midpoint: halfway between them, where rounding to nearest changes its mind; beyond the largest number halfway
+            to where the next one would be. None if `exact`, and where there is nothing on the other side.
+        nearest: what ``"nearest"`` gives, ties to even.
+        code_below, code_above, code_nearest: their codes.
+        ulp: distance of the format's numbers there.
+        previous, next: the numbers strictly below and above `value`, as `next_down_exact` and `next_up_exact`.
+    """
+
+    value: Number
+    exact: bool
+    below: Number | None
+    above: Number | None
+    midpoint: Fraction | None
+    nearest: Number
+    code_below: int | None
+    code_above: int | None
+    code_nearest: int
+    ulp: Number
+    previous: Number
+    next: Number
+
+    @property
+    def error(self) -> Fraction | None:
+        """`nearest` minus `value`; None if `nearest` is not finite."""
+        if isinstance(self.nearest, float) and self.nearest != 0:
+            return None
+        return Fraction(self.nearest) - Fraction(self.value)
+
+
+def neighbours(value: Any, format: Any) -> Neighbours:
+    """The numbers of a format around a number, exactly.
+
+    Args:
+        value: what `exact` takes; finite.
+        format: what `formats` takes.
+
+    Raises:
+        ValueError: NaN and infinities, which lie between no numbers.
+    """
+    form, number = formats[format], exact(value)
+    if isinstance(number, float) and number != 0:
+        raise ValueError(f"value is {value!r}; allowed are finite numbers, which have neighbours")
+    floor, ceiling = _floor(number, form), _ceiling(number, form)
+    lowest, highest = _ends(form)
+    code = encode_exact(number, form)
+    hit = floor == ceiling
+
+    def side(place: int) -> tuple[int | None, Number | None]:
+        if hit and lowest <= place <= highest:
+            return code, number
+        outside = not lowest <= place <= highest
+        if outside and not form.has_infinity and not form.has_nan:
+            return None, None
+        chosen = _place_code(place, form, rising=number < 0)
+        return chosen, decode_exact(chosen, form)
+
+    code_below, below = side(floor)
+    code_above, above = side(ceiling)
+    step = Fraction(ulp_exact(number, form))
+    midpoint = None
+    if not hit and lowest <= floor <= highest and lowest <= ceiling <= highest:
+        midpoint = (Fraction(below or 0) + Fraction(above or 0)) / 2
+    elif not hit and floor == highest:
+        midpoint = Fraction(form.max) + Fraction(form.ulp(form.max)) / 2
+    elif not hit and form.signed:
+        midpoint = Fraction(form.lowest) - Fraction(form.ulp(form.lowest)) / 2
+    return Neighbours(
+        number, hit, below, above, midpoint, decode_exact(code, form), code_below, code_above, code, step,
+        next_down_exact(number, form), next_up_exact(number, form),
+    )  # fmt: skip

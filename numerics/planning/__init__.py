@@ -1,0 +1,50 @@
+"""The planner: bytes per GPU by part, messages per step, FLOPs, and the largest model or batch that fits a card.
+
+    >>> from halfstep.numerics.planning import Transformer, plan
+    >>> plan(7e9, gpus=8, strategy="fsdp", optimizer="halfstep").totals.state
+    12250000000
+
+Everything is counted in whole bytes. A part is *exact* where it is what is allocated, to the byte, for weights,
+gradients, states and DDP's buckets; the others are estimates by the formulas named in ``plan_work.py``
+and ``plan_sharding.py``. Not counted: the CUDA context, communication libraries, fragmentation of the
+allocator, and workspaces of matrix libraries; the reserve of `fit` is for them.
+
+Needs no torch.
+"""
+
+from halfstep.numerics.planning.plan_cards import CARDS, Card, card
+from halfstep.numerics.planning.plan_layouts import LAYOUTS, OPTIMIZERS, PRECISIONS, Layout, layout
+from halfstep.numerics.planning.plan_parts import Part, Totals
+from halfstep.numerics.planning.plan_shapes import MODELS, Tensor, Transformer, Unit, unit
+from halfstep.numerics.planning.plan_sharding import STRATEGIES, Strategy
+from halfstep.numerics.planning.plan_traffic import Collective
+from halfstep.numerics.planning.plan_work import CHECKPOINTING
+from halfstep.numerics.planning.plans import RESERVE, Plan, Work, fit, plan, usable
+
+__all__ = [
+    "CARDS",
+    "CHECKPOINTING",
+    "LAYOUTS",
+    "MODELS",
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "RESERVE",
+    "STRATEGIES",
+    "Card",
+    "Collective",
+    "Layout",
+    "Part",
+    "Plan",
+    "Strategy",
+    "Tensor",
+    "Totals",
+    "Transformer",
+    "Unit",
+    "Work",
+    "card",
+    "fit",
+    "layout",
+    "plan",
+    "unit",
+    "usable",
+]

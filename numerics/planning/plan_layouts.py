@@ -1,0 +1,319 @@
+"""What optimizers keep per parameter: one frozen row per optimizer and precision.
+
+A row says how weights, gradients, master and moments are stored, in which format the model computes, and what `step`
+allocates for its own length. Rows of others are read in their source, at the version named in `Layout.source`;
+tests/numerics/planning/test_planning_reality.py counts what ours, torch's and flashoptim's really allocate.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from halfstep.numerics.planning.plan_errors import one_of
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A format in memory: bytes per element, and for a format with shared scales the group and the scale's bytes."""
+
+    name: str
+    width: int
+    group: int = 0
+    scale: int = 0
+
+    def bytes(self, elements: int) -> int:
+        """Bytes of one tensor of so many elements; the last group may be short and has a scale all the same."""
+        return elements * self.width + (-(-elements // self.group) * self.scale if self.group else 0)
+
+    @property
+    def per_parameter(self) -> Fraction:
+        """Bytes per element of a tensor without a short group."""
+        return self.width + (Fraction(self.scale, self.group) if self.group else Fraction(0))
+
+
+FP32, FP16, BF16 = Stored("fp32", 4), Stored("fp16", 2), Stored("bf16", 2)
+FP8 = Stored("fp8", 1)
+INT16, INT8 = Stored("int16", 2), Stored("int8", 1)
+INT8_GROUPS = Stored("int8 in groups of 32", 1, group=32, scale=2)
+FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8)}
+
+PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
+_TORCH = "torch 2.13, torch/optim/adam.py"
+_OURS = "integrations/optim.py"
+_APEX = "apex 6424da3, apex/optimizers/fused_adam.py"
+_TE = "TransformerEngine d0067d0, transformer_engine/pytorch/optimizers/fused_adam.py"
+_FLASH = "flashoptim 0.1.4, flashoptim/optimizers.py"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one optimizer keeps a model of one precision.
+
+    Args:
+        optimizer: its name in this table.
+        precision: ``"fp32"``, ``"bf16"`` and ``"fp16"`` name the format of the parameters; ``"amp-bf16"`` and
+            ``"amp-fp16"`` are fp32 parameters under `torch.autocast`.
+        weights: the parameters.
+        gradients: ``.grad``.
+        master: full master, or what a split one keeps beside the weight; None without.
+        exp_avg, exp_avg_sq: the moments; ``max_exp_avg_sq`` has the format of `exp_avg_sq`.
+        compute: format of matrix products and activations.
+        temporary: bytes per parameter that `step` allocates and frees.
+        scalars: bytes per parameter tensor that it keeps on the device beside them (step counts, scales).
+        amsgrad: whether it can.
+        moments_allowed: formats that may replace those of the moments.
+        master_allowed: formats that may replace that of a full master.
+        note: what one would not expect.
+        source: where this was read.
+    """
+
+    optimizer: str
+    precision: str
+    weights: Stored
+    gradients: Stored
+    master: Stored | None
+    exp_avg: Stored
+    exp_avg_sq: Stored
+    compute: Stored
+    temporary: int = 0
+    scalars: int = 0
+    amsgrad: bool = False
+    moments_allowed: tuple[str, ...] = ()
+    master_allowed: tuple[str, ...] = ()
+    note: str = ""
+    source: str = ""
+
+    @property
+    def name(self) -> str:
+        """``optimizer, precision``."""
+        return f"{self.optimizer}, {self.precision}"
+
+    @property
+    def master_name(self) -> str:
+        """``"master"``, or ``"remainder"`` for what completes a 16-bit weight to its master."""
+        return "remainder" if self.master in (INT16, INT8) else "master"
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the parameters are fp32 and the products are not."""
+        return self.weights != self.compute
+
+    def states(self, amsgrad: bool = False) -> tuple[tuple[str, Stored], ...]:
+        """Name and format of each optimizer state."""
+        kept: list[tuple[str, Stored]] = [] if self.master is None else [(self.master_name, self.master)]
+        kept += [("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)]
+        return (*kept, ("max_exp_avg_sq", self.exp_avg_sq)) if amsgrad else tuple(kept)
+
+    def per_parameter(self, amsgrad: bool = False) -> Fraction:
+        """Bytes of weight, gradient and states."""
+        return sum(
+            (stored.per_parameter for _, stored in self.states(amsgrad)),
+            self.weights.per_parameter + self.gradients.per_parameter,
+        )
+
+    def moved_per_step(self, amsgrad: bool = False) -> Fraction:
+        """Bytes per parameter that one step reads and writes at least.
+
+        The gradient is read; states and weight are read and written, but a weight with a full master is only written.
+        """
+        states = sum((stored.per_parameter for _, stored in self.states(amsgrad)), Fraction(0))
+        rewritten = self.master is not None and self.master_name == "master"
+        return self.gradients.per_parameter + 2 * states + (1 if rewritten else 2) * self.weights.per_parameter
+
+
+def _row(optimizer: str, weights: Stored, master: Stored | None, *moments: Stored, **rest: object) -> Layout:
+    exp_avg, exp_avg_sq = moments
+    made = Layout(optimizer, weights.name, weights, weights, master, exp_avg, exp_avg_sq, compute=weights)
+    return replace(made, **rest)  # type: ignore[arg-type]
+
+
+def _ours(name: str, weights: Stored, master: Stored | None, moment: Stored) -> Layout:
+    return _row(
+        name,
+        weights,
+        master,
+        moment,
+        moment,
+        scalars=4,
+        amsgrad=True,
+        moments_allowed=("fp32", "bf16"),
+        source=_OURS,
+    )
+
+
+def _te(name: str, weights: Stored, master: Stored | None, moment: Stored = FP32, note: str = "") -> Layout:
+    return _row(
+        name,
+        weights,
+        master,
+        moment,
+        moment,
+        moments_allowed=("fp32", "fp16", "bf16", "fp8"),
+        master_allowed=("fp32", "fp16") if master == FP32 else (),
+        note=note,
+        source=_TE,
+    )
+
+
+def _flash(name: str, weights: Stored, error: Stored | None) -> Layout:
+    return _row(name, weights, error, INT8_GROUPS, INT8_GROUPS, source=_FLASH)
+
+
+def _under_autocast(rows: Iterable[Layout]) -> tuple[Layout, ...]:
+    """Every row, and those of fp32 parameters once more under each autocast."""
+    listed = tuple(rows)
+    cast = [
+        replace(row, precision=f"amp-{compute.name}", compute=compute)
+        for compute in (BF16, FP16)
+        for row in listed
+        if row.precision == "fp32"
+    ]
+    return (*listed, *cast)
+
+
+_FOREACH = "foreach, torch's choice on a GPU, takes a square root of exp_avg_sq aside"
+_UNUSED = "the master of fp32 parameters is kept and never updated"
+
+LAYOUTS = _under_autocast(
+    (
+        _ours("halfstep", FP32, None, FP32),
+        _ours("halfstep", BF16, INT16, FP32),
+        _ours("halfstep", FP16, FP32, FP32),
+        _ours("halfstep-full", BF16, FP32, FP32),
+        _ours("halfstep-full", FP16, FP32, FP32),
+        _ours("halfstep-split", BF16, INT16, FP32),
+        _ours("halfstep-split-bf16", BF16, INT16, BF16),
+        _ours("halfstep-stochastic", BF16, None, FP32),
+        _ours("halfstep-stochastic", FP16, None, FP32),
+        _ours("halfstep-stochastic-bf16", BF16, None, BF16),
+        _ours("halfstep-stochastic-bf16", FP16, None, BF16),
+        *(
+            _row("torch", form, None, form, form, temporary=form.width, amsgrad=True, note=_FOREACH, source=_TORCH)
+            for form in (FP32, BF16, FP16)
+        ),
+        *(
+            _row("torch-fused", form, None, form, form, scalars=4, amsgrad=True, source=_TORCH)
+            for form in (FP32, BF16, FP16)
+        ),
+        *(_row("apex", form, None, FP32, FP32, source=_APEX) for form in (FP32, BF16, FP16)),
+        _row(
+            "apex-master",
+            BF16,
+            FP32,
+            FP32,
+            FP32,
+            note="master_weights=True is ignored for bf16 and its copy kept all the same",
+            source=_APEX,
+        ),
+        _row("apex-master", FP16, FP32, FP32, FP32, source=_APEX),
+        _row(
+            "apex-o2",
+            FP16,
+            FP32,
+            FP32,
+            FP32,
+            temporary=4,
+            note="amp O2, removed in 2025: from unscaling to the end of the step gradients stand in fp32 too",
+            source="apex 00dbe4b, apex/amp/_process_optimizer.py",
+        ),
+        *(_te("te", form, None) for form in (FP32, BF16, FP16)),
+        _te("te-master", FP32, FP32, note=_UNUSED),
+        _te("te-master", BF16, FP32),
+        _te("te-master", FP16, FP32),
+        _te("te-remainder", BF16, INT16),
+        _te("te-remainder-bf16", BF16, INT16, BF16),
+        _flash("flashoptim", FP32, None),
+        *(_flash("flashoptim-24", form, INT8) for form in (BF16, FP16)),
+        *(_flash("flashoptim-32", form, INT16) for form in (BF16, FP16)),
+        *(_flash("flashoptim-none", form, None) for form in (BF16, FP16)),
+        *(
+            _row(
+                "deepspeed",
+                form,
+                FP32,
+                FP32,
+                FP32,
+                note="its BF16_Optimizer adds a whole fp32 gradient, the accumulator" if form == BF16 else "",
+                source="Rajbhandari et al., ZeRO (2020), §3.1",
+            )
+            for form in (BF16, FP16)
+        ),
+    )
+)
+
+OPTIMIZERS = tuple(dict.fromkeys(row.optimizer for row in LAYOUTS))
+_ROWS = {(row.optimizer, row.precision): row for row in LAYOUTS}
+# Scales that TransformerEngine keeps for each tensor of a state: its own, and for fp8 also the tensor's
+# scale, largest magnitude and inverse scale.
+_TE_SCALES = {"fp32": 0, "fp16": 4, "bf16": 4, "fp8": 16}
+
+
+def layout(
+    optimizer: str = "halfstep",
+    precision: str = "bf16",
+    *,
+    moments: str | None = None,
+    master: str | None = None,
+    gradients: str | None = None,
+) -> Layout:
+    """The row of an optimizer and a precision.
+
+    Args:
+        optimizer: a name of `OPTIMIZERS`.
+        precision: a name of `PRECISIONS`.
+        moments: another format of both moments, or of each: ``"fp8,fp16"`` is exp_avg in fp8, exp_avg_sq in fp16.
+        master: another format of a full master.
+        gradients: another format of ``.grad``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+
+    Raises:
+        ValueError: no such row, or a format that its optimizer does not have.
+    """
+    one_of("optimizer", optimizer, OPTIMIZERS)
+    one_of("precision", precision, PRECISIONS)
+    has = tuple(row.precision for row in LAYOUTS if row.optimizer == optimizer)
+    if precision not in has:
+        raise ValueError(f"precision is {precision!r}; allowed for optimizer {optimizer!r} are {', '.join(has)}")
+    row = _ROWS[optimizer, precision]
+    if gradients is not None:
+        one_of("gradients", gradients, ("fp32", "bf16", "fp16"))
+        row = replace(row, gradients=FORMATS[gradients])
+    if moments is not None:
+        row = _with_moments(row, moments)
+    if master is not None:
+        if not row.master_allowed:
+            raise ValueError(
+                f"master is {master!r}, and optimizer {optimizer!r} keeps its master as it is; leave master out, "
+                "or take optimizer 'te-master'"
+            )
+        one_of("master", master, row.master_allowed)
+        row = replace(row, master=FORMATS[master])
+    return _scaled(row) if optimizer.startswith("te") else row
+
+
+def _with_moments(row: Layout, moments: str) -> Layout:
+    given = [name.strip() for name in moments.split(",")]
+    if not row.moments_allowed:
+        raise ValueError(
+            f"moments is {moments!r}, and optimizer {row.optimizer!r} has no choice of their format; leave moments out"
+        )
+    if len(given) not in (1, 2):
+        raise ValueError(f"moments is {moments!r}; allowed are one format, or two with a comma between")
+    for name in given:
+        one_of("moments", name, row.moments_allowed)
+    if row.optimizer.startswith("halfstep") and given[0] != given[-1]:
+        raise ValueError(f"moments is {moments!r}; allowed for optimizer {row.optimizer!r} is one format for both")
+    return replace(row, exp_avg=FORMATS[given[0]], exp_avg_sq=FORMATS[given[-1]])
+
+
+def _scaled(row: Layout) -> Layout:
+    """TransformerEngine's row with its scales, and the fp32 copies that step makes of states in fp16 and fp8."""
+    states = [row.exp_avg, row.exp_avg_sq] + ([] if row.master in (None, INT16) else [row.master])
+    return replace(
+        row,
+        scalars=sum(_TE_SCALES[state.name] for state in states if state is not None),
+        temporary=4 * sum(state in (FP16, FP8) for state in states),
+    )

@@ -1,0 +1,209 @@
+"""The parameters of a model, counted tensor by tensor, and the transformer that most plans are made for.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from halfstep.numerics.planning.plan_errors import divides, whole
+
+# What a tensor does, which decides whether autocast makes a 16-bit copy of it: of operands of matrix products only.
+KINDS = ("matrix", "bias", "norm", "embedding")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter: its name, shape and what it does."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str = "matrix"
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def cast(self) -> bool:
+        """Whether autocast casts it."""
+        return self.kind in ("matrix", "bias")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP gathers together: a block, or the root, which is what no block holds.
+
+    Args:
+        name: of the unit.
+        tensors: its parameters, in the model's order.
+        count: how many such units the model has.
+        root: whether it is the outermost one, which FSDP2 keeps gathered between forward and backward.
+    """
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    count: int = 1
+    root: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Parameters of one such unit."""
+        return sum(tensor.elements for tensor in self.tensors)
+
+
+def unit(name: str, shapes: Iterable[Iterable[int]], count: int = 1, root: bool = False) -> Unit:
+    """A `Unit` of bare shapes: ``unit("all", [p.shape for p in model.parameters()])``."""
+    tensors = tuple(Tensor(f"{name}.{i}", tuple(int(size) for size in shape)) for i, shape in enumerate(shapes))
+    return Unit(name, tensors, whole("count", count), root)
+
+
+def tensors_of(units: Iterable[Unit]) -> Iterator[tuple[Tensor, int]]:
+    """Every tensor, and how often it is there."""
+    for one in units:
+        for tensor in one.tensors:
+            yield tensor, one.count
+
+
+def parameters_of(units: Iterable[Unit]) -> int:
+    """Parameters of all units."""
+    return sum(one.count * one.elements for one in units)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder or encoder of equal blocks: attention and MLP, each with a norm and a residual connection.
+
+    The defaults are GPT-2's: learned positions, LayerNorm before each part and at the end, biases everywhere.
+
+    Args:
+        layers: blocks.
+        hidden: width h.
+        heads: attention heads a; divides `hidden`.
+        vocab: rows V of the embedding and of the head.
+        seq: longest sequence s, and rows of learned positions.
+        ffn: width of the MLP. Default: 4·h.
+        kv_heads: heads of keys and values (grouped-query attention); divides `heads`. Default: `heads`.
+        gated: an MLP of three matrices, down(act(gate(x)) · up(x)), instead of two.
+        biases: whether the linear layers but the head have biases.
+        norm: ``"layer"`` with weight and bias, or ``"rms"`` with a weight only.
+        final_norm: a norm before the head, as pre-norm models have; the original post-norm transformer has none.
+        positions: learned positions; rotary ones have no parameters.
+        tied: the head uses the embedding's matrix.
+        dropout: on attention weights, on both parts' outputs and on the embedding.
+        flash: attention keeps one fp32 number per row of scores instead of the scores.
+
+    Raises:
+        ValueError: a size is no whole number from 1, or does not divide what it must.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    ffn: int | None = None
+    kv_heads: int | None = None
+    gated: bool = False
+    biases: bool = True
+    norm: str = "layer"
+    final_norm: bool = True
+    positions: bool = True
+    tied: bool = False
+    dropout: bool = True
+    flash: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab", "seq", "ffn", "kv_heads"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole(name, getattr(self, name)))
+        if self.norm not in ("layer", "rms"):
+            raise ValueError(f"norm is {self.norm!r}; allowed are 'layer' and 'rms'")
+        divides("heads", self.heads, "hidden", self.hidden, "every head needs the same width")
+        divides("kv_heads", self.kv, "heads", self.heads, "every key needs the same number of queries")
+
+    @property
+    def kv(self) -> int:
+        """Heads of keys, and of values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.hidden // self.heads * self.kv
+
+    @property
+    def mlp(self) -> int:
+        """Width of the MLP."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    def check_parallel(self, tensor_parallel: int, sequence_parallel: bool = False) -> None:
+        """Raise ValueError unless heads, MLP and vocabulary divide evenly over so many GPUs."""
+        remedy = "tensor parallelism gives every GPU equal parts: choose another --tp or size"
+        sizes = {"heads": self.heads, "kv_heads": self.kv, "ffn": self.mlp, "vocab": self.vocab}
+        for name, size in (sizes | {"seq": self.seq} if sequence_parallel else sizes).items():
+            divides("tensor_parallel", tensor_parallel, name, size, remedy)
+
+    def units(self, tensor_parallel: int = 1) -> tuple[Unit, ...]:
+        """The block and the root, as one of `tensor_parallel` GPUs holds them (Shoeybi et al., Megatron-LM, 2019, §3).
+
+        Queries, keys, values and the first MLP matrices are cut by rows, the attention's output and the last MLP matrix
+        by columns, embedding and head by the vocabulary; norms, positions and the biases added after a sum are whole.
+        """
+        self.check_parallel(tensor_parallel)
+        t, h = tensor_parallel, self.hidden
+        qkv, f = (h + 2 * self.kv_width) // t, self.mlp // t
+
+        def linear(name: str, rows: int, columns: int) -> list[Tensor]:
+            bias = [Tensor(f"{name}.bias", (rows,), "bias")] if self.biases else []
+            return [Tensor(f"{name}.weight", (rows, columns)), *bias]
+
+        def norm(name: str) -> list[Tensor]:
+            bias = [Tensor(f"{name}.bias", (h,), "norm")] if self.norm == "layer" else []
+            return [Tensor(f"{name}.weight", (h,), "norm"), *bias]
+
+        block = [*norm("norm1"), *linear("attention.qkv", qkv, h), *linear("attention.out", h, h // t), *norm("norm2")]
+        for name in ("mlp.gate", "mlp.up") if self.gated else ("mlp.up",):
+            block += linear(name, f, h)
+        block += linear("mlp.down", h, f)
+        # A tied matrix is the head's, and so an operand of a product.
+        root = [Tensor("embedding", (self.vocab // t, h), "matrix" if self.tied else "embedding")]
+        root += [Tensor("positions", (self.seq, h), "embedding")] if self.positions else []
+        root += norm("norm") if self.final_norm else []
+        root += [] if self.tied else [Tensor("head", (self.vocab // t, h))]
+        return Unit("block", tuple(block), self.layers), Unit("root", tuple(root), root=True)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, a tied matrix once."""
+        return parameters_of(self.units())
+
+
+def _llama(layers: int, hidden: int, heads: int, vocab: int, seq: int, ffn: int, kv_heads: int) -> Transformer:
+    return Transformer(
+        layers,
+        hidden,
+        heads,
+        vocab,
+        seq,
+        ffn=ffn,
+        kv_heads=kv_heads,
+        gated=True,
+        biases=False,
+        norm="rms",
+        positions=False,
+        dropout=False,
+    )
+
+
+# Shapes from the papers and the published configurations.
+MODELS = {
+    "gpt2": Transformer(12, 768, 12, 50257, 1024, tied=True),
+    "gpt2-xl": Transformer(48, 1600, 25, 50257, 1024, tied=True),
+    "llama-2-7b": _llama(32, 4096, 32, 32000, 4096, ffn=11008, kv_heads=32),
+    "llama-3-8b": _llama(32, 4096, 32, 128256, 8192, ffn=14336, kv_heads=8),
+    "llama-3-70b": _llama(80, 8192, 64, 128256, 8192, ffn=28672, kv_heads=8),
+}

@@ -1,0 +1,719 @@
+"""Dynamic loss scaling that never waits for the device: a drop-in for `torch.amp.GradScaler`.
+
+Micikevicius et al., "Mixed precision training" (2018), §3.2. The loss is multiplied by S, gradients by 1/S; a step
+whose unscaled gradients are not all finite is skipped and S multiplied by `backoff_factor`; after `growth_interval`
+clean steps in a row S is multiplied by `growth_factor`. With S a power of two, scaling changes no bit.
+
+What differs from torch's, each because torch's goes wrong there:
+
+* Checking reads gradients and never writes them; optimizers of halfstep unscale inside their own step.
+* fp16 gradients are accepted and unscaled in fp32; gradients of different dtypes may be mixed.
+* The flag handed to optimizers is 0 or 1, whatever the number of devices: torch's fused kernels take 2 for "go ahead".
+* Overflow is looked for after unscaling, so a scale below 1 cannot turn finite gradients into infinite updates.
+* The scale never becomes 0, infinite or NaN.
+* All ranks that hold any part of an optimizer's parameters take the same decision, whatever shards them (FSDP1, FSDP2,
+  tensor parallel, several meshes at a time), from one packed reduction, also those without a gradient.
+* A fp16 or bf16 loss is scaled in fp32; at S = 65536 an fp16 loss of 1 would overflow.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from halfstep.kernels import loss_scale
+from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
+from halfstep.kernels.multi_tensor import all_have_memory
+from halfstep.kernels.unscale import Check, Tally
+from halfstep.numerics.scaling.gradients import CheckMemory, GradientCheck, agree, check_gradients, local
+from halfstep.numerics.scaling.mirror import Mirror
+from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
+from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, settle_gradients
+
+# 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices take for 0, so no scale grows that far.
+SMALLEST_SCALE, USUAL_MAX_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126, torch.finfo(torch.float32).max
+
+
+def _in_fp32(outputs: Any) -> Any:
+    """Losses in 16-bit formats as fp32, inside whatever lists and tuples they stand."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+    if isinstance(outputs, (list, tuple)):
+        return type(outputs)(map(_in_fp32, outputs))
+    return map(_in_fp32, outputs) if isinstance(outputs, Iterable) else outputs
+
+
+class _Option(NamedTuple):
+    """What a number of a scaler may be, wherever it comes from."""
+
+    allowed: str
+    fits: Callable[[Any], bool]
+    kind: Callable[[Any], Any] = float
+
+    def checked(self, name: str, value: Any) -> Any:
+        """The number as a float or an int of Python.
+
+        Raises:
+            ValueError: it is none, or out of range.
+        """
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not self.fits(value):
+            raise ValueError(f"{name} is {value!r}; allowed are {self.allowed}")
+        return self.kind(value)
+
+
+def _whole(least: int) -> _Option:
+    return _Option(f"whole numbers from {least}", lambda x: x >= least and x == int(x), int)
+
+
+def _between(low: float, high: float, allowed: str) -> _Option:
+    return _Option(allowed.format(low, high), lambda x: low <= x <= high)
+
+
+GROWTH_FACTOR = _Option("finite numbers above 1", lambda x: x > 1)
+BACKOFF_FACTOR = _Option("numbers between 0 and 1, both excluded", lambda x: 0 < x < 1)
+COUNT = _whole(1)
+TRACKER = _Option(f"whole numbers from 0 to {2**31 - 1}", lambda x: 0 <= x < 2**31 and x == int(x), int)
+MAX_NORM = _Option("finite numbers above 0", lambda x: x > 0)
+ANY_SCALE = _between(SMALLEST_SCALE, LARGEST_SCALE, "numbers from {} to {}")
+SAVED_SCALE = ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed}: start with a fresh scaler instead")
+# What a state holds: torch's five, and one of ours.
+SAVED = {
+    "scale": SAVED_SCALE,
+    "growth_factor": GROWTH_FACTOR,
+    "backoff_factor": BACKOFF_FACTOR,
+    "growth_interval": COUNT,
+    "_growth_tracker": TRACKER,
+    "_hysteresis_tracker": TRACKER,
+}
+
+
+def _zero() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside wrappers that hold it as ``optimizer`` or ``optim``: Accelerate's, Fabric's, torchft's.
+
+    What a scaler knows of an optimizer it keeps by this one, so that it may be given either. Followed is only what has
+    the same parameters: the local part of a `ZeroRedundancyOptimizer` has some of them.
+    """
+    passed: list[Any] = []
+    while not any(one is optimizer for one in passed):
+        passed.append(optimizer)
+        for name in ("optimizer", "optim"):
+            inner = getattr(optimizer, name, None)
+            if inner is not None and _same_parameters(optimizer, inner):
+                optimizer = inner
+                break
+    return optimizer
+
+
+def _same_parameters(outer: Any, inner: Any) -> bool:
+    groups, others = getattr(outer, "param_groups", None), getattr(inner, "param_groups", None)
+    if groups is None or others is None or not callable(getattr(inner, "step", None)) or _is_zero(outer):
+        return False
+    if groups is others:
+        return True
+    own, its = _parameters(outer), _parameters(inner)
+    return len(own) == len(its) and all(map(is_, own, its))
+
+
+def _is_zero(optimizer: Any) -> bool:
+    """Whether it is a `ZeroRedundancyOptimizer`, without importing torch.distributed to find out."""
+    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+
+
+def _stepping(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer that does the work: the local part of a `ZeroRedundancyOptimizer`, or itself."""
+    return getattr(optimizer, "optim", optimizer) if _is_zero(optimizer) else optimizer
+
+
+def _clip_is_due(state: dict[str, Any]) -> bool:
+    """Whether gradients are to be clipped in a step that has not been taken yet."""
+    return "max_norm" in state and state["stage"] is not OptState.STEPPED
+
+
+class _Shared:
+    """What is kept from one decision of several ranks to the next."""
+
+    def __init__(self) -> None:
+        self.checks = CheckMemory()
+        self.topology = TopologyMemory()
+
+
+class _Memory(_Shared):
+    """What is kept of an optimizer as long as it lives."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.optimizer = weakref.ref(optimizer)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Dynamic loss scaler with the methods, attributes and state_dict keys of `torch.amp.GradScaler`.
+
+    Args:
+        device: device type of the scale, ``"cuda"`` or ``"cpu"``.
+        init_scale: the first S.
+        growth_factor: S is multiplied by this after `growth_interval` clean steps; above 1.
+        backoff_factor: S is multiplied by this after an overflow; between 0 and 1.
+        growth_interval: clean steps in a row before S grows.
+        enabled: if False, every method passes through.
+        min_scale: S never falls below this. Default: 2^-126, the least whose inverse is finite.
+        max_scale: S never rises above this. Default: 2^126, or `init_scale` if that is larger.
+        hysteresis: S backs off at the overflow of this number; each still skips its step.
+        hysteresis_refill: when the overflows tolerated are counted anew: ``"growth"``, when S grows (Megatron-LM and
+            DeepSpeed), or ``"clean_step"``, after any clean step (apex, DeepSpeed's ``consecutive_hysteresis``).
+        write_back: leave unscaled gradients in ``.grad`` after `step`, as torch's fused optimizers do; a further write
+            of every gradient. By default `step` only reads them.
+        process_group: a further group (or a 1-D device mesh), whose ranks hold other parameters of the same model
+            although nothing shows it (pipeline stages, experts as plain tensors): they skip together, and norms are
+            over the parameters of all.
+            Plain tensors are counted on each of its ranks, so where they are copied too (pipeline stages under
+            DistributedDataParallel) it must hold one rank of each stage only.
+
+    Raises:
+        ValueError: a number is out of its range, or this rank is not in `process_group`.
+
+    Note:
+        `step` with an optimizer of halfstep waits for nothing. Other optimizers that do not take the found_inf flag
+        themselves (``fused=True`` does) make `step` read one flag from the device, as torch's scaler does.
+        After `step`, ``.grad`` still holds the scaled gradients; `unscale_` or `write_back` unscale them in place.
+        An fp16 gradient unscaled in place is rounded to fp16 again; inside the step it is not.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        hysteresis_refill: str = "growth",
+        write_back: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        if hysteresis_refill not in ("growth", "clean_step"):
+            raise ValueError(f"hysteresis_refill is {hysteresis_refill!r}; allowed are 'growth' and 'clean_step'")
+        if enabled:
+            growth_factor = GROWTH_FACTOR.checked("growth_factor", growth_factor)
+            backoff_factor = BACKOFF_FACTOR.checked("backoff_factor", backoff_factor)
+            growth_interval = COUNT.checked("growth_interval", growth_interval)
+            hysteresis = COUNT.checked("hysteresis", hysteresis)
+            for name, value in (("min_scale", min_scale), ("max_scale", max_scale), ("init_scale", init_scale)):
+                if value is not None:
+                    ANY_SCALE.checked(name, value)
+            low = SMALLEST_SCALE if min_scale is None else min_scale
+            high = max(USUAL_MAX_SCALE, init_scale) if max_scale is None else max_scale
+            init_scale = _between(low, high, "numbers from min_scale {} to max_scale {}").checked(
+                "init_scale", init_scale
+            )
+            self._min_scale, self._max_scale = float(low), float(high)
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._hysteresis = hysteresis
+        self._refill_on_clean = hysteresis_refill == "clean_step"
+        self._init_hysteresis_tracker = hysteresis
+        self._hysteresis_tracker: torch.Tensor | None = None
+        self._skipped: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        self._updates = 0  # calls of update(), as the host counts them
+        self._mirror = Mirror()
+        self._memories: dict[int, _Memory] = {}
+        self._joint = _Shared()  # of all optimizers together
+        self._early_checks: list[weakref.ref[Any]] = []  # of halfstep.integrations.overlap
+        # On ranks outside a new group torch hands out something else.
+        if process_group is not None and not hasattr(process_group, "size"):
+            raise ValueError(
+                f"process_group is {process_group!r}, which is no group of this rank; allowed are groups that it "
+                "belongs to, and None"
+            )
+        self._process_group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
+        self._write_back = write_back
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
+        self._skipped = torch.zeros((), dtype=torch.float32, device=dev)
+        self._counts = torch.zeros(3, dtype=torch.int64, device=dev)
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or an iterable of losses, by the scale, in fp32 at least."""
+        return super().scale(_in_fp32(outputs)) if self._enabled else outputs
+
+    # ----------------------------------------------------------------------------------------------------- checking
+
+    def _check(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor | None, write: bool
+    ) -> GradientCheck | None:
+        """Check an optimizer's gradients times `inv_scale` (None: over the scale); kept until `update`."""
+        parameters, memory = _parameters(optimizer), self._memory(optimizer)
+        self._refuse_twice(optimizer, parameters)
+        topology = memory.topology.of(parameters, self._process_group)
+        if not topology.settled:
+            settle_gradients(parameters)
+        grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
+        if any(map(attrgetter("is_sparse"), grads)):
+            for parameter in parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse and not parameter.grad.is_coalesced():
+                    # Duplicates may overflow in their sum, which is what the optimizer will see.
+                    parameter.grad = parameter.grad.coalesce()
+            grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
+        places = None
+        if len(grads) != len(parameters):
+            places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
+        check = check_gradients(
+            grads,
+            inv_scale,
+            scale=self._scale if inv_scale is None else None,
+            write=write,
+            topology=topology,
+            memory=memory.checks,
+            places=places,
+            slots=len(parameters),
+            step=None if self._counts is None else self._counts[DECIDED],
+            early=None if write else functools.partial(self._known_early, parameters),
+        )
+        state = self._per_optimizer_states[id(optimizer)]
+        # One entry, so that sums over devices stay 0 or 1.
+        state["found_inf_per_device"] = {} if check is None else {check.found_inf.device: check.found_inf}
+        state["gradient_check"] = check
+        state["topology"] = topology
+        state["optimizer"] = memory.optimizer
+        return check
+
+    def _refuse_twice(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Raise if gradients of these parameters wait, unscaled or to be clipped, for the step of another optimizer.
+
+        They would be unscaled twice, or the limit lost: so it is where a wrapper was given first that hides what it
+        holds.
+        """
+        others = [
+            state
+            for key, state in self._per_optimizer_states.items()
+            if key != id(optimizer) and (state["stage"] is OptState.UNSCALED or _clip_is_due(state))
+        ]
+        own = set(map(id, parameters)) if others else set()
+        for state in others:
+            other = state["optimizer"]()
+            if other is not None and not own.isdisjoint(map(id, _parameters(other))):
+                raise RuntimeError(
+                    f"optimizer is a {type(optimizer).__qualname__} with parameters whose gradients were unscaled or "
+                    f"clipped for a {type(other).__qualname__} since the last update(); allowed is one object for "
+                    "unscale_, clip_grad_norm_ and step: a wrapper, or the optimizer in it"
+                )
+
+    def _known_early(
+        self,
+        parameters: list[torch.Tensor],
+        places: Sequence[int],
+        values: list[torch.Tensor],
+        out: Check,
+        tally: Tally | None,
+    ) -> bool:
+        """Have an answer written that was found during the backward; False if there is none."""
+        known = [early for reference in self._early_checks if (early := reference()) is not None]
+        if len(known) != len(self._early_checks):
+            self._early_checks = [weakref.ref(early) for early in known]
+        return any(early.answer(parameters, places, values, out, tally) for early in known)
+
+    def _memory(self, optimizer: torch.optim.Optimizer) -> _Memory:
+        """What is kept for an optimizer as long as it lives."""
+        known = self._memories.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            # Those of optimizers that are gone would keep their parameters alive.
+            self._memories = {key: one for key, one in self._memories.items() if one.optimizer() is not None}
+            known = self._memories[id(optimizer)] = _Memory(optimizer)
+        return known
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale an optimizer's gradients in place; see `torch.amp.GradScaler.unscale_`.
+
+        An update without a step of this optimizer may follow, where the caller has looked at the gradients and leaves
+        the step out.
+
+        Raises:
+            RuntimeError: a second time since the last `update`; after `step`; or the same gradients were unscaled or
+                clipped for another optimizer.
+        """
+        super().unscale_(unwrapped(optimizer))
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        self._check(optimizer, inv_scale, write=True)
+        result: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return result
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self._check_scale_growth_tracker("_check_inf_per_device")
+        self._check(unwrapped(optimizer), None, write=False)
+        return self._found_inf_per_device(optimizer)
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        found: dict[str, Any] = super()._found_inf_per_device(unwrapped(optimizer))
+        return found
+
+    # ------------------------------------------------------------------------------------------------ step and update
+
+    @torch._disable_dynamo  # nothing in it can be compiled, and tracing it warns
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer unless its gradients overflowed; see `torch.amp.GradScaler.step`.
+
+        A wrapper around an optimizer (held as ``optimizer`` or ``optim``) is stepped as torch's scaler would: its
+        gradients are unscaled in place, and it is not called if they overflowed, for which one flag is read.
+
+        Raises:
+            RuntimeError: a closure was passed; a second `step` before `update`; or the same gradients were unscaled or
+                clipped for another optimizer.
+            AssertionError: no gradient was found, or `scale` was never called.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if kwargs.get("closure") is not None or any(callable(argument) for argument in args):
+            raise RuntimeError(
+                "Closure use is not currently supported if GradScaler is enabled: a closure would compute new "
+                "gradients after the check; call the closure yourself, then step(optimizer)"
+            )
+        kwargs.pop("closure", None)
+        self._check_scale_growth_tracker("step")
+        inner = unwrapped(optimizer)
+        if inner is not optimizer:
+            return self._step_wrapper(optimizer, inner, *args, **kwargs)
+        stepping = _stepping(optimizer)
+        if not getattr(stepping, "_unscales_in_step", False):
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY and self._write_back:
+            self.unscale_(optimizer)
+        folded = state["stage"] is OptState.READY
+        if folded and "gradient_check" not in state:
+            self._check_inf_per_device(optimizer)
+        if not state["found_inf_per_device"]:
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
+            )
+        check: GradientCheck = state["gradient_check"]
+        # torch's protocol for optimizers that unscale and skip by themselves, and the sum of squares for clipping. Once
+        # unscaled in place, gradients may have been changed since: the optimizer then sums them again if it clips.
+        handed: dict[str, Any] = {
+            "grad_scale": self._scale if folded else None,
+            "found_inf": check.found_inf,
+            "sum_of_squares": check.sum_of_squares if folded or "max_norm" in state else None,
+        }
+        own_limit = stepping.max_grad_norm
+        vars(stepping).update(handed)
+        if "max_norm" in state:
+            stepping.max_grad_norm = min(state["max_norm"], own_limit or math.inf)
+        try:
+            result = optimizer.step(*args, **kwargs)
+        finally:
+            stepping.max_grad_norm = own_limit
+            for name in handed:
+                delattr(stepping, name)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _step_wrapper(self, wrapper: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step a wrapper of which nothing is known but what it holds: it must not run for a step that is skipped."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
+            )
+        if "max_norm" in state:
+            self._clip_in_place(optimizer, state.pop("max_norm"))
+        result = self._maybe_opt_step(wrapper, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    @torch._disable_dynamo
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        """Have the coming `step` clip the unscaled gradients of an optimizer, all together, to a 2-norm.
+
+        With an optimizer of halfstep no gradient is written and none is read once more: the norm comes from the check
+        that `step` needs anyway, and the factor goes into the step. Gradients must not change between here and `step`.
+        Other optimizers have their gradients unscaled and clipped in place, as `unscale_` followed by
+        `torch.nn.utils.clip_grad_norm_` would, but over all ranks that hold any part of the parameters.
+
+        Args:
+            optimizer: whose gradients; call before ``step(optimizer)``. It, or a wrapper around it.
+            max_norm: a finite number above 0.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, 0-dim on their device; not finite if they overflowed,
+            in which case the step is skipped. In fp32 for optimizers of halfstep, whatever the dtype of the gradients;
+            for others in the dtype that `torch.nn.utils.clip_grad_norm_` returns, that of the gradients.
+
+        Raises:
+            ValueError: `max_norm` is out of range.
+            RuntimeError: `step` was called already since the last `update`, or the same gradients were unscaled or
+                clipped for another optimizer. `update` raises if no step follows and the gradients are finite.
+        """
+        max_norm = MAX_NORM.checked("max_norm", max_norm)
+        optimizer = unwrapped(optimizer)
+        if not self._enabled or not getattr(_stepping(optimizer), "_unscales_in_step", False):
+            if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            return self._clip_in_place(optimizer, max_norm)
+        self._check_scale_growth_tracker("clip_grad_norm_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("clip_grad_norm_() is being called after step().")
+        if state["stage"] is OptState.READY and self._write_back:
+            self.unscale_(optimizer)
+        elif state["stage"] is OptState.READY and "gradient_check" not in state:
+            self._check_inf_per_device(optimizer)
+        if state["gradient_check"] is None:
+            return _zero()
+        state["max_norm"] = max_norm
+        norm: torch.Tensor = state["gradient_check"].sum_of_squares.sqrt().float()
+        return norm
+
+    @torch.no_grad()
+    def _clip_in_place(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        parameters = _parameters(optimizer)
+        topology = self._memory(optimizer).topology.of(parameters, self._process_group)
+        if not topology.settled:
+            settle_gradients(parameters)
+        grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
+        shards = list(map(local, grads))
+        # Of subclasses torch's function knows what their norm is.
+        if (not topology.groups and topology.settled) or not all_have_memory(shards):
+            whole: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            return whole.full_tensor() if is_sharded(whole) else whole
+        places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
+        check = check_gradients(grads, None, topology=topology, places=places)
+        norm = _zero() if check is None else check.sum_of_squares.sqrt().float()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for grad in shards:
+            by_device.setdefault(grad.device, []).append(grad)
+        for device, own in by_device.items():
+            torch._foreach_mul_(own, factor.to(device, non_blocking=True))
+        # As torch's: the dtype of the gradients, or of parameters on a rank that has none.
+        return norm.to(functools.reduce(torch.promote_types, {one.dtype for one in grads or parameters}))
+
+    @torch._disable_dynamo
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the scale after the step, in one launch; see `torch.amp.GradScaler.update`.
+
+        Args:
+            new_scale: set the scale to this instead.
+
+        Raises:
+            ValueError: `new_scale` is a number out of range.
+            AssertionError: no optimizer was stepped or unscaled since the last update.
+            RuntimeError: `clip_grad_norm_` was called for an optimizer that was not stepped.
+        """
+        if not self._enabled:
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        self._refuse_lost_limits()
+        self._updates += 1
+        if new_scale is not None:
+            if not isinstance(new_scale, torch.Tensor):
+                own = _between(self._min_scale, self._max_scale, "numbers from min_scale {} to max_scale {}")
+                new_scale = own.checked("new_scale", new_scale)
+            super().update(new_scale)
+            scale.clamp_(self._min_scale, self._max_scale)
+            return
+        found = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        if not found:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        if len(found) > 1:
+            overflow = torch.stack([flag.reshape(()).to(scale.device, non_blocking=True) for flag in found]).amax()
+        else:
+            overflow = found[0].to(scale.device, torch.float32, non_blocking=True)
+        overflow = self._agreed(overflow)
+        assert self._hysteresis_tracker is not None and self._skipped is not None and self._counts is not None
+        state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)
+        loss_scale.update(state, overflow, self._rules())
+        self._mirror.take(self._counts)
+        self._per_optimizer_states.clear()
+
+    def _refuse_lost_limits(self) -> None:
+        """Raise if finite gradients were to be clipped in a step that was not taken."""
+        for state in self._per_optimizer_states.values():
+            if _clip_is_due(state) and not state["gradient_check"].found_inf.item():
+                optimizer = state["optimizer"]()
+                raise RuntimeError(
+                    f"clip_grad_norm_ was called for an optimizer ({type(optimizer).__qualname__}) that this scaler "
+                    "has not stepped since: its gradients are neither unscaled nor clipped; allowed is "
+                    "scaler.step(optimizer) before update(); to leave a step out, use scaler.unscale_ and "
+                    "torch.nn.utils.clip_grad_norm_"
+                )
+
+    def _agreed(self, overflow: torch.Tensor) -> torch.Tensor:
+        """Whether an optimizer of any rank overflowed, if they decided over different sets of ranks."""
+        known = [state["topology"] for state in self._per_optimizer_states.values() if "topology" in state]
+        if len({topology.ranks for topology in known}) < 2:
+            return overflow
+        parameters = [parameter for topology in known for parameter in topology.parameters]
+        joint = self._joint.topology.of(parameters, self._process_group)
+        return agree(joint, [overflow], [], self._joint.checks).found_inf.to(overflow.device)
+
+    def _rules(self) -> loss_scale.Rules:
+        return loss_scale.Rules(
+            self._growth_factor,
+            self._backoff_factor,
+            min(self._growth_interval, 2**31 - 1),
+            self._hysteresis,
+            self._refill_on_clean,
+            self._min_scale,
+            self._max_scale,
+        )
+
+    # ----------------------------------------------------------------------------------------------- what was skipped
+
+    @property
+    def step_skipped(self) -> torch.Tensor:
+        """Whether the last step that `update` decided on was skipped: 0-dim fp32, 1.0 or 0.0, on the scale's device.
+
+        Overwritten by the next `update`; clone it to keep it. With several optimizers: whether any of them skipped.
+        """
+        return _zero() if self._skipped is None else self._skipped
+
+    def last_step_skipped(self) -> bool | None:
+        """Whether the last step was skipped, as far as the host knows without waiting for the device.
+
+        On a CPU that is always the last step. On a GPU the first call asks for the answer to be copied after each
+        `update` from then on, and each call returns the newest that has arrived: one or two steps behind, as a rule.
+
+        Returns:
+            The answer, or None while there is none.
+        """
+        known = self._known()
+        return None if known is None or known[DECIDED] == 0 else known[LAST_SKIPPED] == known[DECIDED]
+
+    def skips_known(self) -> int:
+        """How many steps were skipped, as far as the host knows without waiting; see `last_step_skipped`."""
+        known = self._known()
+        return 0 if known is None else known[SKIPPED]
+
+    def _known(self) -> list[int] | None:
+        return None if self._counts is None else self._mirror.newest(self._counts)
+
+    def overflow_report(self, named_parameters: Iterable[tuple[str, torch.Tensor]] = ()) -> OverflowReport:
+        """Which parameters overflowed, with Inf or NaN, how often and since when. Waits for the device.
+
+        It is noted on the device in the launch that gathers each check, at no further cost. With sharded parameters
+        each rank knows of its own shards. A pickled scaler starts anew.
+
+        Args:
+            named_parameters: ``model.named_parameters()``, for names. Without it, an optimizer that was given names
+                knows them, and others' parameters are called by their place.
+        """
+        named = list(named_parameters)
+        found: list[Overflow] = []
+        for number, memory in enumerate(self._memories.values()):
+            optimizer = memory.optimizer()
+            if optimizer is not None:
+                names = names_of(optimizer, number, named)
+                found += [one for counts in memory.checks.counts.values() for one in read(counts, names)]
+        found.sort(key=lambda one: (-one.inf_steps - one.nan_steps, one.first_step, one.name))
+        counts = [0, 0, 0] if self._counts is None else self._counts.tolist()
+        return OverflowReport(counts[DECIDED], counts[SKIPPED], counts[LAST_SKIPPED], found)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five keys, with hysteresis above 1 also ``"_hysteresis_tracker"``; empty if disabled. Waits."""
+        state = super().state_dict()
+        if self._enabled and self._hysteresis > 1:
+            tracker = self._hysteresis_tracker
+            state["_hysteresis_tracker"] = self._init_hysteresis_tracker if tracker is None else int(tracker.item())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of `torch.amp.GradScaler`.
+
+        Raises:
+            RuntimeError: the state is empty (it was saved from a disabled scaler).
+            KeyError: a key is missing; the scaler is unchanged.
+            ValueError: a number is out of its range, or none; the scaler is unchanged.
+        """
+        if not self._enabled:
+            return
+        if state_dict:
+            missing = [key for key in super().state_dict() if key not in state_dict]
+            if missing:
+                raise KeyError(
+                    f"scaler state lacks {', '.join(missing)}; allowed is what GradScaler.state_dict() returns"
+                )
+            state_dict = {
+                key: option.checked(key, state_dict[key]) for key, option in SAVED.items() if key in state_dict
+            }
+        super().load_state_dict(state_dict)
+        self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
+        if self._hysteresis_tracker is not None:
+            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set what the scale grows by.
+
+        Raises:
+            ValueError: it is not a finite number above 1.
+        """
+        super().set_growth_factor(GROWTH_FACTOR.checked("growth_factor", new_factor))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set what the scale is multiplied by after an overflow.
+
+        Raises:
+            ValueError: it is not between 0 and 1.
+        """
+        super().set_backoff_factor(BACKOFF_FACTOR.checked("backoff_factor", new_factor))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set after how many clean steps in a row the scale grows.
+
+        Raises:
+            ValueError: it is not a whole number from 1.
+        """
+        super().set_growth_interval(COUNT.checked("growth_interval", new_interval))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled and self._hysteresis_tracker is not None:
+            state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker.item())
+        # Made anew with the scale, at first use.
+        return {
+            **state,
+            "_hysteresis_tracker": None,
+            "_skipped": None,
+            "_counts": None,
+            "_updates": 0,
+            "_mirror": Mirror(),
+            "_memories": {},
+            "_joint": _Shared(),
+            "_early_checks": [],
+        }

@@ -1,0 +1,367 @@
+"""What loss scale gradients need, which parameter sets the limits, and whether 16 bits are enough at all.
+
+From the counts of one pass (counts.py) everything at every power of two S follows. With x the gradients:
+
+    flushed(S)      numbers of a tensor that x * S rounds to zero; falls as S rises
+    overflow(S)     numbers that overflow; rises with S. One is enough to skip a step, so none is allowed
+    high            the largest S at which none overflows
+    low             the smallest S at which no tensor loses more than the acceptable share of its numbers to zero
+
+The scale advised lies at or below high / 2^headroom, so that gradients may grow by that much. Of those scales it
+flushes fewest numbers, then leaves fewest subnormal; of equally good ones it is 1, or else the one in the middle, so
+that gradients may shrink too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfstep.kernels.statistics import CELLS, CLASSES, LOWEST, ROWS, ZERO
+from halfstep.numerics.formats.table import Format, formats
+from halfstep.numerics.statistics.counts import Statistics, checked_scale, statistics
+from halfstep.numerics.statistics.named_tensors import named_tensors
+from halfstep.numerics.statistics.updates import UpdateLoss, last_updates, lost_updates
+from halfstep.numerics.wording import percent
+
+EXPONENTS = np.arange(-126, 127)  # of the scales considered: those that GradScaler allows
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What ends the interval of scales on one side.
+
+    Attributes:
+        name: of the parameter.
+        scale: the first scale, one factor of two outside, that is not allowed.
+        share: of the parameter's numbers that are lost there.
+    """
+
+    name: str
+    scale: float
+    share: float
+
+
+@dataclass(frozen=True)
+class ScaleAdvice:
+    """Made by `advise_scale`.
+
+    Attributes:
+        format: of the gradients.
+        scale: the power of two to use.
+        low, high: the interval of scales that lose no more than `share`; low > high if there is none.
+        below, above: what limits it; None where nothing does.
+        share, headroom: as asked for.
+        lost: the share of all numbers that are flushed at `scale`.
+        verdict: ``"unscaled"`` (the format suffices as it is), ``"scaled"`` (with loss scaling), ``"bf16"`` (its range
+            is too narrow, bf16's is not), ``"neither"``.
+        statistics: of the gradients at `scale`.
+        updates: by format name, how many updates weights kept in it without a master would lose; empty if not asked.
+        notes: what to know about the gradients.
+        curves: what every scale would lose.
+    """
+
+    format: Format
+    scale: float
+    low: float
+    high: float
+    below: Limit | None
+    above: Limit | None
+    share: float
+    headroom: int
+    lost: float
+    verdict: str
+    statistics: Statistics = field(repr=False)
+    updates: dict[str, list[UpdateLoss]] = field(repr=False)
+    notes: tuple[str, ...]
+    curves: Curves = field(repr=False)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """``(low, high)``, or None if no scale is good enough."""
+        return (self.low, self.high) if self.low <= self.high else None
+
+    @property
+    def exponents(self) -> list[int]:
+        """log2 of the scales that were considered: those of `curves`."""
+        return EXPONENTS.tolist()
+
+    def updates_lost(self, format: str) -> float | None:
+        """The share of all updates that weights kept in a format would lose; None if it was not measured."""
+        found = self.updates.get(format)
+        if found is None:
+            return None
+        return sum(one.lost for one in found) / max(1, sum(one.updates for one in found))
+
+    @property
+    def needs_master(self) -> bool | None:
+        """Whether weights in bf16 need an fp32 master, in that more than `share` of updates is lost; None: unknown."""
+        lost = self.updates_lost("bf16")
+        return None if lost is None else lost > self.share
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        limits = {
+            name: limit and {"name": limit.name, "scale": limit.scale, "share": limit.share}
+            for name, limit in (("below", self.below), ("above", self.above))
+        }
+        updates = {
+            name: {"lost": self.updates_lost(name), "parameters": {one.name: one.share for one in found}}
+            for name, found in self.updates.items()
+        }
+        return {
+            "format": self.format.name,
+            "scale": self.scale,
+            "low": self.low,
+            "high": self.high,
+            **limits,
+            "share": self.share,
+            "headroom": self.headroom,
+            "lost": self.lost,
+            "verdict": self.verdict,
+            "needs_master": self.needs_master,
+            "updates": updates,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        name, acceptable = self.format.name, percent(self.share)
+        total = self.statistics.total
+        best = power(self.scale)
+        if self.interval:
+            lines = [f"{name}: scale {best}; {_range(self.low, self.high)} nothing overflows and no more than"]
+            lines.append(f"  {acceptable} % of any gradient is flushed to zero")
+        else:
+            lines = [f"{name}: no scale is good enough; {best} loses least"]
+        if self.below:
+            lost = f"{percent(self.below.share)} % of {self.below.name} flushed"
+            lines.append(f"  at {power(self.below.scale)}: {lost}")
+        if self.above:
+            lines.append(f"  at {power(self.above.scale)}: {self.above.name} overflows")
+        lines.append(
+            f"  at {best}: {percent(self.lost)} % flushed, {percent(total.share('subnormal'))} % subnormal, "
+            f"{math.log2(self.high / self.scale):.0f} bits of headroom"
+        )
+        lines.append(_VERDICTS[self.verdict].format(name=name))
+        for of, found in self.updates.items():
+            lost_share = self.updates_lost(of) or 0.0
+            worst = found[0]
+            need = "keep fp32 masters" if lost_share > self.share else "no master is needed"
+            lines.append(f"weights in {of} without a master lose {percent(lost_share)} % of updates: {need}")
+            lines.append(f"  most of {worst.name}: {percent(worst.share)} %")
+        return "\n".join([*lines, *self.notes])
+
+    def picture(self, path: str | Path) -> None:
+        """Draw exponents under the format's range at the scale, what each scale loses, and bars per parameter.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        from halfstep.numerics.statistics import statistics_picture
+
+        statistics_picture.save(statistics_picture.of_advice(self), path)
+
+
+_VERDICTS = {
+    "unscaled": "{name} suffices without loss scaling",
+    "scaled": "{name} suffices with loss scaling",
+    "bf16": "{name} is too narrow for these gradients, bf16 is not: use bf16, with fp32 masters or stochastic rounding",
+    "neither": "neither {name} nor bf16 holds these gradients",
+}
+
+
+def power(scale: float) -> str:
+    """``"2^16"``; other numbers as they are."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
+
+
+def _range(low: float, high: float) -> str:
+    return f"at {power(low)}" if low == high else f"from {power(low)} to {power(high)}"
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What is lost at every scale 2^EXPONENTS: int64 (tensors, scales), and how many numbers there are of each."""
+
+    flushed: np.ndarray
+    subnormal: np.ndarray
+    overflow: np.ndarray
+    numbers: np.ndarray
+
+
+def _curves(found: Statistics, format: Format) -> Curves:
+    """From the counts at one scale, a power of two, to those at all."""
+    cells = found.counts[:, :CELLS].reshape(len(found), ROWS, CLASSES)[:, :ZERO]
+    below = np.concatenate([np.zeros((len(found), 1), np.int64), cells.sum(2).cumsum(1)], axis=1)  # below each row
+    numbers = below[:, -1]
+    shift = EXPONENTS - round(math.log2(found.scale))
+
+    # The row that an exponent has after shifting. The first and the last row hold what has left the range; it stays.
+    tie, normal, top = (
+        (exponent - shift - LOWEST).clip(0, ZERO - 1)
+        for exponent in (format.emin - format.mantissa - 1, format.emin, format.emax)
+    )
+    inside_tie, inside_top = ((row > 0) & (row < ZERO - 1) for row in (tie, top))
+    flushed = below[:, tie.clip(1)] + np.where(inside_tie, cells[:, tie, 0], 0)
+    small = below[:, normal.clip(1)]
+    overflow = numbers[:, None] - below[:, (top + 1).clip(1, ZERO - 1)] + np.where(inside_top, cells[:, top, 2], 0)
+    return Curves(flushed, small - flushed, overflow, numbers)
+
+
+def _counted(gradients: Any, format: Format, scaled_by: float | torch.Tensor) -> Statistics:
+    """The statistics of unscaled gradients, wherever they come from."""
+    factor = checked_scale("scaled_by", float(scaled_by))
+    if isinstance(gradients, Statistics):
+        if gradients.format != format:
+            raise ValueError(
+                f"gradients are statistics for {gradients.format.name}; allowed are ones for {format.name}: count them "
+                "for that format, or give the gradients themselves"
+            )
+        scale = gradients.scale * factor
+        if math.frexp(scale)[0] != 0.5:
+            raise ValueError(
+                f"gradients are statistics at scale {scale}; allowed are ones at a power of two: others were rounded "
+                "before they were counted"
+            )
+        return gradients.relabelled(scale)
+    of = "gradients" if isinstance(gradients, torch.nn.Module) else "parameters"
+    return statistics(named_tensors(gradients, "gradients", of), format, 1 / factor, errors=False).relabelled(1.0)
+
+
+def advise_scale(
+    gradients: Any,
+    format: Any = "fp16",
+    *,
+    share: float = 1e-3,
+    headroom: int = 2,
+    scaled_by: float | torch.Tensor = 1.0,
+    parameters: Any = None,
+    updates: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> ScaleAdvice:
+    """Advise a loss scale, and say whether the format's range and bf16's precision are enough. Waits for the device.
+
+    Args:
+        gradients: a module (its ``.grad``), gradients as `halfstep.statistics` takes tensors, or its answer, at
+            whatever power of two, or ``AmpMonitor.statistics()``.
+        format: what gradients are to be held in.
+        share: how much of a gradient's numbers may be flushed to zero, and how many of the updates may be lost.
+        headroom: bits by which gradients may grow before they overflow.
+        scaled_by: what the gradients are already multiplied by, such as ``scaler.get_scale()``.
+        parameters, updates: weights, and what a step subtracts from them (learning rate included), by the same names:
+            says how many updates weights in bf16, and in the format, would lose without a master.
+        optimizer: instead of these: takes both from its parameters and state, after a step; see
+            `halfstep.numerics.statistics.updates.last_updates`.
+
+    Returns:
+        `ScaleAdvice`; print it.
+
+    Raises:
+        ValueError: an argument is out of range, or no gradient holds a finite number but 0.
+        TypeError: something is not a tensor that can be counted.
+    """
+    chosen = formats[format]
+    if isinstance(share, bool) or not 0 <= share < 1:
+        raise ValueError(f"share is {share!r}; allowed are numbers from 0 to below 1")
+    if isinstance(headroom, bool) or not isinstance(headroom, int) or headroom < 0:
+        raise ValueError(f"headroom is {headroom!r}; allowed are whole numbers from 0")
+    if optimizer is not None and (updates is not None or parameters is not None):
+        raise ValueError("optimizer is given beside parameters and updates; allowed is one or the other")
+    if (updates is None) != (parameters is None):
+        raise ValueError("of parameters and updates only one is given; allowed are both or neither")
+    found = _counted(gradients, chosen, scaled_by)
+    curves = _curves(found, chosen)
+    if not curves.numbers.sum():
+        raise ValueError(
+            "gradients hold no finite number but 0, so no scale is better than another; call advise_scale after "
+            "backward() and before zero_grad()"
+        )
+    allowed = curves.flushed <= share * curves.numbers[:, None]
+    fits = curves.overflow.sum(0) == 0
+    last, first = int(np.flatnonzero(fits)[-1]), int(np.flatnonzero(allowed.all(0))[0])
+    best = _best(curves, last, first, headroom)
+    verdict = "neither"
+    one = int(np.flatnonzero(EXPONENTS == 0)[0])
+    if first <= last:
+        verdict = "unscaled" if first <= one <= last - headroom else "scaled"
+    elif chosen.name != "bf16" and _fits_bf16(found, share):
+        verdict = "bf16"
+    scale = 2.0 ** int(EXPONENTS[best])
+    if optimizer is not None:
+        names = gradients.named_parameters() if isinstance(gradients, torch.nn.Module) else ()
+        weights, changes = last_updates(optimizer, names)
+    elif updates is not None:
+        weights, changes = named_tensors(parameters, "parameters"), named_tensors(updates, "updates")
+    else:
+        weights, changes = {}, {}
+    measured = {
+        of: lost_updates(weights, changes, formats[of]) for of in dict.fromkeys(("bf16", chosen.name)) if changes
+    }
+    return ScaleAdvice(
+        format=chosen,
+        scale=scale,
+        low=2.0 ** int(EXPONENTS[first]),
+        high=2.0 ** int(EXPONENTS[last]),
+        below=_limit(found.names, curves.flushed, curves.numbers, first - 1),
+        above=_limit(found.names, curves.overflow, curves.numbers, last + 1),
+        share=share,
+        headroom=headroom,
+        lost=int(curves.flushed[:, best].sum()) / int(curves.numbers.sum()),
+        verdict=verdict,
+        statistics=found.at(scale),
+        updates=measured,
+        notes=_notes(found),
+        curves=curves,
+    )
+
+
+def _best(curves: Curves, last: int, first: int, headroom: int) -> int:
+    """The place of the scale to use: see the module's docstring."""
+    limit = max(0, last - headroom)
+    if limit < first <= last:
+        return first  # to lose no more than is acceptable counts for more than all of the headroom
+    flushed, subnormal = (counts.sum(0)[: limit + 1] for counts in (curves.flushed, curves.subnormal))
+    good = np.flatnonzero((flushed == flushed[-1]) & (subnormal + flushed == subnormal[-1] + flushed[-1]))
+    one = int(np.flatnonzero(EXPONENTS == 0)[0])
+    return one if one in good else int(good[0] + good[-1]) // 2
+
+
+def _limit(names: Sequence[str], lost: np.ndarray, numbers: np.ndarray, place: int) -> Limit | None:
+    """The tensor that loses the largest share of its numbers at a scale."""
+    if not 0 <= place < EXPONENTS.size:
+        return None
+    shares = lost[:, place] / numbers.clip(1)
+    worst = int(shares.argmax())
+    return Limit(names[worst], 2.0 ** int(EXPONENTS[place]), float(shares[worst]))
+
+
+def _fits_bf16(found: Statistics, share: float) -> bool:
+    """Whether bf16 holds the unscaled numbers. Its overflow begins inside the topmost binade, all of which is taken
+    for too large, since these counts may be those of a format that overflows elsewhere."""
+    form = formats["bf16"]
+    curves = _curves(found, form)
+    one = int(np.flatnonzero(EXPONENTS == 0)[0])
+    cells = found.at(1.0).counts[:, :CELLS].reshape(len(found), ROWS, CLASSES)
+    too_large = int(cells[:, form.emax - LOWEST : ZERO].sum())
+    return too_large == 0 and bool((curves.flushed[:, one] <= share * curves.numbers).all())
+
+
+def _notes(found: Statistics) -> tuple[str, ...]:
+    total, notes = found.total, []
+    if total.infinite or total.nan:
+        notes.append(f"{total.infinite:,} elements are infinite and {total.nan:,} NaN already; they are left out")
+    narrow = [row for row in found if row.dtype.startswith(("float16", "float8"))]
+    zeros = sum(row.zero for row in narrow) / max(1, sum(row.elements for row in narrow))
+    if zeros:
+        notes.append(
+            f"{percent(zeros)} % of the elements of {narrow[0].dtype} tensors are 0; what was flushed before cannot be "
+            "told from these"
+        )
+    return tuple(notes)

@@ -1,0 +1,118 @@
+"""Tensors by name, in whatever they are handed over, and the values of each that the kernels can count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from halfstep.kernels.multi_tensor import DTYPE_CODES
+from halfstep.numerics.formats.table import Format
+from halfstep.numerics.scaling.gradients import local
+
+_WIDENED = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+)
+
+
+def _pairs(given: Any, argument: str) -> Iterator[tuple[str, Any]]:
+    """Names and tensors of whatever was given."""
+    if isinstance(given, torch.Tensor):
+        yield "tensor", given
+    elif isinstance(given, torch.nn.Module):
+        yield from given.named_parameters()
+    elif isinstance(given, Mapping):
+        for name, value in given.items():
+            if isinstance(value, Mapping):
+                yield from ((f"{name}.{inner}", tensor) for inner, tensor in _pairs(value, argument))
+            else:
+                yield str(name), value
+    elif isinstance(given, Iterable) and not isinstance(given, (str, bytes)):
+        for index, value in enumerate(given):
+            if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+                yield value
+            else:
+                yield str(index), value
+    else:
+        raise TypeError(
+            f"{argument} is a {type(given).__name__}; allowed are a tensor, a module, a dict, a list of tensors or of "
+            "(name, tensor) pairs"
+        )
+
+
+def named_tensors(given: Any, argument: str = "tensors", of: str = "parameters") -> dict[str, torch.Tensor]:
+    """The tensors in whatever was given, by name; of ``of="gradients"`` their gradients, those that have one.
+
+    Raises:
+        TypeError: something in it is no tensor.
+        ValueError: two have one name, or `of` is neither ``"parameters"`` nor ``"gradients"``.
+    """
+    if of not in ("parameters", "gradients"):
+        raise ValueError(f"of is {of!r}; allowed are 'parameters' (the tensors themselves) and 'gradients'")
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in _pairs(given, argument):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{argument}[{name!r}] is a {type(tensor).__name__}; allowed are torch tensors")
+        if name in found:
+            raise ValueError(f"{argument} has two tensors called {name!r}; allowed is one of each name")
+        if of == "gradients":
+            if tensor.grad is None:
+                continue
+            tensor = tensor.grad
+        found[name] = tensor
+    return found
+
+
+def _to_odd(x: torch.Tensor) -> torch.Tensor:
+    """fp64 to fp32 such that no information that a further rounding needs is lost: inexact ones get an odd last bit.
+
+    Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008.
+    """
+    nearest = x.float()
+    inexact = (nearest.double() != x) & x.isfinite()
+    away = inexact & (nearest.double().abs() > x.abs())
+    bits = nearest.view(torch.int32) - away.int()  # toward zero
+    return torch.where(inexact, bits | 1, bits).view(torch.float32)
+
+
+def scaled_to_odd(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """fp64 times `scale` as fp32, such that counting finds what it would find in exact arithmetic.
+
+    What leaves fp64's range stays a number, and what is smaller than all of them does not become zero.
+    """
+    y = x * scale
+    y = torch.where((y == 0) & (x != 0), 5e-324, y)
+    return _to_odd(torch.where(y.isinf() & x.isfinite(), torch.finfo(torch.float64).max, y))
+
+
+def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:
+    """The dense fp64, fp32, fp16 or bf16 tensor whose elements are to be counted for this one.
+
+    Raises:
+        TypeError: it has no values, or not of a dtype or layout that can be counted.
+    """
+    values = local(tensor.detach())
+    if values.layout == torch.sparse_coo:
+        values = values.coalesce()._values()
+    if values.layout != torch.strided:
+        raise TypeError(f"{name} has layout {values.layout}; allowed are dense and COO tensors: use .to_dense()")
+    if values.is_meta or getattr(values, "fake_mode", None) is not None:
+        kind = "on the meta device" if values.is_meta else "a fake tensor"
+        raise TypeError(f"{name} is {kind} and has no values; load it first")
+    if values.dtype == torch.float64:
+        if format.mantissa > 21:
+            raise TypeError(
+                f"{name} has dtype torch.float64, which cannot be counted for {format.name}; allowed are formats of up "
+                "to 21 mantissa bits: convert it with .float()"
+            )
+        return values
+    if values.dtype in _WIDENED:
+        return values.float()
+    if values.dtype not in DTYPE_CODES:
+        raise TypeError(
+            f"{name} has dtype {values.dtype}; allowed are float64, float32, float16, bfloat16 and float8: leave it out"
+        )
+    return values

@@ -1,0 +1,124 @@
+"""Which weight updates a format is too coarse for: those below half a unit in the last place of their weight.
+
+A weight w kept in a format without an fp32 master does not move if |update| < ulp(w) / 2, where ulp(w) is the distance
+to the next larger number of the format. (Toward zero from a power of two numbers lie twice as close, and half of that
+is enough; those are counted as lost too.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halfstep.numerics.formats.table import Format
+from halfstep.numerics.scaling.gradients import local
+from halfstep.numerics.scaling.overflow import names_of
+
+
+@dataclass(frozen=True)
+class UpdateLoss:
+    """How many of the updates of one parameter a format loses.
+
+    Attributes:
+        name: of the parameter.
+        updates: those that are not zero.
+        lost: those of them below half a unit in the last place of the weight.
+    """
+
+    name: str
+    updates: int
+    lost: int
+
+    @property
+    def share(self) -> float:
+        return self.lost / self.updates if self.updates else 0.0
+
+
+def count_lost(weight: torch.Tensor, update: torch.Tensor, format: Format) -> torch.Tensor:
+    """int64 (updates that are not zero, those of them that are lost), on the device."""
+    w, u = weight.double(), update.double().abs()
+    # 2^(exponent - 1) <= |w| < 2^exponent; of 0 the exponent is 0, which the smallest normal number's stands for.
+    exponent = torch.frexp(w)[1] - 1
+    exponent = torch.where(w == 0, format.emin, exponent).clamp(min=format.emin)
+    half = torch.ldexp(torch.ones_like(w), exponent - format.mantissa - 1)
+    moves = u != 0
+    return torch.stack([moves.sum(), (moves & (u < half)).sum()])
+
+
+@torch.no_grad()
+def lost_updates(
+    weights: Mapping[str, torch.Tensor], updates: Mapping[str, torch.Tensor], format: Format
+) -> list[UpdateLoss]:
+    """How many updates the format loses, by parameter, the worst first. Waits for the device, once per device.
+
+    Args:
+        weights: by name.
+        updates: what is subtracted from them, by the same names, learning rate included; others are left out.
+        format: what weights would be kept in.
+
+    Raises:
+        ValueError: there is an update of which there is no weight, or of another shape.
+    """
+    found: list[UpdateLoss] = []
+    pending: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
+    for name, update in updates.items():
+        if name not in weights:
+            raise ValueError(f"updates has {name!r}, of which parameters has no weight; allowed are the same names")
+        weight, change = local(weights[name].detach()), local(update.detach())
+        if weight.shape != change.shape:
+            raise ValueError(
+                f"updates[{name!r}] has shape {tuple(change.shape)}, its weight {tuple(weight.shape)}; allowed is one "
+                "shape for both"
+            )
+        names, counts = pending.setdefault(weight.device, ([], []))
+        names.append(name)
+        counts.append(count_lost(weight, change.to(weight.device), format))
+    for names, counts in pending.values():
+        rows = torch.stack(counts).tolist()
+        found += [UpdateLoss(name, total, lost) for name, (total, lost) in zip(names, rows, strict=True)]
+    return sorted(found, key=lambda one: -one.share)
+
+
+@torch.no_grad()
+def last_updates(
+    optimizer: torch.optim.Optimizer, named_parameters: Any = ()
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(weights, updates) by name, as the optimizer's state has them: about what the next step will subtract.
+
+    For Adam and its kind lr * m / (sqrt(v) + eps) with both moments corrected for their bias, for SGD with momentum
+    lr * buffer; without weight decay.
+
+    Raises:
+        ValueError: the optimizer has taken no step yet.
+        TypeError: its state holds neither.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    updates: dict[str, torch.Tensor] = {}
+    names = iter(names_of(optimizer, 0, list(named_parameters)))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = next(names)
+            state = optimizer.state.get(parameter, {})
+            if not state:
+                continue
+            lr = float(group["lr"])
+            if "exp_avg" in state and "exp_avg_sq" in state:
+                first, second = (1 - float(beta) ** float(state["step"]) for beta in group["betas"])
+                if first == 0 or second == 0:
+                    continue
+                m, v = local(state["exp_avg"]).float(), local(state["exp_avg_sq"]).float()
+                updates[name] = lr * (m / first) / ((v / second).sqrt() + group["eps"])
+            elif state.get("momentum_buffer") is not None:
+                updates[name] = lr * local(state["momentum_buffer"])
+            else:
+                raise TypeError(
+                    f"optimizer is a {type(optimizer).__name__}, whose state for {name} holds neither exp_avg and "
+                    "exp_avg_sq nor momentum_buffer; give updates= instead"
+                )
+            weights[name] = local(parameter.detach())
+    if not updates:
+        raise ValueError("optimizer has taken no step yet, so there are no updates; call advise_scale after a step")
+    return weights, updates

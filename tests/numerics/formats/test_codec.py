@@ -1,0 +1,485 @@
+"""The codec's interface: what may come in, what goes out, what is refused and in which words."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from decimal import Decimal
+from fractions import Fraction
+
+import codec_oracle as oracle
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import halfstep
+from halfstep.numerics.formats import codec, exact
+from halfstep.numerics.formats.table import UnknownFormat, formats
+
+ALL = tuple(oracle.SPECS)
+
+
+# ----------------------------------------------------------------------------------------------------- shapes and types
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp64", np.uint64), ("fp32", np.uint32), ("tf32", np.uint32), ("fp16", np.uint16), ("e5m2", np.uint8),
+     ("e2m1fn", np.uint8), ("int8", np.uint8), ("e5m7", np.uint16), ("e9m8", np.uint32)],
+)  # fmt: skip
+def test_codes_come_in_the_smallest_type(name: str, dtype: type) -> None:
+    codes = halfstep.encode([1.0, 2.0], name)
+    assert codes.dtype == dtype and codes.shape == (2,)
+    single = halfstep.encode(1.0, name)
+    assert isinstance(single, dtype) and single == codes[0]
+    assert isinstance(halfstep.decode(single, name), np.float64) and halfstep.decode(single, name) == 1.0
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3), (1, 1, 1)])
+def test_shapes_stay(shape: tuple[int, ...]) -> None:
+    values = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    for result in (codec.encode(values, "fp16"), codec.round_to(values, "bf16"), codec.ulp(values, "fp16"),
+                   codec.next_up(values, "fp16"), codec.decode(codec.encode(values, "fp16"), "fp16")):  # fmt: skip
+        assert isinstance(result, np.ndarray) and result.shape == shape
+    tensor = torch.from_numpy(values)
+    codes = codec.encode(tensor, "fp16")
+    assert codes.shape == tensor.shape and codes.dtype == torch.uint16
+    assert codec.decode(codes, "fp16").shape == tensor.shape
+
+
+def test_any_layout_of_memory() -> None:
+    values = np.random.default_rng(0).standard_normal((7, 12)).astype(np.float32)
+    want = codec.encode(values, "bf16")
+    np.testing.assert_array_equal(codec.encode(values.T, "bf16"), want.T)
+    np.testing.assert_array_equal(codec.encode(values[::2, ::-3], "bf16"), want[::2, ::-3])
+    np.testing.assert_array_equal(codec.encode(np.asfortranarray(values), "bf16"), want)
+    np.testing.assert_array_equal(codec.encode(values.astype(">f4"), "bf16"), want)
+    np.testing.assert_array_equal(codec.encode(torch.from_numpy(values).t(), "bf16").numpy(), want.T)
+    np.testing.assert_array_equal(codec.decode(want.T, "bf16"), codec.decode(want, "bf16").T)
+    readonly = values.copy()
+    readonly.flags.writeable = False
+    before = readonly.copy()
+    np.testing.assert_array_equal(codec.encode(readonly, "bf16"), want)
+    np.testing.assert_array_equal(readonly, before)
+
+
+REAL = [np.float16, np.float32, np.float64, np.longdouble, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16,
+        np.uint32, np.uint64, np.bool_, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2fnuz,
+        ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn, ml_dtypes.float6_e3m2fn, ml_dtypes.int4]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("name", ["fp16", "e4m3fn", "e8m0fnu", "int8", "fp64"])
+def test_every_real_dtype(dtype: type, name: str) -> None:
+    values = np.array([1, 2, 4, 1, 3, 4]).astype(dtype)
+    want = [oracle.rounded(Fraction(float(v)), name, "nearest") if name != "fp64" else
+            int(np.float64(v).view(np.uint64)) for v in values]  # fmt: skip
+    assert codec.encode(values, name).tolist() == want
+    assert [int(codec.encode(v, name)) for v in values] == want, "numpy's scalars"
+
+
+def test_integers_round_once() -> None:
+    """int64 and uint64 hold what float64 does not, and a list of Python integers any number."""
+    value = 2**63 - 1
+    for number in (value, np.int64(value), np.array([value]), [value], [value, 0.5], np.uint64(value)):
+        codes = np.atleast_1d(codec.encode(number, "fp64", "toward_zero"))
+        assert codes[0] == int(np.float64(2**63 - 1024).view(np.uint64)), type(number)
+    tie = 2**53 + 2**52 + 1  # odd: a tie of fp64; as float64 first it would have moved before
+    assert codec.encode(2**60 + 2**35 + 1, "e11m24", "nearest") == codec.encode(2**60 + 2**36, "e11m24")
+    assert codec.encode(np.array([2**60 + 2**35 + 1, 0]), "e11m24")[0] == codec.encode(2**60 + 2**36, "e11m24")
+    assert codec.encode([tie], "fp64").tolist() == [int(np.float64(tie).view(np.uint64))]
+    assert codec.encode([10**400, -(10**400)], "fp16").tolist() == [0x7C00, 0xFC00]
+    assert codec.encode([2**63, -1], "fp64").tolist() == codec.encode([2.0**63, -1.0], "fp64").tolist()
+    assert codec.encode(np.array([2**64 - 1], np.uint64), "fp64", "toward_zero")[0] == 0x43EFFFFFFFFFFFFF
+
+
+def test_long_doubles_round_once() -> None:
+    value = np.longdouble(1) + np.longdouble(2) ** -11 + np.longdouble(2) ** -60
+    if value == 1 + 2.0**-11:
+        pytest.skip("long double is float64 here")
+    assert codec.encode(value, "fp16") == codec.encode(np.array([value]), "fp16")[0] == 0x3C01
+    assert codec.encode(
+        np.array([np.longdouble("nan"), np.longdouble("-inf"), np.longdouble("-0")]), "fp16"
+    ).tolist() == [
+        0x7E00,
+        0xFC00,
+        0x8000,
+    ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1.00048828125000000000000001", Fraction(100048828125000000000000001, 10**26),
+     Decimal("1.00048828125000000000000001")],
+    ids=["text", "Fraction", "Decimal"],
+)  # fmt: skip
+def test_exact_numbers_never_pass_through_float64(value: object) -> None:
+    assert float(value) == 1 + 2.0**-11  # type: ignore[arg-type]
+    assert codec.encode(value, "fp16") == 0x3C01
+    assert codec.encode([value, value], "fp16").tolist() == [0x3C01] * 2
+    assert codec.encode(np.array([value], dtype=object), "fp16").tolist() == [0x3C01]
+    assert codec.round_to(value, "fp16", "down") == 1.0
+
+
+def test_texts() -> None:
+    assert codec.encode(np.array(["0.1", "1e-400", "-inf", "nan"]), "fp16", "up").tolist() == [
+        0x2E67,
+        1,
+        0xFC00,
+        0x7E00,
+    ]
+    assert codec.encode(np.array([b"0.5", b"-0"]), "fp16").tolist() == [0x3800, 0x8000]
+    assert codec.encode("0.1", "bf16").shape == ()
+
+
+def test_the_sign_of_zero() -> None:
+    for value in (-0.0, "-0", "-0.0e5", Decimal("-0"), np.float32(-0.0), np.array(-0.0), np.longdouble(-0.0)):
+        for name in ("fp16", "e4m3fn", "e2m1fn", "fp64"):
+            code = int(codec.encode(value, name))
+            assert code == formats[name].sign_bit, (value, name)
+            assert math.copysign(1, float(codec.decode(code, name))) == -1
+        assert codec.encode(value, "e5m2fnuz") == 0 == codec.encode(value, "int8")
+    assert codec.encode([0, -0.0, 0.0], "fp16").tolist() == [0, 0x8000, 0]
+    assert codec.encode(-1e-9, "fp16") == 0x8000, "what underflows keeps its sign"
+
+
+# ------------------------------------------------------------------------------------------------------------- policies
+
+
+def test_nan_policies() -> None:
+    patterns = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFA12345], np.uint32)  # two quiet, two signalling
+    values = patterns.view(np.float32)
+    assert codec.encode(values, "fp16").tolist() == [0x7E00] * 4
+    assert codec.encode(values, "fp16", nan="payload").tolist() == [0x7E00, 0xFE00, 0x7E00, 0xFF09]
+    assert codec.encode(values, "bf16", nan="payload").tolist() == [0x7FC0, 0xFFC0, 0x7FC0, 0xFFE1]
+    assert codec.encode(values, "e4m3fn", nan="payload").tolist() == [0x7F, 0xFF, 0x7F, 0xFF]
+    assert codec.encode(values, "e5m2fnuz", nan="payload").tolist() == [0x80] * 4
+    assert codec.encode(values, "e8m0fnu", nan="payload").tolist() == [0xFF] * 4
+    for name in ALL:
+        assert codec.encode(values, name, nan="zero").tolist() == [0] * 4
+        assert exact.encode_exact(math.nan, name, nan="zero") == 0
+        with pytest.raises(ValueError, match="values hold a NaN, and nan='raise'"):
+            codec.encode(values, name, nan="raise")
+    assert codec.encode([1.0, math.inf], "fp16", nan="raise").tolist() == [0x3C00, 0x7C00]
+
+
+@pytest.mark.parametrize("name", ["e2m3fn", "e3m2fn", "e2m1fn", "int8"])
+def test_formats_without_nan_refuse_it(name: str) -> None:
+    for value in (math.nan, "nan", np.array([1.0, math.nan]), np.array([math.nan], np.float32), torch.tensor(math.nan)):
+        for nan in ("canonical", "payload"):
+            with pytest.raises(ValueError, match=f"values hold a NaN, but {name} has none; pass nan='zero'"):
+                codec.encode(value, name, nan=nan)
+    with pytest.raises(ValueError, match=f"overflow is 'nan', but {name} has no NaN; allowed are 'inf' and 'saturate'"):
+        codec.encode(1.0, name, overflow="nan")
+    assert (
+        codec.encode([1e9, -math.inf], name).tolist()
+        == codec.encode([1e9, -math.inf], name, overflow="saturate").tolist()
+    )
+
+
+def test_overflow_policies() -> None:
+    values = np.array([65520.0, -65520.0, math.inf, -math.inf, 65504.0])
+    assert codec.encode(values, "fp16").tolist() == [0x7C00, 0xFC00, 0x7C00, 0xFC00, 0x7BFF]
+    assert codec.encode(values, "fp16", overflow="saturate").tolist() == [0x7BFF, 0xFBFF, 0x7BFF, 0xFBFF, 0x7BFF]
+    assert codec.encode(values, "fp16", overflow="nan").tolist() == [0x7E00] * 4 + [0x7BFF]
+    assert codec.encode(values, "fp16", "toward_zero").tolist() == [0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7BFF]
+    assert codec.encode(values, "fp16", "toward_zero", overflow="nan").tolist() == [
+        0x7BFF,
+        0xFBFF,
+        0x7E00,
+        0x7E00,
+        0x7BFF,
+    ]
+    assert codec.encode(values, "e4m3fn").tolist() == [0x7F] * 5
+    assert codec.encode([-3.0, 1e40], "e8m0fnu", overflow="saturate").tolist() == [0, 254]
+    assert codec.encode(values, "int8", overflow="saturate").tolist() == [127, 128, 127, 128, 127]
+
+
+def test_flushing_subnormals() -> None:
+    values = np.array([2.0**-15, -(2.0**-15), 2.0**-14, 2.0**-14 - 2.0**-26, 2.0**-14 - 2.0**-24])
+    assert codec.encode(values, "fp16", subnormals=False).tolist() == [0, 0x8000, 0x400, 0x400, 0]
+    assert codec.encode(values, "fp16", "up", subnormals=False).tolist() == [0, 0x8000, 0x400, 0x400, 0]
+    assert codec.encode([2.0**-127, 2.0**-125], "e8m0fnu", subnormals=False).tolist() == [0, 2]
+    assert (
+        codec.encode([-(2.0**-10)], "e5m2fnuz", subnormals=False).tolist()
+        == codec.encode([-(2.0**-10)], "e5m2fnuz").tolist()
+    )
+    assert codec.encode([-(2.0**-16)], "e5m2fnuz", subnormals=False).tolist() == [0], "no negative zero there"
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def test_tensors() -> None:
+    values = torch.tensor([[1.0, -2.5], [math.inf, 1e-8]])
+    codes = halfstep.encode(values, torch.float16)
+    assert codes.dtype == torch.uint16 and codes.tolist() == [[0x3C00, 0xC100], [0x7C00, 0]]
+    back = halfstep.decode(codes, "fp16")
+    assert back.dtype == torch.float64 and back.tolist() == [[1.0, -2.5], [math.inf, 0.0]]
+    assert codes.to(torch.int32).to(torch.int16).view(torch.float16).tolist() == back.tolist()
+    assert halfstep.decode(values.half().view(torch.int16), "fp16").tolist() == back.tolist(), "bits of a signed type"
+    assert halfstep.encode(torch.tensor(2.5, requires_grad=True), "bf16").item() == 0x4020
+    assert halfstep.encode(torch.tensor([1 + 1j]).imag, "bf16").tolist() == [0x3F80]
+    assert halfstep.encode(torch.tensor([1 - 1j]).conj().imag, "bf16").tolist() == [0x3F80], "a negated view"
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.int8, torch.int64, torch.uint8,
+     torch.bool],
+    ids=str,
+)  # fmt: skip
+def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0, 2.0, 0.5, 4.0, 1.0]).to(dtype)
+    want = codec.encode(values.double().numpy(), "fp32")
+    assert codec.encode(values, "fp32").tolist() == want.tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "result"),
+    [
+        (torch.float32, "fp16", torch.float32),
+        (torch.float32, "fp32", torch.float32),
+        (torch.bfloat16, "e4m3fn", torch.bfloat16),
+        (torch.bfloat16, "e2m1fn", torch.bfloat16),
+        (torch.bfloat16, "int8", torch.bfloat16),  # 8 significant bits
+        (torch.float16, "int8", torch.float16),
+        (torch.float16, "e5m2", torch.float16),
+        (torch.float32, "e8m0fnu", torch.float32),
+        (torch.float16, "bf16", torch.float64),
+        (torch.bfloat16, "fp16", torch.float64),
+        (torch.float32, "fp64", torch.float64),
+        (torch.float8_e4m3fn, "e5m2", torch.float64),
+        (torch.float8_e5m2, "e5m2", torch.float8_e5m2),
+        (torch.int8, "int8", torch.float64),
+    ],
+    ids=str,
+)
+def test_round_to_keeps_the_dtype_that_holds_the_format(dtype: torch.dtype, name: str, result: torch.dtype) -> None:
+    values = torch.tensor([1.0, 2.0, 3.0]).to(dtype)
+    rounded = codec.round_to(values, name)
+    assert rounded.dtype == result
+    assert rounded.double().tolist() == codec.round_to(values.double().numpy(), name).tolist()
+    if result == dtype and formats[name].bits <= 8:  # every value of the format is there
+        every = codec.decode(np.arange(formats[name].codes), name)
+        every = every[~np.isnan(every)]
+        assert (torch.from_numpy(every).to(dtype).double().numpy() == every).all()
+
+
+def test_torch_s_generator_governs_the_noise_of_tensors() -> None:
+    values = torch.full((64,), 1.3)
+    torch.manual_seed(5)
+    one, other = codec.encode(values, "e4m3fn", "stochastic"), codec.encode(values, "e4m3fn", "stochastic")
+    torch.manual_seed(5)
+    assert codec.encode(values, "e4m3fn", "stochastic").tolist() == one.tolist() != other.tolist()
+
+
+def test_python_s_generator_governs_the_noise_of_arrays() -> None:
+    values = np.full(64, 1.3)
+    random.seed(5)
+    one, other = codec.encode(values, "e4m3fn", "stochastic"), codec.encode(values, "e4m3fn", "stochastic")
+    random.seed(5)
+    assert codec.encode(values, "e4m3fn", "stochastic").tolist() == one.tolist() != other.tolist()
+
+
+# ----------------------------------------------------------------------------------------------------- what lies around
+
+
+@pytest.mark.parametrize("name", oracle.SMALL)
+def test_next_up_and_down_walk_through_all_numbers(name: str) -> None:
+    form = formats[name]
+    values = sorted({float(v) for v in map(lambda code: oracle.value_of(code, name), range(form.codes)) if v == v})
+    finite = np.array([v for v in values if not math.isinf(v)])
+    beyond = math.inf if form.has_infinity else math.nan if form.has_nan else None
+    up = codec.next_up(finite, name)
+    np.testing.assert_array_equal(up[:-1], finite[1:])
+    np.testing.assert_array_equal(up[-1], finite[-1] if beyond is None else beyond)
+    down = codec.next_down(finite, name)
+    np.testing.assert_array_equal(down[1:], finite[:-1])
+    np.testing.assert_array_equal(down[0], finite[0] if beyond is None else -beyond)
+    middles = (finite[:-1] + finite[1:]) / 2
+    np.testing.assert_array_equal(codec.next_up(middles, name), finite[1:])
+    np.testing.assert_array_equal(codec.next_down(middles, name), finite[:-1])
+    np.testing.assert_array_equal(codec.next_up([-math.inf, finite[0] * 4 - 1], name), [finite[0]] * 2)
+    np.testing.assert_array_equal(codec.next_down([math.inf, finite[-1] * 4], name), [finite[-1]] * 2)
+    assert np.isnan(codec.next_up(math.nan, name)) and np.isnan(codec.next_down([math.nan], name)[0])
+    picked = [*finite[:: max(1, len(finite) // 50)].tolist(), *middles[:: max(1, len(finite) // 50)].tolist(), math.inf]
+    for value in picked:
+        for fast, slow in ((codec.next_up, exact.next_up_exact), (codec.next_down, exact.next_down_exact)):
+            one, other = float(fast(np.array(value), name)), float(slow(value, name))
+            assert (one == other and math.copysign(1, one) == math.copysign(1, other)) or (
+                one != one and other != other
+            )
+
+
+def test_next_through_zero() -> None:
+    least = 2.0**-24
+    zeros = [
+        codec.next_up([-least, -1e-30], "fp16"),
+        codec.next_down([least], "fp16"),
+        codec.next_up([-(2.0**-10)], "e4m3fnuz"),
+    ]
+    assert np.concatenate(zeros).tolist() == [0] * 4
+    assert np.signbit(np.concatenate(zeros)).tolist() == [True, True, False, False]
+    assert codec.next_up(-0.0, "fp16") == codec.next_up(0.0, "fp16") == least
+    assert codec.next_down(0.0, "fp16") == -least
+    assert codec.next_up([0.0, -5.0], "e8m0fnu").tolist() == [2.0**-127] * 2
+    assert np.isnan(codec.next_down([0.0, 2.0**-127], "e8m0fnu")).all()
+
+
+@pytest.mark.parametrize("name", ["fp64", "fp32", "fp16"])
+def test_next_as_numpy_has_it(name: str) -> None:
+    dtype = np.dtype(formats[name].numpy)
+    unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
+    patterns = np.random.default_rng(0).integers(0, 2 ** (8 * dtype.itemsize), 3000, dtype=np.uint64).astype(unsigned)
+    values = patterns.view(dtype)
+    values = values[~np.isnan(values)]
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(codec.next_up(values, name), np.nextafter(values, dtype.type(np.inf)))
+        np.testing.assert_array_equal(codec.next_down(values, name), np.nextafter(values, dtype.type(-np.inf)))
+        spaced = np.abs(values[np.isfinite(values) & (np.abs(values) < np.finfo(dtype).max)])
+        np.testing.assert_array_equal(codec.ulp(spaced, name), np.spacing(spaced))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ulp_is_that_of_the_format(name: str) -> None:
+    values = [0.0, 1.0, -1.5, 2.0**-130, 3e38, 1e300, -math.inf, formats[name].max, formats[name].min_normal]
+    want = [formats[name].ulp(value) for value in values]
+    assert codec.ulp(values, name).tolist() == want == [float(exact.ulp_exact(value, name)) for value in values]
+    assert math.isnan(codec.ulp(math.nan, name))
+    assert codec.ulp("1e-400", name) == formats[name].ulp(0.0)
+    assert codec.ulp(2**60 - 1, name) == formats[name].ulp(2.0**59), "not that of 2^60, which float64 makes of it"
+    assert codec.ulp(np.array([2**60 - 1]), name).tolist() == [formats[name].ulp(2.0**59)]
+
+
+def test_neighbours() -> None:
+    found = codec.neighbours("0.1", "fp16")
+    assert (found.below, found.above) == (Fraction(819, 8192), Fraction(1639, 16384))
+    assert found.midpoint == (Fraction(819, 8192) + Fraction(1639, 16384)) / 2
+    assert (found.code_below, found.code_above, found.code_nearest) == (0x2E66, 0x2E67, 0x2E66)
+    assert found.nearest == found.below and not found.exact and found.error == found.below - Fraction(1, 10)
+    same = codec.neighbours(-1, "bf16")
+    assert same.exact and same.below == same.above == same.nearest == -1 and same.midpoint is None and same.error == 0
+    assert (same.previous, same.next) == (Fraction(-129, 128), Fraction(-255, 256))
+    over = codec.neighbours(1e6, "fp16")
+    assert (over.below, over.above, over.midpoint, over.nearest, over.error) == (65504, math.inf, 65520, math.inf, None)
+    under = codec.neighbours(-1e6, "fp16")
+    assert (under.below, under.above, under.midpoint, under.code_below) == (-math.inf, -65504, -65520, 0xFC00)
+    assert codec.neighbours(7, "e2m1fn").above is None and codec.neighbours(7, "e2m1fn").code_above is None
+    assert codec.neighbours(-130, "int8").midpoint == Fraction(-257, 2)
+    low = codec.neighbours(0, "e8m0fnu")
+    assert low.above == Fraction(2) ** -127 and math.isnan(low.below) and low.midpoint is None
+    tiny = codec.neighbours(-1e-30, "fp16")
+    assert math.copysign(1, tiny.above) == -1 and tiny.code_above == 0x8000 and tiny.below == -(Fraction(2) ** -24)
+    for value in (math.inf, "nan"):
+        with pytest.raises(ValueError, match="allowed are finite numbers"):
+            codec.neighbours(value, "fp16")
+
+
+@pytest.mark.parametrize("name", oracle.SMALL)
+def test_neighbours_enclose(name: str) -> None:
+    form = formats[name]
+    values = oracle.extended(name)
+    for index in range(0, len(values) - 2, max(1, len(values) // 40)):
+        for part in (Fraction(1, 3), Fraction(1, 2), Fraction(2, 3)):
+            value = values[index] + part * (values[index + 1] - values[index])
+            for sign in (1, -1) if form.signed else (1,):
+                found = codec.neighbours(sign * value, form)
+                inner, outer = sign * values[index], sign * values[index + 1]
+                assert {found.below, found.above} == {inner, outer} and found.below < found.above
+                assert found.midpoint == (inner + outer) / 2 and found.ulp == abs(outer - inner)
+                assert found.code_nearest == oracle.rounded(sign * value, name, "nearest")
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "complaint"),
+    [
+        (
+            (1.0, "fp16", "even"),
+            {},
+            ValueError,
+            "rounding is 'even'; allowed are 'nearest', 'nearest_away', 'toward_zero'",
+        ),
+        ((1.0, "fp16"), {"overflow": "wrap"}, ValueError, "overflow is 'wrap'; allowed are 'inf', 'saturate', 'nan'"),
+        (
+            (1.0, "fp16"),
+            {"nan": "keep"},
+            ValueError,
+            "nan is 'keep'; allowed are 'canonical', 'payload', 'zero', 'raise'",
+        ),
+        ((1.0, "fp16"), {"subnormals": "yes"}, TypeError, "subnormals is 'yes'; allowed are True (kept)"),
+        ((1.0, "fp16"), {"seed": 3}, ValueError, "seed is 3 with rounding='nearest', which draws nothing"),
+        ((1.0, "fp16", "stochastic"), {"seed": -1}, ValueError, "seed is -1; allowed are 0 to 9223372036854775807"),
+        ((1.0, "fp16", "stochastic"), {"seed": 1.5}, TypeError, "seed is 1.5, a float; allowed are integers"),
+        ((1.0, "fp16", "stochastic"), {"offset": -1}, ValueError, "offset is -1; allowed are 0 to"),
+        ((1.0, "fp17"), {}, UnknownFormat, "unknown format 'fp17'; did you mean"),
+        ((1j, "fp16"), {}, TypeError, "1j is a complex; allowed are real numbers"),
+        ((np.array([1j]), "fp16"), {}, TypeError, "values are of type complex128; allowed are real numbers"),
+        ((np.array(["2020"], "M8[Y]"), "fp16"), {}, TypeError, "values are of type datetime64[Y]"),
+        ((None, "fp16"), {}, TypeError, "None is a NoneType; allowed are real numbers"),
+        (("one", "fp16"), {}, ValueError, "'one' is not a number: 'one' is not understood"),
+        (([1.0, [2.0]], "fp16"), {}, (TypeError, ValueError), ""),
+        ((torch.tensor([1j]), "fp16"), {}, TypeError, "a tensor of torch.complex64"),
+        ((torch.eye(2).to_sparse(), "fp16"), {}, TypeError, "allowed are dense tensors of real numbers"),
+    ],
+    ids=str,
+)
+def test_what_encode_refuses(arguments: tuple, options: dict, error: type, complaint: str) -> None:
+    with pytest.raises(error) as raised:
+        codec.encode(*arguments, **options)
+    assert complaint in str(raised.value)
+
+
+def test_packed_tensors_are_refused() -> None:
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with pytest.raises(TypeError, match=r"a tensor of torch\.float4_e2m1fn_x2; allowed are dtypes with one number"):
+        codec.encode(packed, "fp16")
+
+
+@pytest.mark.parametrize(
+    ("codes", "name", "error", "complaint"),
+    [
+        ([256], "e4m3fn", ValueError, "codes hold 0x100; allowed in e4m3fn are 0 to 0xff"),
+        ([-1, 5], "fp16", ValueError, "codes hold -0x1; allowed in fp16 are 0 to 0xffff"),
+        (64, "e2m3fn", ValueError, "codes hold 0x40; allowed in e2m3fn are 0 to 0x3f"),
+        ([1.0], "fp16", TypeError, "codes are of type float64; allowed are integers from 0 to 0xffff"),
+        (["1"], "fp16", TypeError, "allowed are integers"),
+        (torch.tensor([1.0]), "fp16", TypeError, "codes are of type float32; allowed are integers"),
+    ],
+    ids=str,
+)
+def test_what_decode_refuses(codes: object, name: str, error: type, complaint: str) -> None:
+    with pytest.raises(error) as raised:
+        codec.decode(codes, name)
+    assert complaint in str(raised.value)
+
+
+def test_decode_exact_refuses() -> None:
+    with pytest.raises(ValueError, match="code is 0x10000; allowed in fp16 are 0 to 0xffff"):
+        exact.decode_exact(0x10000, "fp16")
+
+
+def test_empty_codes() -> None:
+    assert codec.decode([], "fp16").shape == (0,) and codec.encode([], "fp16").dtype == np.uint16
+
+
+# -------------------------------------------------------------------------------------------------------------- imports
+
+
+def test_what_each_module_imports() -> None:
+    script = (
+        "import sys, halfstep.numerics.formats.exact as e; e.neighbours('0.1', 'fp16');"
+        "print({'numpy', 'torch'} & set(sys.modules));"
+        "import halfstep.numerics.formats.codec as c;"
+        "c.encode([0.1], 'fp16'); c.encode(range(3), 'fp64', 'stochastic');"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["set()", "False"]

@@ -1,0 +1,152 @@
+"""Numbers read from text: exact, safe, and refused in words that help."""
+
+from __future__ import annotations
+
+import math
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfstep.numerics.formats.exact import exact
+from halfstep.numerics.formats.parse import LARGEST_POWER, parse_number
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.1", Fraction(1, 10)),
+        ("1e-400", Fraction(1, 10**400)),
+        (".5", Fraction(1, 2)),
+        ("5.", Fraction(5)),
+        ("1_000.25", Fraction(4001, 4)),
+        ("+3", Fraction(3)),
+        ("1E3", Fraction(1000)),
+        ("0x1.8p-3", Fraction(3, 16)),
+        ("0X.8P+1", Fraction(1)),
+        ("0xff", Fraction(255)),
+        ("-0x1p-1074", -Fraction(1, 2**1074)),
+        ("1/3", Fraction(1, 3)),
+        ("-2/6", Fraction(-1, 3)),
+        ("2^-24", Fraction(1, 2**24)),
+        ("2**-24", Fraction(1, 2**24)),
+        ("-2^2", Fraction(-4)),
+        ("(-2)^2", Fraction(4)),
+        ("2^3^2", Fraction(512)),
+        ("2^-(1+2)", Fraction(1, 8)),
+        ("(1/2)^3", Fraction(1, 8)),
+        ("(2/3)^-2", Fraction(9, 4)),
+        ("1 + 2^-11", 1 + Fraction(1, 2048)),
+        ("65504 + 16 - 2 * 3", Fraction(65514)),
+        ("1.5*2^10", Fraction(1536)),
+        ("8/2/2", Fraction(2)),
+        ("8-2-2", Fraction(4)),
+        ("1--1", Fraction(2)),
+        ("0^0", Fraction(1)),
+        ("0^3", Fraction(0)),
+        ("(-1)^1000000001", Fraction(-1)),
+        ("0e999999999999", Fraction(0)),
+        (f"2^{LARGEST_POWER - 1}", Fraction(2) ** (LARGEST_POWER - 1)),
+        ("\N{MINUS SIGN}3\N{MULTIPLICATION SIGN}2", Fraction(-6)),
+        ("  7  ", Fraction(7)),
+        ("0", Fraction(0)),
+        ("-0 + 0", Fraction(0)),
+        ("1 - 1", Fraction(0)),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_numbers(text: str, value: Fraction) -> None:
+    found = parse_number(text)
+    assert found == value and isinstance(found, Fraction)
+
+
+@pytest.mark.parametrize(
+    "text", ["-0", "-0.0", "-0e5", "-0x0p0", "-(0)", "- - -0", "-0*3", "0/-5", "-0 + -0", "-0 - 0", "+-0"]
+)
+def test_negative_zero(text: str) -> None:
+    found = parse_number(text)
+    assert found == 0 and isinstance(found, float) and math.copysign(1, found) == -1
+
+
+@pytest.mark.parametrize("text", ["0", "--0", "-0*-3", "0 - 0", "-0 - -0", "0 * 5", "-0 + 0"])
+def test_positive_zero(text: str) -> None:
+    assert parse_number(text) == 0 and isinstance(parse_number(text), Fraction)
+
+
+def test_specials() -> None:
+    assert parse_number("inf") == parse_number("Infinity") == parse_number("+INF") == math.inf
+    assert parse_number("-inf") == parse_number("-\N{INFINITY}") == -math.inf
+    assert math.isnan(parse_number("nan")) and math.copysign(1, parse_number("-NaN")) == -1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "'' is not a number: it is empty. Allowed are decimals (1e-400), hexadecimal floats (0x1.8p-3), inf, nan"),
+        ("abc", "'abc' is not understood"),
+        ("0.1f", "'f' is not understood"),
+        ("1,5", "',5' is not understood"),
+        ("__import__('os')", "is not understood"),
+        ("1 2", "'2' is not expected there"),
+        ("1)", "')' is not expected there"),
+        ("(1", "a parenthesis is not closed"),
+        ("2*", "it ends too early"),
+        ("*2", "'*' is not expected there"),
+        ("1/0", "it divides by zero; an infinity is written inf"),
+        ("1/(1-1)", "it divides by zero"),
+        ("0^-1", "it divides by zero"),
+        ("inf + 1", "'+' is not defined here for infinities and NaN, which stand alone"),
+        ("2 * nan", "'*' is not defined here"),
+        ("2^inf", "'^' is not defined here"),
+        ("2^0.5", "an exponent is not an integer"),
+        ("(" * 60 + "1" + ")" * 60, "it is nested more than 50 deep"),
+        ("2^" * 60 + "1", "it is nested more than 50 deep"),
+        ("1e99999", "'1e99999' is too large or too small; allowed are magnitudes from 2^-65536 to 2^65536"),
+        ("1e-99999999999999999999", "is too large or too small"),
+        ("10^10^10", "is too large or too small"),
+        ("9^9^9^9^9", "is too large or too small"),
+        ("0x1p65537", "is too large or too small"),
+        ("(3/2)^99999999", "is too large or too small"),
+        ("2^65000 * 2^65000", "is too large or too small"),
+        ("1" * 4001, "a number of 4001 characters is too long; allowed are 4000"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
+)
+def test_refusals(text: str, complaint: str) -> None:
+    start = time.process_time()
+    with pytest.raises(ValueError) as raised:
+        parse_number(text)
+    assert complaint in str(raised.value)
+    assert time.process_time() - start < 5, "hostile exponents cost nothing"
+
+
+@given(st.fractions())
+def test_fractions_come_back(value: Fraction) -> None:
+    assert parse_number(str(value)) == value
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_come_back_as_repr_and_hex(value: float) -> None:
+    for text in (value.hex(), f"{Fraction(value)}"):
+        found = parse_number(text)
+        assert found == Fraction(value)
+    assert float(parse_number(repr(value))) == value
+    assert math.copysign(1, float(parse_number(value.hex()))) == math.copysign(1, value)
+
+
+@given(st.text(alphabet="0123456789.+-*/^()exp_ inf", max_size=30))
+def test_anything_gives_a_number_or_a_value_error(text: str) -> None:
+    try:
+        found = parse_number(text)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert isinstance(found, (Fraction, float))
+
+
+def test_exact_refuses_what_is_no_number() -> None:
+    for value in (1j, None, [1], b"1", object()):
+        with pytest.raises(TypeError, match="allowed are real numbers"):
+            exact(value)

@@ -1,0 +1,621 @@
+"""The planner against the cases of the texts it answers, the papers' closed formulas and published parameter counts."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from halfstep.numerics.planning import (
+    CARDS,
+    LAYOUTS,
+    MODELS,
+    STRATEGIES,
+    Transformer,
+    card,
+    fit,
+    layout,
+    plan,
+    plan_work,
+    unit,
+    usable,
+)
+from halfstep.numerics.planning.plan_sharding import dealt
+
+BILLION = 10**9
+# 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
+EXAMPLE: dict[str, Any] = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 40512, "seq": 512, "final_norm": False}
+WORKED = Transformer(**EXAMPLE)
+
+
+# ------------------------------------------------------------------------------------------------- bytes per parameter
+
+
+def test_adam_in_fp32_is_16_bytes() -> None:
+    made = plan(BILLION, precision="fp32", optimizer="torch")
+    assert {part.name: part.bytes for part in made.parts if part.counts} == {
+        "weights": 4 * BILLION,
+        "gradients": 4 * BILLION,
+        "exp_avg": 4 * BILLION,
+        "exp_avg_sq": 4 * BILLION,
+    }
+    assert made.totals.state == 16 * BILLION
+    assert f"{made.totals.state / 2**30:.1f}" == "14.9"
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8, 64, 1000])
+def test_zero_divides_adam_in_fp32(gpus: int) -> None:
+    expected = {
+        "zero1": 8 + Fraction(8, gpus),
+        "zero2": 4 + Fraction(12, gpus),
+        "zero3": Fraction(16, gpus),
+        "fsdp": Fraction(16, gpus),
+    }
+    for strategy, bytes_each in expected.items():
+        made = plan(BILLION, precision="fp32", optimizer="torch", gpus=gpus, strategy=strategy)
+        assert made.state_per_parameter == bytes_each, strategy
+        assert made.totals.state == bytes_each * BILLION, strategy
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "options", "bytes_each"),
+    [
+        ("bf16", "halfstep-full", {}, 16),  # 2 + 2 + 4 + 8; 20 counts the master twice
+        ("fp16", "halfstep", {}, 16),
+        ("fp16", "deepspeed", {}, 16),
+        ("fp16", "apex-master", {}, 16),
+        ("bf16", "te-master", {}, 16),
+        ("bf16", "halfstep-full", {"gradients": "fp32"}, 18),
+        ("bf16", "halfstep", {}, 14),
+        ("bf16", "halfstep-split-bf16", {}, 10),
+        ("bf16", "halfstep", {"moments": "bf16"}, 10),
+        ("bf16", "te-remainder", {}, 14),
+        ("bf16", "te-remainder-bf16", {}, 10),
+        ("bf16", "halfstep-stochastic", {}, 12),
+        ("bf16", "halfstep-stochastic-bf16", {}, 8),
+        ("fp32", "halfstep", {}, 16),
+        ("bf16", "torch", {}, 8),
+        ("bf16", "apex", {}, 12),
+        ("bf16", "te-master", {"moments": "fp8,fp16"}, 11),
+        ("bf16", "te-master", {"moments": "bf16", "master": "fp16"}, 10),
+        ("fp32", "te-master", {}, 20),
+        ("bf16", "flashoptim-24", {}, Fraction(57, 8)),  # 2 + 2 + 1 + 2 · (1 + 2/32)
+        ("bf16", "flashoptim-32", {}, Fraction(65, 8)),
+    ],
+)
+def test_bytes_per_parameter(precision: str, optimizer: str, options: dict[str, str], bytes_each: Fraction) -> None:
+    assert plan(BILLION, precision=precision, optimizer=optimizer, **options).state_per_parameter == bytes_each
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_autocast_does_not_halve_weights_gradients_or_states(compute: str) -> None:
+    fp32 = plan(model=WORKED, batch=8, precision="fp32", optimizer="torch")
+    amp = plan(model=WORKED, batch=8, precision=f"amp-{compute}", optimizer="torch")
+    assert amp.totals.state == fp32.totals.state
+    # Dropout's masks stay bytes, so activations are not quite halved.
+    assert 0.5 < amp.part("activations").bytes / fp32.part("activations").bytes < 0.6
+    matrices = 12 * 12 * 768**2 + 40512 * 768
+    biases = 12 * (3 + 1 + 4 + 1) * 768
+    assert amp.part("cast weights").bytes == 2 * (matrices + biases)
+    assert "cast weights" not in [part.name for part in fp32.parts]
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "moved"),
+    [
+        ("fp32", "halfstep", 28),
+        ("bf16", "halfstep-full", 28),
+        ("bf16", "halfstep-split", 26),
+        ("bf16", "halfstep-split-bf16", 18),
+        ("bf16", "halfstep-stochastic", 22),
+        ("bf16", "halfstep-stochastic-bf16", 14),
+        ("bf16", "te-master", 28),
+        ("bf16", "te-remainder", 26),
+        ("bf16", "torch-fused", 14),
+        ("bf16", "apex", 22),
+        ("bf16", "flashoptim-24", Fraction(49, 4)),
+        ("bf16", "flashoptim-32", Fraction(57, 4)),
+    ],
+)
+def test_bytes_moved_by_a_step(precision: str, optimizer: str, moved: Fraction) -> None:
+    assert layout(optimizer, precision).moved_per_step() == moved
+    assert plan(BILLION, precision=precision, optimizer=optimizer).step_traffic == moved * BILLION
+
+
+def test_transformer_engines_small_states_have_scales_and_are_copied_to_fp32_in_a_step() -> None:
+    """Its `_initialize_state` gives each such state a scale, and fp8 tensors a scale, a maximum and an inverse scale
+    besides; its step takes `get_unscaled_state` of all, fp32 tensors. bf16 states are stepped as they are.
+    """
+    held = [unit("all", [(10, 10), (5,)])]
+    made = plan(units=held, optimizer="te-master", moments="fp8,fp16", master="fp16")
+    assert made.part("scalars").bytes == 2 * (16 + 4 + 4) and not made.part("scalars").exact
+    assert made.part("step temporaries").bytes == 3 * 4 * 105
+    made = plan(units=held, optimizer="te-remainder-bf16")
+    assert made.part("scalars").bytes == 2 * (4 + 4) and made.totals.step == 0
+    plain = plan(units=held, optimizer="te-master")
+    assert plain.totals.step == 0 and "scalars" not in [part.name for part in plain.parts]
+
+
+def test_o2_keeps_fp32_gradients_during_the_step() -> None:
+    made = plan(BILLION, optimizer="apex-o2", precision="fp16", batch=1, seq=8)
+    assert made.totals.step == 4 * BILLION and made.totals.peak == 20 * BILLION
+
+
+def test_amsgrad_keeps_one_more() -> None:
+    made = plan(BILLION, amsgrad=True, moments="bf16")
+    assert made.part("max_exp_avg_sq").bytes == 2 * BILLION and made.state_per_parameter == 12
+
+
+# --------------------------------------------------------------------------------------------------- the worked example
+
+
+def test_the_worked_example() -> None:
+    assert WORKED.parameters == 147_674_112
+    assert f"{WORKED.parameters / 1e6:.2f}" == "147.67"
+    assert f"{Transformer(**EXAMPLE, tied=True).parameters / 1e6:.2f}" == "116.56"
+    made = plan(model=WORKED, batch=64, precision="fp16", optimizer="halfstep")
+    assert f"{made.part('weights').bytes / 1e6:.0f}" == f"{made.part('gradients').bytes / 1e6:.0f}" == "295"
+    states = sum(made.part(name).bytes for name in ("master", "exp_avg", "exp_avg_sq"))
+    assert f"{states / 1e6:.0f}" == "1772"  # not 2352
+    assert made.part("activations").bytes == 64 * 349_175_808
+    assert made.part("logits").bytes == 64 * 512 * 40512 * 4 == 5_309_988_864
+    assert f"{made.part('logits').bytes / 1e9:.2f}" == "5.31"
+    assert made.totals.peak > made.totals.state + 64 * 349_175_808 + 5_309_988_864
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+    ],
+)
+def test_published_parameter_counts(name: str, parameters: int) -> None:
+    assert MODELS[name].parameters == parameters
+
+
+@pytest.mark.parametrize("t", [1, 2, 4, 12])
+def test_activations_are_the_papers(t: int) -> None:
+    s, b, h, L, a = 512, 4, 768, 12, 12
+    found = plan_work.activations(WORKED, b, s, tensor_parallel=t)
+    assert found.saved == s * b * h * L * (10 + Fraction(24, t) + Fraction(5 * a * s, h * t))
+    if t > 1:
+        found = plan_work.activations(WORKED, b, s, tensor_parallel=t, sequence_parallel=True) if 512 % t == 0 else None
+        assert found is None or found.saved == s * b * h * L * (34 + Fraction(5 * a * s, h)) / t
+    whole = plan_work.activations(WORKED, b, s, checkpointing="full")
+    for parallel in (False, True):
+        if t in (2, 4):
+            full = plan_work.activations(
+                WORKED, b, s, tensor_parallel=t, sequence_parallel=parallel, checkpointing="full"
+            )
+            # Only with sequence parallelism are a block's inputs, and what stands around the blocks, divided.
+            share = t if parallel else 1
+            assert (full.saved, full.ends) == (whole.saved // share, whole.ends // share)
+    found = plan_work.activations(WORKED, b, s, tensor_parallel=t, checkpointing="selective")
+    assert found.saved == s * b * h * L * (10 + Fraction(24, t))
+
+
+def test_checkpointing_is_linear_in_inputs_and_then_in_the_root_of_the_depth() -> None:
+    s, b, h = 512, 1, 768
+    layer = plan_work.layer_activations(WORKED, b, s)
+    full = plan_work.activations(WORKED, b, s, checkpointing="full")
+    assert (full.saved, full.recomputed) == (12 * 2 * s * b * h, layer)
+    root = plan_work.activations(WORKED, b, s, checkpointing="sqrt")
+    assert (root.saved, root.recomputed) == (3 * 2 * s * b * h, 4 * layer)
+    for layers in (1, 16, 100, 10_000):
+        deep = Transformer(**{**EXAMPLE, "layers": layers})
+        root = plan_work.activations(deep, b, s, checkpointing="sqrt")
+        assert (root.saved, root.recomputed) == (math.isqrt(layers) * 2 * s * b * h, math.isqrt(layers) * layer)
+
+
+def test_what_a_model_saves_depends_on_its_parts() -> None:
+    s, b, h, f = 512, 2, 768, 2048
+    plain: dict[str, Any] = {**EXAMPLE, "dropout": False}
+    base = s * b * h * (32 + 2 * 12 * s // h)  # no masks, and one tensor of scores
+    assert plan_work.layer_activations(Transformer(**plain), b, s) == base
+    assert plan_work.layer_activations(Transformer(**plain), b, s, width=4) == 2 * base
+    flash = plan_work.layer_activations(Transformer(**plain, flash=True), b, s)
+    assert flash == s * b * (32 * h + 4 * 12)
+    gated = plan_work.layer_activations(Transformer(**plain, flash=True, gated=True, ffn=f), b, s)
+    assert gated == s * b * (16 * h + 4 * 12 + 2 * 4 * f)
+    grouped = plan_work.layer_activations(Transformer(**plain, flash=True, kv_heads=3), b, s)
+    assert grouped == flash - s * b * 2 * 2 * (h - h // 4)
+
+
+# -------------------------------------------------------------------------------------------------------------- work
+
+
+def test_work_of_a_linear_layer() -> None:
+    assert plan_work.linear_flops(16384, 32768, 8192) == 2**43 == 8_796_093_022_208
+    assert plan_work.linear_flops(16384, 32768, 8192, exact=True) == 8_795_958_804_480
+
+
+def test_work_of_other_layers() -> None:
+    assert plan_work.elementwise_flops(3, 5) == 15
+    assert plan_work.convolution_flops(3, 64, 128, 56, 56) == 2 * 9 * 64 * 128 * 56 * 56
+    s, h = 512, 768
+    multiply_adds = 4 * s * h * h + 2 * s * s * h
+    assert plan_work.attention_flops(s, h) == 8 * s * h**2 + 4 * s**2 * h == 2 * multiply_adds
+    assert plan_work.layer_flops(WORKED, s) == plan_work.attention_flops(s, h) + 2 * plan_work.linear_flops(s, h, 4 * h)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_matrix_takes_two_flops_per_element_and_token(name: str) -> None:
+    model, s = MODELS[name], 64
+    matrices = sum(t.elements * one.count for one in model.units() for t in one.tensors if t.kind == "matrix")
+    assert plan_work.forward_flops(model, 3, s) == 3 * (2 * s * matrices + model.layers * 4 * s**2 * model.hidden)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_training_flops_are_narayanans(accumulate: int) -> None:
+    b, s, h, L, V = 8, 512, 768, 12, 40512
+    made = plan(model=WORKED, batch=b, accumulate=accumulate, checkpointing="full")
+    formula = 96 * b * s * L * h**2 * (1 + Fraction(s, 6 * h) + Fraction(V, 16 * L * h))
+    assert made.work is not None and made.work.exact
+    assert made.work.hardware == accumulate * formula
+    assert made.work.training == 3 * made.work.forward
+    head = 2 * b * s * h * V * accumulate
+    # Training with full checkpointing is four forwards of the blocks instead of three.
+    assert made.work.hardware - 3 * head == 4 * (made.work.forward - head)
+    plain = plan(model=WORKED, batch=b, accumulate=accumulate).work
+    assert plain is not None and plain.hardware == plain.training == made.work.training
+
+
+def test_utilisation() -> None:
+    made = plan(model=WORKED, batch=8, checkpointing="full")
+    assert made.work is not None
+    seconds = made.work.training / (0.5 * 312e12)
+    assert made.mfu(seconds, 312e12) == pytest.approx(0.5)
+    assert made.hfu(seconds, 312e12) == pytest.approx(0.5 * made.work.hardware / made.work.training)
+    rough = plan(7e9, batch=1, seq=2048).work
+    assert rough is not None and not rough.exact and rough.training == 6 * 7 * BILLION * 2048
+
+
+def test_softmax_traffic() -> None:
+    M, N = 1823, 781
+    naive, fused = plan_work.softmax_traffic(M, N, fused=False), plan_work.softmax_traffic(M, N, fused=True)
+    assert (naive.reads, naive.writes) == (5 * M * N + 2 * M, 3 * M * N + 2 * M)
+    assert (fused.reads, fused.writes) == (M * N, M * N)
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+
+
+def sent(strategy: str, gpus: int, **options: Any) -> Fraction:
+    return plan(
+        BILLION, precision="fp32", optimizer="torch", gpus=gpus, strategy=strategy, **options
+    ).bytes_sent_per_parameter
+
+
+@pytest.mark.parametrize("gpus", [2, 8, 3])
+def test_communication_per_parameter(gpus: int) -> None:
+    ddp = 2 * Fraction(gpus - 1, gpus) * 4
+    assert sent("ddp", gpus) == ddp
+    assert sent("ddp", gpus, compress="fp16") == sent("ddp", gpus, compress="bf16") == ddp / 2
+    assert sent("zero1", gpus) == sent("zero2", gpus) == ddp
+    assert sent("zero3", gpus) == sent("fsdp", gpus) == sent("fsdp1", gpus) == ddp * 3 / 2
+    assert sent("zero1-torch", gpus) == ddp * 3 / 2  # all-reduces, then broadcasts
+    assert plan(BILLION, gpus=gpus, precision="fp32").bytes_sent == math.ceil(ddp * BILLION)
+
+
+def test_accumulating_sends_once_where_gradients_are_whole() -> None:
+    for strategy in ("ddp", "zero1", "zero1-torch"):
+        assert sent(strategy, 8, accumulate=4) == sent(strategy, 8)
+    assert sent("fsdp", 8, accumulate=4) == 4 * sent("fsdp", 8)
+    share = Fraction(7, 8) * 4
+    assert sent("zero2", 8, accumulate=4) == 4 * share + share
+
+
+def test_hybrid_sharding_sends_shards_across_groups() -> None:
+    # 16 GPUs in two groups of eight: two gathers and a scatter within, an all-reduce of an eighth across.
+    assert sent("hsdp", 16, shard=8) == 3 * Fraction(7, 8) * 4 + 2 * Fraction(1, 2) * Fraction(4, 8)
+    assert sent("hsdp", 8, shard=8) == sent("fsdp", 8)
+    assert sent("hsdp", 8, shard=1) == sent("ddp", 8)
+    assert plan(BILLION, precision="fp32", gpus=16, strategy="hsdp", shard=8).state_per_parameter == 2
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
+def test_the_root_unit_of_fsdp_is_gathered_once(strategy: str) -> None:
+    made = plan(model=WORKED, gpus=8, strategy=strategy, precision="fp32")
+    root = 2 * 40512 * 768 + 512 * 768
+    gathers = [c for c in made.communication if c.name == "all-gather"]
+    assert [c.bytes for c in gathers] == [
+        WORKED.parameters * 4 * 7 // 8,
+        (WORKED.parameters - root) * 4 * 7 // 8,
+    ]
+    # Autocast's weights are gathered in 16 bits.
+    amp = plan(model=WORKED, gpus=8, strategy=strategy, precision="amp-bf16")
+    assert amp.communication[0].bytes == WORKED.parameters * 2 * 7 // 8
+
+
+def test_padding_is_sent() -> None:
+    """Seven rows of five over four ranks are padded to eight, three elements to four; one flat tensor of 38 to 40."""
+    pieces = unit("all", [(7, 5), (3,)])
+    for strategy, elements in (("fsdp", 44), ("fsdp1", 40), ("zero1", 40), ("zero2", 40), ("zero3", 40)):
+        made = plan(units=[pieces], gpus=4, strategy=strategy, precision="fp32")
+        assert {message.bytes for message in made.communication} == {elements * 4 * 3 // 4}
+    assert plan(units=[pieces], gpus=4, precision="fp32").bytes_sent == 38 * 4 * 2 * 3 // 4
+    # The root's three elements are padded to four too, and gathered once.
+    pieces = [unit("block", [(7, 5)]), unit("root", [(3,)], root=True)]
+    forward, backward, _ = plan(units=pieces, gpus=4, strategy="fsdp", precision="fp32").communication
+    assert (forward.bytes, backward.bytes) == (44 * 4 * 3 // 4, 40 * 4 * 3 // 4)
+
+
+def test_tensor_parallel_sends_four_activations_per_layer() -> None:
+    made = plan(model=WORKED, gpus=4, tensor_parallel=4, batch=2)
+    reduced, around, loss = made.communication
+    assert reduced.bytes == 4 * 12 * (2 * 512 * 768 * 2) * 2 * 3 // 4
+    assert around.bytes == 2 * (2 * 512 * 768 * 2) * 2 * 3 // 4
+    assert loss.bytes == 3 * (2 * 512 * 4) * 2 * 3 // 4
+    cut = 12 * 12 * 768**2 + 2 * 40512 * 768 + 12 * (3 + 4) * 768
+    whole = 512 * 768 + 12 * (2 + 4) * 768
+    assert made.part("weights").bytes == 2 * (cut // 4 + whole)
+    assert plan(model=WORKED, gpus=8, tensor_parallel=4, batch=2).strategy.name == "ddp"
+
+
+# ---------------------------------------------------------------------------------------------------------- sharding
+
+
+def test_parameters_that_do_not_divide_are_rounded_up() -> None:
+    assert plan(10, gpus=4, strategy="fsdp", precision="fp32").part("weights").bytes == 3 * 4
+    assert plan(10, gpus=4, strategy="zero1", precision="fp32").part("exp_avg").bytes == 3 * 4
+    # Seven rows over four ranks: two, two, two, one; three over four: the last has none.
+    pieces = unit("all", [(7, 5), (3,)])
+    held = [plan(units=[pieces], gpus=4, strategy="fsdp", precision="fp32", rank=r) for r in range(4)]
+    assert [made.part("exp_avg").bytes // 4 for made in held] == [11, 11, 11, 5]
+    assert [made.part("weights").bytes // 4 for made in held] == [11, 11, 11, 11]
+    assert plan(units=[pieces], gpus=4, strategy="fsdp1").part("exp_avg").bytes == 4 * 10
+    assert plan(units=[pieces], gpus=4, strategy="zero3").part("exp_avg").bytes == 4 * (9 + 1)
+    assert plan(units=[pieces], gpus=4, strategy="zero2").part("exp_avg").bytes == 4 * 10
+
+
+def test_whole_parameters_are_dealt_to_the_rank_with_least() -> None:
+    assert dealt([5, 1, 9, 4, 4], 2) == [[9, 4], [5, 4, 1]]
+    held = unit("all", [(5,), (1,), (9,), (4,), (4,)])
+    states = [
+        plan(units=[held], gpus=2, strategy="zero1-torch", precision="fp32", rank=rank).part("exp_avg").bytes // 4
+        for rank in (0, 1, None)
+    ]
+    assert states == [13, 10, 13]
+    # The rank that holds most is not always the first.
+    later = plan(units=[unit("all", [(5,), (4,), (3,)])], gpus=2, strategy="zero1-torch", precision="fp32")
+    assert later.part("exp_avg").bytes == 4 * 7
+
+
+def test_a_second_gradient_is_divided_as_the_first_and_sent_instead_of_it() -> None:
+    for strategy, share in (("zero1", 1), ("zero2", 8), ("fsdp", 8)):
+        made = plan(BILLION, gpus=8, strategy=strategy, accumulator="fp32")
+        assert made.part("accumulated gradients").bytes == 4 * BILLION // share
+        scatter = next(c for c in made.communication if c.name == "reduce-scatter")
+        assert scatter.per_parameter == 4 * Fraction(7, 8)
+    assert plan(BILLION, gpus=8, accumulator="fp32", compress="bf16").bytes_sent_per_parameter == 2 * 2 * Fraction(7, 8)
+
+
+def test_buckets_are_no_larger_than_the_gradients() -> None:
+    assert plan(10, gpus=2, strategy="zero2").part("buckets").bytes == 20
+    assert plan(BILLION, gpus=2, strategy="zero2").part("buckets").bytes == 10**9
+    assert plan(10, gpus=2, precision="fp32", compress="bf16").part("compressed bucket").bytes == 20
+    large = plan(BILLION, gpus=2, precision="fp32", compress="bf16").part("compressed bucket").bytes
+    assert large == 25 * 2**20 // 2
+    assert "compressed bucket" not in [part.name for part in plan(10, gpus=2, compress="fp32").parts]
+
+
+def test_buckets_stand_beside_the_gradients_unless_they_are_views() -> None:
+    assert plan(10, gpus=2).part("buckets").bytes == 20
+    assert "buckets" not in [part.name for part in plan(10, gpus=2, bucket_view=True).parts]
+    assert "buckets" not in [part.name for part in plan(10, gpus=2, strategy="fsdp").parts]
+    assert plan(10, gpus=2).state_per_parameter == 14
+
+
+def test_gathered_units() -> None:
+    made = plan(model=WORKED, gpus=8, strategy="fsdp", precision="bf16")
+    block, root = 12 * 768**2 + 13 * 768, 2 * 40512 * 768 + 512 * 768
+    assert made.part("gathered weights").bytes == 2 * (root + 2 * block)
+    assert made.part("unreduced gradients").bytes == (2 + 2) * block
+    assert "gathered weights" not in [part.name for part in plan(model=WORKED, strategy="fsdp").parts]
+    # FSDP gathers weights already cast: autocast finds nothing to copy.
+    amp = plan(model=WORKED, gpus=8, strategy="fsdp", precision="amp-bf16", optimizer="torch")
+    assert amp.part("gathered weights").bytes == made.part("gathered weights").bytes
+    assert "cast weights" not in [part.name for part in amp.parts]
+
+
+def test_offloading_leaves_states_or_everything_on_the_host() -> None:
+    one = plan(BILLION, gpus=8, strategy="zero2", precision="bf16", optimizer="deepspeed", offload=True)
+    assert one.totals.host == 12 * BILLION // 8 and one.totals.state == 2 * BILLION + 2 * BILLION // 8
+    everything = plan(BILLION, gpus=8, strategy="fsdp", offload=True)
+    assert everything.totals.state == 0 and everything.totals.host == 14 * BILLION // 8
+    # Weights come for every forward and backward, gradients go after each backward.
+    twice = plan(BILLION, gpus=8, strategy="fsdp", offload=True, accumulate=2)
+    assert [c.bytes for c in twice.communication[-2:]] == [2 * 2 * BILLION // 8, 4 * 2 * BILLION // 8]
+    assert one.bytes_sent == 2 * 2 * BILLION * 7 // 8  # copies to the host are not sent to others
+    assert [(c.name, c.bytes) for c in one.communication[-2:]] == [
+        ("copy to the host", 2 * BILLION // 8),
+        ("copy from the host", 2 * BILLION // 8),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- fit
+
+
+@pytest.mark.parametrize("name", sorted(CARDS))
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"precision": "fp32", "optimizer": "torch"},
+        {"gpus": 8, "strategy": "fsdp"},
+        {"gpus": 7, "strategy": "zero2", "optimizer": "deepspeed"},
+        {"gpus": 2, "strategy": "ddp", "optimizer": "flashoptim-24"},
+    ],
+    ids=str,
+)
+def test_the_largest_model_that_fits(name: str, arguments: dict[str, Any]) -> None:
+    memory = usable(card(name))
+    largest = fit("params", memory, **arguments)
+    assert largest is not None and largest.totals.peak <= memory
+    assert plan(largest.parameters + 1, **arguments).totals.peak > memory
+
+
+def test_the_largest_model_in_closed_form() -> None:
+    memory = usable(card("h100"), 0)
+    largest = fit("params", memory, precision="fp32", optimizer="torch-fused")
+    assert largest is not None and largest.parameters == 80 * 2**30 // 16
+    sharded = fit("params", memory, gpus=8, strategy="fsdp", optimizer="halfstep")
+    assert sharded is not None and sharded.parameters == 8 * (80 * 2**30 // 14)
+
+
+@pytest.mark.parametrize("what", ["batch", "layers"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1-torch"])
+def test_the_largest_batch_and_depth(what: str, strategy: str) -> None:
+    memory = usable(card("rtx4090"))
+    arguments: dict[str, Any] = {"model": WORKED, "gpus": 4, "strategy": strategy, "batch": 4, "checkpointing": "full"}
+    largest = fit(what, memory, **arguments)
+    assert largest is not None and largest.totals.peak <= memory
+    if what == "batch":
+        arguments["batch"] = largest.settings["batch"] + 1
+    else:
+        deeper = largest.settings["model"]["layers"] + 1
+        arguments["model"] = Transformer(**{**EXAMPLE, "layers": deeper})
+    assert plan(**arguments).totals.peak > memory
+
+
+def test_nothing_fits() -> None:
+    assert fit("batch", 2**20, model=WORKED) is None
+
+
+def test_cards_are_what_the_audit_uses() -> None:
+    from halfstep.bench.audit.rows import BANDWIDTH
+
+    audit = {name.lower(): rate for machines in BANDWIDTH.values() for name, rate in machines.items()}
+    assert {name.removesuffix("-80"): one.bandwidth for name, one in CARDS.items()}.items() >= audit.items()
+
+
+# -------------------------------------------------------------------------------------------------------- what is told
+
+
+def test_a_plan_is_plain_json_and_always_the_same() -> None:
+    arguments: dict[str, Any] = {"model": WORKED, "gpus": 16, "strategy": "hsdp", "shard": 8, "batch": 2}
+    first, again = (json.dumps(plan(**arguments).as_dict()) for _ in range(2))
+    assert first == again
+    told = json.loads(first)
+    assert list(told) == [
+        *("parameters", "settings", "layout", "parts", "totals", "communication", "bytes_sent", "work", "step_traffic")
+    ]
+    assert told["totals"]["state"] == sum(p["bytes"] for p in told["parts"] if p["phase"] == "always")
+    assert told["bytes_sent"] == sum(c["bytes"] for c in told["communication"]) > 0
+    made = plan(**arguments)
+    assert plan(**{**told["settings"], "params": None, "model": WORKED}).as_dict() == made.as_dict()
+
+
+def test_every_row_plans_under_every_strategy() -> None:
+    for row in LAYOUTS:
+        whole = plan(64 * BILLION, precision=row.precision, optimizer=row.optimizer)
+        for name in STRATEGIES:
+            gpus = 1 if name == "single" else 8
+            made = plan(
+                64 * BILLION,
+                precision=row.precision,
+                optimizer=row.optimizer,
+                strategy=name,
+                gpus=gpus,
+                shard=4 if name == "hsdp" else None,
+            )
+            parts = sum(part.bytes for part in made.parts if part.counts)
+            assert parts <= sum(part.bytes for part in whole.parts if part.counts)
+            assert parts == made.state_per_parameter * 64 * BILLION, (row.name, name)
+
+
+def test_no_torch_is_needed() -> None:
+    code = "import sys, halfstep.numerics.planning as p; p.plan(7e9, gpus=8); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "nothing is given; allowed is one of params, model and units"),
+        ({"params": 1, "model": WORKED}, "params and model is given; allowed is one of params, model and units"),
+        ({"params": 0}, "params is 0; allowed are whole numbers from 1"),
+        ({"params": 1.5}, "params is 1.5; allowed are whole numbers from 1"),
+        ({"params": float("nan")}, "params is nan; allowed are whole numbers from 1"),
+        ({"params": float("inf")}, "params is inf; allowed are whole numbers from 1"),
+        ({"params": True}, "params is True; allowed are whole numbers from 1"),
+        ({"params": 1, "gpus": -1}, "gpus is -1; allowed are whole numbers from 1"),
+        ({"params": 1, "strategy": "zero4"}, "strategy is 'zero4'; did you mean 'zero"),
+        (
+            {"params": 1, "optimizer": "halfstp"},
+            "optimizer is 'halfstp'; did you mean 'halfstep'? Allowed are halfstep",
+        ),
+        ({"params": 1, "precision": "bf61"}, "precision is 'bf61'; did you mean 'bf16'? Allowed are fp32, bf16"),
+        (
+            {"params": 1, "optimizer": "halfstep-split", "precision": "fp16"},
+            "precision is 'fp16'; allowed for optimizer 'halfstep-split' are bf16",
+        ),
+        ({"params": 1, "gpus": 2, "strategy": "single"}, "strategy is 'single' with 2 data-parallel GPUs; take 'ddp'"),
+        ({"params": 1, "gpus": 8, "tensor_parallel": 3}, "tensor_parallel is 3 and does not divide gpus, which is 8"),
+        ({"params": 1, "gpus": 8, "strategy": "hsdp"}, "strategy is 'hsdp' and shard is not given"),
+        (
+            {"params": 1, "gpus": 8, "strategy": "hsdp", "shard": 3},
+            "shard is 3 and does not divide the number of data-parallel GPUs, which is 8",
+        ),
+        ({"params": 1, "gpus": 8, "shard": 2}, "shard is 2, and strategy 'ddp' has no groups; leave it out"),
+        ({"params": 1, "gpus": 8, "offload": True}, "strategy 'ddp' leaves nothing on the host; allowed are zero1"),
+        ({"params": 1, "sequence_parallel": True}, "sequence_parallel is True with tensor_parallel 1"),
+        ({"params": 1, "optimizer": "apex", "amsgrad": True}, "amsgrad is True, and optimizer 'apex' does not have it"),
+        ({"params": 1, "moments": "fp8"}, "moments is 'fp8'; did you mean 'fp"),
+        ({"params": 1, "moments": "fp32,bf16"}, "allowed for optimizer 'halfstep' is one format for both"),
+        ({"params": 1, "moments": "a,b,c", "optimizer": "te"}, "allowed are one format, or two with a comma between"),
+        ({"params": 1, "optimizer": "torch", "moments": "bf16"}, "optimizer 'torch' has no choice of their format"),
+        ({"params": 1, "master": "fp16"}, "optimizer 'halfstep' keeps its master as it is; leave master out"),
+        ({"params": 1, "gradients": "fp8"}, "gradients is 'fp8'; did you mean 'fp"),
+        ({"params": 1, "compress": "int8"}, "compress is 'int8'; allowed are fp32, bf16, fp16"),
+        ({"params": 1, "gpus": 4, "rank": 4, "strategy": "fsdp"}, "rank is 4; allowed are whole numbers from 0 to 3"),
+        ({"params": 1, "checkpointing": "full"}, "checkpointing is 'full', and without a model nothing is known"),
+        ({"model": WORKED, "checkpointing": "ful"}, "checkpointing is 'ful'; did you mean 'full'?"),
+        ({"model": WORKED, "seq": 1024}, "seq is 1024; the model has 512 positions: allowed are 1 to 512"),
+        ({"model": WORKED, "gpus": 5, "tensor_parallel": 5}, "tensor_parallel is 5 and does not divide heads"),
+        ({"units": [unit("a", [(2, 2)])], "gpus": 2, "tensor_parallel": 2}, "give the units of one GPU instead"),
+        ({"units": []}, "units hold no parameters"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        plan(**arguments)
+    assert message in str(raised.value)
+
+
+def test_a_shape_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="heads is 11 and does not divide hidden, which is 768"):
+        Transformer(**{**EXAMPLE, "heads": 11})
+    with pytest.raises(ValueError, match="kv_heads is 5 and does not divide heads, which is 12"):
+        Transformer(**EXAMPLE, kv_heads=5)
+    with pytest.raises(ValueError, match="norm is 'batch'; allowed are 'layer' and 'rms'"):
+        Transformer(**EXAMPLE, norm="batch")
+    with pytest.raises(ValueError, match="layers is 0; allowed are whole numbers from 1"):
+        Transformer(**{**EXAMPLE, "layers": 0})
+
+
+def test_errors_of_what_is_asked_of_a_plan() -> None:
+    made = plan(10)
+    with pytest.raises(ValueError, match="part is 'wieghts'; did you mean 'weights'"):
+        made.part("wieghts")
+    with pytest.raises(ValueError, match="batch is not given"):
+        made.mfu(1.0, 1.0)
+    with pytest.raises(ValueError, match="seconds is 0"):
+        plan(10, batch=1, seq=1).mfu(0, 1.0)
+    with pytest.raises(ValueError, match="card is 'h10'; did you mean 'h100'"):
+        card("h10")
+    with pytest.raises(ValueError, match="what is 'size'"):
+        fit("size", 1)
+    with pytest.raises(ValueError, match="there is no model"):
+        fit("batch", 1, params=3)
+    with pytest.raises(ValueError, match="reserve is 92274688000; allowed are a share"):
+        usable(card("h100"), 88_000 * 2**20)

@@ -1,0 +1,372 @@
+"""Planned bytes against what torch really allocates, to the byte: weights, gradients, states, casts, activations."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from counted_bytes import Outputs, counted, storage_bytes
+from torch import nn
+
+import halfstep
+from halfstep.cli.train.model import GPT, SIZES
+from halfstep.cli.train.precision import DTYPES, Precision
+from halfstep.numerics.planning import MODELS, Plan, Transformer, plan, plan_work, unit
+from halfstep.numerics.planning.plan_layouts import INT8_GROUPS, LAYOUTS
+
+CPU = torch.device("cpu")
+
+
+class Tied(nn.Module):
+    """Two blocks of `nn.TransformerEncoderLayer` between an embedding and a head with the same matrix."""
+
+    def __init__(self, vocab: int = 33, hidden: int = 12, layers: int = 2, heads: int = 3, seq: int = 9) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, hidden)
+        self.positions = nn.Embedding(seq, hidden)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout=0.0, batch_first=True) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def stack(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    dtype = DTYPES[precision]
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 33, bias=False), nn.Linear(33, 1)).to(dtype)
+    return model, lambda m: m(torch.ones(2, 5, dtype=dtype)).sum()
+
+
+def gpt(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    model = GPT(SIZES["nano"], Precision.on(precision, CPU), seed=0).to(DTYPES[precision])
+    tokens = torch.arange(2 * 32).view(2, 32)
+    return model, lambda m: m(tokens, tokens)
+
+
+def tied(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    return Tied().to(DTYPES[precision]), lambda m: m(torch.arange(18).view(2, 9)).float().square().mean()
+
+
+BUILDERS = {"linear stack": stack, "gpt": gpt, "tied": tied}
+BF16 = torch.bfloat16
+# How each row of halfstep and torch is made.
+MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "halfstep": (halfstep.AdamW, {}),
+    "halfstep-full": (halfstep.AdamW, {"master_weights": "full"}),
+    "halfstep-split": (halfstep.AdamW, {"master_weights": "split"}),
+    "halfstep-split-bf16": (halfstep.AdamW, {"master_weights": "split", "state_dtype": BF16}),
+    "halfstep-stochastic": (halfstep.AdamW, {"master_weights": None, "rounding": "stochastic"}),
+    "halfstep-stochastic-bf16": (
+        halfstep.AdamW,
+        {"master_weights": None, "rounding": "stochastic", "state_dtype": BF16},
+    ),
+    "torch": (torch.optim.AdamW, {"foreach": True}),
+    "torch-fused": (torch.optim.AdamW, {"fused": True}),
+}
+ROWS = [row for row in LAYOUTS if row.optimizer in MADE and not row.autocast]
+
+
+def planned(made: Plan) -> dict[str, int]:
+    return {part.name: part.bytes for part in made.parts if part.phase == "always"}
+
+
+def plan_of(model: nn.Module, **options: Any) -> Plan:
+    return plan(units=[unit("all", [p.shape for p in model.parameters()])], **options)
+
+
+def test_every_row_of_ours_and_of_torch_is_made_here() -> None:
+    """Another row must not go unchecked."""
+    listed = {row.optimizer for row in LAYOUTS if row.optimizer.startswith(("halfstep", "torch"))}
+    assert listed == set(MADE)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_weights_gradients_and_states(row: Any, builder: str, amsgrad: bool) -> None:
+    model, loss = BUILDERS[builder](row.precision)
+    kind, options = MADE[row.optimizer]
+    optimizer = kind(model.parameters(), lr=1e-3, amsgrad=amsgrad, **options)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+    found = counted(model.parameters(), optimizer)
+    # foreach's step counts lie on the CPU whatever the device, so they are not planned: four bytes each.
+    if row.optimizer == "torch":
+        assert found.pop("scalars") == 4 * len(list(model.parameters()))
+    expected = planned(plan_of(model, precision=row.precision, optimizer=row.optimizer, amsgrad=amsgrad))
+    assert found == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bf16_moments_by_option(precision: str) -> None:
+    model, loss = gpt(precision)
+    optimizer = halfstep.AdamW(model.parameters(), state_dtype=BF16)
+    loss(model).backward()
+    optimizer.step()
+    assert counted(model.parameters(), optimizer) == planned(plan_of(model, precision=precision, moments="bf16"))
+
+
+def test_foreach_takes_a_square_root_aside_and_fused_nothing() -> None:
+    for name in ("torch", "torch-fused"):
+        model, loss = tied("fp32")
+        optimizer = torch.optim.AdamW(model.parameters(), **MADE[name][1])
+        loss(model).backward()
+        optimizer.step()
+        with Outputs() as outputs:
+            optimizer.step()
+        made = plan_of(model, precision="fp32", optimizer=name)
+        # Beside it, scalars of the step counts.
+        aside = sum(size for _, _, size in outputs.made if size > 8)
+        assert aside == made.totals.step
+        assert (aside > 0) == (name == "torch")
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+
+
+def test_shapes_of_the_demos_gpt() -> None:
+    for name, size in SIZES.items():
+        shape = Transformer(size.layers, size.width, size.heads, 256, size.context, biases=False)
+        if name in ("nano", "tiny"):
+            model = GPT(size, Precision.on("fp32", CPU), seed=0)
+            found = sorted(tuple(p.shape) for p in model.parameters())
+            assert found == sorted(tensor.shape for one in shape.units() for tensor in one.tensors * one.count)
+    assert Transformer(4, 128, 4, 256, 64, biases=False).parameters == 862_464  # what README.md says
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
+def test_a_published_model_on_the_meta_device(name: str) -> None:
+    """Weights, gradients and AdamW's states of up to 1.6e9 parameters, counted as torch lays them out."""
+    shape = MODELS[name]
+    with torch.device("meta"):
+        model = Tied(shape.vocab, shape.hidden, shape.layers, shape.heads, shape.seq)
+    assert sum(p.numel() for p in model.parameters()) == shape.parameters
+    for row in ROWS:
+        if row.optimizer != "torch":
+            continue
+        weights = model.to(DTYPES[row.precision])
+        for p in weights.parameters():
+            p.grad = torch.empty_like(p)
+        optimizer = torch.optim.AdamW(weights.parameters(), foreach=False)
+        optimizer.step()
+        found = counted(weights.parameters(), optimizer)
+        found.pop("scalars")  # on the CPU
+        assert found == planned(plan(model=shape, precision=row.precision, optimizer=row.optimizer))
+
+
+# --------------------------------------------------------------------------------------------------------------- casts
+
+
+def test_autocast_casts_matrices_and_biases_once() -> None:
+    model = Tied()
+    shape = Transformer(2, 12, 3, 33, 9, tied=True)
+    tokens = torch.arange(18).view(2, 9)
+    with Outputs() as outputs, torch.autocast("cpu", torch.bfloat16):
+        model(tokens)
+        model(tokens)  # the second time from the cache
+    parameters = {id(p) for p in model.parameters()}
+    cast = sum(size for name, args, size in outputs.made if name == "_to_copy" and id(args[0]) in parameters)
+    assert cast == plan(model=shape, precision="amp-bf16", optimizer="torch").part("cast weights").bytes
+
+
+# --------------------------------------------------------------------------------------------------------- activations
+
+
+class PaperLayer(nn.Module):
+    """A block as Korthikanti et al. (2022), figure 2, draw it, every intermediate a tensor of its own."""
+
+    def __init__(self, shape: Transformer) -> None:
+        super().__init__()
+        self.shape = shape
+        h, kv, f = shape.hidden, shape.kv_width, shape.mlp
+        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.q, self.k, self.v = nn.Linear(h, h), nn.Linear(h, kv), nn.Linear(h, kv)
+        self.out, self.up, self.down = nn.Linear(h, h), nn.Linear(h, f), nn.Linear(f, h)
+        self.gate = nn.Linear(h, f)
+
+    def dropout(self, x: torch.Tensor) -> torch.Tensor:
+        # Its mask is a byte an element, as on a GPU; F.dropout on a CPU keeps one in the input's format.
+        return torch.native_dropout(x, 0.1, True)[0] if self.shape.dropout else x
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, h = x.shape
+        a = self.shape.heads
+        q, k, v = (part(x).view(b, s, -1, h // a).transpose(1, 2) for part in (self.q, self.k, self.v))
+        if self.shape.flash:
+            grouped = self.shape.kv != a
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        else:
+            scores = torch.softmax(q @ k.transpose(-2, -1) * (h // a) ** -0.5, dim=-1)
+            mixed = self.dropout(scores) @ v
+        return self.out(mixed.transpose(1, 2).reshape(b, s, h))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x) if self.shape.gated else F.gelu(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+def saved_bytes(run: Callable[[], torch.Tensor], parameters: list[nn.Parameter]) -> int:
+    """Bytes of all storages that autograd keeps for backward, the parameters' own left out."""
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = run()
+    own = {p.untyped_storage()._cdata for p in parameters}
+    found = storage_bytes([t for t in saved if t.untyped_storage()._cdata not in own])
+    assert result.requires_grad
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dropout": False},
+        {"dropout": False, "gated": True, "ffn": 44},
+        {"dropout": False, "flash": True},
+        {"dropout": False, "flash": True, "gated": True, "ffn": 44, "kv_heads": 2},
+    ],
+    ids=str,
+)
+def test_a_block_saves_what_the_paper_counts(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """The one difference: LayerNorm keeps mean and 1/σ of each token, which the paper leaves out as s·b, not s·b·h."""
+    if "kv_heads" in options and torch.__version__.startswith("2.8."):
+        pytest.skip("torch 2.8 keeps other tensors of grouped-query attention on CPUs")
+    b, s = 3, 20
+    shape = Transformer(1, 16, 4, 32, s, **options)
+    layer = PaperLayer(shape).to(dtype)
+    x = torch.randn(b, s, 16, dtype=dtype, requires_grad=True)
+    found = saved_bytes(lambda: layer(x), list(layer.parameters()))
+    width = dtype.itemsize
+    norms = found - plan_work.layer_activations(shape, b, s, width=width)
+    assert norms == 2 * 2 * b * s * norm_statistics(dtype)
+
+
+def norm_statistics(dtype: torch.dtype) -> int:
+    """Bytes of one statistic of LayerNorm, in the format torch's CPU kernel keeps for this input."""
+    return torch.native_layer_norm(torch.ones(2, 3, dtype=dtype), [3], None, None, 1e-5)[1].element_size()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_demos_gpt_saves_what_is_planned(precision: str) -> None:
+    """Blocks, last norm, head and loss of a whole model; what the plan leaves out is counted here one by one."""
+    size, b = SIZES["nano"], 3
+    s, h = size.context, size.width
+    shape = Transformer(size.layers, h, size.heads, 256, s, biases=False, dropout=False)
+    model = GPT(size, Precision.on(precision, CPU), seed=0).to(DTYPES[precision])
+    tokens = torch.arange(b * s).view(b, s) % 256
+    found = saved_bytes(lambda: model(tokens, tokens), list(model.parameters()))
+    made = plan(model=shape, batch=b, precision=precision)
+    log_softmax = made.part("logits").bytes  # in fp32, as the logits were
+    planned_for = made.part("activations").bytes + made.part("outer activations").bytes + log_softmax
+    norms = (2 * size.layers + 1) * 2 * b * s * norm_statistics(DTYPES[precision])
+    indices = 8 * b * s  # the tokens, which are also the targets
+    weight_of_the_mean = 4
+    assert found == planned_for + norms + indices + weight_of_the_mean
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_and_loss_are_what_stands_at_the_end_of_a_forward(dtype: torch.dtype) -> None:
+    shape = Transformer(1, 16, 2, 500, 8)
+    made = plan(model=shape, batch=4, precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
+    x, head = torch.zeros(32, 16, dtype=dtype), torch.zeros(500, 16, dtype=dtype)
+    targets = torch.zeros(32, dtype=torch.int64)
+    with Outputs() as outputs:
+        F.cross_entropy(F.linear(x, head).float(), targets)
+    assert sum(size for _, _, size in outputs.made if size > 8) == made.part("logits").bytes + made.part("loss").bytes
+
+
+def test_what_checkpointing_keeps() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    b, s, layers = 2, 12, 5
+    shape = Transformer(layers, 16, 4, 32, s, dropout=False)
+    blocks = nn.ModuleList(PaperLayer(shape) for _ in range(layers)).bfloat16()
+    x = torch.randn(b, s, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        y = x
+        for block in blocks:
+            y = checkpoint(block, y, use_reentrant=False)
+        return y
+
+    # The inputs are held by the checkpoints' frames, not saved by operators: they are what backward starts from.
+    inputs: list[torch.Tensor] = []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    with Outputs():
+        run()
+    found = plan_work.activations(shape, b, s, checkpointing="full")
+    assert storage_bytes(inputs) == found.saved
+    alone = saved_bytes(lambda: blocks[0](x), list(blocks.parameters()))
+    assert alone == found.recomputed + 4 * b * s * norm_statistics(torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------------------------- flashoptim
+
+needs_flashoptim = pytest.mark.skipif(importlib.util.find_spec("flashoptim") is None, reason="needs flashoptim")
+
+
+class NoKernel:
+    """Launches nothing: what is counted is allocated before, in Python."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args: None
+
+
+class SaysCuda(torch.Tensor):
+    """A tensor of the CPU that answers as flashoptim asks."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+@needs_flashoptim
+@pytest.mark.filterwarnings("ignore:master_weight_bits=None")
+@pytest.mark.parametrize(
+    ("precision", "bits", "row"),
+    [
+        ("fp32", None, "flashoptim"),
+        *((precision, None, "flashoptim-none") for precision in ("bf16", "fp16")),
+        *((precision, bits, f"flashoptim-{bits}") for precision in ("bf16", "fp16") for bits in (24, 32)),
+    ],
+)
+def test_flashoptims_states(precision: str, bits: int | None, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its AdamW allocates before its first step; the step itself needs a GPU."""
+    from flashoptim import FlashAdamW, optimizers
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(optimizers, "_triton_quantize_kernel", NoKernel())
+    # Sizes that are no whole groups of 32, so that short groups' scales count.
+    shapes = [(33, 12), (7,), (1,), (32,)]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=DTYPES[precision]).as_subclass(SaysCuda)) for shape in shapes]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer = FlashAdamW(parameters, lr=1e-3, master_weight_bits=bits)
+    for p in parameters:
+        optimizer._ensure_state_initialized(p, optimizer.param_groups[0])
+    found = counted(parameters, optimizer)
+    assert found.pop("scalars") == 8 * len(parameters)  # step counts, on the CPU whatever the device
+    made = plan(units=[unit("all", shapes)], precision=precision, optimizer=row)
+    assert found == planned(made)
+    assert made.part("exp_avg").bytes > INT8_GROUPS.per_parameter * made.parameters

@@ -1,0 +1,253 @@
+"""Advice on the loss scale: the interval, the limits and the losses against trying every power of two."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import falling
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import halfstep
+from halfstep.numerics.formats.table import formats
+from halfstep.numerics.statistics.advice import EXPONENTS, advise_scale
+from halfstep.numerics.statistics.counts import statistics
+from halfstep.numerics.statistics.updates import lost_updates
+
+INF = math.inf
+
+
+def spread(low: int, high: int, numel: int, seed: int) -> torch.Tensor:
+    """Numbers whose exponents are even between two."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.rand(numel, generator=generator) * (high - low) + low
+    return torch.exp2(exponents) * torch.randn(numel, generator=generator).sign()
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(-100, 10), st.integers(0, 60), st.sampled_from(["fp16", "bf16", "e5m2", "e4m3fn"]), st.integers(0, 99)
+)
+def test_what_every_scale_loses(low: int, width: int, name: str, seed: int) -> None:
+    gradients = {
+        "a": spread(low, low + width, 200, seed),
+        "b": spread(low - 3, low + 9, 50, seed + 1),
+        "c": torch.zeros(3),
+    }
+    share, headroom = 0.01, 2
+    advice = advise_scale(gradients, name, share=share, headroom=headroom)
+    fits, allowed = [], []
+    for place, exponent in enumerate(advice.exponents):
+        fallen = [falling.fall(one.numpy(), 2.0**exponent, formats[name]) for one in gradients.values()]
+        assert advice.curves.flushed[:, place].tolist() == [one.flushed for one in fallen]
+        assert advice.curves.subnormal[:, place].tolist() == [one.subnormal for one in fallen]
+        assert advice.curves.overflow[:, place].tolist() == [one.overflow for one in fallen]
+        fits.append(not any(one.overflow for one in fallen))
+        allowed.append(fallen[0].flushed <= share * 200 and fallen[1].flushed <= share * 50)
+    assert advice.high == 2.0 ** max(e for e, fit in zip(advice.exponents, fits, strict=True) if fit)
+    assert advice.low == 2.0 ** min(e for e, fine in zip(advice.exponents, allowed, strict=True) if fine)
+    place = advice.exponents.index(int(math.log2(advice.scale)))
+    assert fits[place]
+    if advice.interval:
+        assert advice.low <= advice.scale <= max(advice.high / 2**headroom, advice.low)
+    least = min(sum(advice.curves.flushed[:, : place + 1].sum(0)), *advice.curves.flushed.sum(0)[: place + 1].tolist())
+    assert advice.curves.flushed[:, place].sum() == least, "no smaller scale flushes less"
+    assert advice.lost == advice.curves.flushed[:, place].sum() / 250
+    total = advice.statistics.total
+    assert (total.flushed, total.subnormal) == (
+        advice.curves.flushed[:, place].sum(),
+        advice.curves.subnormal[:, place].sum(),
+    )
+
+
+def test_the_interval_its_limits_and_the_middle() -> None:
+    gradients = {"small": torch.tensor([2.0**-40] * 99 + [2.0**-44]), "large": torch.tensor([2.0**-10, -1.5 * 2.0**-5])}
+    advice = advise_scale(gradients, share=0.0)
+    assert advice.interval == (2.0**20, 2.0**20)  # 2^-44 * 2^19 = 2^-25 is flushed; 1.5 * 2^-5 * 2^21 = 1.5 * 2^16
+    assert (advice.below.name, advice.below.scale, advice.below.share) == ("small", 2.0**19, 0.01)
+    assert (advice.above.name, advice.above.scale, advice.above.share) == ("large", 2.0**21, 0.5)
+    assert advice.scale == 2.0**20, "no headroom is left, and nothing is lost"
+    assert advice.verdict == "scaled"
+    advice = advise_scale(gradients, share=0.01)
+    assert advice.interval == (2.0**16, 2.0**20)
+    assert advice.scale == 2.0**17
+    assert advice.lost == 1 / 102
+    # Nothing is even subnormal from 2^-9 to 2^15, of which two bits are kept; 1 is among these.
+    advice = advise_scale({"a": torch.tensor([2.0**-5, 1.0])})
+    assert (advice.low, advice.high, advice.scale) == (2.0**-19, 2.0**15, 1.0)
+    # From 2^1 to 2^25.
+    assert advise_scale({"a": torch.tensor([2.0**-15, 2.0**-10])}).scale == 2.0**12
+    assert advise_scale({"a": torch.tensor([2.0**-15, 2.0**-10])}, headroom=0).scale == 2.0**13
+    assert advise_scale({"a": torch.tensor([2.0**-5, 1.0])}, headroom=40).scale == 2.0**-19, (
+        "not at the cost of the share"
+    )
+
+
+def test_verdicts() -> None:
+    cases = {
+        "unscaled": [1.0, 2.0**-20],
+        "scaled": [2.0**-30, 2.0**-10],
+        "bf16": [1.0, 2.0**-50],
+        "neither": [1.0, 2.0**-140],
+    }
+    for verdict, numbers in cases.items():
+        assert advise_scale([torch.tensor(numbers)], share=0.0).verdict == verdict
+    assert advise_scale([torch.tensor([2.0**127, 2.0**-10])]).verdict == "neither", "the topmost binade"
+    assert advise_scale([torch.tensor([2.0**126, 2.0**-10])], share=0.0).verdict == "bf16"
+    assert advise_scale([torch.tensor([2.0**100, 2.0**-10])], "bf16").verdict == "unscaled"
+    assert advise_scale([torch.tensor([2.0**14])]).verdict == "scaled", "it fits, without the headroom"
+    assert advise_scale([torch.tensor([2.0**14])], headroom=1).verdict == "unscaled"
+
+
+def test_gradients_of_every_source_say_the_same() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 4))
+    model(torch.randn(5, 20)).square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    plain = advise_scale(model).as_dict()
+    assert advise_scale(gradients).as_dict() == plain
+    assert advise_scale(statistics(model, of="gradients")).as_dict() == plain
+    assert advise_scale(statistics(gradients, "fp16", 2.0**9)).as_dict() == plain, "the scale is known"
+    assert advise_scale(statistics([g * 512 for g in gradients.values()]), scaled_by=512.0).scale == plain["scale"]
+    scaled = {name: gradient * 1024 for name, gradient in gradients.items()}
+    assert advise_scale(scaled, scaled_by=torch.tensor(1024.0)).as_dict() == plain
+    assert json.loads(json.dumps(plain, allow_nan=False))["format"] == "fp16"
+
+
+def expected_loss(weights: np.ndarray, updates: np.ndarray, name: str) -> tuple[int, int]:
+    form = formats[name]
+    moves = updates != 0
+    lost = [abs(float(u)) < form.ulp(float(w)) / 2 for w, u in zip(weights, updates, strict=True)]
+    return int(moves.sum()), int((moves & np.array(lost)).sum())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_lost_updates_against_the_definition(name: str) -> None:
+    weights = torch.cat([spread(-30, 3, 500, 1), torch.tensor([0.0, 1.0, 1.0, 1.0, -1.0, 2.0**-14, 2.0**-20])])
+    half = formats[name].eps / 2
+    edge = torch.tensor([1e-9, half, half * (1 - 2**-20), 0.0, half * 0.99, half * 2.0**-14, half * 2.0**-14])
+    updates = torch.cat([spread(-25, -5, 500, 2), edge])
+    (found,) = lost_updates({"w": weights}, {"w": updates}, formats[name])
+    assert (found.updates, found.lost) == expected_loss(weights.numpy(), updates.numpy(), name)
+    assert found.updates == 506
+    assert 0 < found.lost < 506
+    # Where nothing is at a power of two, lost means that the weight stays where it is.
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    kept = weights[:500].to(dtype)
+    stays = ((kept.double() - updates[:500].double()).to(torch.float32).to(dtype) == kept).sum().item()
+    (on_grid,) = lost_updates({"w": kept}, {"w": updates[:500]}, formats[name])
+    assert abs(on_grid.lost - stays) <= 5
+
+
+@pytest.mark.parametrize("kind", ["torch", "halfstep", "sgd"])
+def test_updates_from_an_optimizer(kind: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(200, 30)
+    options = {"lr": 1e-3, "weight_decay": 0.0}
+    optimizer: torch.optim.Optimizer = {
+        "torch": lambda: torch.optim.AdamW(model.parameters(), **options),
+        "halfstep": lambda: halfstep.AdamW(model.parameters(), **options),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), momentum=0.9, **options),
+    }[kind]()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(50, 200)).square().mean().backward()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optimizer.step()
+    # The state after a step is that of the step itself: what was subtracted is what is found.
+    changes = {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
+    advice = advise_scale(model, optimizer=optimizer)
+    given_by_hand = advise_scale(model, parameters=dict(model.named_parameters()), updates=changes)
+    assert set(advice.updates) == {"bf16", "fp16"}
+    for name in advice.updates:
+        assert advice.updates_lost(name) == pytest.approx(given_by_hand.updates_lost(name), abs=2e-3)
+    assert advice.updates_lost("bf16") > advice.updates_lost("fp16") > 0
+    assert advice.needs_master is True
+    assert {one.name for one in advice.updates["bf16"]} == {"weight", "bias"}
+    assert "weights in bf16 without a master lose" in str(advice)
+    assert "keep fp32 masters" in str(advice)
+
+
+def test_no_master_where_updates_are_large() -> None:
+    weights, updates = {"w": torch.ones(4)}, {"w": torch.full((4,), 0.25)}
+    advice = advise_scale([torch.ones(1)], parameters=weights, updates=updates)
+    assert (advice.needs_master, advice.updates_lost("bf16")) == (False, 0.0)
+    assert "no master is needed" in str(advice)
+    unknown = advise_scale([torch.ones(1)])
+    assert (unknown.needs_master, unknown.updates_lost("bf16")) == (None, None)
+
+
+def test_the_text() -> None:
+    gradients = {"small": torch.tensor([2.0**-40] * 99 + [2.0**-44]), "large": torch.tensor([2.0**-10, -1.5 * 2.0**-5])}
+    assert str(advise_scale(gradients, share=0.01)).splitlines() == [
+        "fp16: scale 2^17; from 2^16 to 2^20 nothing overflows and no more than",
+        "  1.00 % of any gradient is flushed to zero",
+        "  at 2^15: 100 % of small flushed",
+        "  at 2^21: large overflows",
+        "  at 2^17: 0.98 % flushed, 97.1 % subnormal, 3 bits of headroom",
+        "fp16 suffices with loss scaling",
+    ]
+    wide = {"a": torch.tensor([1.0, 2.0**-60]), "b": torch.tensor([0.0, INF], dtype=torch.float16)}
+    text = str(advise_scale(wide, share=0.0))
+    assert text.startswith("fp16: no scale is good enough; 2^")
+    assert "fp16 is too narrow for these gradients, bf16 is not: use bf16" in text
+    assert "1 elements are infinite and 0 NaN already; they are left out" in text
+    assert "50.0 % of the elements of float16 tensors are 0; what was flushed before cannot be told from these" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for number, gradients in enumerate(([torch.ones(3)], [torch.tensor([1.0, 1e-40])], [spread(-40, -10, 999, 0)])):
+        for share in (0.0, 0.01):
+            path = tmp_path / f"{number}{share}.png"
+            advise_scale(gradients, share=share).picture(path)
+            assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_scales_considered_are_those_the_scaler_allows() -> None:
+    scaler = halfstep.GradScaler("cpu", init_scale=2.0 ** int(EXPONENTS[-1]))
+    assert scaler.get_scale() == 2.0**126
+    halfstep.GradScaler("cpu", init_scale=2.0 ** int(EXPONENTS[0]))
+    tiny = advise_scale([torch.tensor([2.0**-149])])
+    assert (tiny.high, tiny.above) == (2.0**126, None)
+
+
+def test_errors_name_the_argument() -> None:
+    one = [torch.ones(1)]
+    for share in (-0.1, 1, True):
+        with pytest.raises(ValueError, match=r"share is .*; allowed are numbers from 0 to below 1"):
+            advise_scale(one, share=share)
+    for headroom in (-1, 1.5, True):
+        with pytest.raises(ValueError, match=r"headroom is .*; allowed are whole numbers from 0"):
+            advise_scale(one, headroom=headroom)  # type: ignore[arg-type]
+    for nothing in ([], [torch.zeros(3)], [torch.tensor([INF])], torch.nn.Linear(1, 1)):
+        with pytest.raises(ValueError, match=r"gradients hold no finite number but 0.*after backward\(\)"):
+            advise_scale(nothing)
+    with pytest.raises(ValueError, match=r"scaled_by is 0.0; allowed are numbers from 2\^-126"):
+        advise_scale(one, scaled_by=0.0)
+    with pytest.raises(ValueError, match=r"gradients are statistics for bf16; allowed are ones for fp16"):
+        advise_scale(statistics(one, "bf16"))
+    with pytest.raises(ValueError, match=r"gradients are statistics at scale 3.0; allowed are ones at a power of two"):
+        advise_scale(statistics(one, "fp16", 3.0))
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match=r"optimizer has taken no step yet, so there are no updates"):
+        advise_scale(one, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"optimizer is given beside parameters and updates"):
+        advise_scale(one, optimizer=optimizer, updates={})
+    with pytest.raises(ValueError, match=r"of parameters and updates only one is given"):
+        advise_scale(one, updates={})
+    with pytest.raises(ValueError, match=r"updates has 'a', of which parameters has no weight"):
+        advise_scale(one, parameters={}, updates={"a": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"updates\['a'\] has shape \(2,\), its weight \(1,\)"):
+        advise_scale(one, parameters={"a": torch.ones(1)}, updates={"a": torch.ones(2)})
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    adagrad = torch.optim.Adagrad([parameter])
+    adagrad.step()
+    with pytest.raises(TypeError, match=r"optimizer is a Adagrad, whose state for .* holds neither exp_avg"):
+        advise_scale(one, optimizer=adagrad)

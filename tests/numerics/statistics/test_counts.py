@@ -1,0 +1,385 @@
+"""Statistics: every count against rounding in float64 and against halfstep.cast, for every format and scale."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import falling
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import ALL, twins, using
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+from halfstep.numerics.formats.table import UnknownFormat, formats
+from halfstep.numerics.statistics.counts import KINDS, Statistics, grid_of, statistics
+from halfstep.numerics.wording import count, percent, shortened
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on overflow and NaN
+
+NAMES = ["fp32", "tf32", "fp16", "bf16", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3fn", "e3m2fn", "e2m1fn", "e5m7"]
+INF, NAN = math.inf, math.nan
+
+
+def expect(found: Any, values: np.ndarray, scale: float, format: str) -> None:
+    """A row's counts against each element rounded in float64."""
+    fallen = falling.fall(values, scale, formats[format])
+    assert {kind: getattr(found, kind) for kind in KINDS} == {kind: getattr(fallen, kind) for kind in KINDS}
+    assert found.elements == values.size
+
+
+def edges(format: str) -> np.ndarray:
+    """Where what becomes of a number changes, with the fp32 numbers on both sides, both signs; and all specials."""
+    form = formats[format]
+    points = [form.min_subnormal / 2, form.min_subnormal, form.min_normal, form.max, form.overflow]
+    points += [point * 2.0**shift for point in points for shift in (-30, -1, 1, 30)]
+    exact = np.array(points).astype(np.float32)
+    near = np.concatenate([exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(INF))])
+    return np.concatenate([near, -near, oracles.specials()])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_at_its_edges(name: str) -> None:
+    values = edges(name)
+    expect(statistics(torch.from_numpy(values), name)[0], values, 1.0, name)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn", "e2m1fn"])
+def test_every_power_of_two_counted_anew_and_moved(name: str) -> None:
+    values = edges(name)
+    tensor = torch.from_numpy(values)
+    once = statistics(tensor, name)
+    for exponent in range(-40, 41):
+        scale = 2.0**exponent
+        anew, moved = statistics(tensor, name, scale), once.at(scale)
+        expect(anew[0], values, scale, name)
+        expect(moved[0], values, scale, name)
+        assert moved.scale == anew.scale == scale
+        assert moved[0].exponents == anew[0].exponents
+        assert moved[0].errors is None
+    assert once.at(2.0**126).at(2.0**-126)[0].overflow >= once.at(2.0**126)[0].exponents[128], (
+        "what left does not return"
+    )
+
+
+@pytest.mark.parametrize("scale", [1000.0, 0.1, 3.0, 7e-30, 1e37])
+def test_other_scales_multiply_in_fp32(scale: float) -> None:
+    for name in ("fp16", "bf16", "e5m2"):
+        values = edges(name)
+        expect(statistics(torch.from_numpy(values), name, scale)[0], values, float(np.float32(scale)), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp16", torch.float16), ("bf16", torch.bfloat16), ("e4m3fn", oracles.E4M3), ("e5m2", oracles.E5M2)],
+)
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 1000.0])
+def test_the_same_as_casting_each_element(name: str, dtype: torch.dtype, scale: float) -> None:
+    x = torch.from_numpy(edges(name))
+    # Where fp32 itself rounds the product, casting it would round twice.
+    x = x[((x * scale).double() == x.double() * scale) | ~x.isfinite() | (scale == 1000.0)]
+    cast = halfstep.cast(x * scale, dtype).float()
+    found = statistics(x, name, scale)[0]
+    finite, zero = x.isfinite(), x == 0
+    assert found.flushed == int((finite & ~zero & (cast == 0)).sum())
+    assert found.overflow == int((finite & ~cast.isfinite()).sum())
+    assert (found.zero, found.infinite, found.nan) == (int(zero.sum()), int(x.isinf().sum()), int(x.isnan().sum()))
+    small = (x * scale).abs() < formats[name].min_normal
+    assert found.subnormal == int((finite & small & (cast != 0)).sum())
+    assert found.elements == sum(getattr(found, kind) for kind in KINDS) == x.numel()
+
+
+def test_the_thresholds_of_fp16_at_the_usual_scale() -> None:
+    """|g| S <= 2^-25 is flushed, < 2^-14 subnormal, >= 65520 overflows; at 2^16 that is 4.55e-13, 9.31e-10, 0.99976."""
+    flush, normal, overflow = 2.0**-41, 2.0**-30, 65520 / 65536
+    assert (flush, normal, overflow) == pytest.approx((4.5475e-13, 9.3132e-10, 0.999756), rel=1e-5)
+    for edge, below, at in ((normal, "subnormal", "normal"), (overflow, "normal", "overflow")):
+        under = float(np.nextafter(np.float32(edge), np.float32(0)))
+        assert getattr(statistics(torch.tensor(under), "fp16", 2.0**16)[0], below) == 1
+        assert getattr(statistics(torch.tensor(edge), "fp16", 2.0**16)[0], at) == 1
+    assert statistics(torch.tensor(flush), "fp16", 2.0**16)[0].flushed == 1
+    above = float(np.nextafter(np.float32(flush), np.float32(1)))
+    assert statistics(torch.tensor(above), "fp16", 2.0**16)[0].subnormal == 1
+
+
+def test_powers_of_two_round_nothing_and_a_thousand_most() -> None:
+    """S = 2^k and back changes no fp32 gradient; S = 1000 changes more than half of them by rounding."""
+    gradients = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1e-4
+    assert torch.equal(gradients * 65536 / 65536, gradients)
+    assert statistics(gradients, "fp32", 65536)[0].largest_error == 0
+    changed = ((gradients * 1000).double() != gradients.double() * 1000).double().mean().item()
+    assert changed > 0.9, "the product alone is rounded nearly always"
+    there_and_back = ((gradients * 1000) * torch.tensor(1 / 1000) != gradients).double().mean().item()
+    assert there_and_back == pytest.approx(0.57, abs=0.02)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=40),
+    st.sampled_from([name for name in NAMES if name != "fp32"]),
+    st.integers(-60, 60),
+)
+def test_fp64_loses_nothing_on_its_way(numbers: list[float], name: str, exponent: int) -> None:
+    form = formats[name]
+    middle = [form.overflow, form.min_subnormal / 2, form.min_normal]
+    values = np.array([*numbers, *(np.nextafter(edge, way) * 2.0**-exponent for edge in middle for way in (0, INF))])
+    found = statistics(torch.from_numpy(values), name, 2.0**exponent)[0]
+    expect(found, values, 2.0**exponent, name)
+    fallen = falling.fall(values, 2.0**exponent, form)
+    if fallen.errors.size:
+        assert found.largest_error == pytest.approx(float(fallen.errors.max()), abs=2.0**-22)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn"])
+def test_quantiles_hold_those_of_the_sorted_errors(name: str) -> None:
+    values = (torch.randn(3001, generator=torch.Generator().manual_seed(2)) * 1e-3).numpy()
+    found = statistics(torch.from_numpy(values), name, 2.0**-6)[0]
+    errors = np.sort(falling.fall(values, 2.0**-6, formats[name]).errors)
+    assert found.largest_error == errors[-1]
+    for q in (0.0, 0.001, 0.3, 0.5, 0.9, 0.99, 0.9999, 1.0):
+        truth = float(errors[max(1, math.ceil(q * errors.size)) - 1])
+        low, high = found.error_quantile(q)
+        assert low <= truth < high or low == truth == high
+        assert high <= 1.125 * low
+    assert statistics(torch.tensor([1.0, 2.0, 0.0]), name)[0].error_quantile(1.0) == (0.0, 0.0)
+    assert statistics(torch.tensor([1.0, 1e-30]), name, 2.0**-60)[0].error_quantile(1.0) == (1.0, 1.0)
+    assert all(map(math.isnan, statistics(torch.zeros(3), name)[0].error_quantile(0.5)))
+
+
+def test_every_implementation_says_the_same() -> None:
+    tensors = [torch.from_numpy(edges("fp16")), torch.from_numpy(edges("bf16")).to(torch.bfloat16), torch.empty(0, 2)]
+    found = []
+    for name in ALL:
+        with using(name, "statistics") as device:
+            found.append(statistics(twins(tensors, device), "fp16", 2.0**8).as_dict())
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("dtype", [oracles.E4M3, oracles.E5M2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_fp8_is_decoded(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    expect(statistics(codes, "e2m3fn")[0], codes.float().numpy(), 1.0, "e2m3fn")
+
+
+# ------------------------------------------------------------------------------------------------------------- inputs
+
+
+def test_modules_dicts_lists_and_pairs() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    names = ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert statistics(model).names == statistics(model.named_parameters()).names == names
+    assert statistics(model.state_dict()).names == names
+    assert statistics(model, of="gradients").names == ()
+    model[0](torch.ones(1, 3)).sum().backward()
+    gradients = statistics(model, of="gradients")
+    assert gradients.names == names[:2]
+    assert gradients["0.bias"].normal == 2
+    assert statistics(model.named_parameters(), of="gradients").names == names[:2]
+    assert statistics([torch.ones(1), torch.ones(2)]).names == ("0", "1")
+    nested = {"model": {"a": torch.ones(1), "b": {"c": torch.ones(2)}}, "d": torch.ones(3)}
+    assert [(row.name, row.elements) for row in statistics(nested)] == [("model.a", 1), ("model.b.c", 2), ("d", 3)]
+    assert statistics(torch.ones(2, 2)).names == ("tensor",)
+    assert statistics({}).total.elements == 0
+    assert statistics({}).total.share("zero") == 0.0
+    assert "total" in str(statistics({}))
+
+
+def test_odd_tensors() -> None:
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 4]]), torch.tensor([2.0**-26, 2.0**-26, 1.0]), (9,), check_invariants=True
+    )
+    row = statistics(sparse)[0]  # the duplicates are one element, which is not flushed
+    assert (row.elements, row.flushed, row.subnormal, row.normal) == (2, 1, 0, 1)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert statistics(parameter)[0].normal == 3
+    assert parameter.grad is None
+    view = torch.arange(12.0).view(3, 4).t()[1:]
+    assert statistics(view)[0].elements == 9
+    assert statistics(torch.tensor(5.0))[0].exponents == {2: 1}
+    assert statistics(torch.tensor([2.0**-149, -(2.0**-140), 3e38]))[0].exponents == {-149: 1, -140: 1, 127: 1}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on what would wait for a GPU: a number or a copy fetched to the host."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(function)
+        assert not (str(function).startswith("aten._to_copy") and args[0].device.type != "cpu")
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_until_it_is_read() -> None:
+    scale, named = torch.tensor(65536.0), {"a": torch.ones(5), "b": torch.ones(3, dtype=torch.float16)}
+    statistics(named, "fp16", scale)  # makes the table of addresses, on the host
+    with NoWaiting():
+        found = statistics(named, "fp16", scale)
+        assert repr(found) == "<Statistics of 2 tensors in fp16>"
+        assert len(found) == 2
+        with pytest.raises(AssertionError):
+            found.read()
+    scale.fill_(1.0)  # the scaler moves on: what was counted is what was
+    assert found.read() is found
+    assert found.scale == 65536
+    assert found["a"].overflow == 5
+    assert found._counted == [], "the device's counts are let go"
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def test_rows_total_and_sums() -> None:
+    first = statistics({"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([1e-9, 1e6])})
+    second = statistics({"b": torch.tensor([1.1]), "c": torch.tensor([NAN, INF, -INF])})
+    both = first + second
+    assert both.names == ("a", "b", "c")
+    assert [row.elements for row in both] == [2, 3, 3]
+    assert both["b"].flushed == both["b"].overflow == both["b"].normal == 1
+    assert both["b"].lost == 2 / 3
+    assert both["b"].largest_error == 1.0
+    assert second["b"].largest_error == pytest.approx(abs(float(np.float16(1.1)) / float(np.float32(1.1)) - 1))
+    total = both.total
+    assert {kind: getattr(total, kind) for kind in KINDS} == {
+        "zero": 1, "flushed": 1, "subnormal": 0, "normal": 2, "overflow": 1, "infinite": 2, "nan": 1,
+    }  # fmt: skip
+    assert total.share("infinite") == 0.25
+    assert total.largest_error == 1.0
+    assert [row.name for row in both.worst(1)] == ["b"]
+    assert both[-1].name == "c"
+    assert [row.name for row in both[:2]] == ["a", "b"]
+    for row, name in zip(both, both.names, strict=True):
+        assert row.name == name
+
+
+def test_as_dict_is_json() -> None:
+    found = statistics({"a": torch.tensor([1.5, 1e-9, NAN]), "b": torch.zeros(2)}, "fp16", 2.0)
+    read = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert (read["format"], read["scale"], read["total"]["elements"]) == ("fp16", 2.0, 5)
+    assert read["tensors"][0]["exponents"] == {"1": 1, "-29": 1}
+    assert read["tensors"][1]["error_quantiles"] == {"0.5": None, "0.9": None, "0.99": None}
+    assert "errors" not in statistics(torch.ones(1), errors=False).as_dict()["total"]
+
+
+def test_the_table_fits_80_columns() -> None:
+    named = {f"transformer.encoder.layers.{layer}.self_attention.out_proj.weight": torch.ones(3) for layer in range(30)}
+    named["transformer.decoder.embedding"] = torch.tensor([1e-9, 1.0, INF])
+    found = statistics(named, "fp16")
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "fp16 at scale 1, shares in %"
+    assert lines[2].split() == ["t.decoder.embedding", "3", "0", "33.3", "0", "33.3", "0", "1"]
+    assert lines[-3] == "... and 11 more that lose no more"
+    assert lines[-1] == "and 1 infinite, 0 NaN before rounding"
+    assert len(found.table().splitlines()) == 2 + 31 + 1 + 1
+    assert "err p99" not in statistics(named, errors=False).table()
+
+
+def test_words() -> None:
+    assert [percent(share) for share in (0, 1e-9, 0.00123, 0.5, 0.9999, 1)] == [
+        "0",
+        "<0.01",
+        "0.12",
+        "50.0",
+        ">99.9",
+        "100",
+    ]
+    assert [count(number) for number in (0, 999, 1000, 12345, 999499, 10**9, 10**13)] == [
+        "0", "999", "1k", "12.3k", "999k", "1G", "10T",
+    ]  # fmt: skip
+    assert shortened("a.b", 3) == "a.b"
+    assert shortened("encoder.layers.10.norm.weight", 22) == "e.l.10.norm.weight"
+    assert shortened("encoder", 5) == "en…er"
+
+
+def test_pictures_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    named = {"a": torch.randn(100) * 1e-6, "b": torch.zeros(3), "c": torch.tensor([NAN, 1e9])}
+    for number, (tensors, name, scale) in enumerate(
+        [
+            (named, "fp16", 2.0**10),
+            (named, "bf16", 1.0),
+            (named, "e4m3fn", 1000.0),
+            ({}, "fp16", 1.0),
+            ([torch.zeros(2)], "bf16", 1.0),
+        ]
+    ):
+        path = tmp_path / f"{number}.png"
+        statistics(tensors, name, scale).picture(path)
+        assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_grids_of_formats() -> None:
+    assert grid_of(formats["fp16"]) == (13, -14, 15, 0x7FF000)
+    assert grid_of(formats["e4m3fn"]) == (20, -6, 8, 0x680001)
+    assert grid_of(formats["e2m1fn"]) == (22, 0, 2, 0x600000)  # 7; the largest, 6, has an odd code
+    assert grid_of(formats["fp32"]) == (0, -126, 127, 1 << 23)
+
+
+@pytest.mark.parametrize("name", ["int8", "e8m0fnu", "e5m0"])
+def test_formats_without_a_mantissa_are_refused(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"format is '{name}'; allowed are floating-point formats with 1 to 23 mantissa"
+    ):
+        statistics(torch.ones(1), name)
+
+
+def test_errors_name_the_argument() -> None:
+    one = torch.ones(1)
+    with pytest.raises(UnknownFormat, match="unknown format 'fp17'; did you mean 'fp16'"):
+        statistics(one, "fp17")
+    with pytest.raises(ValueError, match=r"format is 'fp64'; allowed are"):
+        statistics(one, "fp64")
+    with pytest.raises(
+        ValueError, match=r"format is 'e9m5', with numbers from 2\^-259 to 2\^255; allowed are formats within"
+    ):
+        statistics(one, "e9m5")
+    for scale in (0, -1.0, NAN, INF, 2.0**127, True, "2"):
+        with pytest.raises(ValueError, match=r"scale is .*; allowed are numbers from 2\^-126 to 2\^126"):
+            statistics(one, "fp16", scale)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"scale has shape \(2,\); allowed is one number"):
+        statistics(one, "fp16", torch.ones(2))
+    with pytest.raises(ValueError, match=r"scale is 0.0; allowed are"):
+        statistics(one, "fp16", torch.tensor(0.0)).read()
+    with pytest.raises(TypeError, match=r"x has dtype torch.int64; allowed are float64, .* leave it out"):
+        statistics({"x": torch.ones(1, dtype=torch.int64)})
+    with pytest.raises(TypeError, match=r"x has dtype torch.complex64"):
+        statistics({"x": torch.ones(1, dtype=torch.complex64)})
+    with pytest.raises(TypeError, match=r"x has dtype torch.float64, which cannot be counted for fp32; .* convert it"):
+        statistics({"x": one.double()}, "fp32")
+    with pytest.raises(TypeError, match=r"x is on the meta device and has no values; load it first"):
+        statistics({"x": one.to("meta")})
+    with pytest.raises(TypeError, match=r"x has layout torch.sparse_csr; allowed are dense and COO .* use .to_dense"):
+        statistics({"x": torch.eye(2).to_sparse_csr()})
+    with pytest.raises(TypeError, match=r"tensors\['y'\] is a int; allowed are torch tensors"):
+        statistics({"y": 3})
+    with pytest.raises(TypeError, match=r"tensors is a float; allowed are a tensor, a module, a dict"):
+        statistics(2.0)
+    with pytest.raises(TypeError, match=r"tensors is a str; allowed"):
+        statistics("model.pt")
+    with pytest.raises(ValueError, match=r"tensors has two tensors called 'a'"):
+        statistics([("a", one), ("a", one)])
+    with pytest.raises(ValueError, match=r"of is 'grad'; allowed are 'parameters' \(the tensors themselves\) and 'gra"):
+        statistics(one, of="grad")
+    found = statistics(one, errors=False)
+    with pytest.raises(ValueError, match=r"errors were not counted; count them with halfstep.statistics"):
+        found[0].error_quantile(0.5)
+    with pytest.raises(ValueError, match=r"q is 2; allowed are numbers from 0 to 1"):
+        found[0].error_quantile(2)
+    with pytest.raises(ValueError, match=r"kind is 'zeros'; allowed are 'zero', 'flushed'"):
+        found[0].share("zeros")
+    with pytest.raises(KeyError, match=r"no tensor is called 'b'"):
+        found["b"]
+    with pytest.raises(ValueError, match=r"scale is 3; allowed are 1.0 times powers of two: count anew for others"):
+        found.at(3)
+    with pytest.raises(ValueError, match=r"statistics for bf16 at scale 1.0 are to be added to ones for fp16 at 1.0"):
+        found + statistics(one, "bf16", errors=False)
+    assert isinstance(found, Statistics)
