@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 def shortened(name: str, room: int) -> str:
     """A dotted name that fits: parts become their first letter, from the left, as long as that is needed.
@@ -41,24 +39,3 @@ def count(number: int) -> str:
             break
         value /= 1000
     return f"{value:.0f}" if unit == "" else f"{value:.3g}{unit}"
-
-
-def printable(text: str) -> str:
-    """`text` in one line that a terminal only shows: other characters are written as in Python, such as ``\\x1b``."""
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
-
-
-def instead(word: str, allowed: Iterable[str], listed: bool = True) -> str:
-    """What to say after a word that is not allowed: ``"did you mean 'fp16'? Allowed are fp16, bf16"``.
-
-    Args:
-        word: as it was given.
-        allowed: words.
-        listed: say which are allowed; if not, only the question is left, with a space after it, or nothing.
-    """
-    import difflib  # only mistakes wait for it
-
-    words = list(allowed)
-    near = difflib.get_close_matches(word, words, n=1, cutoff=0.55 if listed else 0.6)
-    meant = "" if not near else f"did you mean {near[0] if near[0].startswith('-') else repr(near[0])}? "
-    return meant + f"{'A' if meant else 'a'}llowed are {', '.join(words)}" if listed else meant

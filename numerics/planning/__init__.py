@@ -5,21 +5,18 @@
     12250000000
 
 Everything is counted in whole bytes. A part is *exact* where it is what is allocated, to the byte, for weights,
-gradients, states and DDP's buckets; the others are estimates by the formulas named in ``plan_work.py``
-and ``plan_sharding.py``. Not counted: the CUDA context, communication libraries, fragmentation of the
+gradients, states and DDP's buckets; the others are estimates by the formulas named in ``work.py`` and
+``strategies.py``. Not counted: the CUDA context, communication libraries, fragmentation of the
 allocator, and workspaces of matrix libraries; the reserve of `fit` is for them.
 
 Needs no torch.
 """
 
-from halfstep.numerics.planning.plan_cards import CARDS, Card, card
-from halfstep.numerics.planning.plan_layouts import LAYOUTS, OPTIMIZERS, PRECISIONS, Layout, layout
-from halfstep.numerics.planning.plan_parts import Part, Totals
-from halfstep.numerics.planning.plan_shapes import MODELS, Tensor, Transformer, Unit, unit
-from halfstep.numerics.planning.plan_sharding import STRATEGIES, Strategy
-from halfstep.numerics.planning.plan_traffic import Collective
-from halfstep.numerics.planning.plan_work import CHECKPOINTING
-from halfstep.numerics.planning.plans import RESERVE, Plan, Work, fit, plan, usable
+from halfstep.numerics.planning.layouts import LAYOUTS, OPTIMIZERS, PRECISIONS, Layout, layout
+from halfstep.numerics.planning.models import MODELS, Tensor, Transformer, Unit, unit
+from halfstep.numerics.planning.plans import CARDS, RESERVE, Card, Part, Plan, Totals, Work, card, fit, plan, usable
+from halfstep.numerics.planning.strategies import STRATEGIES, Collective, Strategy
+from halfstep.numerics.planning.work import CHECKPOINTING
 
 __all__ = [
     "CARDS",

@@ -2,22 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from halfstep.numerics.planning import plan_parts, plan_sharding, plan_traffic, plan_work
-from halfstep.numerics.planning.plan_cards import GIB, Card
-from halfstep.numerics.planning.plan_errors import divides, one_of, whole
-from halfstep.numerics.planning.plan_layouts import FORMATS, Layout, layout
-from halfstep.numerics.planning.plan_parts import Part, Totals
-from halfstep.numerics.planning.plan_shapes import Tensor, Transformer, Unit, parameters_of
-from halfstep.numerics.planning.plan_sharding import STRATEGIES, Strategy
-from halfstep.numerics.planning.plan_traffic import Collective
-from halfstep.numerics.planning.plan_work import CHECKPOINTING
+from halfstep.numerics.errors import divides, one_of, whole
+from halfstep.numerics.planning import strategies, work
+from halfstep.numerics.planning.layouts import FORMATS, Layout, Stored, layout
+from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
+from halfstep.numerics.planning.strategies import STRATEGIES, Collective, Locals, Shards, Strategy, elements
 
 RESERVE = Fraction(1, 10)  # of a card's memory, for what is not counted; a rule of thumb
+ALWAYS, BACKWARD, STEP = "always", "backward", "step"
+GPU, HOST = "gpu", "host"
+_DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that takes memory on one GPU.
+
+    Args:
+        name: of the part.
+        bytes: on this GPU (or its share of the host).
+        per_parameter: bytes for each parameter, before the division; None where it does not go by parameters.
+        divisor: GPUs among which it is divided.
+        phase: when it is there: ``"always"``, ``"backward"`` (forward and backward) or ``"step"``.
+        exact: to the byte, or an estimate.
+        place: ``"gpu"`` or ``"host"``.
+        note: what it is, or what one would not expect.
+    """
+
+    name: str
+    bytes: int
+    per_parameter: Fraction | None
+    divisor: int
+    phase: str
+    exact: bool
+    place: str = GPU
+    note: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the ZeRO paper would count it: weights, gradients and states, but no buckets and scalars."""
+        return self.phase == ALWAYS and self.name not in ("buckets", "scalars")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Bytes per GPU.
+
+    Args:
+        state: what is always there: weights, gradients, states.
+        backward: what forward and backward need besides.
+        step: what the optimizer's step needs besides.
+        peak: `state` and the larger of the two. Gradients set to None between steps are not there when activations
+            are most, so it is rather too much than too little.
+        host: bytes of the host's memory for this GPU.
+    """
+
+    state: int
+    backward: int
+    step: int
+    peak: int
+    host: int
 
 
 @dataclass(frozen=True)
@@ -80,11 +130,11 @@ class Plan:
 
     def mfu(self, seconds: float, peak_flops: float) -> float:
         """Share of the peak that the model's FLOPs reach in a step of so many seconds; 0.5 and above is good."""
-        return plan_work.utilisation(self._work().training, seconds, peak_flops)
+        return work.utilisation(self._work().training, seconds, peak_flops)
 
     def hfu(self, seconds: float, peak_flops: float) -> float:
         """The same with the FLOPs that checkpointing computes again."""
-        return plan_work.utilisation(self._work().hardware, seconds, peak_flops)
+        return work.utilisation(self._work().hardware, seconds, peak_flops)
 
     def _work(self) -> Work:
         if self.work is None:
@@ -168,13 +218,13 @@ def plan(
         shard: GPUs of one group of ``"hsdp"``.
         tensor_parallel: GPUs that share every layer; divides `gpus`.
         sequence_parallel: norms and dropouts are divided among them too (Korthikanti et al., 2022).
-        precision, optimizer, moments, master, gradients: of the layout; see `plan_layouts.layout`.
+        precision, optimizer, moments, master, gradients: of the layout; see `layout`.
         accumulator: format of a second gradient in which micro-batches are summed.
         amsgrad: keep ``max_exp_avg_sq``.
         batch: sequences of one micro-batch on one GPU.
         seq: their length. Default: the model's.
         accumulate: micro-batches in a step.
-        checkpointing: see `plan_work.activations`.
+        checkpointing: see `work.activations`.
         offload: what the strategy can leave in the host's memory is there.
         bucket_view: gradients are views of DDP's buckets, DDP's ``gradient_as_bucket_view``.
         compress: format in which gradients are sent: DDP's hooks, FSDP2's ``reduce_dtype``.
@@ -206,38 +256,36 @@ def plan(
     held = _units_of(params, model, units, t)
     local = parameters_of(held)
     shard = None if shard is None else whole("shard", shard)
-    ways, _ = plan_sharding.groups(how, ranks, shard)
+    ways, _ = strategies.groups(how, ranks, shard)
     if rank is not None and not (isinstance(rank, int) and 0 <= rank < ways):
         raise ValueError(f"rank is {rank!r}; allowed are whole numbers from 0 to {ways - 1}")
     batch, seq = _micro_batch(model, batch, seq, checkpointing)
-    mine = plan_sharding.shard(held, how, ways, rank, shaped=params is None)
+    shaped = params is None
     summed = None if accumulator is None else FORMATS[accumulator]
     sent = FORMATS[compress] if compress is not None else summed or row.gradients
+    mine = strategies.shard(held, how, ways, rank, shaped)
+    given = _Given(row, how, ranks, ways, tuple(held), shaped, mine, summed, sent, amsgrad, offload, bucket_view)
 
-    parts = plan_parts.kept(row, how, ways, mine, summed, amsgrad, offload, shaped=params is None)
-    parts += plan_parts.buckets(how, ranks, local, row, sent, bucket_view)
-    parts += plan_parts.gathered(row, how, ways, held, sent, shaped=params is None)
-    parts += plan_parts.autocast_copies(row, how, held, shaped=params is None)
+    parts = [*_kept(given), *_buckets(given), *_gathered(given), *_autocast_copies(given)]
     if model is not None and batch is not None and seq is not None:
-        parts += plan_parts.activations(row, model, batch, seq, t, sequence_parallel, checkpointing)
-    parts += plan_parts.temporaries(row, how, ways, mine, offload)
+        parts += _activations(row, model, batch, seq, t, sequence_parallel, checkpointing)
+    parts += _temporaries(given)
     total = model.parameters if model is not None else local if units is not None else whole("params", params)
-    messages = plan_traffic.communication(
+    roots = [one for one in held if one.root] if how.by in ("rows", "units") and len(held) > 1 else []
+    messages = strategies.communication(
         how,
         ranks,
-        parameters=plan_sharding.padded(held, how, ways, shaped=params is None),
+        ways,
+        parameters=strategies.padded(held, how, ways, shaped),
         gradient_width=sent.per_parameter,
         weight_width=row.compute.per_parameter if how.gathers else row.weights.per_parameter,
         accumulate=accumulate,
-        shard_size=shard,
-        kept=plan_sharding.padded([one for one in held if one.root], how, ways, shaped=params is None)
-        if how.by in ("rows", "units") and len(held) > 1
-        else 0,
+        kept=strategies.padded(roots, how, ways, shaped),
     )
     if offload:
-        messages += plan_traffic.over_the_bus(row, how, mine, accumulate)
+        messages += strategies.over_the_bus(row, how, mine, accumulate)
     if model is not None and t > 1 and batch is not None and seq is not None:
-        messages += plan_traffic.between_layers(row, model, batch, seq, t, accumulate)
+        messages += strategies.between_layers(row, model, batch, seq, t, accumulate)
     settings = {
         "params": total,
         "model": None if model is None else asdict(model),
@@ -262,25 +310,16 @@ def plan(
         "compress": compress,
         "rank": rank,
     }
-    moved = row.moved_per_step(amsgrad) * sum(size * count for size, count in mine.states)
-    return Plan(
-        total,
-        row,
-        how,
-        settings,
-        tuple(parts),
-        plan_parts.totals(parts),
-        messages,
-        _work(model, total, batch, seq, t, accumulate, checkpointing),
-        -(-moved.numerator // moved.denominator),
-    )
+    moved = row.moved_per_step(amsgrad) * elements(mine.states)
+    done = _work(model, total, batch, seq, t, accumulate, checkpointing)
+    return Plan(total, row, how, settings, tuple(parts), _totals(parts), messages, done, math.ceil(moved))
 
 
 def _micro_batch(
     model: Transformer | None, batch: int | None, seq: int | None, checkpointing: str
 ) -> tuple[int | None, int | None]:
     """Batch and sequence length, checked."""
-    one_of("checkpointing", checkpointing, CHECKPOINTING)
+    one_of("checkpointing", checkpointing, work.CHECKPOINTING)
     if model is None and checkpointing != "none":
         raise ValueError(f"checkpointing is {checkpointing!r}, and without a model nothing is known of its activations")
     batch = None if batch is None else whole("batch", batch)
@@ -291,6 +330,149 @@ def _micro_batch(
     elif model is not None:
         seq = model.seq
     return batch, seq
+
+
+# ---------------------------------------------------------------------------------------------------------- parts
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the parts of a plan are counted from.
+
+    Args:
+        row, how: the layout and the strategy.
+        ranks: data-parallel GPUs.
+        ways: those of them among which the model is divided.
+        units: the model, as one tensor-parallel GPU holds it.
+        shaped: whether they have the shapes of its parameters, and not only their number.
+        mine: what one rank holds.
+        summed: the accumulator's format.
+        sent: in which gradients are sent.
+    """
+
+    row: Layout
+    how: Strategy
+    ranks: int
+    ways: int
+    units: tuple[Unit, ...]
+    shaped: bool
+    mine: Shards
+    summed: Stored | None
+    sent: Stored
+    amsgrad: bool
+    offload: bool
+    bucket_view: bool
+
+    @property
+    def states_at(self) -> str:
+        """Where optimizer states are."""
+        return HOST if self.offload else GPU
+
+
+def _kept(given: _Given) -> Iterator[Part]:
+    """Weights, gradients and states."""
+    row, how, mine = given.row, given.how, given.mine
+    rest = HOST if given.offload and how.offloads == "all" else GPU
+    listed: list[tuple[str, Stored | None, Locals, bool, str]] = [
+        ("weights", row.weights, mine.weights, how.weights, rest),
+        ("gradients", row.gradients, mine.gradients, how.gradients, rest),
+        ("accumulated gradients", given.summed, mine.gradients, how.gradients, rest),
+        *((name, stored, mine.states, how.states, given.states_at) for name, stored in row.states(given.amsgrad)),
+    ]
+    for name, stored, held, divided, place in listed:
+        if stored is not None:
+            size = sum(count * stored.bytes(each) for each, count in held)
+            divisor = given.ways if divided else 1
+            yield Part(name, size, stored.per_parameter, divisor, ALWAYS, True, place, stored.name)
+    if given.shaped and row.scalars:
+        size = row.scalars * sum(count for _, count in mine.states)
+        counted = not row.optimizer.startswith("te")  # TransformerEngine's are read in its source only
+        yield Part("scalars", size, None, 1, ALWAYS, counted, given.states_at, "step counts, scales")
+
+
+def _buckets(given: _Given) -> Iterator[Part]:
+    how, width, local = given.how, given.row.gradients.width, parameters_of(given.units)
+    if given.ranks == 1:
+        return
+    if how.by == "flat":
+        size = min(_DEEPSPEED_BUCKET, local) * width
+        yield Part("buckets", size, None, 1, BACKWARD, False, GPU, "5e8 gradients, DeepSpeed's default")
+    if how.buckets and not given.bucket_view:
+        note = "DDP's copy of the gradients"
+        yield Part("buckets", local * width, Fraction(width), 1, ALWAYS, True, GPU, note)
+    if how.buckets and given.sent.width < width:
+        # torch's default: the first bucket 1 MiB, the others 25 MiB, counted in the gradients' own format.
+        size = min(25 * 2**20, local * width) * given.sent.width // width
+        yield Part("compressed bucket", size, None, 1, BACKWARD, False, GPU, "one of 25 MiB on its way")
+
+
+def _gathered(given: _Given) -> Iterator[Part]:
+    """Whole units in flight under FSDP: the one computed and the next one gathered; the root stays."""
+    if not given.how.gathers or given.ways == 1 or not given.shaped:
+        return
+    blocks = [one for one in given.units if not one.root]
+    largest = max((one.elements for one in blocks), default=0)
+    root = parameters_of(one for one in given.units if one.root)
+    width = given.row.compute.width
+    weights = (root + largest * (2 if sum(one.count for one in blocks) > 1 else 1)) * width
+    gradients = (largest or root) * (width + given.sent.width)
+    yield Part("gathered weights", weights, None, 1, BACKWARD, False, GPU, "the root and two units")
+    note = "largest unit, and its copy to reduce"
+    yield Part("unreduced gradients", gradients, None, 1, BACKWARD, False, GPU, note)
+
+
+def _autocast_copies(given: _Given) -> Iterator[Part]:
+    """What autocast keeps of fp32 weights from forward to backward; FSDP gathers them cast instead."""
+    if given.row.autocast and not given.how.gathers:
+        compute = given.row.compute
+        cast = elements((tensor.elements, count) for tensor, count in tensors_of(given.units) if tensor.cast)
+        note = "by autocast, kept for backward"
+        yield Part("cast weights", cast * compute.width, compute.per_parameter, 1, BACKWARD, given.shaped, GPU, note)
+
+
+def _activations(
+    row: Layout, model: Transformer, batch: int, seq: int, t: int, sequence_parallel: bool, checkpointing: str
+) -> Iterator[Part]:
+    width = row.compute.width
+    found = work.activations(
+        *(model, batch, seq),
+        width=width,
+        tensor_parallel=t,
+        sequence_parallel=sequence_parallel,
+        checkpointing=checkpointing,
+    )
+    logits = batch * seq * model.vocab // t
+    loss = (logits * (4 + width), "log-softmax, and 16-bit logits") if width < 4 else (logits * 4, "log-softmax")
+    for name, size, note in (
+        ("activations", found.saved, "saved by the blocks"),
+        ("recomputed", found.recomputed, "blocks computed again at once"),
+        ("outer activations", found.ends, "around the blocks"),
+        ("logits", 4 * logits, "in fp32"),
+        ("loss", *loss),
+    ):
+        if size:
+            yield Part(name, size, None, 1, BACKWARD, False, GPU, note)
+
+
+def _temporaries(given: _Given) -> Iterator[Part]:
+    """What the step allocates for its own length."""
+    row = given.row
+    if row.temporary:
+        size, divisor = row.temporary * elements(given.mine.states), given.ways if given.how.states else 1
+        notes = {"torch": "square root of exp_avg_sq", "apex-o2": "fp32 gradients"}
+        note = notes.get(row.optimizer, "fp32 copies of smaller states")
+        yield Part(
+            *("step temporaries", size, Fraction(row.temporary), divisor, STEP, False, given.states_at), note=note
+        )
+
+
+def _totals(parts: Sequence[Part]) -> Totals:
+    state, backward, step = (
+        sum(part.bytes for part in parts if part.phase == phase and part.place == GPU)
+        for phase in (ALWAYS, BACKWARD, STEP)
+    )
+    host = sum(part.bytes for part in parts if part.place == HOST)
+    return Totals(state, backward, step, state + max(backward, step), host)
 
 
 # ----------------------------------------------------------------------------------------------------------- work
@@ -310,8 +492,8 @@ def _work(
     if model is None:
         forward = -(-2 * total * batch * seq * accumulate // t)
         return Work(forward, 3 * forward, 3 * forward, False)
-    forward = accumulate * plan_work.forward_flops(model, batch, seq) // t
-    again = accumulate * plan_work.recomputed_flops(model, batch, seq, checkpointing) // t
+    forward = accumulate * work.forward_flops(model, batch, seq) // t
+    again = accumulate * work.recomputed_flops(model, batch, seq, checkpointing) // t
     return Work(forward, 3 * forward, 3 * forward + again, True)
 
 
@@ -371,6 +553,46 @@ def _largest(at: Callable[[int], Plan], memory: int) -> Plan | None:
         else:
             high = middle
     return best
+
+
+# ---------------------------------------------------------------------------------------------------------- cards
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU: `memory` in bytes, `flops` dense bf16 per second, `bandwidth` of its memory in bytes per second."""
+
+    name: str
+    memory: int
+    flops: float
+    bandwidth: float
+    source: str
+
+
+# GPUs from their makers' datasheets: memory, dense bf16 matrix FLOP/s, memory bandwidth. Datasheets write GB; the parts
+# have that many GiB, less what the driver and ECC take (an H200 of "141 GB" offers 139.8 GiB, an L40S of "48 GB" with
+# ECC 45.0 GiB). FLOP/s are without sparsity, products of bf16 summed in fp32.
+CARDS = {
+    card.name: card
+    for card in (
+        Card("a100-40", 40 * GIB, 312e12, 1.555e12, "NVIDIA A100 datasheet, 40GB SXM"),
+        Card("a100-80", 80 * GIB, 312e12, 2.039e12, "NVIDIA A100 datasheet, 80GB SXM"),
+        Card("h100", 80 * GIB, 989.4e12, 3.35e12, "NVIDIA H100 datasheet, SXM"),
+        Card("h200", 141 * GIB, 989.4e12, 4.8e12, "NVIDIA H200 datasheet, SXM"),
+        Card("b200", 180 * GIB, 2250e12, 8.0e12, "NVIDIA HGX B200 datasheet, per GPU"),
+        Card("mi300x", 192 * GIB, 1307.4e12, 5.3e12, "AMD Instinct MI300X datasheet"),
+        Card("l40s", 48 * GIB, 362.05e12, 0.864e12, "NVIDIA L40S datasheet"),
+        Card("rtx4090", 24 * GIB, 165.2e12, 1.008e12, "NVIDIA Ada architecture whitepaper, RTX 4090"),
+    )
+}
+
+
+def card(name: str) -> Card:
+    """The GPU of that name; ValueError, with the nearest name, if there is none."""
+    one_of("card", name.lower(), CARDS)
+    return CARDS[name.lower()]
 
 
 def usable(gpu: Card, reserve: Fraction | int = RESERVE) -> int:

@@ -2,7 +2,7 @@
 
 Prints bytes by part, messages per step, FLOPs, and with ``--card`` whether it fits; ``--fit`` looks for the largest
 that does, ``--compare`` plans all layouts or strategies, ``--json`` prints numbers, ``--out`` draws stacked bars. What
-is counted and how: ``numerics/planning/plans.py`` and docs/planning.md.
+is counted and how: ``numerics/planning`` and docs/planning.md.
 
 Exit status: 0, also if nothing fits; 2 for wrong arguments.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 from halfstep._version import __version__
 from halfstep.cli.command_line import Parser, above_zero, picture, run, whole
+from halfstep.numerics.errors import one_of
 from halfstep.numerics.planning import (
     CARDS,
     CHECKPOINTING,
@@ -38,7 +39,6 @@ from halfstep.numerics.planning import (
     plan,
     usable,
 )
-from halfstep.numerics.planning.plan_errors import one_of
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 FITS = ("none", "params", "layers", "batch")

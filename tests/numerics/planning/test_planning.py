@@ -21,11 +21,11 @@ from halfstep.numerics.planning import (
     fit,
     layout,
     plan,
-    plan_work,
     unit,
     usable,
+    work,
 )
-from halfstep.numerics.planning.plan_sharding import dealt
+from halfstep.numerics.planning.strategies import dealt
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
@@ -185,34 +185,32 @@ def test_published_parameter_counts(name: str, parameters: int) -> None:
 @pytest.mark.parametrize("t", [1, 2, 4, 12])
 def test_activations_are_the_papers(t: int) -> None:
     s, b, h, L, a = 512, 4, 768, 12, 12
-    found = plan_work.activations(WORKED, b, s, tensor_parallel=t)
+    found = work.activations(WORKED, b, s, tensor_parallel=t)
     assert found.saved == s * b * h * L * (10 + Fraction(24, t) + Fraction(5 * a * s, h * t))
     if t > 1:
-        found = plan_work.activations(WORKED, b, s, tensor_parallel=t, sequence_parallel=True) if 512 % t == 0 else None
+        found = work.activations(WORKED, b, s, tensor_parallel=t, sequence_parallel=True) if 512 % t == 0 else None
         assert found is None or found.saved == s * b * h * L * (34 + Fraction(5 * a * s, h)) / t
-    whole = plan_work.activations(WORKED, b, s, checkpointing="full")
+    whole = work.activations(WORKED, b, s, checkpointing="full")
     for parallel in (False, True):
         if t in (2, 4):
-            full = plan_work.activations(
-                WORKED, b, s, tensor_parallel=t, sequence_parallel=parallel, checkpointing="full"
-            )
+            full = work.activations(WORKED, b, s, tensor_parallel=t, sequence_parallel=parallel, checkpointing="full")
             # Only with sequence parallelism are a block's inputs, and what stands around the blocks, divided.
             share = t if parallel else 1
             assert (full.saved, full.ends) == (whole.saved // share, whole.ends // share)
-    found = plan_work.activations(WORKED, b, s, tensor_parallel=t, checkpointing="selective")
+    found = work.activations(WORKED, b, s, tensor_parallel=t, checkpointing="selective")
     assert found.saved == s * b * h * L * (10 + Fraction(24, t))
 
 
 def test_checkpointing_is_linear_in_inputs_and_then_in_the_root_of_the_depth() -> None:
     s, b, h = 512, 1, 768
-    layer = plan_work.layer_activations(WORKED, b, s)
-    full = plan_work.activations(WORKED, b, s, checkpointing="full")
+    layer = work.layer_activations(WORKED, b, s)
+    full = work.activations(WORKED, b, s, checkpointing="full")
     assert (full.saved, full.recomputed) == (12 * 2 * s * b * h, layer)
-    root = plan_work.activations(WORKED, b, s, checkpointing="sqrt")
+    root = work.activations(WORKED, b, s, checkpointing="sqrt")
     assert (root.saved, root.recomputed) == (3 * 2 * s * b * h, 4 * layer)
     for layers in (1, 16, 100, 10_000):
         deep = Transformer(**{**EXAMPLE, "layers": layers})
-        root = plan_work.activations(deep, b, s, checkpointing="sqrt")
+        root = work.activations(deep, b, s, checkpointing="sqrt")
         assert (root.saved, root.recomputed) == (math.isqrt(layers) * 2 * s * b * h, math.isqrt(layers) * layer)
 
 
@@ -220,13 +218,13 @@ def test_what_a_model_saves_depends_on_its_parts() -> None:
     s, b, h, f = 512, 2, 768, 2048
     plain: dict[str, Any] = {**EXAMPLE, "dropout": False}
     base = s * b * h * (32 + 2 * 12 * s // h)  # no masks, and one tensor of scores
-    assert plan_work.layer_activations(Transformer(**plain), b, s) == base
-    assert plan_work.layer_activations(Transformer(**plain), b, s, width=4) == 2 * base
-    flash = plan_work.layer_activations(Transformer(**plain, flash=True), b, s)
+    assert work.layer_activations(Transformer(**plain), b, s) == base
+    assert work.layer_activations(Transformer(**plain), b, s, width=4) == 2 * base
+    flash = work.layer_activations(Transformer(**plain, flash=True), b, s)
     assert flash == s * b * (32 * h + 4 * 12)
-    gated = plan_work.layer_activations(Transformer(**plain, flash=True, gated=True, ffn=f), b, s)
+    gated = work.layer_activations(Transformer(**plain, flash=True, gated=True, ffn=f), b, s)
     assert gated == s * b * (16 * h + 4 * 12 + 2 * 4 * f)
-    grouped = plan_work.layer_activations(Transformer(**plain, flash=True, kv_heads=3), b, s)
+    grouped = work.layer_activations(Transformer(**plain, flash=True, kv_heads=3), b, s)
     assert grouped == flash - s * b * 2 * 2 * (h - h // 4)
 
 
@@ -234,24 +232,24 @@ def test_what_a_model_saves_depends_on_its_parts() -> None:
 
 
 def test_work_of_a_linear_layer() -> None:
-    assert plan_work.linear_flops(16384, 32768, 8192) == 2**43 == 8_796_093_022_208
-    assert plan_work.linear_flops(16384, 32768, 8192, exact=True) == 8_795_958_804_480
+    assert work.linear_flops(16384, 32768, 8192) == 2**43 == 8_796_093_022_208
+    assert work.linear_flops(16384, 32768, 8192, exact=True) == 8_795_958_804_480
 
 
 def test_work_of_other_layers() -> None:
-    assert plan_work.elementwise_flops(3, 5) == 15
-    assert plan_work.convolution_flops(3, 64, 128, 56, 56) == 2 * 9 * 64 * 128 * 56 * 56
+    assert work.elementwise_flops(3, 5) == 15
+    assert work.convolution_flops(3, 64, 128, 56, 56) == 2 * 9 * 64 * 128 * 56 * 56
     s, h = 512, 768
     multiply_adds = 4 * s * h * h + 2 * s * s * h
-    assert plan_work.attention_flops(s, h) == 8 * s * h**2 + 4 * s**2 * h == 2 * multiply_adds
-    assert plan_work.layer_flops(WORKED, s) == plan_work.attention_flops(s, h) + 2 * plan_work.linear_flops(s, h, 4 * h)
+    assert work.attention_flops(s, h) == 8 * s * h**2 + 4 * s**2 * h == 2 * multiply_adds
+    assert work.layer_flops(WORKED, s) == work.attention_flops(s, h) + 2 * work.linear_flops(s, h, 4 * h)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_matrix_takes_two_flops_per_element_and_token(name: str) -> None:
     model, s = MODELS[name], 64
     matrices = sum(t.elements * one.count for one in model.units() for t in one.tensors if t.kind == "matrix")
-    assert plan_work.forward_flops(model, 3, s) == 3 * (2 * s * matrices + model.layers * 4 * s**2 * model.hidden)
+    assert work.forward_flops(model, 3, s) == 3 * (2 * s * matrices + model.layers * 4 * s**2 * model.hidden)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -281,7 +279,7 @@ def test_utilisation() -> None:
 
 def test_softmax_traffic() -> None:
     M, N = 1823, 781
-    naive, fused = plan_work.softmax_traffic(M, N, fused=False), plan_work.softmax_traffic(M, N, fused=True)
+    naive, fused = work.softmax_traffic(M, N, fused=False), work.softmax_traffic(M, N, fused=True)
     assert (naive.reads, naive.writes) == (5 * M * N + 2 * M, 3 * M * N + 2 * M)
     assert (fused.reads, fused.writes) == (M * N, M * N)
 

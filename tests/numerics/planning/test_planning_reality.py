@@ -15,8 +15,8 @@ from torch import nn
 import halfstep
 from halfstep.cli.train.model import GPT, SIZES
 from halfstep.cli.train.precision import DTYPES, Precision
-from halfstep.numerics.planning import MODELS, Plan, Transformer, plan, plan_work, unit
-from halfstep.numerics.planning.plan_layouts import INT8_GROUPS, LAYOUTS
+from halfstep.numerics.planning import MODELS, Plan, Transformer, plan, unit, work
+from halfstep.numerics.planning.layouts import INT8_GROUPS, LAYOUTS
 
 CPU = torch.device("cpu")
 
@@ -259,7 +259,7 @@ def test_a_block_saves_what_the_paper_counts(options: dict[str, Any], dtype: tor
     x = torch.randn(b, s, 16, dtype=dtype, requires_grad=True)
     found = saved_bytes(lambda: layer(x), list(layer.parameters()))
     width = dtype.itemsize
-    norms = found - plan_work.layer_activations(shape, b, s, width=width)
+    norms = found - work.layer_activations(shape, b, s, width=width)
     assert norms == 2 * 2 * b * s * norm_statistics(dtype)
 
 
@@ -317,7 +317,7 @@ def test_what_checkpointing_keeps() -> None:
         block.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
     with Outputs():
         run()
-    found = plan_work.activations(shape, b, s, checkpointing="full")
+    found = work.activations(shape, b, s, checkpointing="full")
     assert storage_bytes(inputs) == found.saved
     alone = saved_bytes(lambda: blocks[0](x), list(blocks.parameters()))
     assert alone == found.recomputed + 4 * b * s * norm_statistics(torch.bfloat16)

@@ -1,11 +1,30 @@
-"""The planner's checks of what it is given: each message names the argument, its value and what is allowed."""
+"""What error messages have in common: the nearest allowed word, printable text, and checks that name the argument."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from halfstep.numerics.wording import instead
+
+def printable(text: str) -> str:
+    """`text` in one line that a terminal only shows: other characters are written as in Python, such as ``\\x1b``."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+def instead(word: str, allowed: Iterable[str], listed: bool = True) -> str:
+    """What to say after a word that is not allowed: ``"did you mean 'fp16'? Allowed are fp16, bf16"``.
+
+    Args:
+        word: as it was given.
+        allowed: words.
+        listed: say which are allowed; if not, only the question is left, with a space after it, or nothing.
+    """
+    import difflib  # only mistakes wait for it
+
+    words = list(allowed)
+    near = difflib.get_close_matches(word, words, n=1, cutoff=0.55 if listed else 0.6)
+    meant = "" if not near else f"did you mean {near[0] if near[0].startswith('-') else repr(near[0])}? "
+    return meant + f"{'A' if meant else 'a'}llowed are {', '.join(words)}" if listed else meant
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from halfstep.numerics.planning.plan_errors import one_of
-from halfstep.numerics.planning.plan_shapes import Transformer
+from halfstep.numerics.errors import one_of
+from halfstep.numerics.planning.models import Transformer
 
 CHECKPOINTING = ("none", "selective", "full", "sqrt")
 
@@ -97,11 +99,6 @@ def recomputed_flops(model: Transformer, batch: int, seq: int, checkpointing: st
     return batch * model.layers * per_layer
 
 
-def training_flops(model: Transformer, batch: int, seq: int) -> int:
-    """FLOPs of forward and backward: three forwards, as backward multiplies twice for each product."""
-    return 3 * forward_flops(model, batch, seq)
-
-
 def utilisation(flops: float, seconds: float, peak_flops: float) -> float:
     """Achieved over peak FLOP/s. MFU with the model's FLOPs, HFU with recomputed ones added. 0.5 and above is good."""
     for name, value in (("seconds", seconds), ("peak_flops", peak_flops)):
@@ -179,17 +176,8 @@ def activations(
     one_of("checkpointing", checkpointing, CHECKPOINTING)
     model.check_parallel(tensor_parallel, sequence_parallel)
 
-    def layer(scores: bool = True) -> int:
-        return layer_activations(
-            model,
-            batch,
-            seq,
-            width=width,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            scores=scores,
-        )
-
+    how: dict[str, Any] = {"width": width, "tensor_parallel": tensor_parallel, "sequence_parallel": sequence_parallel}
+    layer = partial(layer_activations, model, batch, seq, **how)
     share = tensor_parallel if sequence_parallel else 1
     hidden_states = width * batch * seq * model.hidden // share
     # The embedding's dropout mask, the last norm's input and the head's.

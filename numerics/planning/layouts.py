@@ -9,11 +9,12 @@ Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
-from halfstep.numerics.planning.plan_errors import one_of
+from halfstep.numerics.errors import one_of
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,6 @@ INT8_GROUPS = Stored("int8 in groups of 32", 1, group=32, scale=2)
 FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8)}
 
 PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
-_TORCH = "torch 2.13, torch/optim/adam.py"
-_OURS = "integrations/optim.py"
-_APEX = "apex 6424da3, apex/optimizers/fused_adam.py"
-_TE = "TransformerEngine d0067d0, transformer_engine/pytorch/optimizers/fused_adam.py"
-_FLASH = "flashoptim 0.1.4, flashoptim/optimizers.py"
 
 
 @dataclass(frozen=True)
@@ -125,42 +121,13 @@ class Layout:
         return self.gradients.per_parameter + 2 * states + (1 if rewritten else 2) * self.weights.per_parameter
 
 
-def _row(optimizer: str, weights: Stored, master: Stored | None, *moments: Stored, **rest: object) -> Layout:
-    exp_avg, exp_avg_sq = moments
-    made = Layout(optimizer, weights.name, weights, weights, master, exp_avg, exp_avg_sq, compute=weights)
-    return replace(made, **rest)  # type: ignore[arg-type]
-
-
-def _ours(name: str, weights: Stored, master: Stored | None, moment: Stored) -> Layout:
-    return _row(
-        name,
-        weights,
-        master,
-        moment,
-        moment,
-        scalars=4,
-        amsgrad=True,
-        moments_allowed=("fp32", "bf16"),
-        source=_OURS,
-    )
-
-
-def _te(name: str, weights: Stored, master: Stored | None, moment: Stored = FP32, note: str = "") -> Layout:
-    return _row(
-        name,
-        weights,
-        master,
-        moment,
-        moment,
-        moments_allowed=("fp32", "fp16", "bf16", "fp8"),
-        master_allowed=("fp32", "fp16") if master == FP32 else (),
-        note=note,
-        source=_TE,
-    )
-
-
-def _flash(name: str, weights: Stored, error: Stored | None) -> Layout:
-    return _row(name, weights, error, INT8_GROUPS, INT8_GROUPS, source=_FLASH)
+def _rows(
+    optimizer: str, weights: Iterable[Stored], master: Stored | None, moment: Stored | None = FP32, **rest: Any
+) -> Iterator[Layout]:
+    """A row for each format of the parameters; `moment` is None where moments have the parameters' format."""
+    for form in weights:
+        both = moment or form
+        yield Layout(optimizer, form.name, form, form, master, both, both, compute=form, **rest)
 
 
 def _under_autocast(rows: Iterable[Layout]) -> tuple[Layout, ...]:
@@ -175,73 +142,68 @@ def _under_autocast(rows: Iterable[Layout]) -> tuple[Layout, ...]:
     return (*listed, *cast)
 
 
+_ALL, _HALF = (FP32, BF16, FP16), (BF16, FP16)
+_OURS: dict[str, Any] = {
+    "scalars": 4,
+    "amsgrad": True,
+    "moments_allowed": ("fp32", "bf16"),
+    "source": "integrations/optim.py",
+}
+_TORCH: dict[str, Any] = {"amsgrad": True, "source": "torch 2.13, torch/optim/adam.py"}
 _FOREACH = "foreach, torch's choice on a GPU, takes a square root of exp_avg_sq aside"
-_UNUSED = "the master of fp32 parameters is kept and never updated"
+_APEX: dict[str, Any] = {"source": "apex 6424da3, apex/optimizers/fused_adam.py"}
+_TE: dict[str, Any] = {
+    "moments_allowed": ("fp32", "fp16", "bf16", "fp8"),
+    "source": "TransformerEngine d0067d0, transformer_engine/pytorch/optimizers/fused_adam.py",
+}
+_TE_MASTER: dict[str, Any] = {**_TE, "master_allowed": ("fp32", "fp16")}
+_FLASH: dict[str, Any] = {"moment": INT8_GROUPS, "source": "flashoptim 0.1.4, flashoptim/optimizers.py"}
+_DEEPSPEED: dict[str, Any] = {"source": "Rajbhandari et al., ZeRO (2020), §3.1"}
 
 LAYOUTS = _under_autocast(
     (
-        _ours("halfstep", FP32, None, FP32),
-        _ours("halfstep", BF16, INT16, FP32),
-        _ours("halfstep", FP16, FP32, FP32),
-        _ours("halfstep-full", BF16, FP32, FP32),
-        _ours("halfstep-full", FP16, FP32, FP32),
-        _ours("halfstep-split", BF16, INT16, FP32),
-        _ours("halfstep-split-bf16", BF16, INT16, BF16),
-        _ours("halfstep-stochastic", BF16, None, FP32),
-        _ours("halfstep-stochastic", FP16, None, FP32),
-        _ours("halfstep-stochastic-bf16", BF16, None, BF16),
-        _ours("halfstep-stochastic-bf16", FP16, None, BF16),
+        *_rows("halfstep", [FP32], None, **_OURS),
+        *_rows("halfstep", [BF16], INT16, **_OURS),
+        *_rows("halfstep", [FP16], FP32, **_OURS),
+        *_rows("halfstep-full", _HALF, FP32, **_OURS),
+        *_rows("halfstep-split", [BF16], INT16, **_OURS),
+        *_rows("halfstep-split-bf16", [BF16], INT16, BF16, **_OURS),
+        *_rows("halfstep-stochastic", _HALF, None, **_OURS),
+        *_rows("halfstep-stochastic-bf16", _HALF, None, BF16, **_OURS),
         *(
-            _row("torch", form, None, form, form, temporary=form.width, amsgrad=True, note=_FOREACH, source=_TORCH)
-            for form in (FP32, BF16, FP16)
+            row
+            for form in _ALL
+            for row in _rows("torch", [form], None, None, temporary=form.width, note=_FOREACH, **_TORCH)
         ),
-        *(
-            _row("torch-fused", form, None, form, form, scalars=4, amsgrad=True, source=_TORCH)
-            for form in (FP32, BF16, FP16)
-        ),
-        *(_row("apex", form, None, FP32, FP32, source=_APEX) for form in (FP32, BF16, FP16)),
-        _row(
-            "apex-master",
-            BF16,
-            FP32,
-            FP32,
-            FP32,
+        *_rows("torch-fused", _ALL, None, None, scalars=4, **_TORCH),
+        *_rows("apex", _ALL, None, **_APEX),
+        *_rows(
+            *("apex-master", [BF16], FP32),
             note="master_weights=True is ignored for bf16 and its copy kept all the same",
-            source=_APEX,
+            **_APEX,
         ),
-        _row("apex-master", FP16, FP32, FP32, FP32, source=_APEX),
-        _row(
-            "apex-o2",
-            FP16,
-            FP32,
-            FP32,
-            FP32,
+        *_rows("apex-master", [FP16], FP32, **_APEX),
+        *_rows(
+            *("apex-o2", [FP16], FP32),
             temporary=4,
             note="amp O2, removed in 2025: from unscaling to the end of the step gradients stand in fp32 too",
             source="apex 00dbe4b, apex/amp/_process_optimizer.py",
         ),
-        *(_te("te", form, None) for form in (FP32, BF16, FP16)),
-        _te("te-master", FP32, FP32, note=_UNUSED),
-        _te("te-master", BF16, FP32),
-        _te("te-master", FP16, FP32),
-        _te("te-remainder", BF16, INT16),
-        _te("te-remainder-bf16", BF16, INT16, BF16),
-        _flash("flashoptim", FP32, None),
-        *(_flash("flashoptim-24", form, INT8) for form in (BF16, FP16)),
-        *(_flash("flashoptim-32", form, INT16) for form in (BF16, FP16)),
-        *(_flash("flashoptim-none", form, None) for form in (BF16, FP16)),
-        *(
-            _row(
-                "deepspeed",
-                form,
-                FP32,
-                FP32,
-                FP32,
-                note="its BF16_Optimizer adds a whole fp32 gradient, the accumulator" if form == BF16 else "",
-                source="Rajbhandari et al., ZeRO (2020), §3.1",
-            )
-            for form in (BF16, FP16)
+        *_rows("te", _ALL, None, **_TE),
+        *_rows("te-master", [FP32], FP32, note="the master of fp32 parameters is kept and never updated", **_TE_MASTER),
+        *_rows("te-master", _HALF, FP32, **_TE_MASTER),
+        *_rows("te-remainder", [BF16], INT16, **_TE),
+        *_rows("te-remainder-bf16", [BF16], INT16, BF16, **_TE),
+        *_rows("flashoptim", [FP32], None, **_FLASH),
+        *_rows("flashoptim-24", _HALF, INT8, **_FLASH),
+        *_rows("flashoptim-32", _HALF, INT16, **_FLASH),
+        *_rows("flashoptim-none", _HALF, None, **_FLASH),
+        *_rows(
+            *("deepspeed", [BF16], FP32),
+            note="its BF16_Optimizer adds a whole fp32 gradient, the accumulator",
+            **_DEEPSPEED,
         ),
+        *_rows("deepspeed", [FP16], FP32, **_DEEPSPEED),
     )
 )
 

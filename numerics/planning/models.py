@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from halfstep.numerics.planning.plan_errors import divides, whole
+from halfstep.numerics.errors import divides, whole
 
 # What a tensor does, which decides whether autocast makes a 16-bit copy of it: of operands of matrix products only.
 KINDS = ("matrix", "bias", "norm", "embedding")
@@ -182,23 +183,7 @@ class Transformer:
         return parameters_of(self.units())
 
 
-def _llama(layers: int, hidden: int, heads: int, vocab: int, seq: int, ffn: int, kv_heads: int) -> Transformer:
-    return Transformer(
-        layers,
-        hidden,
-        heads,
-        vocab,
-        seq,
-        ffn=ffn,
-        kv_heads=kv_heads,
-        gated=True,
-        biases=False,
-        norm="rms",
-        positions=False,
-        dropout=False,
-    )
-
-
+_llama = partial(Transformer, gated=True, biases=False, norm="rms", positions=False, dropout=False)
 # Shapes from the papers and the published configurations.
 MODELS = {
     "gpt2": Transformer(12, 768, 12, 50257, 1024, tied=True),
