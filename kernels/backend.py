@@ -35,7 +35,7 @@ MOST_THREADS = 1024  # of a program, on every GPU
 
 def _checked(name: object, source: str) -> str:
     if name not in NAMES:
-        raise ValueError(f"{source} is {name!r}; allowed are {', '.join(map(repr, NAMES))}")
+        raise ValueError(f"Expected {source} to be 'auto', 'reference' or 'triton', but got {name!r}")
     return str(name)
 
 
@@ -97,11 +97,14 @@ def resolve(device: torch.device, family: str) -> str:
     on_gpu = device.type == "cuda"  # ROCm builds of torch say "cuda" too
     if _chosen == "triton":
         if triton is None:
-            raise RuntimeError("backend is 'triton', but triton is not installed; install it or use backend('auto')")
+            raise RuntimeError(
+                "Expected triton to be installed for backend 'triton', but it is not: install it or use backend('auto')"
+            )
         if not on_gpu and not (TAKES_CPU_TENSORS and device.type == "cpu"):
             raise RuntimeError(
-                f"backend is 'triton', but the tensors are on {str(device)!r}; allowed are GPU tensors, or CPU tensors "
-                "when TRITON_INTERPRET=1 is set before halfstep is imported; else use backend('auto')"
+                f"Expected GPU tensors for backend 'triton', but got tensors on {str(device)!r}: use backend('auto'), "
+                "or "
+                "set TRITON_INTERPRET=1 before halfstep is imported to run the kernels on CPU tensors"
             )
         return "triton"
     if on_gpu:

@@ -479,7 +479,9 @@ def _cast_op(
         _cast_one(source, target, mode, saturate, 0, 0)
         return target
     if seed is None or seed.device.type != "cpu":
-        raise ValueError("seed is not a tensor on the CPU, which stochastic rounding needs: use halfstep.cast")
+        raise ValueError(
+            "Expected seed to be a tensor on the CPU for stochastic rounding, but got none: use halfstep.cast"
+        )
     if source.is_contiguous():
         _cast_one(source, target, mode, saturate, int(seed), offset)
     else:  # the noise goes by rows, whatever the order in memory
@@ -518,28 +520,32 @@ torch.library.register_autograd("halfstep::cast", _cast_backward, setup_context=
 
 # ------------------------------------------------------------------------------------------------------------- public
 
-_ALLOWED = ", ".join(map(str, DTYPES[:-1])) + f" and {DTYPES[-1]}"
+_ALLOWED = ", ".join(map(str, DTYPES))
 
 
 def _check_options(dtype: object, rounding: object, seed: object) -> None:
     if dtype not in CODES:
-        raise TypeError(f"dtype is {dtype!r}; allowed are {_ALLOWED}")
+        raise TypeError(f"Expected dtype to be one of {_ALLOWED}, but got {dtype!r}")
     if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding is {rounding!r}; allowed are {', '.join(map(repr, ROUNDINGS))}")
+        raise ValueError(f"Expected rounding to be one of {', '.join(map(repr, ROUNDINGS))}, but got {rounding!r}")
     if seed is not None:
         if rounding != "stochastic":
             raise ValueError(
-                f"seed is {seed!r} with rounding={rounding!r}, which draws nothing; leave it out, or pass "
-                "rounding='stochastic'"
+                f"Expected seed to be None with rounding={rounding!r}, which uses no random numbers, but got {seed!r}: "
+                "leave it out, or pass rounding='stochastic'"
             )
         check_seed(seed)
 
 
 def _check_offset(offset: object, name: str) -> int:
     if isinstance(offset, bool) or not isinstance(offset, int):
-        raise TypeError(f"{name} is {offset!r}, a {type(offset).__name__}; allowed are integers: elements, not bytes")
+        raise TypeError(
+            f"Expected {name} to be an integer, a number of elements, but got {offset!r}, a {type(offset).__name__}"
+        )
     if not 0 <= offset <= LARGEST_OFFSET:
-        raise ValueError(f"{name} is {offset}; allowed are 0 to 2^60 - 1, the index of an element in its tensor")
+        raise ValueError(
+            f"Expected {name} to be the index of an element in its tensor, from 0 to 2^60 - 1, but got {offset}"
+        )
     return offset
 
 
@@ -604,10 +610,13 @@ def cast(
         return result
     if out.shape != x.shape or out.dtype != dtype or out.device != x.device:
         raise ValueError(
-            f"out is {tuple(out.shape)} {out.dtype} on {out.device}; allowed is {tuple(x.shape)} {dtype} on {x.device}"
+            f"Expected out to be {tuple(x.shape)} {dtype} on {x.device}, "
+            f"but got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
-        raise ValueError("out is given and a gradient is required; leave out= away, or cast under torch.no_grad()")
+        raise ValueError(
+            "Expected no gradient to be required with out=, but one is: leave out= out, or cast under torch.no_grad()"
+        )
     foreach_cast([x], dtype, rounding=rounding, saturate=saturate, seed=seed, out=[out], offsets=[offset])
     return out
 
@@ -646,7 +655,7 @@ def foreach_cast(
     sources, in_memory = check_tensor_list(tensors, "tensors", DTYPES)
     places = [0] * len(sources) if offsets is None else list(offsets)
     if len(places) != len(sources):
-        raise ValueError(f"offsets has {len(places)} numbers; allowed is one per tensor, {len(sources)}")
+        raise ValueError(f"Expected offsets to have one number per tensor, {len(sources)}, but got {len(places)}")
     for index, place in enumerate(places):
         _check_offset(place, f"offsets[{index}]")
     if not sources:
@@ -658,12 +667,12 @@ def foreach_cast(
         results, out_in_memory = check_tensor_list(out, "out", DTYPES)
         in_memory = in_memory and out_in_memory
         if len(results) != len(sources):
-            raise ValueError(f"out has {len(results)} tensors; allowed is one per input, {len(sources)}")
+            raise ValueError(f"Expected out to have one tensor per input, {len(sources)}, but got {len(results)}")
         for index, (source, result) in enumerate(zip(sources, results, strict=True)):
             if result.shape != source.shape or result.dtype != dtype or result.device != source.device:
                 raise ValueError(
-                    f"out[{index}] is {tuple(result.shape)} {result.dtype} on {result.device}; "
-                    f"allowed is {tuple(source.shape)} {dtype} on {source.device}"
+                    f"Expected out[{index}] to be {tuple(source.shape)} {dtype} on {source.device}, "
+                    f"but got {tuple(result.shape)} {result.dtype} on {result.device}"
                 )
     random = rounding == "stochastic"
     if random:  # the noise goes by rows, whatever the order in memory

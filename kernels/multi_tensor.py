@@ -48,9 +48,10 @@ def _is_nowhere(tensor: torch.Tensor) -> bool:
 
 def _no_memory(tensor: torch.Tensor) -> TypeError:
     return TypeError(
-        f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} and dtype {tensor.dtype} has no memory of its own; "
-        "allowed are tensors whose elements lie at their address: pass the tensors that a wrapper subclass holds, real "
-        "ones instead of fake ones, and none whose storage was freed"
+        f"Expected a tensor with memory of its own, but got a {type(tensor).__name__} of shape {tuple(tensor.shape)} "
+        "and "
+        f"dtype {tensor.dtype} without: pass the tensors inside a wrapper subclass, real tensors instead of fake ones, "
+        "and no tensor whose storage was freed"
     )
 
 
@@ -155,7 +156,8 @@ class TensorTable:
         self.chunks = int(ends[-1]) if self.tensors else 0
         if self.chunks >= 2**31:
             raise ValueError(
-                f"{self.chunks} chunks of {chunk} elements; at most 2^31 - 1 fit one launch: split the list"
+                f"Expected at most 2^31 - 1 chunks of {chunk} elements for one launch, but got {self.chunks}: "
+                "split the list"
             )
         host = torch.zeros(ADDRESSES + operands, self.tensors, dtype=torch.int64, device="cpu")
         host[NUMEL] = sizes
@@ -284,13 +286,13 @@ def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOA
         TypeError: not a tensor, not dense, or not of one of `dtypes`.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; allowed are torch tensors")
+        raise TypeError(f"Expected {name} to be a tensor, but got a {type(tensor).__name__}")
     if tensor.layout != torch.strided:
-        raise TypeError(f"{name} has layout {tensor.layout}; allowed are dense tensors: use .to_dense()")
+        raise TypeError(f"Expected {name} to be a dense tensor, but got layout {tensor.layout}: use .to_dense()")
     if tensor.dtype not in dtypes:
         allowed = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         raise TypeError(
-            f"{name} has dtype {tensor.dtype}; allowed are {', '.join(allowed[:-1])} and {allowed[-1]}: "
+            f"Expected {name} to have dtype {', '.join(allowed[:-1])} or {allowed[-1]}, but got {tensor.dtype}: "
             "convert it with .to() or leave it out"
         )
 
@@ -308,7 +310,7 @@ def check_tensor_list(
         ValueError: the tensors are on different devices.
     """
     if isinstance(tensors, torch.Tensor):
-        raise TypeError(f"{argument} is one tensor; allowed is a list of tensors: pass [{argument}]")
+        raise TypeError(f"Expected {argument} to be a list of tensors, but got one tensor: pass [{argument}]")
     listed = list(tensors)
     # The usual case, at the speed of C: with thousands of tensors the loop below takes longer than the kernels.
     if (
@@ -322,7 +324,7 @@ def check_tensor_list(
         check_tensor(tensor, f"{argument}[{index}]", dtypes)
         if tensor.device != listed[0].device:
             raise ValueError(
-                f"{argument}[{index}] is on {tensor.device}, {argument}[0] on {listed[0].device}; "
-                "allowed is one device per call: call once per device"
+                f"Expected {argument}[{index}] to be on the device of {argument}[0], {listed[0].device}, but got "
+                f"{tensor.device}: call once per device"
             )
     return listed, all_have_memory(listed)

@@ -33,9 +33,9 @@ def check_seed(seed: object) -> int:
         ValueError: negative, or 2^63 and more.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed is {seed!r}, a {type(seed).__name__}; allowed are integers from 0 to 2^63 - 1")
+        raise TypeError(f"Expected seed to be an integer from 0 to 2^63 - 1, but got {seed!r}, a {type(seed).__name__}")
     if not 0 <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; allowed are 0 to 2^63 - 1: reduce it with seed % 2**63")
+        raise ValueError(f"Expected seed to be from 0 to 2^63 - 1, but got {seed}: reduce it with seed % 2**63")
     return seed
 
 

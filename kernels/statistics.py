@@ -311,19 +311,23 @@ def _check(tensors: list[torch.Tensor], counts: torch.Tensor, rows: Sequence[int
     device = tensors[0].device
     if counts.dtype != torch.int64 or counts.dim() != 2 or not counts.is_contiguous() or counts.device != device:
         raise ValueError(
-            f"counts is {tuple(counts.shape)} {counts.dtype} on {counts.device}; allowed is contiguous "
-            f"(tensors, width(errors)) int64 on {device}"
+            f"Expected counts to be contiguous (tensors, width(errors)) int64 on {device}, "
+            f"but got {tuple(counts.shape)} {counts.dtype} on {counts.device}"
         )
     if counts.shape[1] not in (CELLS, width(True)):
-        raise ValueError(f"counts has {counts.shape[1]} columns; allowed are {CELLS} and {width(True)}: width(errors)")
+        raise ValueError(
+            f"Expected counts to have {CELLS} or {width(True)} columns, width(errors), but got {counts.shape[1]}"
+        )
     if len(rows) != len(tensors) or len(set(rows)) != len(rows) or not 0 <= min(rows) <= max(rows) < counts.shape[0]:
         raise ValueError(
-            f"rows are {len(rows)} for {len(tensors)} tensors and {counts.shape[0]} rows of counts; allowed is another "
-            "one for each tensor, from 0 to below the number of rows"
+            f"Expected rows to be one distinct row of counts per tensor, {len(tensors)} from 0 to "
+            f"{counts.shape[0] - 1}, "
+            f"but got {list(rows)}"
         )
     if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device):
         raise ValueError(
-            f"scale is {tuple(scale.shape)} {scale.dtype} on {scale.device}; allowed is one fp32 number on {device}"
+            f"Expected scale to be one fp32 number on {device}, "
+            f"but got {tuple(scale.shape)} {scale.dtype} on {scale.device}"
         )
 
 

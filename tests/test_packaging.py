@@ -157,7 +157,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    assert run(sys.executable, "-c", code).startswith("backend is 'triton', but triton is not installed; install it")
+    assert run(sys.executable, "-c", code).startswith("Expected triton to be installed for backend 'triton'")
 
 
 def test_the_audit_says_that_it_needs_triton() -> None:

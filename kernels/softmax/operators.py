@@ -66,8 +66,8 @@ def _vmap_backward(info: Any, in_dims: Any, grad: Any, y: Any, *rest: Any) -> tu
 
 def _no_forward_mode(ctx: Any, *tangents: Any) -> Any:
     raise NotImplementedError(
-        "halfstep.softmax and log_softmax have no forward-mode derivative (jvp, jacfwd, hessian); allowed is reverse "
-        "mode: use torch.func.vjp, jacrev or jacrev(jacrev(...)), or torch.softmax"
+        "halfstep.softmax and log_softmax have no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode "
+        "(torch.func.vjp, jacrev or jacrev(jacrev(...))), or torch.softmax"
     )
 
 

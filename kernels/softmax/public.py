@@ -14,22 +14,26 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 def _check_mask(x: torch.Tensor, mask: Any) -> None:
     if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"mask is a {type(mask).__name__}; allowed are None and a tensor: use torch.as_tensor(mask)")
+        raise TypeError(
+            f"Expected mask to be None or a tensor, but got a {type(mask).__name__}: use torch.as_tensor(mask)"
+        )
     if mask.dtype != torch.bool and mask.dtype not in FLOATS:
         raise TypeError(
-            f"mask has dtype {mask.dtype}; allowed are bool (True = keep) and float32, float16, bfloat16, float64 "
-            "(added to scale * x): convert it with .bool() or .to()"
+            "Expected mask to have dtype bool (True = keep), or float32, float16, bfloat16 or float64 "
+            f"(added to scale * x), but got {mask.dtype}: convert it with .bool() or .to()"
         )
     if mask.device != x.device:
-        raise ValueError(f"mask is on {mask.device}, x on {x.device}; allowed is one device: use mask.to(x.device)")
+        raise ValueError(
+            f"Expected mask to be on the device of x, {x.device}, but got {mask.device}: use mask.to(x.device)"
+        )
     # torch 2.8 compiles no zip over unlike lengths.
     fits = mask.ndim <= x.ndim and all(
         size in (1, wide) for size, wide in zip(mask.shape, x.shape[x.ndim - mask.ndim :], strict=True)
     )
     if not fits:
         raise ValueError(
-            f"mask has shape {tuple(mask.shape)}, x has shape {tuple(x.shape)}; allowed are shapes that broadcast to "
-            "that of x: insert dimensions of size 1 with .unsqueeze()"
+            f"Expected the shape of mask to broadcast to that of x, {tuple(x.shape)}, but got {tuple(mask.shape)}: "
+            "insert dimensions of size 1 with .unsqueeze()"
         )
 
 
@@ -43,40 +47,44 @@ def _checked(
     log: bool,
 ) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; allowed is a tensor: use torch.as_tensor(x)")
+        raise TypeError(f"Expected x to be a tensor, but got a {type(x).__name__}: use torch.as_tensor(x)")
     if x.dtype not in FLOATS:
         raise TypeError(
-            f"x has dtype {x.dtype}; allowed are float32, float16, bfloat16 and float64: convert it with .to()"
+            f"Expected x to have dtype float32, float16, bfloat16 or float64, but got {x.dtype}: convert it with .to()"
         )
     if x.layout != torch.strided:
-        raise TypeError(f"x has layout {x.layout}; allowed are dense tensors: use .to_dense()")
+        raise TypeError(f"Expected x to be a dense tensor, but got layout {x.layout}: use .to_dense()")
     if dtype is None:
         dtype = x.dtype
     elif dtype not in FLOATS:
-        raise TypeError(f"dtype is {dtype}; allowed are None, float32, float16, bfloat16 and float64")
+        raise TypeError(f"Expected dtype to be None, float32, float16, bfloat16 or float64, but got {dtype}")
     if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(
-            f"scale is a {type(scale).__name__}; allowed is a finite number: multiply x by a tensor yourself"
+            f"Expected scale to be a finite number, but got a {type(scale).__name__}: multiply x by a tensor yourself"
         )
     if not abs(scale) <= _LARGEST_SCALE:  # written so that a NaN fails; math.isfinite cannot be traced
         raise ValueError(
-            f"scale is {scale}; allowed are finite numbers, also in fp32: mask elements with mask=, not with the scale"
+            f"Expected scale to be a number that is finite in fp32, but got {scale}: to mask elements, use mask="
         )
     if isinstance(dim, (float, str)) or not hasattr(dim, "__index__"):
-        raise TypeError(f"dim is a {type(dim).__name__}; allowed is an integer")
+        raise TypeError(f"Expected dim to be an integer, but got a {type(dim).__name__}")
     ndim = x.ndim
     if not -max(ndim, 1) <= dim < max(ndim, 1):
-        raise IndexError(f"dim is {dim}, x has {ndim} dimensions; allowed are {-max(ndim, 1)} to {max(ndim, 1) - 1}")
+        raise IndexError(
+            f"Expected dim to be from {-max(ndim, 1)} to {max(ndim, 1) - 1}, as x has {ndim} dimensions, but got {dim}"
+        )
     if dim >= 0:
         dim -= max(ndim, 1)
     if causal:
         if ndim < 2:
             raise ValueError(
-                f"causal=True with x of shape {tuple(x.shape)}; allowed are 2 or more dimensions (..., queries, keys): "
-                "use x.unsqueeze(0) or causal=False"
+                "Expected x to have 2 or more dimensions (..., queries, keys) with causal=True, but got shape "
+                f"{tuple(x.shape)}: use x.unsqueeze(0) or causal=False"
             )
         if dim != -1:
-            raise ValueError(f"causal=True with dim {dim + ndim} of {ndim}; allowed is the last one: transpose x first")
+            raise ValueError(
+                f"Expected dim to be the last of {ndim} with causal=True, but got {dim + ndim}: transpose x first"
+            )
     if mask is not None:
         _check_mask(x, mask)
     if ndim == 0:

@@ -731,9 +731,9 @@ def test_copies_go_on_alike(copier: Any) -> None:
             "state_dtype is torch.float16; allowed are torch.float32, torch.bfloat16",
         ),
         ({"rounding": "up"}, ValueError, "rounding is 'up'; allowed are 'nearest', 'stochastic'"),
-        ({"seed": -1}, ValueError, "seed is -1; allowed are 0 to 2^63 - 1"),
-        ({"seed": 2**63}, ValueError, "seed is 9223372036854775808; allowed are 0 to 2^63 - 1"),
-        ({"seed": 1.0}, TypeError, "seed is 1.0, a float; allowed are integers"),
+        ({"seed": -1}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got -1"),
+        ({"seed": 2**63}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got 9223372036854775808"),
+        ({"seed": 1.0}, TypeError, "Expected seed to be an integer from 0 to 2^63 - 1, but got 1.0, a float"),
         ({"max_grad_norm": 0.0}, ValueError, "Invalid max_grad_norm value: 0.0"),
     ],
 )

@@ -61,7 +61,7 @@ def test_an_unknown_name_is_refused_and_changes_nothing(name: object) -> None:
     with halfstep.backend("reference"):
         with pytest.raises(ValueError) as raised:
             halfstep.backend(name)  # type: ignore[arg-type]
-        assert str(raised.value) == f"backend is {name!r}; allowed are 'auto', 'reference', 'triton'"
+        assert str(raised.value) == f"Expected backend to be 'auto', 'reference' or 'triton', but got {name!r}"
         assert module.chosen() == "reference"
 
 
@@ -75,8 +75,8 @@ def test_without_the_variable_it_is_auto_and_a_bad_one_is_named() -> None:
     done = run(HALFSTEP_BACKEND="fast")
     assert done.returncode == 1
     assert (
-        "ValueError: environment variable HALFSTEP_BACKEND is 'fast'; allowed are 'auto', 'reference', 'triton'"
-        in done.stderr
+        "ValueError: Expected environment variable HALFSTEP_BACKEND to be 'auto', 'reference' or 'triton', but got "
+        "'fast'" in done.stderr
     )
 
 
@@ -114,10 +114,10 @@ def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RuntimeError) as raised:
             module.resolve(CPU, "unscale")
         assert str(raised.value) == (
-            "backend is 'triton', but the tensors are on 'cpu'; allowed are GPU tensors, or CPU tensors when "
-            "TRITON_INTERPRET=1 is set before halfstep is imported; else use backend('auto')"
+            "Expected GPU tensors for backend 'triton', but got tensors on 'cpu': use backend('auto'), or "
+            "set TRITON_INTERPRET=1 before halfstep is imported to run the kernels on CPU tensors"
         )
-        with pytest.raises(RuntimeError, match="the tensors are on 'meta'"):
+        with pytest.raises(RuntimeError, match="but got tensors on 'meta'"):
             module.resolve(torch.device("meta"), "unscale")
 
 
@@ -130,7 +130,7 @@ def test_compiled_kernels_take_cpu_tensors_where_a_stand_in_for_the_driver_runs_
     assert not module.interpreting()
     with halfstep.backend("triton"):
         assert module.resolve(CPU, "unscale") == "triton"
-        with pytest.raises(RuntimeError, match="the tensors are on 'meta'"):
+        with pytest.raises(RuntimeError, match="but got tensors on 'meta'"):
             module.resolve(torch.device("meta"), "unscale")
 
 
@@ -138,7 +138,9 @@ def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
     compiled(monkeypatch, triton=False)
     with halfstep.backend("triton"), pytest.raises(RuntimeError) as raised:
         module.resolve(CPU, "unscale")
-    assert str(raised.value) == "backend is 'triton', but triton is not installed; install it or use backend('auto')"
+    assert str(raised.value) == (
+        "Expected triton to be installed for backend 'triton', but it is not: install it or use backend('auto')"
+    )
 
 
 @pytest.mark.parametrize(("lanes", "most"), [(32, 32), (64, 16)])

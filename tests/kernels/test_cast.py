@@ -423,7 +423,7 @@ def test_it_compiles_in_one_graph() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- refusals
 
-FORMATS = "torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn and torch.float8_e5m2"
+FORMATS = "torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2"
 
 
 @pytest.mark.parametrize(
@@ -432,60 +432,60 @@ FORMATS = "torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn and
         (
             lambda: halfstep.cast(torch.ones(3), torch.float64),
             TypeError,
-            f"dtype is torch.float64; allowed are {FORMATS}",
+            f"Expected dtype to be one of {FORMATS}, but got torch.float64",
         ),
         (
             lambda: halfstep.cast(torch.ones(3), "fp16"),  # type: ignore[arg-type]
             TypeError,
-            f"dtype is 'fp16'; allowed are {FORMATS}",
+            f"Expected dtype to be one of {FORMATS}, but got 'fp16'",
         ),
         (
             lambda: halfstep.cast(torch.ones(3).double(), FP16),
             TypeError,
-            "x has dtype torch.float64; allowed are float32, float16, bfloat16, float8_e4m3fn and float8_e5m2: "
+            "Expected x to have dtype float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, but got torch.float64: "
             "convert it with .to() or leave it out",
         ),
         (
             lambda: halfstep.cast(torch.ones(3), FP16, rounding="up"),
             ValueError,
-            "rounding is 'up'; allowed are 'nearest', 'toward_zero', 'stochastic'",
+            "Expected rounding to be one of 'nearest', 'toward_zero', 'stochastic', but got 'up'",
         ),
         (
             lambda: halfstep.cast(torch.ones(3), FP16, out=torch.ones(3)),
             ValueError,
-            "out is (3,) torch.float32 on cpu; allowed is (3,) torch.float16 on cpu",
+            "Expected out to be (3,) torch.float16 on cpu, but got (3,) torch.float32 on cpu",
         ),
         (
             lambda: halfstep.cast(torch.ones(3), FP16, out=torch.ones(1, 3).half()),
             ValueError,
-            "out is (1, 3) torch.float16 on cpu; allowed is (3,) torch.float16 on cpu",
+            "Expected out to be (3,) torch.float16 on cpu, but got (1, 3) torch.float16 on cpu",
         ),
         (
             lambda: halfstep.foreach_cast(torch.ones(3), FP16),
             TypeError,
-            "tensors is one tensor; allowed is a list of tensors: pass [tensors]",
+            "Expected tensors to be a list of tensors, but got one tensor: pass [tensors]",
         ),
         (
             lambda: halfstep.foreach_cast([torch.ones(3)], torch.int8),
             TypeError,
-            f"dtype is torch.int8; allowed are {FORMATS}",
+            f"Expected dtype to be one of {FORMATS}, but got torch.int8",
         ),
         (
             lambda: halfstep.foreach_cast([torch.ones(3)], FP16, out=[]),
             ValueError,
-            "out has 0 tensors; allowed is one per input, 1",
+            "Expected out to have one tensor per input, 1, but got 0",
         ),
         (
             lambda: halfstep.foreach_cast(
                 [torch.ones(1), torch.ones(3)], FP16, out=[torch.ones(1).half(), torch.ones(2).half()]
             ),
             ValueError,
-            "out[1] is (2,) torch.float16 on cpu; allowed is (3,) torch.float16 on cpu",
+            "Expected out[1] to be (3,) torch.float16 on cpu, but got (2,) torch.float16 on cpu",
         ),
         (
             lambda: halfstep.foreach_cast([torch.ones(1), torch.ones(1, device="meta")], FP16),
             ValueError,
-            "tensors[1] is on meta, tensors[0] on cpu; allowed is one device per call: call once per device",
+            "Expected tensors[1] to be on the device of tensors[0], cpu, but got meta: call once per device",
         ),
     ],
 )

@@ -533,22 +533,24 @@ def test_kernels_are_not_compiled_anew_for_each_seed() -> None:
         (
             {"seed": 3},
             ValueError,
-            "seed is 3 with rounding='nearest', which draws nothing; leave it out, or pass rounding='stochastic'",
+            "Expected seed to be None with rounding='nearest', which uses no random numbers, but got 3: leave it out, or "
+            "pass rounding='stochastic'",
         ),
         (
             {"rounding": "toward_zero", "seed": 0},
             ValueError,
-            "seed is 0 with rounding='toward_zero', which draws nothing; leave it out, or pass rounding='stochastic'",
+            "Expected seed to be None with rounding='toward_zero', which uses no random numbers, but got 0: leave it out, "
+            "or pass rounding='stochastic'",
         ),
         (
             {"rounding": "stochastic", "seed": -1},
             ValueError,
-            "seed is -1; allowed are 0 to 2^63 - 1: reduce it with seed % 2**63",
+            "Expected seed to be from 0 to 2^63 - 1, but got -1: reduce it with seed % 2**63",
         ),
         (
             {"rounding": "stochastic", "seed": 1.5},
             TypeError,
-            "seed is 1.5, a float; allowed are integers from 0 to 2^63 - 1",
+            "Expected seed to be an integer from 0 to 2^63 - 1, but got 1.5, a float",
         ),
     ],
 )
@@ -568,27 +570,27 @@ def test_seeds_that_are_refused(options: dict[str, object], error: type[Exceptio
         (
             lambda: halfstep.cast(torch.ones(3), FP16, offset=-4),
             ValueError,
-            "offset is -4; allowed are 0 to 2^60 - 1, the index of an element in its tensor",
+            "Expected offset to be the index of an element in its tensor, from 0 to 2^60 - 1, but got -4",
         ),
         (
             lambda: halfstep.cast(torch.ones(3), FP16, offset=2.0),  # type: ignore[arg-type]
             TypeError,
-            "offset is 2.0, a float; allowed are integers: elements, not bytes",
+            "Expected offset to be an integer, a number of elements, but got 2.0, a float",
         ),
         (
             lambda: halfstep.foreach_cast([torch.ones(3)], FP16, offsets=[2**60]),
             ValueError,
-            f"offsets[0] is {2**60}; allowed are 0 to 2^60 - 1, the index of an element in its tensor",
+            f"Expected offsets[0] to be the index of an element in its tensor, from 0 to 2^60 - 1, but got {2**60}",
         ),
         (
             lambda: halfstep.foreach_cast([torch.ones(3)], FP16, offsets=[0, 1]),
             ValueError,
-            "offsets has 2 numbers; allowed is one per tensor, 1",
+            "Expected offsets to have one number per tensor, 1, but got 2",
         ),
         (
             lambda: torch.ops.halfstep.cast(torch.ones(3), FP16, "stochastic"),
             ValueError,
-            "seed is not a tensor on the CPU, which stochastic rounding needs: use halfstep.cast",
+            "Expected seed to be a tensor on the CPU for stochastic rounding, but got none: use halfstep.cast",
         ),
     ],
 )

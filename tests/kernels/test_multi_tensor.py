@@ -65,7 +65,7 @@ def test_too_many_chunks_for_one_launch_are_refused_before_anything_is_made() ->
     with pytest.raises(ValueError) as raised:
         TensorTable([2**62, 5], operands=1, chunk=4096, device=CPU)
     assert str(raised.value) == (
-        f"{2**50 + 1} chunks of 4096 elements; at most 2^31 - 1 fit one launch: split the list"
+        f"Expected at most 2^31 - 1 chunks of 4096 elements for one launch, but got {2**50 + 1}: split the list"
     )
 
 
@@ -200,19 +200,20 @@ def test_a_list_comes_back_as_a_list() -> None:
 @pytest.mark.parametrize(
     ("tensors", "error", "message"),
     [
-        (torch.ones(3), TypeError, "grads is one tensor; allowed is a list of tensors: pass [grads]"),
-        ([torch.ones(1), None], TypeError, "grads[1] is a NoneType; allowed are torch tensors"),
-        ([1.0], TypeError, "grads[0] is a float; allowed are torch tensors"),
+        (torch.ones(3), TypeError, "Expected grads to be a list of tensors, but got one tensor: pass [grads]"),
+        ([torch.ones(1), None], TypeError, "Expected grads[1] to be a tensor, but got a NoneType"),
+        ([1.0], TypeError, "Expected grads[0] to be a tensor, but got a float"),
         (
             [torch.ones(2).to_sparse()],
             TypeError,
-            "grads[0] has layout torch.sparse_coo; allowed are dense tensors: use .to_dense()",
+            "Expected grads[0] to be a dense tensor, but got layout torch.sparse_coo: use .to_dense()",
         ),
         *(
             (
                 [torch.ones(1), torch.ones(1), torch.ones(2).to(dtype)],
                 TypeError,
-                f"grads[2] has dtype {dtype}; allowed are float32, float16 and bfloat16: convert it with .to() or "
+                f"Expected grads[2] to have dtype float32, float16 or bfloat16, but got {dtype}: convert it with .to() "
+                "or "
                 "leave it out",
             )
             for dtype in (torch.float64, torch.int32, torch.complex64, torch.bool, torch.float8_e4m3fn)
@@ -220,7 +221,7 @@ def test_a_list_comes_back_as_a_list() -> None:
         (
             [torch.ones(1), torch.ones(1, device="meta")],
             ValueError,
-            "grads[1] is on meta, grads[0] on cpu; allowed is one device per call: call once per device",
+            "Expected grads[1] to be on the device of grads[0], cpu, but got meta: call once per device",
         ),
     ],
 )

@@ -24,8 +24,8 @@ from halfstep.kernels.unscale import CheckInParts, Tally, foreach_unscale_and_ch
 
 CPU = torch.device("cpu")
 NOWHERE = (
-    "has no memory of its own; allowed are tensors whose elements lie at their address: pass the tensors that a "
-    "wrapper subclass holds, real ones instead of fake ones, and none whose storage was freed"
+    "without: pass the tensors inside a wrapper subclass, real tensors instead of fake ones, "
+    "and no tensor whose storage was freed"
 )
 
 
@@ -127,7 +127,10 @@ def test_an_address_is_never_an_offset_from_zero(name: str) -> None:
         with pytest.raises(TypeError) as raised:
             take()
         kind, shape = type(tensor).__name__, tuple(tensor.shape)
-        assert str(raised.value) == f"a {kind} of shape {shape} and dtype torch.float32 {NOWHERE}"
+        expected = (
+            f"Expected a tensor with memory of its own, but got a {kind} of shape {shape} and dtype torch.float32 "
+        )
+        assert str(raised.value) == expected + NOWHERE
     assert table.known(0) is None and not table.rows[2].any()
 
 
@@ -192,7 +195,7 @@ def test_freed_memory_is_refused(call: str, name: str) -> None:
         if device.type != "cpu":
             pytest.skip("the tensors are on the CPU")
         for tensor in (freed(2), freed().as_subclass(Named)):
-            with pytest.raises(TypeError, match="has no memory of its own; allowed are tensors whose elements lie"):
+            with pytest.raises(TypeError, match="Expected a tensor with memory of its own, but got a"):
                 CALLS[call](tensor)
 
 

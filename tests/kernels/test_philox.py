@@ -160,10 +160,10 @@ def test_cpp_gives_the_words_of_the_reference(library: ctypes.CDLL, first: int, 
 @pytest.mark.parametrize(
     ("seed", "error", "message"),
     [
-        (-1, ValueError, "seed is -1; allowed are 0 to 2^63 - 1: reduce it with seed % 2**63"),
-        (2**63, ValueError, "allowed are 0 to 2^63 - 1"),
-        (1.5, TypeError, "seed is 1.5, a float; allowed are integers from 0 to 2^63 - 1"),
-        (True, TypeError, "seed is True, a bool"),
+        (-1, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got -1: reduce it with seed % 2**63"),
+        (2**63, ValueError, f"Expected seed to be from 0 to 2^63 - 1, but got {2**63}"),
+        (1.5, TypeError, "Expected seed to be an integer from 0 to 2^63 - 1, but got 1.5, a float"),
+        (True, TypeError, "but got True, a bool"),
     ],
 )
 def test_seeds_that_are_refused(seed: object, error: type[Exception], message: str) -> None:

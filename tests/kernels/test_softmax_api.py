@@ -158,7 +158,7 @@ def test_functional_transforms(function: Function) -> None:
 @FUNCTIONS
 def test_forward_mode_says_that_there_is_none(function: Function) -> None:
     x = randn(3, 4)
-    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*use torch.func.vjp"):
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*use reverse mode \(torch.func.vjp"):
         torch.func.jvp(function, (x,), (x,))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, x)
@@ -208,59 +208,89 @@ def test_threads_do_not_change_the_bits() -> None:
 # ------------------------------------------------------------------------------------------------------------ errors
 
 ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-    (TypeError, "x is a list; allowed is a tensor", lambda: halfstep.softmax([1.0])),  # type: ignore[arg-type]
+    (TypeError, "Expected x to be a tensor, but got a list: use torch.as_tensor(x)", lambda: halfstep.softmax([1.0])),  # type: ignore[arg-type]
     (
         TypeError,
-        "x has dtype torch.int64; allowed are float32, float16, bfloat16",
+        "Expected x to have dtype float32, float16, bfloat16 or float64, but got torch.int64: convert it with .to()",
         lambda: halfstep.softmax(torch.arange(3)),
     ),
-    (TypeError, "x has dtype torch.bool", lambda: halfstep.softmax(torch.ones(3, dtype=torch.bool))),
-    (TypeError, "x has dtype torch.complex64", lambda: halfstep.softmax(torch.ones(3, dtype=torch.complex64))),
-    (TypeError, "x has dtype torch.float8_e4m3fn", lambda: halfstep.softmax(torch.ones(3).to(torch.float8_e4m3fn))),
-    (TypeError, "use .to_dense()", lambda: halfstep.softmax(torch.eye(3).to_sparse())),
+    (TypeError, "but got torch.bool", lambda: halfstep.softmax(torch.ones(3, dtype=torch.bool))),
+    (TypeError, "but got torch.complex64", lambda: halfstep.softmax(torch.ones(3, dtype=torch.complex64))),
+    (TypeError, "but got torch.float8_e4m3fn", lambda: halfstep.softmax(torch.ones(3).to(torch.float8_e4m3fn))),
     (
         TypeError,
-        "dtype is torch.int32; allowed are None, float32",
+        "Expected x to be a dense tensor, but got layout torch.sparse_coo: use .to_dense()",
+        lambda: halfstep.softmax(torch.eye(3).to_sparse()),
+    ),
+    (
+        TypeError,
+        "Expected dtype to be None, float32, float16, bfloat16 or float64, but got torch.int32",
         lambda: halfstep.softmax(torch.ones(3), dtype=torch.int32),
     ),
     (
         TypeError,
-        "scale is a Tensor; allowed is a finite number",
+        "Expected scale to be a finite number, but got a Tensor: multiply x by a tensor yourself",
         lambda: halfstep.softmax(torch.ones(3), scale=torch.ones(())),
     ),  # type: ignore[arg-type]
-    (TypeError, "scale is a str", lambda: halfstep.softmax(torch.ones(3), scale="1")),  # type: ignore[arg-type]
-    (ValueError, "scale is inf; allowed are finite numbers", lambda: halfstep.softmax(torch.ones(3), scale=math.inf)),
-    (ValueError, "scale is nan; allowed are finite numbers", lambda: halfstep.softmax(torch.ones(3), scale=math.nan)),
-    (ValueError, "scale is 1e+39; allowed are", lambda: halfstep.softmax(torch.ones(3), scale=1e39)),
-    (IndexError, "dim is 2, x has 2 dimensions; allowed are -2 to 1", lambda: halfstep.softmax(torch.ones(3, 3), 2)),
-    (IndexError, "dim is -3, x has 2 dimensions", lambda: halfstep.log_softmax(torch.ones(3, 3), -3)),
-    (IndexError, "dim is 1, x has 0 dimensions; allowed are -1 to 0", lambda: halfstep.softmax(torch.ones(()), 1)),
-    (TypeError, "dim is a float; allowed is an integer", lambda: halfstep.softmax(torch.ones(3), 0.0)),  # type: ignore[arg-type]
+    (
+        TypeError,
+        "Expected scale to be a finite number, but got a str",
+        lambda: halfstep.softmax(torch.ones(3), scale="1"),
+    ),  # type: ignore[arg-type]
     (
         ValueError,
-        "causal=True with x of shape (3,); allowed are 2 or more",
+        "Expected scale to be a number that is finite in fp32, but got inf",
+        lambda: halfstep.softmax(torch.ones(3), scale=math.inf),
+    ),
+    (ValueError, "but got nan: to mask elements, use mask=", lambda: halfstep.softmax(torch.ones(3), scale=math.nan)),
+    (ValueError, "finite in fp32, but got 1e+39", lambda: halfstep.softmax(torch.ones(3), scale=1e39)),
+    (
+        IndexError,
+        "Expected dim to be from -2 to 1, as x has 2 dimensions, but got 2",
+        lambda: halfstep.softmax(torch.ones(3, 3), 2),
+    ),
+    (IndexError, "as x has 2 dimensions, but got -3", lambda: halfstep.log_softmax(torch.ones(3, 3), -3)),
+    (
+        IndexError,
+        "Expected dim to be from -1 to 0, as x has 0 dimensions, but got 1",
+        lambda: halfstep.softmax(torch.ones(()), 1),
+    ),
+    (TypeError, "Expected dim to be an integer, but got a float", lambda: halfstep.softmax(torch.ones(3), 0.0)),  # type: ignore[arg-type]
+    (
+        ValueError,
+        "Expected x to have 2 or more dimensions (..., queries, keys) with causal=True, but got shape (3,)",
         lambda: halfstep.softmax(torch.ones(3), causal=True),
     ),
     (
         ValueError,
-        "causal=True with dim 0 of 2; allowed is the last",
+        "Expected dim to be the last of 2 with causal=True, but got 0: transpose x first",
         lambda: halfstep.softmax(torch.ones(3, 3), 0, causal=True),
     ),
-    (TypeError, "mask is a list; allowed are None and a tensor", lambda: halfstep.softmax(torch.ones(3), mask=[True])),  # type: ignore[arg-type]
     (
         TypeError,
-        "mask has dtype torch.int64; allowed are bool (True = keep)",
+        "Expected mask to be None or a tensor, but got a list",
+        lambda: halfstep.softmax(torch.ones(3), mask=[True]),
+    ),  # type: ignore[arg-type]
+    (
+        TypeError,
+        "Expected mask to have dtype bool (True = keep), or float32, float16, bfloat16 or float64 (added to scale * "
+        "x), "
+        "but got torch.int64",
         lambda: halfstep.softmax(torch.ones(3), mask=torch.ones(3).long()),
     ),
-    (ValueError, "mask has shape (2,), x has shape (3,)", lambda: halfstep.softmax(torch.ones(3), mask=torch.ones(2))),
     (
         ValueError,
-        "mask has shape (1, 3), x has shape (3,)",
+        "Expected the shape of mask to broadcast to that of x, (3,), but got (2,)",
+        lambda: halfstep.softmax(torch.ones(3), mask=torch.ones(2)),
+    ),
+    (
+        ValueError,
+        "to broadcast to that of x, (3,), but got (1, 3): insert dimensions",
         lambda: halfstep.softmax(torch.ones(3), mask=torch.ones(1, 3)),
     ),
     (
         ValueError,
-        "mask is on meta, x on cpu; allowed is one device",
+        "Expected mask to be on the device of x, cpu, but got meta: use mask.to(x.device)",
         lambda: halfstep.softmax(torch.ones(3), mask=torch.ones(3, device="meta")),
     ),
 ]

@@ -223,20 +223,30 @@ def test_nothing_is_launched_for_nothing() -> None:
 def test_errors_name_the_argument() -> None:
     one, grid = torch.ones(3), GRIDS["fp16"]
     good = torch.zeros(1, width(True), dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"tensors\[0\] has dtype torch.int32; allowed are float32, float16 and bfloat"):
+    with pytest.raises(
+        TypeError, match=r"Expected tensors\[0\] to have dtype float32, float16 or bfloat16, but got torch.int32"
+    ):
         foreach_count_([one.int()], good, grid)
-    with pytest.raises(TypeError, match=r"tensors\[0\] has layout torch.sparse_coo; .* use .to_dense"):
+    with pytest.raises(
+        TypeError, match=r"Expected tensors\[0\] to be a dense tensor, but got layout torch.sparse_coo: use .to_dense"
+    ):
         foreach_count_([one.to_sparse()], good, grid)
-    with pytest.raises(ValueError, match=r"counts is \(1, 1044\) torch.int32 on cpu; allowed is contiguous"):
+    with pytest.raises(
+        ValueError, match=r"Expected counts to be contiguous .* int64 on cpu, but got \(1, 1044\) torch.int32 on cpu"
+    ):
         foreach_count_([one], good.int(), grid)
-    with pytest.raises(ValueError, match=r"counts has 7 columns; allowed are 849 and 1044: width"):
+    with pytest.raises(ValueError, match=r"Expected counts to have 849 or 1044 columns, width\(errors\), but got 7"):
         foreach_count_([one], torch.zeros(1, 7, dtype=torch.int64), grid)
     for rows in ([1], [-1], [0, 0], []):
-        with pytest.raises(ValueError, match=r"rows are \d for 1 tensors and 1 rows of counts"):
+        with pytest.raises(
+            ValueError, match=r"Expected rows to be one distinct row of counts per tensor, 1 from 0 to 0, but got \["
+        ):
             foreach_count_([one], good, grid, rows=rows)
-    with pytest.raises(ValueError, match=r"rows are 2 for 2 tensors and 1 rows of counts"):
+    with pytest.raises(ValueError, match=r"one distinct row of counts per tensor, 2 from 0 to 0, but got \[0, 1\]"):
         foreach_count_([one, one], good, grid)
-    with pytest.raises(ValueError, match=r"scale is \(2,\) torch.float32 on cpu; allowed is one fp32 number on cpu"):
+    with pytest.raises(
+        ValueError, match=r"Expected scale to be one fp32 number on cpu, but got \(2,\) torch.float32 on cpu"
+    ):
         foreach_count_([one], good, grid, scale=torch.ones(2))
     assert good.sum() == 0
 

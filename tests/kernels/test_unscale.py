@@ -487,18 +487,19 @@ def test_a_second_call_sees_new_values_at_the_same_address() -> None:
         (
             lambda: halfstep.foreach_check(torch.ones(3)),
             TypeError,
-            "grads is one tensor; allowed is a list of tensors: pass [grads]",
+            "Expected grads to be a list of tensors, but got one tensor: pass [grads]",
         ),
         (
             lambda: halfstep.foreach_unscale_([torch.ones(1), torch.ones(1).double()], 1.0),
             TypeError,
-            "grads[1] has dtype torch.float64; allowed are float32, float16 and bfloat16: convert it with .to() or "
+            "Expected grads[1] to have dtype float32, float16 or bfloat16, but got torch.float64: convert it with "
+            ".to() or "
             "leave it out",
         ),
         (
             lambda: halfstep.foreach_check([torch.ones(1), torch.ones(1, device="meta")]),
             ValueError,
-            "grads[1] is on meta, grads[0] on cpu; allowed is one device per call: call once per device",
+            "Expected grads[1] to be on the device of grads[0], cpu, but got meta: call once per device",
         ),
         (
             lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.ones(2)),
