@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.integrations import archive, interrupts, unfinished
-from halfstep.numerics.errors import printable
+from halfstep.numerics.messages import printable
 
 MANIFEST = "manifest.json"
 FORMAT = "halfstep checkpoint 1"

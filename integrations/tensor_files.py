@@ -22,7 +22,7 @@ import torch
 from halfstep.integrations import checkpoint_files, torch_file
 from halfstep.integrations.pickle_data import DEEPEST, PickleError
 from halfstep.integrations.torch_file import Dense, Meta, Refused, Sparse, Unsuitable
-from halfstep.numerics.errors import printable
+from halfstep.numerics.messages import printable
 
 NAMES_EACH = 16  # of a tensor that several containers hold
 LONGEST_NAME = 2000  # characters

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("kernels", "numerics", "integrations", "cli", "bench")  # each may import itself and what stands before it
 FOLDERS = {layer: ROOT / ("src/halfstep/cli" if layer == "cli" else layer) for layer in LAYERS}
 LINKED = tuple(layer for layer in LAYERS if layer != "cli")
+PRESENTATION = {"rich", "matplotlib"}  # of the command line's and of reports of benchmarks
 KERNELS_MAY_IMPORT = {"torch", "numpy", "triton", "halfstep"} | set(sys.stdlib_module_names)
 
 SOURCES = [(layer, path) for layer in LAYERS for path in sorted(FOLDERS[layer].rglob("*.py"))]
@@ -57,6 +58,8 @@ def violations(source: str, layer: str, package: str | None = None) -> list[str]
             wrong.append("halfstep: the front door reaches every layer; import the module itself")
         elif parts[0] == "halfstep" and set(parts[1:2]) & set(LAYERS) - set(allowed):
             wrong.append(f"{module}: {layer} may import {', '.join(allowed)}")
+        elif layer not in ("cli", "bench") and parts[0] in PRESENTATION:
+            wrong.append(f"{module}: {layer} computes results, cli shows them")
         elif layer == "kernels" and parts[0] not in KERNELS_MAY_IMPORT:
             wrong.append(f"{module}: kernels import torch, numpy and triton only")
     return wrong
@@ -80,7 +83,9 @@ def test_imports_point_one_way(layer: str, path: Path) -> None:
         ("kernels", "from halfstep import bench", "halfstep.bench: kernels may import kernels"),
         ("kernels", "from ..numerics import scaler", "halfstep.numerics: kernels may import kernels"),
         ("kernels", "def f():\n    from halfstep.bench.audit import main", "halfstep.bench.audit: kernels may"),
-        ("kernels", "import rich", "rich: kernels import torch, numpy and triton only"),
+        ("kernels", "import yaml", "yaml: kernels import torch, numpy and triton only"),
+        ("numerics", "from matplotlib.figure import Figure", "matplotlib.figure: numerics computes results, cli shows"),
+        ("integrations", "def f():\n    import rich", "rich: integrations computes results, cli shows them"),
         (
             "numerics",
             "import importlib\nimportlib.import_module('halfstep.integrations.optim')",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from halfstep.numerics.errors import one_of
+from halfstep.numerics.messages import one_of
 
 
 @dataclass(frozen=True)

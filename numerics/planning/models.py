@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from halfstep.numerics.errors import divides, whole
+from halfstep.numerics.messages import divides, whole
 
 # What a tensor does, which decides whether autocast makes a 16-bit copy of it: of operands of matrix products only.
 KINDS = ("matrix", "bias", "norm", "embedding")

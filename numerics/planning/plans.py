@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from halfstep.numerics.errors import divides, one_of, whole
+from halfstep.numerics.messages import divides, one_of, whole
 from halfstep.numerics.planning import strategies, work
 from halfstep.numerics.planning.layouts import FORMATS, Layout, Stored, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from halfstep.numerics.errors import divides
+from halfstep.numerics.messages import divides
 from halfstep.numerics.planning.layouts import Layout
 from halfstep.numerics.planning.models import Transformer, Unit, parameters_of, tensors_of
 

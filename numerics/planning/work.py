@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from halfstep.numerics.errors import one_of
+from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning.models import Transformer
 
 CHECKPOINTING = ("none", "selective", "full", "sqrt")

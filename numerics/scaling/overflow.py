@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from halfstep.numerics.presentation import shown
+
 
 @dataclass(frozen=True)
 class Overflow:
@@ -47,21 +49,8 @@ class OverflowReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        head = f"{self.skipped} of {self.steps} steps skipped"
-        if not self.parameters:
-            return head
-        width = max(len(one.name) for one in self.parameters)
-        lines = [
-            f"  {one.name:{width}}  {kind(one):10}  first at step {one.first_step}, last at {one.last_step}"
-            for one in self.parameters
-        ]
-        return "\n".join([f"{head}, the last one step {self.last_skipped}", *lines])
-
-
-def kind(overflow: Overflow) -> str:
-    """For example ``"Inf 3, NaN 1"``."""
-    counts = (("Inf", overflow.inf_steps), ("NaN", overflow.nan_steps))
-    return ", ".join(f"{name} {count}" for name, count in counts if count)
+        text: str = shown("overflow_text", self)
+        return text
 
 
 def names_of(

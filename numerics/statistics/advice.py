@@ -25,10 +25,11 @@ import torch
 
 from halfstep.kernels.statistics import CELLS, CLASSES, LOWEST, ROWS, ZERO
 from halfstep.numerics.formats.table import Format, formats
+from halfstep.numerics.messages import percent
+from halfstep.numerics.presentation import shown
 from halfstep.numerics.statistics.counts import Statistics, checked_scale, statistics
 from halfstep.numerics.statistics.named_tensors import named_tensors
 from halfstep.numerics.statistics.updates import UpdateLoss, last_updates, lost_updates
-from halfstep.numerics.wording import percent
 
 EXPONENTS = np.arange(-126, 127)  # of the scales considered: those that GradScaler allows
 
@@ -131,31 +132,8 @@ class ScaleAdvice:
         }
 
     def __str__(self) -> str:
-        name, acceptable = self.format.name, percent(self.share)
-        total = self.statistics.total
-        best = power(self.scale)
-        if self.interval:
-            lines = [f"{name}: scale {best}; {_range(self.low, self.high)} nothing overflows and no more than"]
-            lines.append(f"  {acceptable} % of any gradient is flushed to zero")
-        else:
-            lines = [f"{name}: no scale is good enough; {best} loses least"]
-        if self.below:
-            lost = f"{percent(self.below.share)} % of {self.below.name} flushed"
-            lines.append(f"  at {power(self.below.scale)}: {lost}")
-        if self.above:
-            lines.append(f"  at {power(self.above.scale)}: {self.above.name} overflows")
-        lines.append(
-            f"  at {best}: {percent(self.lost)} % flushed, {percent(total.share('subnormal'))} % subnormal, "
-            f"{math.log2(self.high / self.scale):.0f} bits of headroom"
-        )
-        lines.append(_VERDICTS[self.verdict].format(name=name))
-        for of, found in self.updates.items():
-            lost_share = self.updates_lost(of) or 0.0
-            worst = found[0]
-            need = "keep fp32 masters" if lost_share > self.share else "no master is needed"
-            lines.append(f"weights in {of} without a master lose {percent(lost_share)} % of updates: {need}")
-            lines.append(f"  most of {worst.name}: {percent(worst.share)} %")
-        return "\n".join([*lines, *self.notes])
+        text: str = shown("advice_text", self)
+        return text
 
     def picture(self, path: str | Path) -> None:
         """Draw exponents under the format's range at the scale, what each scale loses, and bars per parameter.
@@ -163,27 +141,7 @@ class ScaleAdvice:
         Raises:
             ImportError: matplotlib is missing.
         """
-        from halfstep.numerics.statistics import statistics_picture
-
-        statistics_picture.save(statistics_picture.of_advice(self), path)
-
-
-_VERDICTS = {
-    "unscaled": "{name} suffices without loss scaling",
-    "scaled": "{name} suffices with loss scaling",
-    "bf16": "{name} is too narrow for these gradients, bf16 is not: use bf16, with fp32 masters or stochastic rounding",
-    "neither": "neither {name} nor bf16 holds these gradients",
-}
-
-
-def power(scale: float) -> str:
-    """``"2^16"``; other numbers as they are."""
-    fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
-
-
-def _range(low: float, high: float) -> str:
-    return f"at {power(low)}" if low == high else f"from {power(low)} to {power(high)}"
+        shown("advice_picture", self, path)
 
 
 @dataclass(frozen=True)

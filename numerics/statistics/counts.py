@@ -33,8 +33,8 @@ from halfstep.kernels.statistics import (
     width,
 )
 from halfstep.numerics.formats.table import Format, formats
+from halfstep.numerics.presentation import shown
 from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
-from halfstep.numerics.wording import count, percent, shortened
 
 LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # as GradScaler's: the inverse is finite too
 QUANTILES = (0.5, 0.9, 0.99)
@@ -368,19 +368,8 @@ class Statistics(Sequence[Row]):
         Args:
             limit: how many tensors; None: all.
         """
-        rows = self.worst(limit)
-        head = ("tensor", "size", "zero", "flushed", "subn.", "normal", "overfl.", "err p99")
-        lines = [head, *(_cells(row) for row in rows), _cells(self.total)]
-        if not any(row.errors is not None for row in [*rows, self.total]):
-            lines = [line[:-1] for line in lines]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
-        if len(rows) < len(self):
-            text.insert(-1, f"... and {len(self) - len(rows)} more that lose no more")
-        total = self.total
-        if total.infinite or total.nan:
-            text.append(f"and {total.infinite:,} infinite, {total.nan:,} NaN before rounding")
-        return "\n".join([f"{self.format.name} at scale {self.scale:g}, shares in %", *text])
+        text: str = shown("statistics_table", self, limit)
+        return text
 
     def __str__(self) -> str:
         return self.table(limit=20)
@@ -395,18 +384,7 @@ class Statistics(Sequence[Row]):
         Raises:
             ImportError: matplotlib is missing.
         """
-        from halfstep.numerics.statistics import statistics_picture
-
-        statistics_picture.save(statistics_picture.of_statistics(self), path)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    error = "-"
-    if row.errors is not None:
-        low, high = row.error_quantile(0.99)
-        error = "-" if math.isnan(low) else f"{high:.2g}"
-    shares = (percent(row.share(kind)) for kind in ("zero", "flushed", "subnormal", "normal", "overflow"))
-    return shortened(row.name, 23), count(row.elements), *shares, error
+        shown("statistics_picture", self, path)
 
 
 # -------------------------------------------------------------------------------------------------------------- public

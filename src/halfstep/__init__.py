@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from halfstep._version import __version__
+from halfstep.numerics import presentation
 
 if TYPE_CHECKING:
     from halfstep.integrations.monitor import AmpMonitor
@@ -66,6 +67,8 @@ __all__ = [
     "softmax",
     "statistics",
 ]
+
+presentation.module = "halfstep.cli.results"  # results do not know who words and draws them
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from halfstep._version import __version__
 from halfstep.cli.command_line import complain
 from halfstep.cli.terminal import Terminal, terminal
-from halfstep.numerics.errors import instead
+from halfstep.numerics.messages import instead
 
 
 class _Command(NamedTuple):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from halfstep.cli.terminal import Terminal, terminal
-from halfstep.numerics.errors import instead, printable
+from halfstep.numerics.messages import instead, printable
 
 PICTURES = (".png", ".svg", ".pdf")
 # How a number begins; no option begins like a negative one.

@@ -26,12 +26,13 @@ from rich.table import Table
 
 from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, picture, run, whole
+from halfstep.cli.results import count, power, shortened
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
 from halfstep.numerics.formats.table import UnknownFormat, formats
-from halfstep.numerics.statistics.advice import advise_scale, power
+from halfstep.numerics.messages import percent
+from halfstep.numerics.statistics.advice import advise_scale
 from halfstep.numerics.statistics.counts import KINDS, Row, Statistics, checked_scale, grid_of, statistics
 from halfstep.numerics.statistics.named_tensors import named_tensors
-from halfstep.numerics.wording import count, percent, shortened
 
 PATIENCE = 2.0  # seconds without a word
 BATCH = 64 << 20  # bytes of tensors counted at a time, so that the bar moves

@@ -21,7 +21,7 @@ from typing import Any
 
 from halfstep._version import __version__
 from halfstep.cli.command_line import Parser, above_zero, picture, run, whole
-from halfstep.numerics.errors import one_of
+from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning import (
     CARDS,
     CHECKPOINTING,

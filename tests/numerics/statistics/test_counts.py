@@ -18,9 +18,10 @@ from implementations import ALL, twins, using
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
+from halfstep.cli.results import count, shortened
 from halfstep.numerics.formats.table import UnknownFormat, formats
+from halfstep.numerics.messages import percent
 from halfstep.numerics.statistics.counts import KINDS, Statistics, grid_of, statistics
-from halfstep.numerics.wording import count, percent, shortened
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on overflow and NaN
 

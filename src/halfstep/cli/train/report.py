@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from halfstep.cli.results import overflow_kind
+from halfstep.cli.results_picture import draw_exponents
 from halfstep.cli.train.data import Corpus
 from halfstep.cli.train.loop import Result, Settings
 from halfstep.cli.train.model import SIZES
 from halfstep.cli.train.world import ThisRank, restarts, shard_size
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, kind
-from halfstep.numerics.statistics.statistics_picture import draw_exponents
-from halfstep.numerics.wording import percent
+from halfstep.numerics.messages import percent
+from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 
 # One colour per run, distinguishable without red-green vision; the run without masters is the warning one.
 COLOURS = {"fp32": "#4c566a", "bf16": "#0072b2", "fp16": "#009e73", "bf16 without master": "#d55e00"}
@@ -390,7 +391,7 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
     overflowed = ""
     for name, known in overflows(content).items():
         lines = "".join(
-            f"<tr><td>{text(one.name)}</td><td>{text(kind(one))}</td>"
+            f"<tr><td>{text(one.name)}</td><td>{text(overflow_kind(one))}</td>"
             f"<td>{text(one.first_step)}</td><td>{text(one.last_step)}</td></tr>"
             for one in known.parameters
         )

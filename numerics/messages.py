@@ -1,9 +1,19 @@
-"""What error messages have in common: the nearest allowed word, printable text, and checks that name the argument."""
+"""What messages have in common: shares, printable text, the nearest allowed word, and checks that name the argument."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+
+
+def percent(share: float) -> str:
+    """A share in percent, in at most five characters, that says 0 and 100 of exactly 0 and 1 only."""
+    value = 100 * share
+    if value in (0, 100):
+        return f"{value:.0f}"
+    if value < 0.005:
+        return "<0.01"
+    return ">99.9" if value > 99.94 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def printable(text: str) -> str:

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
+from halfstep.cli.results_picture import draw_exponents, figure
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.statistics.statistics_picture import draw_exponents, figure
 
 
 @pytest.mark.parametrize("name", ["fp16", "e5m2", "e4m3fn"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.numerics.wording import shortened
+from halfstep.cli.results import shortened
 
 if TYPE_CHECKING:
     from halfstep.numerics.formats.table import Format

@@ -1,0 +1,157 @@
+"""The texts of results: statistics of tensors, advice on a loss scale, overflows; and the functions that draw them.
+
+`numerics.presentation` calls these by name: ``str(result)``, ``result.table()`` and ``result.picture(path)``. Plain
+text, at most 80 columns, without rich.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from halfstep.numerics.messages import percent
+from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
+from halfstep.numerics.statistics.advice import ScaleAdvice
+from halfstep.numerics.statistics.counts import Row, Statistics
+
+
+def shortened(name: str, room: int) -> str:
+    """A dotted name that fits: parts become their first letter, from the left, as long as that is needed.
+
+    ``"encoder.layers.0.self_attn.in_proj_weight"`` becomes ``"e.l.0.s.in_proj_weight"``. Of what is still too long the
+    middle is left out.
+    """
+    parts = name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= room:
+            break
+        parts[place] = part if part.isdigit() else part[:1]
+    short = ".".join(parts)
+    if len(short) <= room:
+        return short
+    front = (room - 1) // 2
+    return f"{short[:front]}…{short[len(short) - (room - 1 - front) :]}"
+
+
+def count(number: int) -> str:
+    """A count in at most six characters: ``"999"``, ``"12.3k"``, ``"1.2G"``."""
+    value = float(number)
+    for unit in ("", "k", "M", "G", "T"):
+        if value < 999.5 or unit == "T":
+            break
+        value /= 1000
+    return f"{value:.0f}" if unit == "" else f"{value:.3g}{unit}"
+
+
+def power(scale: float) -> str:
+    """``"2^16"``; other numbers as they are."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def statistics_table(found: Statistics, limit: int | None) -> str:
+    """`Statistics.table`."""
+    rows = found.worst(limit)
+    head = ("tensor", "size", "zero", "flushed", "subn.", "normal", "overfl.", "err p99")
+    lines = [head, *(_cells(row) for row in rows), _cells(found.total)]
+    if not any(row.errors is not None for row in [*rows, found.total]):
+        lines = [line[:-1] for line in lines]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    if len(rows) < len(found):
+        text.insert(-1, f"... and {len(found) - len(rows)} more that lose no more")
+    total = found.total
+    if total.infinite or total.nan:
+        text.append(f"and {total.infinite:,} infinite, {total.nan:,} NaN before rounding")
+    return "\n".join([f"{found.format.name} at scale {found.scale:g}, shares in %", *text])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    error = "-"
+    if row.errors is not None:
+        low, high = row.error_quantile(0.99)
+        error = "-" if math.isnan(low) else f"{high:.2g}"
+    shares = (percent(row.share(kind)) for kind in ("zero", "flushed", "subnormal", "normal", "overflow"))
+    return shortened(row.name, 23), count(row.elements), *shares, error
+
+
+def statistics_picture(found: Statistics, path: str | Path) -> None:
+    """`Statistics.picture`."""
+    from halfstep.cli import results_picture
+
+    results_picture.save(results_picture.of_statistics(found), path)
+
+
+# -------------------------------------------------------------------------------------------------------------- advice
+
+_VERDICTS = {
+    "unscaled": "{name} suffices without loss scaling",
+    "scaled": "{name} suffices with loss scaling",
+    "bf16": "{name} is too narrow for these gradients, bf16 is not: use bf16, with fp32 masters or stochastic rounding",
+    "neither": "neither {name} nor bf16 holds these gradients",
+}
+
+
+def advice_text(advice: ScaleAdvice) -> str:
+    """Of ``str(advice)``."""
+    name, acceptable = advice.format.name, percent(advice.share)
+    total = advice.statistics.total
+    best = power(advice.scale)
+    if advice.interval:
+        lines = [f"{name}: scale {best}; {_range(advice.low, advice.high)} nothing overflows and no more than"]
+        lines.append(f"  {acceptable} % of any gradient is flushed to zero")
+    else:
+        lines = [f"{name}: no scale is good enough; {best} loses least"]
+    if advice.below:
+        lost = f"{percent(advice.below.share)} % of {advice.below.name} flushed"
+        lines.append(f"  at {power(advice.below.scale)}: {lost}")
+    if advice.above:
+        lines.append(f"  at {power(advice.above.scale)}: {advice.above.name} overflows")
+    lines.append(
+        f"  at {best}: {percent(advice.lost)} % flushed, {percent(total.share('subnormal'))} % subnormal, "
+        f"{math.log2(advice.high / advice.scale):.0f} bits of headroom"
+    )
+    lines.append(_VERDICTS[advice.verdict].format(name=name))
+    for of, found in advice.updates.items():
+        lost_share = advice.updates_lost(of) or 0.0
+        worst = found[0]
+        need = "keep fp32 masters" if lost_share > advice.share else "no master is needed"
+        lines.append(f"weights in {of} without a master lose {percent(lost_share)} % of updates: {need}")
+        lines.append(f"  most of {worst.name}: {percent(worst.share)} %")
+    return "\n".join([*lines, *advice.notes])
+
+
+def _range(low: float, high: float) -> str:
+    return f"at {power(low)}" if low == high else f"from {power(low)} to {power(high)}"
+
+
+def advice_picture(advice: ScaleAdvice, path: str | Path) -> None:
+    """`ScaleAdvice.picture`."""
+    from halfstep.cli import results_picture
+
+    results_picture.save(results_picture.of_advice(advice), path)
+
+
+# ----------------------------------------------------------------------------------------------------------- overflows
+
+
+def overflow_text(report: OverflowReport) -> str:
+    """Of ``str(report)``."""
+    head = f"{report.skipped} of {report.steps} steps skipped"
+    if not report.parameters:
+        return head
+    width = max(len(one.name) for one in report.parameters)
+    lines = [
+        f"  {one.name:{width}}  {overflow_kind(one):10}  first at step {one.first_step}, last at {one.last_step}"
+        for one in report.parameters
+    ]
+    return "\n".join([f"{head}, the last one step {report.last_skipped}", *lines])
+
+
+def overflow_kind(overflow: Overflow) -> str:
+    """For example ``"Inf 3, NaN 1"``."""
+    counts = (("Inf", overflow.inf_steps), ("NaN", overflow.nan_steps))
+    return ", ".join(f"{name} {count}" for name, count in counts if count)
