@@ -1,4 +1,4 @@
-"""DistributedDataParallel in fp16: overflow and norm are known when the backward ends, and half the bytes are sent.
+"""DistributedDataParallel in fp16: gradients are divided by the number of ranks before they are summed in fp16.
 
 torchrun --nproc-per-node 2 examples/ddp.py
 """
@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
-from halfstep.integrations.ddp import overlap_overflow_check
+from halfstep.integrations.ddp import mean_in_fp16_hook
 
 
 def batch(step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,9 +28,9 @@ def train(rank: int, device: torch.device) -> list[float]:
     torch.manual_seed(0)
     net = Sequential(Linear(32, 128), GELU(), Linear(128, 8)).to(device, torch.float16)
     model = DistributedDataParallel(net)
+    model.register_comm_hook(model.process_group, mean_in_fp16_hook)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)  # keeps fp32 masters of the fp16 weights
     scaler = halfstep.GradScaler(device.type)
-    overlap_overflow_check(model, scaler, hook="fp16")
 
     losses = []
     for step in range(100):

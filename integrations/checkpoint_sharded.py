@@ -55,7 +55,7 @@ from halfstep.integrations.before import Before
 from halfstep.integrations.checkpoint_files import CheckpointError
 from halfstep.integrations.checkpoint_metadata import METADATA
 from halfstep.integrations.ranks import Ranks
-from halfstep.numerics.scaling.gradients import local
+from halfstep.numerics.scaling.topology import local
 
 BESIDE = "halfstep.pt"
 STATE = ("optimizer", "state")

@@ -42,7 +42,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from numbers import Real
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Literal, NamedTuple, overload
@@ -58,9 +58,10 @@ from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable, checked_addr
 from halfstep.kernels.philox import check_seed
 from halfstep.kernels.rounding import join_master, split_master
 from halfstep.kernels.streams import capturing, upload
+from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
-from halfstep.numerics.scaling.gradients import GradientCheck, check_gradients, local
-from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, settle_gradients
+from halfstep.numerics.scaling.topology import is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
 
 MASTERS = ("auto", "full", "split", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -269,13 +270,13 @@ def _is_zero(lr: torch.Tensor | float) -> bool:
     return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
 
 
-def _skipping_zeros(control: adam.Control, check: GradientCheck) -> adam.Control:
+def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
     """The same control, but the step is skipped, step counts included, if all gradients on all ranks are 0.
 
     Moments would stay as they are, but for L2 decay, and 0 / (0 + eps) is NaN at eps = 0.
     """
     # The sum is 0 only if every number is: the largest is brought near 1 before it is squared.
-    nothing = (check.sum_of_squares == 0).float()
+    nothing = (verdict.sum_of_squares == 0).float()
     if control.found_inf is not None:
         found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
         nothing = torch.maximum(nothing, found_inf)
@@ -513,7 +514,7 @@ class _Masters(Mapping[torch.Tensor, torch.Tensor]):
 
     def __init__(self, optimizer: _AdamBase) -> None:
         self._optimizer = optimizer
-        self._own = dict.fromkeys(optimizer._parameters())
+        self._own = dict.fromkeys(parameters_of(optimizer))
 
     @torch.no_grad()
     def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -529,7 +530,7 @@ class _Masters(Mapping[torch.Tensor, torch.Tensor]):
         return len(self._own)
 
 
-class _AdamBase(Optimizer):
+class _AdamBase(StepsOnVerdict, Optimizer):
     """What Adam and AdamW share: everything but their signatures.
 
     They inherit from torch's classes of the same names, for frameworks that ask `isinstance`, and nothing of theirs:
@@ -538,9 +539,6 @@ class _AdamBase(Optimizer):
 
     # False: torch's scalers unscale in place, and decide whether to call step().
     _step_supports_amp_scaling = StepSupportsAmpScaling()
-    # halfstep.GradScaler leaves unscaling, clipping and skipping to step(), which reads grad_scale, found_inf and
-    # sum_of_squares from the instance, and waits for nothing.
-    _unscales_in_step = True
     # Options that a checkpoint does not change, beside those of the layout.
     _fixed_options: tuple[str, ...] = ()
 
@@ -552,7 +550,6 @@ class _AdamBase(Optimizer):
         self._squares: torch.Tensor | None = None
         self._checked_norm: float | None = None
         self._agreed: dict[int, _Agreed] = {}
-        self._topology = TopologyMemory()
         self._stepped_without_gradients = False
         self._recorded: dict[int, torch.Tensor] = {}
         Optimizer.__init__(self, params, defaults)
@@ -562,7 +559,6 @@ class _AdamBase(Optimizer):
         self.__dict__.setdefault("max_grad_norm", None)
         self.__dict__.setdefault("_squares", None)
         self.__dict__.setdefault("_checked_norm", None)
-        self.__dict__.setdefault("_topology", TopologyMemory())
         self.__dict__.setdefault("_stepped_without_gradients", False)
         self.__dict__.setdefault("_recorded", {})  # state tensors that CUDA graphs write to
         for group in self.param_groups:
@@ -631,7 +627,7 @@ class _AdamBase(Optimizer):
     def _with_full_master(self) -> list[torch.Tensor]:
         held = (
             (parameter, self.state[parameter].get("master"))
-            for parameter in self._parameters()
+            for parameter in parameters_of(self)
             if parameter in self.state
         )
         return [p for p, master in held if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
@@ -702,9 +698,9 @@ class _AdamBase(Optimizer):
         Raises:
             ValueError: a tensor is not a parameter of this optimizer; nothing was changed.
         """
-        own = {id(parameter) for parameter in self._parameters()}
+        own = {id(parameter) for parameter in parameters_of(self)}
         if parameters is None:
-            parameters = self._parameters()
+            parameters = parameters_of(self)
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for index, parameter in enumerate(chosen):
             if id(parameter) not in own:
@@ -775,7 +771,7 @@ class _AdamBase(Optimizer):
         Numbers are compared as objects, which is exact and compares no tensors. What can change in place always may.
         """
         now = list(map(_options_of, self.param_groups))
-        if len(now) != len(self._checked) or self.max_grad_norm != self._checked_norm:
+        if len(now) != len(self._checked) or self._limit != self._checked_norm:
             return True
         for values, before in zip(now, self._checked, strict=True):
             if not all(map(is_, values, before)) or type(values[1]) is not tuple:
@@ -796,7 +792,7 @@ class _AdamBase(Optimizer):
         self._note_agreed()
         row_of = {id(p): row for row, group in enumerate(self.param_groups) for p in group["params"]}
         rows = [row_of[id(parameter)] for parameter in parameters]
-        stream_of = {id(parameter): number for number, parameter in enumerate(self._parameters())}
+        stream_of = {id(parameter): number for number, parameter in enumerate(parameters_of(self))}
         kinds: dict[tuple[Any, ...], list[int]] = {}
         names: dict[int, tuple[int, ...]] = {}
         seen: set[int] = set()
@@ -897,6 +893,7 @@ class _AdamBase(Optimizer):
             return self._group_tables[device][1]
         values: list[list[float]] = []
         late: list[tuple[int, int, torch.Tensor]] = []
+        limit = self._limit
         for row, group in enumerate(self.param_groups):
             columns = [0.0] * adam.GROUP_COLUMNS
             options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
@@ -907,7 +904,7 @@ class _AdamBase(Optimizer):
                     columns[column] = float(value)
             columns[adam.MAXIMIZE] = float(bool(group["maximize"]))
             columns[adam.DECOUPLED] = float(bool(group["decoupled_weight_decay"]))
-            columns[adam.MAX_NORM] = 0.0 if self.max_grad_norm is None else float(self.max_grad_norm)
+            columns[adam.MAX_NORM] = 0.0 if limit is None else float(limit)
             values.append(columns)
         known, table = (None, None) if recording else self._group_tables.get(device, (None, None))
         if known != values or table is None:
@@ -920,26 +917,28 @@ class _AdamBase(Optimizer):
             table[row, column].copy_(value.reshape(()), non_blocking=True)
         return table
 
-    def _check(self, inverse: torch.Tensor | None) -> GradientCheck | None:
-        """Flag and sum of squares of all gradients on all ranks that hold any; all must call it."""
-        parameters = self._parameters()
-        grads = list(map(attrgetter("grad"), parameters))
-        places = [place for place, grad in enumerate(grads) if grad is not None]
-        topology = self._topology.of(parameters, owner=self)
-        return check_gradients([grads[place] for place in places], inverse, topology=topology, places=places)
+    @property
+    def _limit(self) -> float | None:
+        """The 2-norm to which the coming step clips."""
+        asked = None if self._decision is None else self._decision.max_norm
+        return min((one for one in (asked, self.max_grad_norm) if one is not None), default=None)
 
     def _control(self) -> adam.Control:
-        """Scale, flag and norm for this step: from a scaler, or measured here if clipping needs it."""
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        squares = getattr(self, "sum_of_squares", None)
-        if self.max_grad_norm is None:
+        """Scale, flag and norm for this step: decided by a scaler, or measured here if clipping needs it."""
+        decision = self._decision
+        if decision is None:  # torch's scalers set attributes where they are told that step() unscales
+            scale, found_inf, squares = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), None
+        else:
+            # Of gradients that were unscaled in place, and may have been changed since, the sum is formed anew.
+            current = decision.scale is not None or decision.max_norm is not None
+            scale, found_inf = decision.scale, decision.verdict.found_inf
+            squares = decision.verdict.sum_of_squares if current else None
+        if self._limit is None:
             return adam.Control(scale, found_inf)
         if squares is None:
-            inverse = None
-            if scale is not None:
-                inverse = _as_fp32(scale).reshape(()).double().reciprocal().float()
-            check = self._check(inverse)
-            squares = None if check is None else check.sum_of_squares
+            factor = None if scale is None else Factor(_as_fp32(scale).reshape(()), inverted=True)
+            verdict = self._checker.verdict(factor)
+            squares = None if verdict is None else verdict.sum_of_squares
         self._squares = squares
         return adam.Control(scale, found_inf, squares)
 
@@ -981,7 +980,7 @@ class _AdamBase(Optimizer):
         # A rank without gradients never has state: it takes part in the first such step only, as the others do.
         first_at_rest = not self.state and all(_is_zero(group["lr"]) for group in self.param_groups)
         first_at_rest = first_at_rest and not self._stepped_without_gradients
-        parameters = self._parameters()
+        parameters = parameters_of(self)
         grads = list(map(attrgetter("grad"), parameters))
         if any(map(is_, grads, repeat(None))):
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
@@ -993,7 +992,7 @@ class _AdamBase(Optimizer):
             self._stepped_without_gradients = True
             self._control()
             if first_at_rest:
-                self._check(None)
+                self._checker.verdict(keep=False)
             return
         types = set(map(type, grads))
         if types != {torch.Tensor}:
@@ -1010,9 +1009,9 @@ class _AdamBase(Optimizer):
             members = self._members
         control = self._control()
         if first_at_rest:
-            check = self._check(None)
-            assert check is not None
-            control = _skipping_zeros(control, check)
+            verdict = self._checker.verdict(keep=False)
+            assert verdict is not None
+            control = _skipping_zeros(control, verdict)
         calls: list[partial[Any]] = []
         needed: list[tuple[adam.Control, torch.Tensor]] = []  # the calls hold only their addresses
         for batch, indices in members:
@@ -1037,7 +1036,7 @@ class _AdamBase(Optimizer):
         for batch, _ in members:
             batch.finish()
         self._checked = list(map(_options_of, self.param_groups))
-        self._checked_norm = self.max_grad_norm
+        self._checked_norm = self._limit
 
     def _find_members(
         self,
@@ -1093,7 +1092,7 @@ class _AdamBase(Optimizer):
         only in a process group, without which nothing is sharded: the walk over all objects takes a while.
         """
         cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-        own = [parameter for parameter in self._parameters() if parameter.requires_grad and not is_lazy(parameter)]
+        own = [parameter for parameter in parameters_of(self) if parameter.requires_grad and not is_lazy(parameter)]
         if cls is None or not torch.distributed.is_initialized() or not own or any(map(is_sharded, own)):
             return
         leaves = [one for one in gc.get_objects() if issubclass(type(one), cls) and one.is_leaf and one.requires_grad]
@@ -1110,9 +1109,6 @@ class _AdamBase(Optimizer):
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return list(chain.from_iterable(group["params"] for group in self.param_groups))
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The state in canonical form: per parameter ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... in fp32.
@@ -1126,7 +1122,7 @@ class _AdamBase(Optimizer):
             packed = Optimizer.state_dict(self)
         finally:
             self._optimizer_state_dict_post_hooks = hooks
-        for index, parameter in enumerate(self._parameters()):
+        for index, parameter in enumerate(parameters_of(self)):
             state = packed["state"].get(index)
             if state is None:
                 continue

@@ -11,8 +11,8 @@ other captures and whatever the caller frees. So:
 4. Eager calls and graphs share what training goes on from (parameters, moments, step counts, the scale), and that stays
    where it is: it exists before a capture, and what has been captured is written in place from then on.
 
-**A table belongs to one stream.** What is kept from call to call is written and read on one stream, or handed over with
-an event (`Handover`): two streams may call the same function at the same time.
+**A table belongs to one stream.** What is kept from call to call is written and read on one stream: two streams may
+call the same function at the same time.
 
 **The host does not wait.** Numbers go through pinned memory (`upload`); an index is on the device or a slice, never a
 list, which would be copied from memory that is not pinned.
@@ -81,27 +81,3 @@ def _keep(pinned: torch.Tensor) -> None:
         _of_graphs.setdefault(graph, []).append(pinned)
     else:
         _for_good.append(pinned)
-
-
-class Handover:
-    """Memory on `device` that streams use in turn.
-
-    After `put` on one stream, `take` has another wait for what that one had done by then, once.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event: torch.cuda.Event | None = None
-        self._knowing: set[int] = set()
-
-    def put(self) -> None:
-        """What the current stream has done so far is to be seen by all."""
-        if self._device.type == "cuda":
-            self._event = torch.cuda.current_stream(self._device).record_event()
-            self._knowing = {current_stream(self._device)}
-
-    def take(self) -> None:
-        """See it on the current stream."""
-        if self._event is not None and (stream := current_stream(self._device)) not in self._knowing:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-            self._knowing.add(stream)

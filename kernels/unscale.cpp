@@ -66,8 +66,8 @@ void check_chunk(T* data, int64_t n, const float* inv_scale, bool write, int32_t
 }  // namespace
 
 extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-                               const float* inv_scale, int32_t inverted, int32_t write, int32_t apart, int32_t dtype,
-                               int32_t* flags, double* sums, int32_t threads) {
+                               const float* inv_scale, int32_t inverted, int32_t write, int32_t dtype, int32_t* flags,
+                               double* sums, int32_t threads) {
     float reciprocal;
     if (inv_scale && inverted) {
         reciprocal = 1.0f / *inv_scale;
@@ -81,35 +81,27 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
             const int64_t start = (chunk - rows[tensors + tensor]) * CHUNK;
             const int64_t left = rows[tensor] - start;
             check_chunk((T*)rows[2 * tensors + tensor] + start, left < CHUNK ? left : CHUNK, inv_scale, write,
-                        flags + rows[3 * tensors + tensor],
-                        sums + chunk + (apart ? rows[4 * tensors + tensor] : 0));
+                        flags + rows[3 * tensors + tensor], sums + chunk);
         }
     });
 }
 
 // Add the chunks and gather the flags, which are zero afterwards; note the bad tensors in `tally` unless it is null.
-// Unless they are null, `order` and `sources` say where the sums and the flags are, -1 standing for a flag of 0.
 extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_t* flags, int64_t tensors,
                                       float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
-                                      int32_t* tally, const int64_t* step, const int32_t* order,
-                                      const int32_t* sources) {
+                                      int32_t* tally, const int64_t* step) {
     alignas(64) double lanes[LANES];
     const int64_t width = tree_width(chunks < LANES ? chunks : LANES);  // the other lanes hold zeros
     for (int64_t i = 0; i < width; ++i) lanes[i] = 0.0;
     for (int64_t start = 0; start < chunks; start += LANES) {
         const int64_t n = chunks - start < LANES ? chunks - start : LANES;
-        if (order) {
-            for (int64_t i = 0; i < n; ++i) lanes[i] += sums[order[start + i]];
-        } else {
-            for (int64_t i = 0; i < n; ++i) lanes[i] += sums[start + i];
-        }
+        for (int64_t i = 0; i < n; ++i) lanes[i] += sums[start + i];
     }
     *sum_of_squares = tree_sum(lanes, width);
     *norm = float(std::sqrt(*sum_of_squares));
     int32_t any = 0;
     for (int64_t i = 0; i < tensors; ++i) {
-        const int64_t source = sources ? sources[i] : i;
-        const int32_t flag = source < 0 ? 0 : flags[source];
+        const int32_t flag = flags[i];
         any |= flag;
         flags_out[i] = flag;
         if (tally && flag) {
@@ -119,7 +111,7 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
             if (row[2] == 0) row[2] = int32_t(*step + 1);
             row[3] = int32_t(*step + 1);
         }
-        if (source >= 0) flags[source] = 0;
+        flags[i] = 0;
     }
     *found_inf = any ? 1.0f : 0.0f;
 }

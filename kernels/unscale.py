@@ -20,11 +20,8 @@ fp64: 1024 lanes, lane j taking chunks j, j + 1024, ... in order, then the same 
 chunk and change no bit. So 1e30 sums to 1e60 where fp32 has infinity, and 1e-30 to 1e-60 where it has 0.
 
 A call is one launch per dtype and one that gathers: chunks into the sum, flags into the answer. What lies between, one
-fp64 per chunk and one int32 per tensor, is kept per thread and stream and used again; answers are new tensors, or those
-given as `out`. The gathering launch leaves the flags zero, as the next call needs them.
-
-`CheckInParts` makes the same check bit by bit, as gradients become ready during a backward: its sums and flags have
-places of their own, and the launch that gathers takes them in the order in which one call would have made them.
+fp64 per chunk and one int32 per tensor, is kept per thread and stream and used again. The gathering launch leaves the
+flags zero, as the next call needs them.
 """
 
 from __future__ import annotations
@@ -32,9 +29,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -43,18 +38,19 @@ import torch
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import (
-    ADDRESSES,
     DTYPE_CODES,
     TableCache,
     TensorTable,
     address,
     all_flattened,
+    all_have_memory,
     check_addresses,
     check_tensor_list,
+    checked_addresses,
     own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
-from halfstep.kernels.streams import Handover, capturing, current_stream, upload
+from halfstep.kernels.streams import capturing, current_stream
 from halfstep.kernels.variant import Variant
 
 CHUNK = 4096
@@ -66,13 +62,14 @@ FINISH_WARPS = 8
 HAS_INF, HAS_NAN = 1, 2
 
 
-class Check(NamedTuple):
-    """What `foreach_check` finds.
+class Verdict(NamedTuple):
+    """What a check of gradients finds, on their device.
 
     Attributes:
         found_inf: 0-dim fp32, 1.0 if any element is non-finite, else 0.0.
         sum_of_squares: 0-dim fp64, over all elements.
-        flags: int32, one per tensor: 0 finite, 1 holds an Inf, 2 holds a NaN, 3 both.
+        flags: int32, one per tensor: 0 finite, 1 holds an Inf, 2 holds a NaN, 3 both. Empty where the verdict combines
+            those of several devices or ranks.
     """
 
     found_inf: torch.Tensor
@@ -84,6 +81,15 @@ class Check(NamedTuple):
         bad = self.flags != 0
         # A leading entry that is true only if no other is, at index -1.
         return torch.cat([~bad.any().reshape(1), bad]).int().argmax() - 1
+
+    @classmethod
+    def empty(cls, tensors: int, device: torch.device) -> Verdict:
+        """Memory for a verdict on so many tensors."""
+        return cls(
+            torch.empty((), dtype=torch.float32, device=device),
+            torch.empty((), dtype=torch.float64, device=device),
+            torch.empty(tensors, dtype=torch.int32, device=device),
+        )
 
 
 class Tally(NamedTuple):
@@ -162,12 +168,12 @@ def note(flags: torch.Tensor, tally: Tally) -> None:
     counts[:, 3] = torch.where(bad, step, counts[:, 3])
 
 
-def _reference_finish(sums: torch.Tensor, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(found_inf, sum of squares) from all chunks and tensors."""
+def _reference_sum(sums: torch.Tensor) -> torch.Tensor:
+    """The sum over all chunks."""
     lanes = torch.zeros(LANES, dtype=torch.float64, device=sums.device)
     for row in torch.nn.functional.pad(sums, (0, -sums.numel() % LANES)).view(-1, LANES):
         lanes = lanes + row
-    return flags.ne(0).any().float(), _tree_sum(lanes)
+    return _tree_sum(lanes)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -198,23 +204,19 @@ def _check_block(y, flag_ptr, sum_ptr, CHUNK: tl.constexpr):
 
 @functools.partial(jit, do_not_specialize=["tensors", "flags", "sums"])
 def check_kernel(
-    rows,  # int64 (4 or 5, tensors): see multi_tensor.py; operands are the address, the tensor's place in `flags`, and
-    # with APART how far from the chunk's number its place in `sums` is
+    rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's place in `flags`
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
     inv_scale,  # fp32 scalar's address, or the number itself, as SCALED says
     flags,  # int32, zero on entry
-    sums,  # fp64 (chunks,); with APART longer
+    sums,  # fp64 (chunks,)
     DTYPE: tl.constexpr,
     SCALED: tl.constexpr,  # 0: not, 1: by what lies at `inv_scale`, 2: by `inv_scale`, 3: by one over what lies there
     WRITE: tl.constexpr,
-    APART: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
-    if APART:
-        sums += tl.load(rows + 4 * tensors + tensor)
     numel = tl.load(rows + tensor)
     start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
     address = tl.load(rows + 2 * tensors + tensor)
@@ -268,12 +270,9 @@ def finish_kernel(
     flags_out,  # int32 (tensors,)
     tally,  # int32 (tensors, 4), and what follows, if TALLY: see `Tally`
     step,  # int64 scalar
-    order,  # int32 (chunks,): where each chunk's sum is, and what follows, if APART
-    sources,  # int32 (tensors,): where each tensor's flag is, -1 for 0
     LANES: tl.constexpr,
     UNROLLED: tl.constexpr,
     TALLY: tl.constexpr,
-    APART: tl.constexpr,
 ):
     """Add the chunks and gather the flags, in one program."""
     lane = tl.arange(0, LANES)
@@ -281,27 +280,20 @@ def finish_kernel(
     for start in range(0, chunks, LANES * UNROLLED):
         for row in tl.static_range(UNROLLED):
             at = start + row * LANES + lane
-            source = at
-            if APART:
-                source = tl.load(order + at, mask=at < chunks, other=0)
-            total += tl.load(sums + source, mask=at < chunks, other=0.0)
+            total += tl.load(sums + at, mask=at < chunks, other=0.0)
     result = _tree_sum_block(total, LANES)
     tl.store(sum_of_squares, result)
     tl.store(norm, tl.sqrt(result).to(tl.float32))
     any_flag = tl.zeros((LANES,), dtype=tl.int32)
     for start in range(0, tensors, LANES):
         at = start + lane
-        source = at
         there = at < tensors
-        if APART:
-            source = tl.load(sources + at, mask=at < tensors, other=-1)
-            there = source >= 0
-        flag = tl.load(flags + source, mask=there, other=0)
+        flag = tl.load(flags + at, mask=there, other=0)
         any_flag |= flag
-        tl.store(flags_out + at, flag, mask=at < tensors)
-        tl.store(flags + source, tl.zeros_like(flag), mask=there)
+        tl.store(flags_out + at, flag, mask=there)
+        tl.store(flags + at, tl.zeros_like(flag), mask=there)
         if TALLY:
-            bad = (at < tensors) & (flag != 0)  # of the others nothing is read or written
+            bad = there & (flag != 0)  # of the others nothing is read or written
             row = tally + at * 4
             now = (tl.load(step) + 1).to(tl.int32)
             tl.store(row, tl.load(row, mask=bad, other=0) + (flag & 1), mask=bad)
@@ -316,19 +308,8 @@ def finish_kernel(
 _tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in DTYPE_CODES}
 
 
-class _Answer(NamedTuple):
-    """Where a call writes: `Check`, the norm in fp32 and the `Tally` if they are asked for."""
-
-    found_inf: torch.Tensor
-    sum_of_squares: torch.Tensor
-    flags: torch.Tensor
-    norm: torch.Tensor | None
-    tally: Tally | None = None
-    places: Sequence[int] | None = None  # of the tensors in `flags`; None: as they come
-
-
-class _Factor(NamedTuple):
-    """What gradients are multiplied by: a number, what lies at a tensor, or one over that."""
+class Factor(NamedTuple):
+    """What gradients are multiplied by: a number, what lies at a tensor (0-dim fp32), or one over that."""
 
     value: torch.Tensor | float
     inverted: bool = False
@@ -388,19 +369,14 @@ def _entries(library: ctypes.CDLL) -> tuple[Any, Any]:
     """The two C++ functions, told the types of their arguments."""
     pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     check, finish = library.halfstep_check, library.halfstep_check_finish
-    check.argtypes = [pointer, pointer, long, long, pointer, *[integer] * 4, pointer, pointer, integer]
-    finish.argtypes = [pointer, long, pointer, long, *[pointer] * 8]
+    check.argtypes = [pointer, pointer, long, long, pointer, *[integer] * 3, pointer, pointer, integer]
+    finish.argtypes = [pointer, long, pointer, long, *[pointer] * 6]
     check.restype = finish.restype = None
     return check, finish
 
 
 def _launch_triton(
-    table: TensorTable,
-    dtype: torch.dtype,
-    factor: _Factor | None,
-    write: bool,
-    scratch: _Scratch | CheckInParts,
-    first: int,
+    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
 ) -> None:
     """Check tensors of one dtype, `first` chunks being those of others."""
     mode = 0
@@ -418,7 +394,6 @@ def _launch_triton(
         DTYPE=triton_dtype(dtype),
         SCALED=mode,
         WRITE=write,
-        APART=isinstance(scratch, CheckInParts),
         CHUNK=CHUNK,
         num_warps=CHECK_WARPS,
         enable_fp_fusion=False,
@@ -426,18 +401,14 @@ def _launch_triton(
 
 
 def _launch_native(
-    table: TensorTable,
-    dtype: torch.dtype,
-    factor: _Factor | None,
-    write: bool,
-    scratch: _Scratch | CheckInParts,
-    first: int,
+    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
 ) -> None:
     """Check tensors of one dtype, `first` chunks being those of others."""
     number = ctypes.c_float(factor.value) if factor is not None and isinstance(factor.value, float) else None
     by = None if number is None else ctypes.addressof(number)
     if factor is not None and isinstance(factor.value, torch.Tensor):
         by = address(factor.value)
+    flags, sums = checked_addresses((scratch.flags, scratch.sums))
     library = native.library("unscale")
     assert library is not None
     _entries(library)[0](
@@ -447,103 +418,180 @@ def _launch_native(
         by,
         factor is not None and factor.inverted,
         write,
-        isinstance(scratch, CheckInParts),
         DTYPE_CODES[dtype],
-        address(scratch.flags),
-        address(scratch.sums) + 8 * first,
-        native.threads(None if isinstance(scratch, _Scratch) else scratch.threads),
+        flags,
+        sums + 8 * first,
+        native.threads(),
     )
+
+
+def _gather(
+    implementation: str,
+    scratch: _Scratch,
+    chunks: int,
+    out: Verdict,
+    norm: torch.Tensor | None,
+    tally: Tally | None,
+) -> None:
+    results = (out.found_inf, out.sum_of_squares, scratch.norm if norm is None else norm, out.flags)
+    slots = out.flags.numel()
+    addresses = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
+    if implementation == "triton":
+        finish_kernel[(1,)](
+            scratch.sums,
+            chunks,
+            scratch.flags,
+            slots,
+            *results,
+            *((scratch.flags, scratch.flags) if tally is None else tally),
+            LANES=LANES,
+            UNROLLED=UNROLLED,
+            TALLY=tally is not None,
+            num_warps=FINISH_WARPS,
+            enable_fp_fusion=False,
+        )
+        return
+    library = native.library("unscale")
+    assert library is not None
+    sums, flags, *rest = addresses
+    _entries(library)[1](sums, chunks, flags, slots, *rest, *(() if tally else (None, None)))
+
+
+def _finish_in_torch(out: Verdict, norm: torch.Tensor | None, tally: Tally | None) -> None:
+    """What the gathering launch writes beside the flags and the sum."""
+    out.found_inf.copy_(out.flags.any())
+    if norm is not None:
+        norm.copy_(out.sum_of_squares.sqrt())
+    if tally is not None:
+        note(out.flags, tally)
+
+
+def _by_operations(
+    tensor: torch.Tensor, inv_scale: torch.Tensor | None, write: bool, flag: torch.Tensor, total: torch.Tensor
+) -> None:
+    """Add to a flag and to a sum of squares, in place: of a subclass that holds several tensors, each adds its own."""
+    y = tensor.float() if tensor.dtype in DTYPE_CODES else tensor
+    if inv_scale is not None:
+        y = y * inv_scale
+    if write:
+        y = tensor.copy_(y).float() if tensor.dtype in DTYPE_CODES else tensor.copy_(y)
+    flag.bitwise_or_(y.isinf().any().int() * HAS_INF)
+    flag.bitwise_or_(y.isnan().any().int() * HAS_NAN)
+    total.add_(y.abs().double().square().sum())
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]]:
+    """Positions of the tensors of each dtype."""
+    dtypes = list(map(attrgetter("dtype"), tensors))
+    if len(set(dtypes)) == 1:
+        return {dtypes[0]: range(len(tensors))}
+    found: dict[torch.dtype, list[int]] = {}
+    for index, dtype in enumerate(dtypes):
+        found.setdefault(dtype, []).append(index)
+    return {dtype: indices for dtype, indices in found.items()}
+
+
+def check(
+    tensors: list[torch.Tensor],
+    factor: Factor | None = None,
+    *,
+    write: bool = False,
+    out: Verdict | None = None,
+    norm: torch.Tensor | None = None,
+    tally: Tally | None = None,
+    places: Sequence[int] | None = None,
+    in_memory: bool | None = None,
+) -> Verdict:
+    """One pass over tensors that were validated: what `foreach_check` and `foreach_unscale_` do.
+
+    Args:
+        tensors: fp32, fp16 and bf16, dense, on one device, at least one.
+        factor: what to multiply by; None for 1.
+        write: store the products.
+        out: where to write, with as many flags as `places` are numbered for; None for new tensors.
+        norm: 0-dim fp32, to be set to the root of the sum.
+        tally: where to note which tensors were bad, a row per flag.
+        places: for each tensor its place among the flags, all different; the other flags become 0. None: in order.
+        in_memory: whether kernels may read the tensors at their addresses. If not, torch's operations are used, which
+            know other dtypes too. None to find out.
+    """
+    if in_memory is None:
+        in_memory = all_have_memory(tensors)
+    device = tensors[0].device
+    places = range(len(tensors)) if places is None else places
+    if not in_memory:
+        with torch.no_grad(), own_operations(tensors):
+            out = Verdict.empty(len(tensors), device) if out is None else out
+            inv_scale = None if factor is None else factor.for_reference(device)
+            out.flags.zero_()
+            out.sum_of_squares.zero_()
+            for tensor, place in zip(tensors, places, strict=True):
+                _by_operations(tensor, inv_scale, write, out.flags[place], out.sum_of_squares)
+            _finish_in_torch(out, norm, tally)
+        return out
+    out = Verdict.empty(len(tensors), device) if out is None else out
+    flat = all_flattened(tensors)
+    by_dtype = _by_dtype(flat)
+    implementation = resolve(device, "unscale")
+    if implementation == "reference":
+        with torch.no_grad():
+            _run_reference(flat, by_dtype, factor, write, out, norm, tally, places)
+    else:
+        _run_kernels(implementation, flat, by_dtype, factor, write, out, norm, tally, places)
+    if write:
+        if flat is not tensors:
+            with torch.no_grad():
+                for tensor, copy in zip(tensors, flat, strict=True):
+                    if copy is not tensor:
+                        tensor.copy_(copy)
+        torch.autograd.graph.increment_version(tensors)
+    return out
 
 
 def _run_reference(
     tensors: list[torch.Tensor],
-    by_dtype: dict[torch.dtype, list[int]],
-    factor: _Factor | None,
+    by_dtype: dict[torch.dtype, Sequence[int]],
+    factor: Factor | None,
     write: bool,
-    answer: _Answer,
+    out: Verdict,
+    norm: torch.Tensor | None,
+    tally: Tally | None,
+    places: Sequence[int],
 ) -> None:
     inv_scale = None if factor is None else factor.for_reference(tensors[0].device)
-    answer.flags.zero_()
+    out.flags.zero_()
     sums: list[torch.Tensor] = []
     for indices in by_dtype.values():
         group_sums, group_flags = _reference_pass([tensors[index] for index in indices], inv_scale, write)
         sums.append(group_sums)
-        answer.flags[_placed(indices, answer)] = group_flags
-    found_inf, sum_of_squares = _reference_finish(torch.cat(sums), answer.flags)
-    answer.found_inf.copy_(found_inf)
-    answer.sum_of_squares.copy_(sum_of_squares)
-    if answer.norm is not None:
-        answer.norm.copy_(sum_of_squares.sqrt())
-    if answer.tally is not None:
-        note(answer.flags, answer.tally)
+        out.flags[[places[index] for index in indices]] = group_flags
+    out.sum_of_squares.copy_(_reference_sum(torch.cat(sums)))
+    _finish_in_torch(out, norm, tally)
 
 
-def _run_by_operations(
-    tensors: list[torch.Tensor], factor: _Factor | None, write: bool, answer: _Answer, places: Sequence[int]
+def _run_kernels(
+    implementation: str,
+    tensors: list[torch.Tensor],
+    by_dtype: dict[torch.dtype, Sequence[int]],
+    factor: Factor | None,
+    write: bool,
+    out: Verdict,
+    norm: torch.Tensor | None,
+    tally: Tally | None,
+    places: Sequence[int],
 ) -> None:
-    """One pass over tensors some of which have no memory, by what each says that its operations do."""
-    inv_scale = None if factor is None else factor.for_reference(answer.flags.device)
-    answer.flags.zero_()
-    answer.sum_of_squares.zero_()
-    for tensor, place in zip(tensors, places, strict=True):
-        _check_by_operations(tensor, inv_scale, write, answer.flags[place], answer.sum_of_squares)
-    answer.found_inf.copy_(answer.flags.any())
-    if answer.norm is not None:
-        answer.norm.copy_(answer.sum_of_squares.sqrt())
-    if answer.tally is not None:
-        note(answer.flags, answer.tally)
-
-
-def _check_by_operations(
-    tensor: torch.Tensor, inv_scale: torch.Tensor | None, write: bool, flag: torch.Tensor, total: torch.Tensor
-) -> None:
-    """Add to a flag and to a sum of squares, in place: of a subclass that holds several tensors, each adds its own."""
-    y = tensor.float() if inv_scale is None else tensor.float() * inv_scale
-    if write:
-        tensor.copy_(y)
-        y = tensor.float()
-    flag.bitwise_or_(y.isinf().any().int() * HAS_INF)
-    flag.bitwise_or_(y.isnan().any().int() * HAS_NAN)
-    total.add_(y.double().square().sum())
-
-
-def _by_dtype(tensors: list[torch.Tensor]) -> dict[torch.dtype, list[int]]:
-    """Positions of the tensors of each dtype."""
-    dtypes = list(map(attrgetter("dtype"), tensors))
-    if len(set(dtypes)) == 1:
-        return {dtypes[0]: list(range(len(tensors)))}
-    found: dict[torch.dtype, list[int]] = {}
-    for index, dtype in enumerate(dtypes):
-        found.setdefault(dtype, []).append(index)
-    return found
-
-
-def _placed(indices: list[int], answer: _Answer) -> list[int]:
-    """The places in the answer's flags of the tensors at `indices`."""
-    return indices if answer.places is None else [answer.places[index] for index in indices]
-
-
-def _run(
-    tensors: list[torch.Tensor], factor: _Factor | None, write: bool, answer: _Answer, in_memory: bool = True
-) -> None:
-    """One pass over flat tensors on one device: a launch per dtype, and one to gather."""
-    if not in_memory:
-        places = range(len(tensors)) if answer.places is None else answer.places
-        _run_by_operations(tensors, factor, write, answer, places)
-        return
+    """A launch per dtype, and one to gather."""
     device = tensors[0].device
-    by_dtype = _by_dtype(tensors)
-    implementation = resolve(device, "unscale")
-    if implementation == "reference":
-        _run_reference(tensors, by_dtype, factor, write, answer)
-        return
     with on_device(device):
         tables = []
         for dtype, indices in by_dtype.items():
-            group = tensors if len(by_dtype) == 1 else [tensors[index] for index in indices]
-            tables.append((_tables[dtype].table(group, numbers=[_placed(indices, answer)]), dtype))
-        slots = answer.flags.numel()
-        scratch = _scratches.take(device, sum(table.chunks for table, _ in tables), slots)
+            if len(by_dtype) == 1:
+                tables.append((_tables[dtype].table(tensors, numbers=[list(places)]), dtype))
+            else:
+                own = [places[index] for index in indices]
+                tables.append((_tables[dtype].table([tensors[index] for index in indices], numbers=[own]), dtype))
+        total = sum(table.chunks for table, _ in tables)
+        scratch = _scratches.take(device, total, out.flags.numel())
         launch = _launch_triton if implementation == "triton" else _launch_native
         chunks = 0
         try:
@@ -551,224 +599,53 @@ def _run(
                 if table.chunks:
                     launch(table, dtype, factor, write, scratch, chunks)
                     chunks += table.chunks
-            _gather(implementation, scratch, chunks, slots, answer)
+            _gather(implementation, scratch, chunks, out, norm, tally)
         except BaseException:
             _scratches.drop()
             raise
 
 
-def _gather(
-    implementation: str,
-    scratch: _Scratch | CheckInParts,
-    chunks: int,
-    tensors: int,
-    answer: _Answer,
-    gathering: _Gathering | None = None,
-) -> None:
-    norm = scratch.norm if answer.norm is None else answer.norm
-    unused: tuple[None, None] = (None, None)
-    tally = unused if answer.tally is None else answer.tally
-    apart = unused if gathering is None else (gathering.order, gathering.sources)
-    places = answer.found_inf, answer.sum_of_squares, norm, answer.flags, *tally, *apart
-    addresses = [None if place is None else address(place) for place in places]
-    if implementation == "triton":
-        finish_kernel[(1,)](
-            scratch.sums,
-            chunks,
-            scratch.flags,
-            tensors,
-            *(scratch.flags if place is None else place for place in places),
-            LANES=LANES,
-            UNROLLED=UNROLLED,
-            TALLY=answer.tally is not None,
-            APART=gathering is not None,
-            num_warps=FINISH_WARPS,
-            enable_fp_fusion=False,
-        )
-        return
-    library = native.library("unscale")
-    assert library is not None
-    _entries(library)[1](address(scratch.sums), chunks, address(scratch.flags), tensors, *addresses)
-
-
 # ------------------------------------------------------------------------------------------------------------- public
 
 
-def _checked_factor(value: torch.Tensor | float, device: torch.device, name: str = "inv_scale") -> torch.Tensor | float:
+def _checked_factor(value: torch.Tensor | float | None, device: torch.device) -> Factor | None:
     """A 0-dim fp32 tensor on `device`, or a number that fp32 holds, which needs no launch."""
+    if value is None:
+        return None
     if not isinstance(value, torch.Tensor):
-        return ctypes.c_float(float(value)).value
+        return Factor(ctypes.c_float(float(value)).value)
     if value.numel() != 1:
         raise ValueError(
-            f"{name} has shape {tuple(value.shape)}; allowed is one number: a float or a one-element tensor"
+            f"inv_scale has shape {tuple(value.shape)}; allowed is one number: a float or a one-element tensor"
         )
     if value.is_complex() or value.dtype == torch.bool:
-        raise TypeError(f"{name} has dtype {value.dtype}; allowed are real dtypes")
+        raise TypeError(f"inv_scale has dtype {value.dtype}; allowed are real dtypes")
     if value.dtype == torch.float32 and value.device == device:
-        return value.detach().resolve_neg().reshape(())
-    return value.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True)
+        return Factor(value.detach().resolve_neg().reshape(()))
+    return Factor(value.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True))
 
 
-def _checked_out(out: Check, tensors: int, device: torch.device) -> None:
-    for name, tensor, dtype, shape in (
-        ("found_inf", out.found_inf, torch.float32, ()),
-        ("sum_of_squares", out.sum_of_squares, torch.float64, ()),
-        ("flags", out.flags, torch.int32, (tensors,)),
-    ):
-        if (tensor.dtype, tuple(tensor.shape), tensor.device) != (dtype, shape, device) or not tensor.is_contiguous():
-            raise ValueError(
-                f"out.{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; allowed is contiguous {shape} "
-                f"{dtype} on {device}"
-            )
-
-
-def _checked_places(places: Sequence[int], tensors: int, out: Check | None) -> int:
-    """How many flags there are."""
-    slots = 0 if out is None else out.flags.numel()
-    if (
-        len(places) != tensors
-        or len(set(places)) != tensors
-        or (tensors and not 0 <= min(places) <= max(places) < slots)
-    ):
-        raise ValueError(
-            f"places are {len(places)} for {tensors} tensors and {slots} flags in out; allowed is another one for each "
-            "tensor, from 0 to below the number of flags"
-        )
-    return slots
-
-
-def _checked_tally(tally: Tally, tensors: int, device: torch.device) -> None:
-    for name, tensor, dtype, numel in (
-        ("counts", tally.counts, torch.int32, 4 * tensors),
-        ("step", tally.step, torch.int64, 1),
-    ):
-        if (tensor.dtype, tensor.numel(), tensor.device) != (dtype, numel, device) or not tensor.is_contiguous():
-            raise ValueError(
-                f"tally.{name} has {tensor.numel()} elements of {tensor.dtype} on {tensor.device}; allowed are {numel} "
-                f"contiguous ones of {dtype} on {device}"
-            )
-
-
-def _answer(tensors: int, device: torch.device, norm: bool) -> _Answer:
-    return _Answer(
-        torch.empty((), dtype=torch.float32, device=device),
-        torch.empty((), dtype=torch.float64, device=device),
-        torch.empty(tensors, dtype=torch.int32, device=device),
-        torch.empty((), dtype=torch.float32, device=device) if norm else None,
-    )
-
-
-_NOTHING = nullcontext()
-CHECK_OF_NOTHING = Check(
-    torch.zeros((), dtype=torch.float32, device="cpu"),
-    torch.zeros((), dtype=torch.float64, device="cpu"),
-    torch.zeros(0, dtype=torch.int32, device="cpu"),
-)
-
-
-@torch.no_grad()
-def foreach_check(
-    grads: Sequence[torch.Tensor],
-    *,
-    inv_scale: torch.Tensor | float | None = None,
-    scale: torch.Tensor | None = None,
-    out: Check | None = None,
-    tally: Tally | None = None,
-    places: Sequence[int] | None = None,
-) -> Check:
+def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | None = None) -> Verdict:
     """Find non-finite elements and sum the squares of a list of tensors in one read-only pass.
 
     Args:
         grads: fp32, fp16 and bf16 tensors of any shapes and strides on one device; may be empty.
-        inv_scale: if given, what is checked and summed is ``grad * inv_scale`` in fp32, still without writing.
-        scale: a one-element tensor; the same with its reciprocal, which costs no launch of its own.
-        out: an answer of an earlier call for as many tensors, to be written again: the call then allocates nothing.
-        tally: where to note which tensors were bad, a row per flag; on the tensors' device.
-        places: for each tensor its place in ``out.flags``, which may then be longer; the others are set to 0.
+        inv_scale: if given, what is checked and summed is ``grad * inv_scale`` in fp32, still without writing; a float
+            or a one-element tensor on any device.
 
     Returns:
-        `Check`: ``(found_inf, sum_of_squares, flags)`` on the device, new tensors that no later call changes, or `out`;
-        nothing waits for it.
+        `Verdict`: ``(found_inf, sum_of_squares, flags)`` on the device; nothing waits for it.
 
     Raises:
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
-        ValueError: the tensors are on different devices, `inv_scale` or `scale` is not one number, both are given, or
-            `out` or `tally` does not fit.
+        ValueError: the tensors are on different devices, or `inv_scale` is not one number.
     """
-    if inv_scale is not None and scale is not None:
-        raise ValueError("inv_scale and scale are both given; allowed is one of them: they are each other's reciprocal")
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
-        return Check(*(part.clone() for part in CHECK_OF_NOTHING))
-    device = tensors[0].device
-    factor = None
-    if inv_scale is not None:
-        factor = _Factor(_checked_factor(inv_scale, device))
-    elif scale is not None:
-        factor = _Factor(_checked_factor(scale, device, "scale"), inverted=True)
-    slots = len(tensors)
-    if places is not None:
-        slots = _checked_places(places, len(tensors), out)
-    if out is not None:
-        _checked_out(out, slots, device)
-    if tally is not None:
-        _checked_tally(tally, slots, device)
-    with _NOTHING if in_memory else own_operations(tensors):
-        answer = _answer(slots, device, norm=False) if out is None else _Answer(*out, None)
-        _run(all_flattened(tensors), factor, False, answer._replace(tally=tally, places=places), in_memory)
-    if out is not None:
-        torch.autograd.graph.increment_version(list(out))
-        return out
-    return Check(*answer[:3])
+        return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
+    return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory)
 
 
-def _unscale(
-    grads: Sequence[torch.Tensor],
-    inv_scale: torch.Tensor | float | None,
-    norm: bool,
-    out: Check | None = None,
-    tally: Tally | None = None,
-    places: Sequence[int] | None = None,
-) -> _Answer | None:
-    """Unscale in place and check; None if there is nothing to do it to."""
-    tensors, in_memory = check_tensor_list(grads, "grads")
-    if not tensors:
-        return None
-    device = tensors[0].device
-    factor = None if inv_scale is None else _Factor(_checked_factor(inv_scale, device))
-    with _NOTHING if in_memory else own_operations(tensors):
-        flat = all_flattened(tensors)
-        answer = _answer(len(tensors), device, norm) if out is None else _Answer(*out, None)
-        answer = answer._replace(tally=tally, places=places)
-        _run(flat, factor, factor is not None, answer, in_memory)
-    if factor is not None:
-        for tensor, copy in zip(tensors, flat, strict=True):
-            if copy is not tensor:
-                tensor.copy_(copy)
-        torch.autograd.graph.increment_version(tensors)
-    if out is not None:
-        torch.autograd.graph.increment_version(list(out))
-    return answer
-
-
-@torch.no_grad()
-def foreach_unscale_and_check_(
-    grads: Sequence[torch.Tensor],
-    inv_scale: torch.Tensor | float | None,
-    *,
-    out: Check | None = None,
-    tally: Tally | None = None,
-    places: Sequence[int] | None = None,
-) -> Check:
-    """`foreach_unscale_` with the answer of `foreach_check`: found_inf, sum of squares and flags of the result.
-
-    With `inv_scale` None nothing is written. `out`, `tally` and `places` are as in `foreach_check`, and must fit.
-    """
-    answer = _unscale(grads, inv_scale, False, out, tally, places)
-    return Check(*(part.clone() for part in CHECK_OF_NOTHING)) if answer is None else Check(*answer[:3])
-
-
-@torch.no_grad()
 def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float) -> Unscaled:
     """Multiply a list of tensors by `inv_scale` in place, and check the result, in the same pass.
 
@@ -785,278 +662,23 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
         ValueError: the tensors are on different devices, or `inv_scale` is not one number.
     """
-    answer = _unscale(grads, inv_scale, norm=True)
-    if answer is None or answer.norm is None:
+    tensors, in_memory = check_tensor_list(grads, "grads")
+    if not tensors:
         return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))
-    return Unscaled(answer.found_inf, answer.norm)
-
-
-class _Gathering(NamedTuple):
-    """Where one call of `CheckInParts.finish` finds what one `foreach_check` would have made, in its order.
-
-    Attributes:
-        order: int32, for each chunk the place of its sum.
-        sources: int32, for each tensor the place of its flag, or -1.
-    """
-
-    order: torch.Tensor
-    sources: torch.Tensor
-
-
-class CheckInParts:
-    """`foreach_check` of tensors that do not come all at once, in any order and any division, with the same bits.
-
-    Each tensor has a slot. `add` checks some tensors, in one launch per dtype, and remembers what it found at their
-    slots; added again, the new replaces the old. `finish` gathers slots into the answer that `foreach_check` would have
-    given for their tensors, in one launch that reads one number per 4096 elements. Once the divisions and the order
-    have been seen, neither allocates anything, and neither ever waits. Parts may be added on any streams, which wait
-    for what an earlier `finish` or `add` of theirs must have done; the caller's streams are left as they are. Not while
-    a CUDA graph is recorded.
-
-    Args:
-        numels: how many elements the tensor of each slot has.
-        device: of all tensors.
-        threads: of the CPU to check with. Default: as many as torch uses. One is best where parts are checked beside
-            other work.
-
-    Attributes:
-        numels, device, threads: as given.
-        sums: fp64, of each chunk, slot after slot.
-        flags: int32, of each slot.
-    """
-
-    def __init__(self, numels: Sequence[int], device: torch.device, threads: int | None = None) -> None:
-        self.numels = list(numels)
-        self.device = device
-        self.threads = threads
-        counts = [-(-numel // CHUNK) for numel in self.numels]
-        self._ends = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0).tolist()
-        if self._ends[-1] >= 2**31:
-            raise ValueError(
-                f"{self._ends[-1]} chunks of {CHUNK} elements; at most 2^31 - 1 fit one check: make several"
-            )
-        self.sums = torch.empty(self._ends[-1], dtype=torch.float64, device=device)
-        self.flags = torch.zeros(len(self.numels), dtype=torch.int32, device=device)
-        self.norm = torch.empty((), dtype=torch.float32, device=device)
-        self._dtypes: list[torch.dtype | None] = [None] * len(self.numels)
-        self._waiting: set[int] = set()  # added and not gathered: their flags may be set
-        self._tables: dict[tuple[int, torch.dtype, tuple[int, ...]], TensorTable] = {}
-        self._tabled = 0
-        self._gatherings: OrderedDict[tuple[Any, ...], _Gathering] = OrderedDict()
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        self._zeroed = Handover(device)  # of the flags
-        self._zeroed.put()
-        self._adding = threading.Lock()  # parts may come from several threads, and share the flags and the tables
-
-    @torch.no_grad()
-    def add(self, slots: Sequence[int], tensors: Sequence[torch.Tensor], *, scale: torch.Tensor | None = None) -> None:
-        """Check the tensors of some slots.
-
-        Args:
-            slots: of each tensor, all different.
-            tensors: fp32, fp16 and bf16; not read later.
-            scale: a one-element tensor; what is checked and summed is ``tensor / scale``, as in `foreach_check`.
-
-        Raises:
-            TypeError: an element of `tensors` is not a dense fp32, fp16 or bf16 tensor.
-            ValueError: a tensor has another size than its slot or another device, or `slots` do not fit.
-            RuntimeError: a CUDA graph is being recorded.
-        """
-        (listed, in_memory), slots = check_tensor_list(tensors, "tensors"), list(slots)
-        self._check_slots(slots, listed)
-        if not listed:
-            return
-        self._refuse_capture()
-        factor = None if scale is None else _Factor(_checked_factor(scale, self.device, "scale"), inverted=True)
-        flat = all_flattened(listed)
-        with self._adding, on_device(self.device):
-            self._zeroed.take()
-            again = not self._waiting.isdisjoint(slots)
-            if again:
-                self._wait_for_parts()
-            self._waiting.update(slots)
-            for dtype, indices in _by_dtype(flat).items():
-                own = slots if len(indices) == len(slots) else [slots[index] for index in indices]
-                for slot in own:
-                    self._dtypes[slot] = dtype
-                self._launch(dtype, own, [flat[index] for index in indices], factor, in_memory, again)
-            if self.device.type == "cuda":
-                stream = torch.cuda.current_stream(self.device)
-                self._streams[stream.cuda_stream] = stream
-
-    def _refuse_capture(self) -> None:
-        if capturing(self.device):
-            raise RuntimeError(
-                f"a CUDA graph is being recorded on {self.device}; allowed is CheckInParts outside of graphs: in one, "
-                "use foreach_check"
-            )
-
-    def _wait_for_parts(self) -> None:
-        """Have the current stream wait for those on which parts were checked."""
-        for stream in self._streams.values():
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-        self._streams.clear()
-
-    def _check_slots(self, slots: list[int], tensors: list[torch.Tensor]) -> None:
-        count = len(self.numels)
-        if (
-            len(slots) != len(tensors)
-            or len(set(slots)) != len(slots)
-            or (slots and not 0 <= min(slots) <= max(slots) < count)
-        ):
-            raise ValueError(
-                f"slots are {len(slots)} for {len(tensors)} tensors; allowed is another one for each tensor, from 0 to "
-                f"below {count}"
-            )
-        expected, numels = [self.numels[slot] for slot in slots], list(map(torch.Tensor.numel, tensors))
-        if numels != expected:
-            wrong = next(index for index, pair in enumerate(zip(numels, expected, strict=True)) if pair[0] != pair[1])
-            raise ValueError(
-                f"the tensor of slot {slots[wrong]} has {numels[wrong]} elements; allowed are {expected[wrong]}"
-            )
-        if tensors and tensors[0].device != self.device:
-            raise ValueError(f"tensors are on {tensors[0].device}; allowed is {self.device}")
-
-    def _launch(
-        self,
-        dtype: torch.dtype,
-        slots: list[int],
-        tensors: list[torch.Tensor],
-        factor: _Factor | None,
-        in_memory: bool,
-        again: bool,
-    ) -> None:
-        """Check tensors of one dtype; `again`: some flags may be set from before."""
-        if not in_memory:
-            inverse = None if factor is None else factor.for_reference(self.device)
-            with own_operations(tensors):
-                for slot, tensor in zip(slots, tensors, strict=True):
-                    self.flags[slot].zero_()
-                    first, end = self._ends[slot], self._ends[slot + 1]
-                    self.sums[first:end] = 0
-                    total = self.sums[first:end].sum() if first == end else self.sums[first]
-                    _check_by_operations(tensor, inverse, False, self.flags[slot], total)
-            return
-        implementation = resolve(self.device, "unscale")
-        if implementation == "reference":
-            inverse = None if factor is None else factor.for_reference(self.device)
-            sums, flags = _reference_pass(tensors, inverse, write=False)
-            where = [
-                torch.arange(self._ends[slot], self._ends[slot + 1], dtype=torch.int64, device=self.device)
-                for slot in slots
-            ]
-            self.sums[torch.cat(where)] = sums
-            self.flags[slots] = flags
-            return
-        table = self._table(dtype, slots)
-        table.point(0, tensors)
-        if again:  # by an index that is on the device: a list would be copied there, and waited for
-            self.flags.index_fill_(0, table.rows[ADDRESSES + 1], 0)
-        if table.chunks:
-            launch = _launch_triton if implementation == "triton" else _launch_native
-            launch(table, dtype, factor, False, self, 0)
-
-    def _table(self, dtype: torch.dtype, slots: list[int]) -> TensorTable:
-        """The table of these slots on this stream, told where their flags and sums go."""
-        key = (current_stream(self.device), dtype, tuple(slots))
-        table = self._tables.get(key)
-        if table is None:
-            self._tabled += len(slots)
-            if self._tabled > 4 * len(self.numels):  # divisions that change and change: forget the old ones
-                self._tables.clear()
-                self._tabled = len(slots)
-            counts = [self._ends[slot + 1] - self._ends[slot] for slot in slots]
-            firsts = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0).tolist()
-            ahead = [self._ends[slot] - first for slot, first in zip(slots, firsts, strict=False)]
-            numels = [self.numels[slot] for slot in slots]
-            # In one statement, so that an interrupt leaves a whole table or none.
-            table = self._tables[key] = TensorTable(numels, 3, CHUNK, self.device, [None, slots, ahead])
-        return table
-
-    @torch.no_grad()
-    def finish(self, slots: Sequence[int], *, out: Check | None = None, tally: Tally | None = None) -> Check:
-        """Gather slots, each added before, into one answer; they must be added again before the next.
-
-        Args:
-            slots: in the order in which `foreach_check` would be given their tensors; a negative number stands for a
-                tensor that is not there, whose flag is 0.
-            out, tally: as in `foreach_check`, with a flag and a row per entry of `slots`.
-
-        Raises:
-            ValueError: a slot was not added since it was last gathered or is given twice, or `out` or `tally` does not
-                fit.
-            RuntimeError: a CUDA graph is being recorded.
-        """
-        self._refuse_capture()
-        slots = list(slots)
-        there = [slot for slot in slots if slot >= 0]
-        if len(set(there)) != len(there) or not self._waiting.issuperset(there):
-            known = set(there) & self._waiting
-            raise ValueError(
-                f"slots are {len(there)}, of which {len(known)} different ones were added since they were last "
-                "gathered; allowed are added ones, once each"
-            )
-        if out is not None:
-            _checked_out(out, len(slots), self.device)
-        if tally is not None:
-            _checked_tally(tally, len(slots), self.device)
-        answer = (_answer(len(slots), self.device, norm=False) if out is None else _Answer(*out, None))._replace(
-            tally=tally
-        )
-        with on_device(self.device):
-            self._zeroed.take()
-            self._wait_for_parts()
-            gathering = self._gathering(slots, there)
-            implementation = resolve(self.device, "unscale")
-            if implementation == "reference":
-                self._finish_in_torch(gathering, answer)
-            else:
-                _gather(implementation, self, gathering.order.numel(), len(slots), answer, gathering)
-            self._zeroed.put()
-        self._waiting.difference_update(there)
-        if out is not None:
-            torch.autograd.graph.increment_version(list(out))
-            return out
-        return Check(*answer[:3])
-
-    def _gathering(self, slots: list[int], there: list[int]) -> _Gathering:
-        """What `finish` needs for these slots on this stream; kept for the last few different ones."""
-        dtypes = [self._dtypes[slot] for slot in there]
-        key = (current_stream(self.device), tuple(slots), tuple(dtypes) if len(set(dtypes)) > 1 else None)
-        found = self._gatherings.pop(key, None)
-        if found is None:
-            # As `foreach_check` has it: one dtype after the other, as they first come.
-            first = {dtype: number for number, dtype in reversed(list(enumerate(dtypes)))}
-            by_dtype = sorted(range(len(there)), key=lambda index: first[dtypes[index]])
-            spans = [(self._ends[there[index]], self._ends[there[index] + 1]) for index in by_dtype]
-            order = [torch.arange(*span, dtype=torch.int32, device="cpu") for span in spans]
-            nothing = torch.zeros(0, dtype=torch.int32, device="cpu")
-            sources = torch.tensor(slots, dtype=torch.int32, device="cpu").clamp(min=-1)
-            ordered = torch.cat([nothing, *order])
-            found = _Gathering(upload(ordered, self.device), upload(sources, self.device))
-        self._gatherings[key] = found
-        while len(self._gatherings) > 8:
-            self._gatherings.popitem(last=False)
-        return found
-
-    def _finish_in_torch(self, gathering: _Gathering, answer: _Answer) -> None:
-        there = gathering.sources >= 0
-        places = gathering.sources[there].long()
-        answer.flags.zero_()
-        answer.flags[there] = self.flags[places]
-        self.flags[places] = 0
-        found_inf, sum_of_squares = _reference_finish(self.sums[gathering.order.long()], answer.flags)
-        answer.found_inf.copy_(found_inf)
-        answer.sum_of_squares.copy_(sum_of_squares)
-        if answer.tally is not None:
-            note(answer.flags, answer.tally)
+    device = tensors[0].device
+    factor = _checked_factor(inv_scale, device)
+    if not in_memory:
+        found = check(tensors, factor, write=True, in_memory=False)
+        return Unscaled(found.found_inf, found.sum_of_squares.sqrt().float())
+    norm = torch.empty((), dtype=torch.float32, device=device)
+    return Unscaled(check(tensors, factor, write=True, norm=norm, in_memory=True).found_inf, norm)
 
 
 def variants() -> Iterator[Variant]:
     """Every compiled form of the kernels, for the compile audit."""
     for dtype, name in TRITON_NAMES.items():
-        for kind in ("check", "unscale", "check in parts"):
-            write, apart = kind == "unscale", kind == "check in parts"
+        for kind in ("check", "unscale"):
+            write = kind == "unscale"
             yield Variant(
                 kernel=check_kernel,
                 name=f"{name} {kind}",
@@ -1072,7 +694,6 @@ def variants() -> Iterator[Variant]:
                     "DTYPE": triton_dtype(dtype),
                     "SCALED": 1 if write else 3,
                     "WRITE": write,
-                    "APART": apart,
                     "CHUNK": CHUNK,
                 },
                 divisible_by_16=("rows", "chunk_tensor"),
@@ -1080,25 +701,22 @@ def variants() -> Iterator[Variant]:
                 bytes_read=dtype.itemsize,
                 bytes_written=dtype.itemsize * write,
             )
-    for apart in (False, True):
-        yield Variant(
-            kernel=finish_kernel,
-            name="finish parts" if apart else "finish",
-            signature={
-                "sums": "*fp64",
-                "chunks": "i32",
-                "flags": "*i32",
-                "tensors": "i32",
-                "found_inf": "*fp32",
-                "sum_of_squares": "*fp64",
-                "norm": "*fp32",
-                "flags_out": "*i32",
-                "tally": "*i32",
-                "step": "*i64",
-                "order": "*i32",
-                "sources": "*i32",
-            },
-            constexprs={"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": True, "APART": apart},
-            divisible_by_16=("sums", "flags", "flags_out", "tally", *(("order", "sources") if apart else ())),
-            num_warps=FINISH_WARPS,
-        )
+    yield Variant(
+        kernel=finish_kernel,
+        name="finish",
+        signature={
+            "sums": "*fp64",
+            "chunks": "i32",
+            "flags": "*i32",
+            "tensors": "i32",
+            "found_inf": "*fp32",
+            "sum_of_squares": "*fp64",
+            "norm": "*fp32",
+            "flags_out": "*i32",
+            "tally": "*i32",
+            "step": "*i64",
+        },
+        constexprs={"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": True},
+        divisible_by_16=("sums", "flags", "flags_out", "tally"),
+        num_warps=FINISH_WARPS,
+    )

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from halfstep.numerics.scaling.topology import TopologyMemory
+from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
 
 
 class StepSupportsAmpScaling:
@@ -45,12 +45,10 @@ def _reduces_nothing(scaler: type[torch.amp.GradScaler]) -> bool:
     return scaler.unscale_ is plain.unscale_ and scaler._unscale_grads_ is plain._unscale_grads_
 
 
-def _refuse_cut_parameters(optimizer: torch.optim.Optimizer) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(map(getattr, parameters, repeat("_fsdp_flattened"), repeat(False))):
+def _refuse_cut_parameters(optimizer: StepsOnVerdict) -> None:
+    if not any(map(getattr, parameters_of(optimizer), repeat("_fsdp_flattened"), repeat(False))):
         return
-    memory: TopologyMemory = optimizer._topology  # type: ignore[attr-defined]
-    if memory.of(parameters).cut_by_fsdp1:
+    if optimizer._checker.find_topology().cut_by_fsdp1:
         raise RuntimeError(
             "scaler is a torch.amp.GradScaler and the optimizer's parameters are sharded by FullyShardedDataParallel, "
             "over whose ranks it does not combine its overflow flag: after an Inf on one rank the others would step; "

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from numbers import Real
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -32,11 +31,11 @@ from torch.amp.grad_scaler import OptState
 from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
 from halfstep.kernels.multi_tensor import all_have_memory
-from halfstep.kernels.unscale import Check, Tally
-from halfstep.numerics.scaling.gradients import CheckMemory, GradientCheck, agree, check_gradients, local
+from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.mirror import Mirror
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
-from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, settle_gradients
+from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, parameters_of
 
 # 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices take for 0, so no scale grows that far.
 SMALLEST_SCALE, USUAL_MAX_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126, torch.finfo(torch.float32).max
@@ -84,6 +83,7 @@ TRACKER = _Option(f"whole numbers from 0 to {2**31 - 1}", lambda x: 0 <= x < 2**
 MAX_NORM = _Option("finite numbers above 0", lambda x: x > 0)
 ANY_SCALE = _between(SMALLEST_SCALE, LARGEST_SCALE, "numbers from {} to {}")
 SAVED_SCALE = ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed}: start with a fresh scaler instead")
+NO_GRADIENT = "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
 # What a state holds: torch's five, and one of ours.
 SAVED = {
     "scale": SAVED_SCALE,
@@ -97,10 +97,6 @@ SAVED = {
 
 def _zero() -> torch.Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -126,7 +122,7 @@ def _same_parameters(outer: Any, inner: Any) -> bool:
         return False
     if groups is others:
         return True
-    own, its = _parameters(outer), _parameters(inner)
+    own, its = parameters_of(outer), parameters_of(inner)
     return len(own) == len(its) and all(map(is_, own, its))
 
 
@@ -143,22 +139,6 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Any:
 def _clip_is_due(state: dict[str, Any]) -> bool:
     """Whether gradients are to be clipped in a step that has not been taken yet."""
     return "max_norm" in state and state["stage"] is not OptState.STEPPED
-
-
-class _Shared:
-    """What is kept from one decision of several ranks to the next."""
-
-    def __init__(self) -> None:
-        self.checks = CheckMemory()
-        self.topology = TopologyMemory()
-
-
-class _Memory(_Shared):
-    """What is kept of an optimizer as long as it lives."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.optimizer = weakref.ref(optimizer)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -233,11 +213,11 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: torch.Tensor | None = None
         self._skipped: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
+        self._decided: torch.Tensor | None = None  # of `_counts`, how many steps were decided
         self._updates = 0  # calls of update(), as the host counts them
         self._mirror = Mirror()
-        self._memories: dict[int, _Memory] = {}
-        self._joint = _Shared()  # of all optimizers together
-        self._early_checks: list[weakref.ref[Any]] = []  # of halfstep.integrations.overlap
+        self._checkers: dict[int, Checker] = {}  # by the optimizer's id
+        self._joint = TopologyMemory(), Combination()  # of all optimizers together
         # On ranks outside a new group torch hands out something else.
         if process_group is not None and not hasattr(process_group, "size"):
             raise ValueError(
@@ -252,6 +232,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
         self._skipped = torch.zeros((), dtype=torch.float32, device=dev)
         self._counts = torch.zeros(3, dtype=torch.int64, device=dev)
+        self._decided = self._counts[DECIDED]
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or an iterable of losses, by the scale, in fp32 at least."""
@@ -259,46 +240,27 @@ class GradScaler(torch.amp.GradScaler):
 
     # ----------------------------------------------------------------------------------------------------- checking
 
-    def _check(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor | None, write: bool
-    ) -> GradientCheck | None:
-        """Check an optimizer's gradients times `inv_scale` (None: over the scale); kept until `update`."""
-        parameters, memory = _parameters(optimizer), self._memory(optimizer)
-        self._refuse_twice(optimizer, parameters)
-        topology = memory.topology.of(parameters, self._process_group)
-        if not topology.settled:
-            settle_gradients(parameters)
-        grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
-        if any(map(attrgetter("is_sparse"), grads)):
-            for parameter in parameters:
-                if parameter.grad is not None and parameter.grad.is_sparse and not parameter.grad.is_coalesced():
-                    # Duplicates may overflow in their sum, which is what the optimizer will see.
-                    parameter.grad = parameter.grad.coalesce()
-            grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
-        places = None
-        if len(grads) != len(parameters):
-            places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
-        check = check_gradients(
-            grads,
-            inv_scale,
-            scale=self._scale if inv_scale is None else None,
-            write=write,
-            topology=topology,
-            memory=memory.checks,
-            places=places,
-            slots=len(parameters),
-            step=None if self._counts is None else self._counts[DECIDED],
-            early=None if write else functools.partial(self._known_early, parameters),
-        )
+    def _checker(self, optimizer: torch.optim.Optimizer) -> Checker:
+        """The one of an optimizer, as long as it lives."""
+        known = self._checkers.get(id(optimizer))
+        if known is None or known.optimizer() is not optimizer:
+            # Those of optimizers that are gone would keep their parameters alive.
+            self._checkers = {key: one for key, one in self._checkers.items() if one.optimizer() is not None}
+            known = self._checkers[id(optimizer)] = Checker(optimizer, self._process_group)
+        return known
+
+    def _check(self, optimizer: torch.optim.Optimizer, factor: Factor, write: bool = False) -> Verdict | None:
+        """The verdict on an optimizer's gradients times a factor; kept until `update`."""
+        self._refuse_twice(optimizer)
+        checker = self._checker(optimizer)
+        verdict = checker.verdict(factor, write=write, step=self._decided)
         state = self._per_optimizer_states[id(optimizer)]
         # One entry, so that sums over devices stay 0 or 1.
-        state["found_inf_per_device"] = {} if check is None else {check.found_inf.device: check.found_inf}
-        state["gradient_check"] = check
-        state["topology"] = topology
-        state["optimizer"] = memory.optimizer
-        return check
+        state["found_inf_per_device"] = {} if verdict is None else {verdict.found_inf.device: verdict.found_inf}
+        state["verdict"], state["checker"] = verdict, checker
+        return verdict
 
-    def _refuse_twice(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    def _refuse_twice(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if gradients of these parameters wait, unscaled or to be clipped, for the step of another optimizer.
 
         They would be unscaled twice, or the limit lost: so it is where a wrapper was given first that hides what it
@@ -309,38 +271,15 @@ class GradScaler(torch.amp.GradScaler):
             for key, state in self._per_optimizer_states.items()
             if key != id(optimizer) and (state["stage"] is OptState.UNSCALED or _clip_is_due(state))
         ]
-        own = set(map(id, parameters)) if others else set()
+        own = set(map(id, parameters_of(optimizer))) if others else set()
         for state in others:
-            other = state["optimizer"]()
-            if other is not None and not own.isdisjoint(map(id, _parameters(other))):
+            other = state["checker"].optimizer()
+            if other is not None and not own.isdisjoint(map(id, parameters_of(other))):
                 raise RuntimeError(
                     f"optimizer is a {type(optimizer).__qualname__} with parameters whose gradients were unscaled or "
                     f"clipped for a {type(other).__qualname__} since the last update(); allowed is one object for "
                     "unscale_, clip_grad_norm_ and step: a wrapper, or the optimizer in it"
                 )
-
-    def _known_early(
-        self,
-        parameters: list[torch.Tensor],
-        places: Sequence[int],
-        values: list[torch.Tensor],
-        out: Check,
-        tally: Tally | None,
-    ) -> bool:
-        """Have an answer written that was found during the backward; False if there is none."""
-        known = [early for reference in self._early_checks if (early := reference()) is not None]
-        if len(known) != len(self._early_checks):
-            self._early_checks = [weakref.ref(early) for early in known]
-        return any(early.answer(parameters, places, values, out, tally) for early in known)
-
-    def _memory(self, optimizer: torch.optim.Optimizer) -> _Memory:
-        """What is kept for an optimizer as long as it lives."""
-        known = self._memories.get(id(optimizer))
-        if known is None or known.optimizer() is not optimizer:
-            # Those of optimizers that are gone would keep their parameters alive.
-            self._memories = {key: one for key, one in self._memories.items() if one.optimizer() is not None}
-            known = self._memories[id(optimizer)] = _Memory(optimizer)
-        return known
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale an optimizer's gradients in place; see `torch.amp.GradScaler.unscale_`.
@@ -361,13 +300,13 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        self._check(optimizer, inv_scale, write=True)
+        self._check(optimizer, Factor(inv_scale), write=True)
         result: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return result
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        self._check_scale_growth_tracker("_check_inf_per_device")
-        self._check(unwrapped(optimizer), None, write=False)
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        self._check(unwrapped(optimizer), Factor(scale, inverted=True))
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -401,40 +340,29 @@ class GradScaler(torch.amp.GradScaler):
         if inner is not optimizer:
             return self._step_wrapper(optimizer, inner, *args, **kwargs)
         stepping = _stepping(optimizer)
-        if not getattr(stepping, "_unscales_in_step", False):
+        if not isinstance(stepping, StepsOnVerdict):
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY and self._write_back:
-            self.unscale_(optimizer)
-        folded = state["stage"] is OptState.READY
-        if folded and "gradient_check" not in state:
-            self._check_inf_per_device(optimizer)
-        if not state["found_inf_per_device"]:
-            raise AssertionError(
-                "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
-            )
-        check: GradientCheck = state["gradient_check"]
-        # torch's protocol for optimizers that unscale and skip by themselves, and the sum of squares for clipping. Once
-        # unscaled in place, gradients may have been changed since: the optimizer then sums them again if it clips.
-        handed: dict[str, Any] = {
-            "grad_scale": self._scale if folded else None,
-            "found_inf": check.found_inf,
-            "sum_of_squares": check.sum_of_squares if folded or "max_norm" in state else None,
-        }
-        own_limit = stepping.max_grad_norm
-        vars(stepping).update(handed)
-        if "max_norm" in state:
-            stepping.max_grad_norm = min(state["max_norm"], own_limit or math.inf)
-        try:
+        verdict = self._verdict(optimizer, state)
+        if verdict is None:
+            raise AssertionError(NO_GRADIENT)
+        scale = self._scale if state["stage"] is OptState.READY else None
+        with Decision(stepping, verdict, scale, state.get("max_norm")):
             result = optimizer.step(*args, **kwargs)
-        finally:
-            stepping.max_grad_norm = own_limit
-            for name in handed:
-                delattr(stepping, name)
         state["stage"] = OptState.STEPPED
         return result
+
+    def _verdict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Verdict | None:
+        """The verdict for the coming step of an optimizer of halfstep, made now if there is none yet."""
+        if state["stage"] is OptState.READY and self._write_back:
+            self.unscale_(optimizer)
+        elif state["stage"] is OptState.READY and "verdict" not in state:
+            assert self._scale is not None
+            self._check(optimizer, Factor(self._scale, inverted=True))
+        verdict: Verdict | None = state["verdict"]
+        return verdict
 
     def _step_wrapper(self, wrapper: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step a wrapper of which nothing is known but what it holds: it must not run for a step that is skipped."""
@@ -444,9 +372,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
-            raise AssertionError(
-                "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
-            )
+            raise AssertionError(NO_GRADIENT)
         if "max_norm" in state:
             self._clip_in_place(optimizer, state.pop("max_norm"))
         result = self._maybe_opt_step(wrapper, state, *args, **kwargs)
@@ -478,7 +404,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         max_norm = MAX_NORM.checked("max_norm", max_norm)
         optimizer = unwrapped(optimizer)
-        if not self._enabled or not getattr(_stepping(optimizer), "_unscales_in_step", False):
+        if not self._enabled or not isinstance(_stepping(optimizer), StepsOnVerdict):
             if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             return self._clip_in_place(optimizer, max_norm)
@@ -486,20 +412,17 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("clip_grad_norm_() is being called after step().")
-        if state["stage"] is OptState.READY and self._write_back:
-            self.unscale_(optimizer)
-        elif state["stage"] is OptState.READY and "gradient_check" not in state:
-            self._check_inf_per_device(optimizer)
-        if state["gradient_check"] is None:
+        verdict = self._verdict(optimizer, state)
+        if verdict is None:
             return _zero()
         state["max_norm"] = max_norm
-        norm: torch.Tensor = state["gradient_check"].sum_of_squares.sqrt().float()
+        norm: torch.Tensor = verdict.sum_of_squares.sqrt().float()
         return norm
 
     @torch.no_grad()
     def _clip_in_place(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-        parameters = _parameters(optimizer)
-        topology = self._memory(optimizer).topology.of(parameters, self._process_group)
+        parameters, checker = parameters_of(optimizer), self._checker(optimizer)
+        topology = checker.find_topology()
         if not topology.settled:
             settle_gradients(parameters)
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
@@ -508,9 +431,8 @@ class GradScaler(torch.amp.GradScaler):
         if (not topology.groups and topology.settled) or not all_have_memory(shards):
             whole: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
             return whole.full_tensor() if is_sharded(whole) else whole
-        places = [place for place, parameter in enumerate(parameters) if parameter.grad is not None]
-        check = check_gradients(grads, None, topology=topology, places=places)
-        norm = _zero() if check is None else check.sum_of_squares.sqrt().float()
+        verdict = checker.verdict(keep=False)  # the verdict of `unscale_` stands
+        norm = _zero() if verdict is None else verdict.sum_of_squares.sqrt().float()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for grad in shards:
@@ -563,8 +485,8 @@ class GradScaler(torch.amp.GradScaler):
     def _refuse_lost_limits(self) -> None:
         """Raise if finite gradients were to be clipped in a step that was not taken."""
         for state in self._per_optimizer_states.values():
-            if _clip_is_due(state) and not state["gradient_check"].found_inf.item():
-                optimizer = state["optimizer"]()
+            if _clip_is_due(state) and not state["verdict"].found_inf.item():
+                optimizer = state["checker"].optimizer()
                 raise RuntimeError(
                     f"clip_grad_norm_ was called for an optimizer ({type(optimizer).__qualname__}) that this scaler "
                     "has not stepped since: its gradients are neither unscaled nor clipped; allowed is "
@@ -574,12 +496,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _agreed(self, overflow: torch.Tensor) -> torch.Tensor:
         """Whether an optimizer of any rank overflowed, if they decided over different sets of ranks."""
-        known = [state["topology"] for state in self._per_optimizer_states.values() if "topology" in state]
+        known = [state["checker"].topology for state in self._per_optimizer_states.values() if "checker" in state]
         if len({topology.ranks for topology in known}) < 2:
             return overflow
-        parameters = [parameter for topology in known for parameter in topology.parameters]
-        joint = self._joint.topology.of(parameters, self._process_group)
-        return agree(joint, [overflow], [], self._joint.checks).found_inf.to(overflow.device)
+        topologies, combination = self._joint
+        joint = topologies.of([one for topology in known for one in topology.parameters], self._process_group)
+        return combination.combine(joint, [overflow], []).found_inf.to(overflow.device)
 
     def _rules(self) -> loss_scale.Rules:
         return loss_scale.Rules(
@@ -634,11 +556,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         named = list(named_parameters)
         found: list[Overflow] = []
-        for number, memory in enumerate(self._memories.values()):
-            optimizer = memory.optimizer()
+        for number, checker in enumerate(self._checkers.values()):
+            optimizer = checker.optimizer()
             if optimizer is not None:
                 names = names_of(optimizer, number, named)
-                found += [one for counts in memory.checks.counts.values() for one in read(counts, names)]
+                found += [one for counts in checker.counts.values() for one in read(counts, names)]
         found.sort(key=lambda one: (-one.inf_steps - one.nan_steps, one.first_step, one.name))
         counts = [0, 0, 0] if self._counts is None else self._counts.tolist()
         return OverflowReport(counts[DECIDED], counts[SKIPPED], counts[LAST_SKIPPED], found)
@@ -713,7 +635,7 @@ class GradScaler(torch.amp.GradScaler):
             "_counts": None,
             "_updates": 0,
             "_mirror": Mirror(),
-            "_memories": {},
-            "_joint": _Shared(),
-            "_early_checks": [],
+            "_decided": None,
+            "_checkers": {},
+            "_joint": (TopologyMemory(), Combination()),
         }

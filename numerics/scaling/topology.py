@@ -49,6 +49,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds: all of a plain tensor."""
+    shard: Any = getattr(tensor, "_local_tensor", tensor)
+    # A collective may still be filling the shard.
+    return shard.wait() if hasattr(shard, "wait") else shard
+
+
 def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Give DTensor gradients the placements of their parameters.
 

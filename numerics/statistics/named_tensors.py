@@ -9,7 +9,7 @@ import torch
 
 from halfstep.kernels.multi_tensor import DTYPE_CODES
 from halfstep.numerics.formats.table import Format
-from halfstep.numerics.scaling.gradients import local
+from halfstep.numerics.scaling.topology import local
 
 _WIDENED = tuple(
     getattr(torch, name)

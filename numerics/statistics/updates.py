@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from halfstep.numerics.formats.table import Format
-from halfstep.numerics.scaling.gradients import local
 from halfstep.numerics.scaling.overflow import names_of
+from halfstep.numerics.scaling.topology import local
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,7 @@ def test_parts_that_lie_in_no_range_are_refused(ranks: list[dict[str, Any]]) -> 
 # ------------------------------------------------------------------------------------------------------------ clipping
 
 
-def test_a_changed_limit_is_followed_and_a_sum_of_squares_without_one_is_not() -> None:
+def test_a_changed_limit_is_followed() -> None:
     p, q = torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.ones(8))
     always, changed = halfstep.AdamW([p], max_grad_norm=2.0), halfstep.AdamW([q], max_grad_norm=1.0)
     for parameter, optimizer in ((p, always), (q, changed)):
@@ -337,10 +337,3 @@ def test_a_changed_limit_is_followed_and_a_sum_of_squares_without_one_is_not() -
         parameter.grad = torch.full((8,), 100.0)
         optimizer.step()
     assert (bits(always.state[p]["exp_avg"]) == bits(changed.state[q]["exp_avg"])).all()
-    p, q = torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.ones(8))
-    plain, told = halfstep.AdamW([p]), halfstep.AdamW([q])
-    told.sum_of_squares = torch.tensor(1e9, dtype=torch.float64)
-    for parameter, optimizer in ((p, plain), (q, told)):
-        parameter.grad = torch.ones(8)
-        optimizer.step()
-    assert (bits(p.detach()) == bits(q.detach())).all()

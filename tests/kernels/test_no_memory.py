@@ -15,12 +15,13 @@ from implementations import ALL, using
 from tolerances import SUM_OF_SQUARES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
+from verdicts import unscaled
 
 import halfstep
-from halfstep.kernels import multi_tensor
+from halfstep.kernels import multi_tensor, unscale
 from halfstep.kernels.loss_scale import Rules, State, update
 from halfstep.kernels.multi_tensor import TableCache, TensorTable, address, all_have_memory, has_memory
-from halfstep.kernels.unscale import CheckInParts, Tally, foreach_unscale_and_check_
+from halfstep.kernels.unscale import Tally
 
 CPU = torch.device("cpu")
 NOWHERE = (
@@ -168,7 +169,6 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "foreach_check": lambda t: halfstep.foreach_check([torch.ones(3), t]),
     "foreach_check, scaled": lambda t: halfstep.foreach_check([torch.ones(3)], inv_scale=freed(7)),
     "foreach_unscale_": lambda t: halfstep.foreach_unscale_([torch.ones(3), t], 0.5),
-    "CheckInParts": lambda t: CheckInParts([t.numel()], CPU).add([0], [t]),
     "cast": lambda t: halfstep.cast(t, torch.float8_e4m3fn),
     "cast, plain": lambda t: halfstep.cast(t, torch.bfloat16),
     "foreach_cast": lambda t: halfstep.foreach_cast([torch.ones(3), t], torch.bfloat16),
@@ -223,18 +223,8 @@ def test_a_wrapper_is_checked_through_its_own_operations(dtype: torch.dtype, nam
 
         out = halfstep.foreach_check([plain, plain, plain])
         tally = Tally(torch.zeros(3, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
-        assert halfstep.foreach_check([bad, clean], out=out, tally=tally, places=[2, 0]) is out
+        assert unscale.check([bad, clean], out=out, tally=tally, places=[2, 0]) is out
         assert out.flags.tolist() == [0, 0, 1] and tally.counts[:, 0].tolist() == [0, 0, 1]
-
-        in_parts = CheckInParts([24, 2, 24], CPU)
-        in_parts.add([0, 1], [clean, plain], scale=torch.tensor(2.0))
-        in_parts.add([2], [bad], scale=torch.tensor(2.0))
-        gathered = in_parts.finish([0, 2, 1])
-        assert gathered.flags.tolist() == [0, 1, 2] and gathered.found_inf.item() == 1
-        in_parts.add([0], [clean])
-        squares = in_parts.finish([0]).sum_of_squares
-        expected = halfstep.foreach_check([clean.a, clean.b]).sum_of_squares
-        torch.testing.assert_close(squares, expected, rtol=SUM_OF_SQUARES, atol=0)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -250,7 +240,7 @@ def test_a_wrapper_is_unscaled_through_its_own_operations(name: str) -> None:
             torch.testing.assert_close(found.norm, expected.norm, rtol=SUM_OF_SQUARES, atol=0)
             assert found.found_inf.item() == 0
             grad.a[0, 0] = float("nan")
-            check = foreach_unscale_and_check_([plain, grad], torch.tensor(0.5))
+            check = unscaled([plain, grad], torch.tensor(0.5))
             assert check.flags.tolist() == [0, 2] and check.found_inf.item() == 1
 
 

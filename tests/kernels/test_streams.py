@@ -14,7 +14,6 @@ import halfstep
 from halfstep.kernels import streams, unscale
 from halfstep.kernels.multi_tensor import TableCache
 from halfstep.kernels.streams import capturing, upload
-from halfstep.kernels.unscale import CheckInParts
 
 KERNELS = ["native", "triton"]
 
@@ -170,54 +169,6 @@ def test_more_sizes_than_are_remembered_wait_for_nothing() -> None:
                 halfstep.cast(ones(size), torch.bfloat16, out=out)
                 halfstep.foreach_check([ones(size)])
         assert model.blocking == [] and model.pageable == []
-
-
-def test_parts_that_nobody_gathers_are_checked_again_without_a_wait() -> None:
-    with Model("late") as model:
-        parts = CheckInParts([40, 50], model.device)
-        values = [ones(40), ones(50)]
-        for step in range(4):
-            values[1].fill_(torch.inf if step < 3 else 1.0)
-            for slot in (0, 1):
-                parts.add([slot], [values[slot]])
-        found = parts.finish([0, 1])
-        assert model.blocking == [] and model.pageable == []
-        assert (found.flags.tolist(), found.sum_of_squares.item()) == ([0, 0], 90.0)
-
-
-# --------------------------------------------------------------------------------------------------------------- parts
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_flags_are_handed_from_stream_to_stream(seed: int) -> None:
-    """Parts come on streams that nothing but the check itself has wait for one another."""
-    with Model("random", seed) as model:
-        with model.looking():
-            sets = [[ones(40, value), ones(50, value), ones(7, value)] for value in (1.0, torch.inf, 2.0, torch.nan)]
-            torch.cuda.synchronize()
-        parts = CheckInParts([40, 50, 7], model.device)
-        sides = [torch.cuda.Stream() for _ in range(3)]
-        answers = []
-        for tensors in sets:
-            for slot, side in enumerate(sides):
-                with torch.cuda.stream(side):
-                    parts.add([slot], [tensors[slot]])
-            answers.append(parts.finish([0, 1, 2]).flags)
-            sides = sides[1:] + sides[:1]
-        assert [answer.tolist() for answer in answers] == [[0] * 3, [1] * 3, [0] * 3, [2] * 3]
-
-
-def test_parts_are_refused_while_a_graph_is_captured() -> None:
-    with Model() as model:
-        parts = CheckInParts([4], model.device)
-        with captured():
-            for call in (lambda: parts.add([0], [ones(4)]), lambda: parts.finish([])):
-                with pytest.raises(RuntimeError) as raised:
-                    call()
-                assert str(raised.value) == (
-                    "a CUDA graph is being recorded on cuda:0; allowed is CheckInParts outside of graphs: in one, use "
-                    "foreach_check"
-                )
 
 
 def test_scratch_of_a_graph_is_its_own() -> None:

@@ -28,8 +28,9 @@ import torch
 
 import halfstep
 from halfstep.integrations import checkpoint
+from halfstep.kernels import unscale
 from halfstep.kernels.rounding import ROUNDINGS
-from halfstep.kernels.unscale import CheckInParts, Tally, foreach_unscale_and_check_
+from halfstep.kernels.unscale import Factor, Tally
 from halfstep.numerics.formats import codec
 from halfstep.numerics.statistics.updates import last_updates
 
@@ -112,21 +113,17 @@ def checks(data: Data) -> Iterator[Any]:
     grads = data.lists()
     yield halfstep.foreach_check(grads)
     yield halfstep.foreach_check(grads, inv_scale=0.3)
-    yield halfstep.foreach_check(grads, scale=number(3.0))
+    yield unscale.check(grads, Factor(number(3.0), inverted=True))
     out = halfstep.foreach_check(grads)
     counts = torch.zeros(len(grads), 4, dtype=torch.int32, device="cpu")
     tally = Tally(counts, torch.zeros(1, dtype=torch.int64, device="cpu"))
     grads[0].fill_(float("inf"))
     grads[4][5] = float("nan")
-    found = halfstep.foreach_check(grads, out=out, tally=tally, places=list(reversed(range(len(grads)))))
+    found = unscale.check(grads, out=out, tally=tally, places=range(len(grads) - 1, -1, -1))
     yield found, tally, found.first_bad()
     yield halfstep.foreach_check([]), halfstep.foreach_unscale_([], 1.0)
-    parts = CheckInParts([grad.numel() for grad in grads], torch.device("cpu"))
-    parts.add([1, 0], [grads[1], grads[0]])
-    parts.add(list(range(2, len(grads))), grads[2:], scale=number(0.7))
-    yield parts.finish(range(len(grads)))
     yield halfstep.foreach_unscale_(grads, 0.3), grads
-    yield foreach_unscale_and_check_(grads, number(0.7)), grads
+    yield unscale.check(grads, Factor(number(0.7)), write=True), grads
 
 
 def casts(data: Data) -> Iterator[Any]:

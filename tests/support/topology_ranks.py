@@ -316,7 +316,7 @@ def an_optimizer_that_outlives_another() -> dict[str, Any]:
         topologies.break_shard(optimizer, 3, INF)
     scaler.step(optimizer)
     scaler.update()
-    return {"kept": len(scaler._memories), "skipped": scaler.last_step_skipped()}
+    return {"kept": len(scaler._checkers), "skipped": scaler.last_step_skipped()}
 
 
 def reductions_of_a_step() -> dict[str, Any]:
@@ -349,7 +349,7 @@ def reductions_of_a_step() -> dict[str, Any]:
             )
             try:
                 with Operations() as operations:
-                    scaler._check(optimizer, None, write=False)
+                    scaler._check_inf_per_device(optimizer)
                 names = operations.names
             finally:
                 dist.all_reduce = real

@@ -23,14 +23,12 @@ from halfstep.__main__ import main
 from halfstep.cli.train import data, loop, model
 from halfstep.cli.train.world import ExecutionOptions, LaunchError, ThisRank, shard_size
 from halfstep.integrations import ddp, fsdp
-from halfstep.integrations.overlap import EarlyCheck
 
 # From this scale it grows twice without reaching the limit, next to which the order of sums would decide.
 OPTIONS = "--size nano --steps 6 --batch 8 --init-scale 4096 --growth-interval 2 --save-every 2".split()
 STEP = "checkpoints/{precision}/step-00000004.pt"
 TWO = {
     "ddp": "--strategy ddp --precision fp16",
-    "ddp, late check": "--strategy ddp --precision fp16 --no-overlap-check",
     "ddp, 2 parts": "--strategy ddp --precision fp16 --accumulate 2",
     "ddp, sent in fp16": "--strategy ddp --precision fp32 --compress fp16",
     "ddp, sent in bf16": "--strategy ddp --precision fp16 --compress bf16",
@@ -219,7 +217,6 @@ def test_the_report_says_how_the_run_was_laid_out(runs: Runs, four: Runs) -> Non
         "activation_checkpointing": False,
         "cpu_offload": False,
         "compress": "none",
-        "overlap_check": True,
         "restarts": 0,
     }
     page = (runs.out("zero1, bf16") / "report.html").read_text()
@@ -290,20 +287,6 @@ def test_offloaded_shards_lie_on_the_cpu(alone: None, offload: bool) -> None:
               for group in fsdp._groups(module)]  # fmt: skip
     assert len(groups) == 3, "two blocks and the rest"
     assert {param.offload_to_cpu for group in groups for param in group.fsdp_params} == {offload}
-
-
-@pytest.mark.parametrize(("strategy", "place"), [("ddp", True), ("zero1", True), ("fsdp", True), ("single", False)])
-def test_gradients_are_checked_during_the_backward_where_there_is_a_place_for_it(
-    alone: None, strategy: str, place: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    answer = EarlyCheck.answer
-    monkeypatch.setattr(EarlyCheck, "answer", lambda *args: asked.append(answer(*args)) or asked[-1])
-    for wanted in (False, True):
-        trainer = _trainer(strategy, ExecutionOptions(overlap_check=wanted))
-        trainer.advance()
-        trainer.advance()  # DistributedDataParallel arranges its buckets after the first
-        assert asked == [True] * (2 * (wanted and place))
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

@@ -106,24 +106,6 @@ def test_our_optimizer_steps_each_part_of_a_wrapper_as_a_tensor_of_its_own(scale
     assert all(map(torch.equal, parts(wrapped.detach()), plain))
 
 
-def test_gradients_without_memory_are_checked_during_the_backward_too() -> None:
-    from halfstep.integrations.overlap import EarlyCheck
-
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.zeros(()))
-    parameter = torch.nn.Parameter(pair(torch.ones(4), torch.ones(4)))
-    optimizer, early = torch.optim.SGD([parameter], lr=0.1), EarlyCheck(scaler, [parameter])
-    for value in (8.0, INF):
-        parameter.grad = pair(torch.full((4,), 8.0), torch.full((4,), value))
-        assert early.check([parameter], [parameter.grad])
-        early.seal(parameter)
-        scaler._check(optimizer, None, write=False)
-        assert [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()] == [float(value == INF)]
-        assert early._grads == [None], "the answer was used"
-        scaler.step(optimizer)
-        scaler.update()
-
-
 def answers(make: Any, optimizer_of: Any) -> dict[str, str]:
     """What each call says on tensors without numbers: nothing, or which error."""
     parameter = torch.nn.Parameter(torch.ones(4))

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.numerics.scaling.gradients import check_gradients
 from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.topology import Agreement, Placement, TopologyMemory, World, agreement
+from halfstep.numerics.scaling.topology import Agreement, Placement, World, agreement
+from halfstep.numerics.scaling.verdict import Checker
 
 EVERYONE = "all ranks"
 
@@ -181,9 +181,11 @@ def test_a_group_that_this_rank_is_not_in_is_refused() -> None:
 
 def test_without_processes_there_is_nothing_to_agree_on() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    topology = TopologyMemory().of([parameter])
-    assert topology.groups == () and topology.kind_of is None
-    check = check_gradients([torch.full((3,), 2.0)], None, topology=topology)
-    assert check is not None
-    assert (check.found_inf.item(), check.sum_of_squares.item()) == (0.0, 12.0)
-    assert check_gradients([], None, topology=topology) is None
+    optimizer = torch.optim.SGD([parameter])
+    checker = Checker(optimizer)
+    assert checker.verdict() is None
+    assert checker.topology.groups == () and checker.topology.kind_of is None
+    parameter.grad = torch.full((3,), 2.0)
+    verdict = checker.verdict()
+    assert verdict is not None
+    assert (verdict.found_inf.item(), verdict.sum_of_squares.item()) == (0.0, 12.0)

@@ -88,12 +88,6 @@ def _parser() -> Parser:
     laid.add_argument(
         "--compress", choices=world.COMPRESSIONS, default="none", help="what gradients are sent as (ddp, zero1)"
     )
-    laid.add_argument(
-        "--overlap-check",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="fp16: check for overflow while the backward runs (ddp, zero1, fsdp, hsdp)",
-    )
     left = parser.add_argument_group("what is left behind")
     left.add_argument("--out", metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
     left.add_argument("--save-every", type=whole(0), default=0, metavar="N", help="steps between checkpoints; 0: none")
@@ -248,7 +242,6 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
         activation_checkpointing=options.activation_checkpointing,
         cpu_offload=options.cpu_offload,
         compress=options.compress,
-        overlap_check=options.overlap_check,
     )
     world.check(options.strategy, options.device, options.batch, SIZES[options.size].heads, layout)
     corpus = data.read_corpus(options.data, settings.context)

@@ -28,7 +28,7 @@ from halfstep.cli.train.model import GPT, SIZES
 from halfstep.cli.train.precision import Precision
 from halfstep.cli.train.strategies import (
     backward_of,
-    connect,
+    compress_gradients,
     counts_here,
     gather_optimizer,
     load_optimizer,
@@ -299,7 +299,7 @@ class Trainer:
             if run.scaled
             else None
         )
-        connect(self.model, self.scaler, world)
+        compress_gradients(self.model, world)
         self.monitor = self._monitor()
         self.history = History()
         self.step = 0

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.cli.train import tensor_parallel
 from halfstep.cli.train.world import ThisRank, shard_size
-from halfstep.integrations import checkpoint, ddp, fsdp, zero
-from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.integrations import checkpoint, ddp, zero
 
 
 def wrap(model: nn.Module, world: ThisRank) -> nn.Module:
@@ -40,16 +39,10 @@ def wrap(model: nn.Module, world: ThisRank) -> nn.Module:
     return model
 
 
-def connect(model: nn.Module, scaler: GradScaler | None, world: ThisRank) -> None:
-    """Choose how a wrapped model's gradients are sent, and have them checked on the way if there is a scaler."""
-    layout = world.layout
-    if isinstance(model, DistributedDataParallel):
-        if scaler is not None and layout.overlap_check:
-            ddp.overlap_overflow_check(model, scaler, hook=layout.compress)
-        elif layout.compress != "none":
-            model.register_comm_hook(model.process_group, ddp.HOOKS[layout.compress])
-    elif isinstance(model, FSDPModule) and scaler is not None and layout.overlap_check:
-        fsdp.overlap_overflow_check(model, scaler)
+def compress_gradients(model: nn.Module, world: ThisRank) -> None:
+    """Have DDP send a wrapped model's gradients in the dtype that was asked for."""
+    if isinstance(model, DistributedDataParallel) and world.layout.compress != "none":
+        model.register_comm_hook(model.process_group, ddp.HOOKS[world.layout.compress])
 
 
 @contextmanager

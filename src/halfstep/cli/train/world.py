@@ -33,7 +33,6 @@ class ExecutionOptions:
         activation_checkpointing: keep each block's input only, and compute the block again in the backward pass.
         cpu_offload: shards, their gradients and the optimizer's state on the CPU, under FSDP2.
         compress: what DDP's gradients are sent as.
-        overlap_check: check gradients for overflow while the backward runs, where the strategy has a place for it.
     """
 
     shard_size: int = 0
@@ -41,7 +40,6 @@ class ExecutionOptions:
     activation_checkpointing: bool = False
     cpu_offload: bool = False
     compress: Literal["none", "fp16", "bf16"] = "none"
-    overlap_check: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,262 @@
+"""Verdicts on gradients: whether they are finite and how long they are, over all devices and ranks, in one pass.
+
+A `Checker` belongs to one optimizer and makes a `Verdict` on its gradients for each step. It owns what verdicts of
+successive steps have in common: where answers are written, which gradients were bad so far, and over which ranks the
+parameters are spread. fp32, fp16 and bf16 go through one launch of kernels/unscale.py per device. Shards of DTensor and
+FSDP1 parameters are checked where they are; the flag and the sum of squares then go through one packed sum over all
+ranks that hold any part of the optimizer's parameters, what several ranks hold copies of counted once.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from halfstep.kernels.multi_tensor import DTYPE_CODES
+from halfstep.kernels.streams import capturing
+from halfstep.kernels.unscale import Factor, Tally, Verdict, check
+from halfstep.numerics.scaling.topology import NOWHERE, Topology, TopologyMemory, local, settle_gradients
+
+Kind = tuple[torch.device, int, bool]
+
+_gradient = attrgetter("grad")
+
+
+class Decision:
+    """What a scaler has decided about one step of an optimizer; to be entered around the call of its `step`.
+
+    Attributes:
+        verdict: on the unscaled gradients; the step is skipped if it found non-finite numbers.
+        scale: 0-dim fp32, by which `step` has to divide the gradients; None if they are unscaled already, and may have
+            been changed since the verdict.
+        max_norm: to which `step` has to clip them, with the norm of the verdict; None for no limit but the optimizer's.
+    """
+
+    __slots__ = ("_optimizer", "max_norm", "scale", "verdict")
+
+    def __init__(
+        self, optimizer: StepsOnVerdict, verdict: Verdict, scale: torch.Tensor | None, max_norm: float | None
+    ) -> None:
+        self._optimizer, self.verdict, self.scale, self.max_norm = optimizer, verdict, scale, max_norm
+
+    def __enter__(self) -> None:
+        self._optimizer._decision = self
+
+    def __exit__(self, *raised: object) -> None:
+        self._optimizer._decision = None
+
+
+class StepsOnVerdict:
+    """Base of optimizers that unscale, clip and skip inside their step: those of halfstep."""
+
+    _decision: Decision | None = None  # about the step under way, for `step` to read
+
+    @functools.cached_property
+    def _checker(self) -> Checker:
+        """For what `step` has to find out by itself."""
+        return Checker(self, is_part=True)
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """All parameters of an optimizer, in its order."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+class Combination:
+    """Verdicts of several kinds of gradients and of several ranks, combined into one, in memory that is kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[torch.device, tuple[torch.Tensor, Verdict]] = {}
+
+    def combine(self, topology: Topology, found: list[torch.Tensor], squares: list[torch.Tensor]) -> Verdict:
+        """The verdict of all ranks of a topology; all of them must call this.
+
+        Args:
+            topology: of the parameters.
+            found: this rank's flags.
+            squares: the sums of squares that this rank has to add.
+        """
+        if not topology.groups:
+            home = found[0].device
+            flag = torch.stack([one.to(home, non_blocking=True) for one in found]).amax() if found[1:] else found[0]
+            total = sum((one.to(home, non_blocking=True) for one in squares[1:]), start=squares[0])
+            return Verdict(flag, total, torch.empty(0, dtype=torch.int32, device=home))
+        held = [*found, *map(local, topology.parameters[:1])]
+        home = held[0].device if held else torch.device("cpu")
+        device = topology.device_for(home)
+        numbers, verdict = self._on(device)
+        for total, own in ((numbers[0], found), (numbers[1], squares)):
+            if not own:
+                total.zero_()
+            for index, one in enumerate(own):
+                value = one.to(device, non_blocking=True)
+                total.copy_(value) if index == 0 else total.add_(value)
+        topology.sum_over_ranks(numbers)
+        torch.gt(numbers[0], 0, out=verdict.found_inf)
+        return verdict if home == device or not held else Verdict(*(part.to(home) for part in verdict))
+
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, Verdict]:
+        """The two fp64 numbers to sum over ranks, flag and squares, and the verdict that reads them."""
+        kept = None if capturing(device) else self._kept.get(device)
+        if kept is None:
+            numbers = torch.zeros(2, dtype=torch.float64, device=device)
+            kept = numbers, Verdict.empty(0, device)._replace(sum_of_squares=numbers[1])
+            if not capturing(device):
+                self._kept[device] = kept
+        return kept
+
+
+class Checker:
+    """Verdicts on the gradients of one optimizer.
+
+    What a CUDA graph records has answers of its own. The bad gradients that it finds are noted where eager checks do,
+    if one was made before.
+
+    Args:
+        optimizer: it is not kept alive.
+        process_group: a further group, whose ranks hold other plain tensors of the same model.
+        is_part: whether it may be the local part of a `ZeroRedundancyOptimizer`, whose ranks then agree.
+
+    Attributes:
+        optimizer: a weak reference to it.
+        topology: of its parameters, as the last verdict found it.
+        counts: by device, `Tally.counts` with a row per parameter of the optimizer, in its order.
+    """
+
+    def __init__(self, optimizer: Any, process_group: Any = None, is_part: bool = False) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.topology: Topology = NOWHERE
+        self.counts: dict[torch.device, torch.Tensor] = {}
+        self._recorded: dict[int, torch.Tensor] = {}  # counts that graphs write to
+        self._kept: dict[Kind, Verdict] = {}
+        self._combination = Combination()
+        self._topologies = TopologyMemory()
+        self._process_group, self._is_part = process_group, is_part
+
+    def find_topology(self) -> Topology:
+        """Over which ranks the optimizer's parameters are spread now."""
+        optimizer = self.optimizer()
+        owner = optimizer if self._is_part else None
+        self.topology = self._topologies.of(parameters_of(optimizer), self._process_group, owner)
+        return self.topology
+
+    def verdict(
+        self,
+        factor: Factor | None = None,
+        *,
+        write: bool = False,
+        step: torch.Tensor | None = None,
+        keep: bool = True,
+    ) -> Verdict | None:
+        """Check the optimizer's gradients times a factor, and unscale them in place if asked to.
+
+        Where the topology has ranks to agree with, all of them must call this, also those without a gradient.
+
+        Args:
+            factor: to multiply by; None for 1.
+            write: store the products.
+            step: how many steps there were before this one (int64, one element): bad gradients are noted in `counts`.
+                None to note nothing.
+            keep: write where the last verdict was written; otherwise to new tensors.
+
+        Returns:
+            On the first gradient's device; None if there are no gradients and nobody to agree with.
+        """
+        parameters = parameters_of(self.optimizer())
+        topology = self.find_topology()
+        if not topology.settled:
+            settle_gradients(parameters)
+        grads = list(map(_gradient, parameters))
+        places: Sequence[int] = range(len(grads))
+        if any(map(is_, grads, repeat(None))):
+            places = [place for place, grad in enumerate(grads) if grad is not None]
+            grads = [grads[place] for place in places]
+        kinds = self._by_kind(parameters, grads, places)
+        if len(kinds) == 1 and not topology.groups:
+            ((kind, (tensors, where)),) = kinds.items()
+            return self._of_kind(kind, tensors, where, len(parameters), factor, write, step, keep)
+        if not kinds and not topology.groups:
+            return None
+        found, squares = [], []
+        for kind, (tensors, where) in kinds.items():
+            one = self._of_kind(kind, tensors, where, len(parameters), factor, write, step, keep)
+            found.append(one.found_inf)
+            if topology.counted[kind[1]]:
+                squares.append(one.sum_of_squares)
+        combination = self._combination if keep else Combination()
+        return combination.combine(topology, found, squares)
+
+    def _by_kind(
+        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], places: Sequence[int]
+    ) -> dict[Kind, tuple[list[torch.Tensor], Sequence[int]]]:
+        """Local values of gradients and their places, by device, kind in the topology, and if kernels take them."""
+        kind_of = self.topology.kind_of
+        # The common case, told in four passes at the speed of C: with thousands of tensors a loop costs more than the
+        # step.
+        if (
+            kind_of is None
+            and set(map(type, grads)) == {torch.Tensor}
+            and set(map(attrgetter("layout"), grads)) == {torch.strided}
+        ):
+            devices = set(map(attrgetter("device"), grads))
+            if len(devices) == 1 and DTYPE_CODES.keys() >= set(map(attrgetter("dtype"), grads)):
+                return {(devices.pop(), 0, True): (grads, places)}
+        kinds: dict[Kind, tuple[list[torch.Tensor], list[int]]] = {}
+        for grad, place in zip(grads, places, strict=True):
+            if grad.is_sparse:
+                if (
+                    not grad.is_coalesced()
+                ):  # duplicates may overflow in their sum, which is what the optimizer will see
+                    parameters[place].grad = grad = grad.coalesce()
+                values = grad._values()
+            else:
+                values = local(grad)
+            kind = values.device, 0 if kind_of is None else kind_of[place], values.dtype in DTYPE_CODES
+            of_kind, where = kinds.setdefault(kind, ([], []))
+            of_kind.append(values)
+            where.append(place)
+        return {kind: found for kind, found in kinds.items()}
+
+    def _of_kind(
+        self,
+        kind: Kind,
+        tensors: list[torch.Tensor],
+        where: Sequence[int],
+        slots: int,
+        factor: Factor | None,
+        write: bool,
+        step: torch.Tensor | None,
+        keep: bool,
+    ) -> Verdict:
+        device, _, known = kind
+        if factor is not None and isinstance(factor.value, torch.Tensor) and factor.value.device != device:
+            factor = factor._replace(value=factor.value.to(device, non_blocking=True))
+        out = self._kept.get(kind) if keep and not capturing(device) else None
+        if out is None or out.flags.numel() != slots:
+            out = Verdict.empty(slots, device)
+            if keep and not capturing(device):
+                self._kept[kind] = out
+        tally = None if step is None else self._tally(slots, device, step)
+        in_memory = None if known else False
+        return check(tensors, factor, write=write, out=out, tally=tally, places=where, in_memory=in_memory)
+
+    def _tally(self, slots: int, device: torch.device, step: torch.Tensor) -> Tally | None:
+        """Where to note bad gradients; None if nowhere yet and a graph is captured."""
+        counts = self.counts.get(device)
+        if capturing(device):
+            if counts is None or counts.shape[0] < slots:  # made now, they would be 0 again at each replay
+                return None
+            self._recorded[id(counts)] = counts
+        if counts is None or counts.shape[0] < slots:
+            grown = torch.zeros(slots, 4, dtype=torch.int32, device=device)
+            if counts is not None:
+                grown[: counts.shape[0]] = counts
+            counts = self.counts[device] = grown
+        step = step if step.device == device else step.to(device, non_blocking=True)
+        return Tally(counts if counts.shape[0] == slots else counts[:slots], step)

@@ -1,0 +1,26 @@
+"""Checks as a scaler makes them: in place, over the scale, into memory that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.kernels import unscale
+from halfstep.kernels.unscale import Factor, Verdict
+
+
+def unscaled(tensors: Sequence[torch.Tensor], inv_scale: Any) -> Verdict:
+    """The verdict on tensors that are multiplied in place; with None nothing is written."""
+    listed = list(tensors)
+    if not listed:
+        return halfstep.foreach_check(listed)
+    factor = unscale._checked_factor(inv_scale, listed[0].device)
+    return unscale.check(listed, factor, write=factor is not None)
+
+
+def over(tensors: Sequence[torch.Tensor], scale: torch.Tensor, **options: Any) -> Verdict:
+    """The verdict on ``tensor / scale``."""
+    return unscale.check(list(tensors), Factor(scale, inverted=True), **options)
