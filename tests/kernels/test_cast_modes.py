@@ -533,13 +533,15 @@ def test_kernels_are_not_compiled_anew_for_each_seed() -> None:
         (
             {"seed": 3},
             ValueError,
-            "Expected seed to be None with rounding='nearest', which uses no random numbers, but got 3: leave it out, or "
+            "Expected seed to be None with rounding='nearest', which uses no random numbers, but got 3: leave it out, "
+            "or "
             "pass rounding='stochastic'",
         ),
         (
             {"rounding": "toward_zero", "seed": 0},
             ValueError,
-            "Expected seed to be None with rounding='toward_zero', which uses no random numbers, but got 0: leave it out, "
+            "Expected seed to be None with rounding='toward_zero', which uses no random numbers, but got 0: leave it "
+            "out, "
             "or pass rounding='stochastic'",
         ),
         (
