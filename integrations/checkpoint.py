@@ -112,6 +112,14 @@ def save(
     Raises:
         CheckpointError: it could not be written, on all ranks alike. Earlier checkpoints are untouched.
         ValueError: an argument is out of range, or goes together with `model` only.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = halfstep.AdamW(model.parameters())
+        >>> path = checkpoint.save("run", 30, {"tokens": 3000}, model=model, optimizer=optimizer)
+        >>> checkpoint.load(path, model=model, optimizer=optimizer)
+        {'tokens': 3000}
     """
     if step < 0:
         raise ValueError(f"step is {step}; allowed are 0 and above")
@@ -193,6 +201,12 @@ def load(
             checkpoint; the message names the file and the newest other checkpoint in the folder that is good. Or it is
             of another model or optimizer. On all ranks alike; nothing was changed.
         ValueError: shards without `model`, or one file with it.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> path = checkpoint.save("run", 20, {"tokens": 2000})
+        >>> checkpoint.load(checkpoint.newest("run"))
+        {'tokens': 2000}
     """
     path = Path(path)
     if model is not None:
@@ -248,6 +262,13 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
 
     Raises:
         CheckpointError: a name, shape or type differs; then nothing has been copied.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> saved, model = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        >>> checkpoint.load_model(model, checkpoint.gather(saved.state_dict()))
+        >>> torch.equal(model.weight, saved.weight)
+        True
     """
     own = model.state_dict()
     if not isinstance(state, Mapping) or own.keys() != state.keys():
@@ -274,6 +295,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
     Raises:
         CheckpointError: it is of another optimizer or damaged; the optimizer is as it was.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> saved, optimizer = halfstep.AdamW([weight], lr=0.1), halfstep.AdamW([weight], lr=0.2)
+        >>> checkpoint.load_optimizer(optimizer, checkpoint.gather(saved.state_dict()))
+        >>> optimizer.param_groups[0]["lr"]
+        0.1
     """
     check_optimizer_state(state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -337,6 +366,15 @@ def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor])
 
     Raises:
         ValueError: their number is not that of the parameters, or one is no floating-point tensor.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+        >>> optimizer = halfstep.AdamW([weight])
+        >>> state = checkpoint.with_masters(optimizer.state_dict(), [torch.tensor([1.0001, 1.0002])])
+        >>> optimizer.load_state_dict(state)
+        >>> optimizer.masters()[weight]
+        tensor([1.0001, 1.0002])
     """
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     masters = list(masters)

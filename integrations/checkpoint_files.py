@@ -49,7 +49,14 @@ def name_of(step: int) -> str:
 
 
 def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
-    """The checkpoints in `folder` as (step, path), oldest first; none if there is no such folder."""
+    """The checkpoints in `folder` as (step, path), oldest first; none if there is no such folder.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> path = checkpoint.save("run", 10, {"tokens": 1000})
+        >>> [(step, path.name) for step, path in checkpoint.checkpoints("run")]
+        [(10, 'step-00000010.pt')]
+    """
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -65,7 +72,13 @@ def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
 
 
 def newest(folder: str | Path) -> Path | None:
-    """The newest checkpoint in `folder` whose files are all there in full length, or None. Loading checks the bytes."""
+    """The newest checkpoint in `folder` whose files are all there in full length, or None. Loading checks the bytes.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> checkpoint.newest("no-such-folder") is None
+        True
+    """
     return next((path for _, path in reversed(checkpoints(folder)) if _has_its_length(path)), None)
 
 

@@ -73,6 +73,15 @@ class AmpMonitor:
         A gradient in fp16 has been rounded by then: what was flushed in the backward pass counts as zero. Of sharded
         parameters each rank counts its own shards; statistics of ranks can be added. While a CUDA graph is captured
         nothing is counted.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = halfstep.AdamW(model.parameters())
+        >>> monitor = halfstep.AmpMonitor(model, every=1).attach(optimizer)
+        >>> model(torch.ones(8, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> monitor.statistics().total.normal
+        5
     """
 
     def __init__(

@@ -30,6 +30,21 @@ class SkipAwareScheduler(LRScheduler):
 
     Raises:
         TypeError: `scheduler` has no ``step``, or `scaler` is not a `halfstep.GradScaler`.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = halfstep.AdamW([weight], lr=1.0)
+        >>> scaler = halfstep.GradScaler("cpu")
+        >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        >>> scheduler = halfstep.SkipAwareScheduler(scheduler, scaler)
+        >>> for factor in (1.0, float("inf"), 1.0):
+        ...     optimizer.zero_grad()
+        ...     scaler.scale((weight * factor).sum()).backward()
+        ...     _ = scaler.step(optimizer)
+        ...     scaler.update()
+        ...     scheduler.step()
+        >>> scheduler.get_last_lr()  # two steps of three were taken
+        [0.25]
     """
 
     scheduler: Any

@@ -53,6 +53,11 @@ class backend:
 
     Raises:
         ValueError: for any other name.
+
+    Examples:
+        >>> with halfstep.backend("reference"):
+        ...     halfstep.softmax(torch.zeros(4))
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
     def __init__(self, name: str) -> None:

@@ -597,6 +597,15 @@ def cast(
         TypeError: `x`, `dtype`, `seed` or `offset` is not of the types above.
         ValueError: unknown `rounding`, `seed` with another rounding than stochastic or out of range, `offset` out of
             range, or `out` does not fit.
+
+    Examples:
+        >>> halfstep.cast(torch.tensor([1.0, 65519.0, 65520.0]), torch.float16)
+        tensor([1.0000e+00, 6.5504e+04,        inf], dtype=torch.float16)
+        >>> halfstep.cast(torch.tensor([500.0]), torch.float8_e4m3fn, saturate=True)
+        tensor([448.], dtype=torch.float8_e4m3fn)
+        >>> x = torch.full((10_000,), 1 + 2.0**-9)  # a quarter of the way from 1 to the next bf16 number
+        >>> halfstep.cast(x, torch.bfloat16, rounding="stochastic", seed=0).float().mean()
+        tensor(1.0019)
     """
     _check_options(dtype, rounding, seed)
     _check_offset(offset, "offset")
@@ -650,6 +659,11 @@ def foreach_cast(
         TypeError: an element of `tensors`, `dtype`, `seed` or an offset is not of the types above.
         ValueError: unknown `rounding`, tensors on different devices, `out` does not fit, `seed` or `offsets` as in
             `cast`.
+
+    Examples:
+        >>> weights = [torch.ones(2), torch.zeros(3)]
+        >>> halfstep.foreach_cast(weights, torch.bfloat16)
+        [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
     _check_options(dtype, rounding, seed)
     sources, in_memory = check_tensor_list(tensors, "tensors", DTYPES)

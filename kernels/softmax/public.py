@@ -123,6 +123,15 @@ def softmax(
         TypeError: a dtype or type that is not allowed.
         IndexError: `dim` out of range.
         ValueError: `scale` not finite; `mask` of another device or shape; `causal` with another `dim` than the last.
+
+    Examples:
+        >>> halfstep.softmax(torch.zeros(2, 3), causal=True)
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000]])
+        >>> mask = torch.tensor([[True, True, False], [False, False, False]])
+        >>> halfstep.softmax(torch.zeros(2, 3), mask=mask)
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.0000, 0.0000, 0.0000]])
     """
     return _checked(x, dim, scale, mask, causal, dtype, False)
 
@@ -140,5 +149,9 @@ def log_softmax(
 
     What is masked is -inf, and so is a whole row with nothing to keep. A result of -inf is a constant: a gradient that
     reaches it is ignored, so masked elements and rows get gradient 0.
+
+    Examples:
+        >>> halfstep.log_softmax(torch.tensor([0.0, -200.0]))
+        tensor([   0., -200.])
     """
     return _checked(x, dim, scale, mask, causal, dtype, True)

@@ -91,6 +91,14 @@ def encode(
     Raises:
         TypeError, ValueError: complex numbers and other types; unknown options; a NaN where there is no code for it.
         UnknownFormat: no such format.
+
+    Examples:
+        >>> halfstep.encode([0.1, "1/3", 1e6], "bf16")
+        array([15821, 16043, 18804], dtype=uint16)
+        >>> hex(halfstep.encode(65520, "fp16"))  # infinity
+        '0x7c00'
+        >>> hex(halfstep.encode(65520, "fp16", overflow="saturate"))
+        '0x7bff'
     """
     form = formats[format]
     check_options(form, rounding, overflow, nan, subnormals, seed, offset)
@@ -134,6 +142,10 @@ def decode(codes: Any, format: Any) -> Any:
     Raises:
         TypeError: codes that are no integers.
         ValueError: one that is no code of the format.
+
+    Examples:
+        >>> halfstep.decode([0x3C00, 0x3C01, 0x7C00], "fp16").tolist()
+        [1.0, 1.0009765625, inf]
     """
     form = formats[format]
     if _is_tensor(codes):
@@ -167,6 +179,12 @@ def round_to(
     Returns:
         float64 of the same shape. Of a tensor a tensor: of its own dtype if that is a floating-point format that holds
         every value of `format` (fp32 for fp16, say), otherwise float64.
+
+    Examples:
+        >>> float(halfstep.round_to(0.1, "bf16"))
+        0.10009765625
+        >>> halfstep.round_to(torch.tensor([0.1]), "fp16")
+        tensor([0.1000])
     """
     codes = encode(
         values, format, rounding, overflow=overflow, nan=nan, subnormals=subnormals, seed=seed, offset=offset
@@ -182,6 +200,11 @@ def ulp(values: Any, format: Any) -> Any:
 
     Returns:
         float64 of the shape of `values`; NaN of NaN, infinity of infinities.
+
+    Examples:
+        >>> from halfstep.numerics.formats.codec import ulp
+        >>> ulp([1.0, 1000.0], "bf16").tolist()
+        [0.0078125, 4.0]
     """
     form = formats[format]
 
@@ -203,13 +226,24 @@ def next_up(values: Any, format: Any) -> Any:
 
     Returns:
         float64 of the shape of `values`; NaN of NaN.
+
+    Examples:
+        >>> from halfstep.numerics.formats.codec import next_up
+        >>> next_up([1.0, 65504.0], "fp16").tolist()
+        [1.0009765625, inf]
     """
     form = formats[format]
     return _around(values, form, lambda x: _next(x, form, 1), next_up_exact)
 
 
 def next_down(values: Any, format: Any) -> Any:
-    """The greatest number of the format less than each value: IEEE 754's nextDown. See `next_up`."""
+    """The greatest number of the format less than each value: IEEE 754's nextDown. See `next_up`.
+
+    Examples:
+        >>> from halfstep.numerics.formats.codec import next_down
+        >>> float(next_down(1.0, "bf16"))
+        0.99609375
+    """
     form = formats[format]
     return _around(values, form, lambda x: _next(x, form, -1), next_down_exact)
 

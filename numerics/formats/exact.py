@@ -83,6 +83,11 @@ def exact(value: Any) -> Number:
     Raises:
         TypeError: something else, complex numbers included.
         ValueError: a text that is no number, or one beyond 2^±65536.
+
+    Examples:
+        >>> from halfstep.numerics.formats.exact import exact
+        >>> exact("1/3"), exact(0.1)
+        (Fraction(1, 3), Fraction(3602879701896397, 36028797018963968))
     """
     if isinstance(value, str):
         return parse_number(value)
@@ -184,7 +189,13 @@ def encode_exact(
     seed: int | None = None,
     offset: int = 0,
 ) -> int:
-    """The code of one number: `codec.encode` for a scalar, in rational arithmetic. Arguments as there."""
+    """The code of one number: `codec.encode` for a scalar, in rational arithmetic. Arguments as there.
+
+    Examples:
+        >>> from halfstep.numerics.formats.exact import encode_exact
+        >>> hex(encode_exact("1/3", "fp16"))
+        '0x3555'
+    """
     form, number = formats[format], exact(value)
     check_options(form, rounding, overflow, nan, subnormals, seed, offset)
     if number != number:
@@ -305,6 +316,11 @@ def decode_exact(code: int, format: Any) -> Number:
 
     Raises:
         ValueError: no code of the format.
+
+    Examples:
+        >>> from halfstep.numerics.formats.exact import decode_exact
+        >>> decode_exact(0x3555, "fp16")
+        Fraction(1365, 4096)
     """
     form = formats[format]
     if not 0 <= code < form.codes:
@@ -463,6 +479,12 @@ def neighbours(value: Any, format: Any) -> Neighbours:
 
     Raises:
         ValueError: NaN and infinities, which lie between no numbers.
+
+    Examples:
+        >>> from halfstep.numerics.formats.codec import neighbours
+        >>> around = neighbours("1/3", "fp16")
+        >>> float(around.below), float(around.above)
+        (0.333251953125, 0.33349609375)
     """
     form, number = formats[format], exact(value)
     if isinstance(number, float) and number != 0:

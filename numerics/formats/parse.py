@@ -43,6 +43,11 @@ def parse_number(text: str) -> Number:
 
     Raises:
         ValueError: no number, or one beyond 2^±65536; the text says what and where.
+
+    Examples:
+        >>> from halfstep.numerics.formats.codec import parse_number
+        >>> parse_number("2^-24"), parse_number("0x1.8p-3"), parse_number("-(1 + 2^-11)")
+        (Fraction(1, 16777216), Fraction(3, 16), Fraction(-2049, 2048))
     """
     if len(text) > LARGEST_TEXT:
         raise ValueError(f"a number of {len(text)} characters is too long; allowed are {LARGEST_TEXT}")

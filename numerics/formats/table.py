@@ -380,7 +380,15 @@ class UnknownFormat(KeyError):
 
 
 class _Formats(Mapping[str, Format]):
-    """All formats by name. Any alias is understood too, in any case, and a format's own fields, as in ``"e5m7"``."""
+    """All formats by name. Any alias is understood too, in any case, and a format's own fields, as in ``"e5m7"``.
+
+    Examples:
+        >>> fp16 = halfstep.formats["fp16"]  # also "half", "float16", torch.float16 and "e5m10"
+        >>> fp16.max, fp16.eps, fp16.min_subnormal
+        (65504.0, 0.0009765625, 5.960464477539063e-08)
+        >>> halfstep.formats["e5m7"].bits  # a format of your own
+        13
+    """
 
     def __init__(self, rows: tuple[Format, ...]) -> None:
         self._rows = {row.name: row for row in rows}

@@ -233,6 +233,12 @@ def layout(
 
     Raises:
         ValueError: no such row, or a format that its optimizer does not have.
+
+    Examples:
+        >>> from halfstep.numerics.planning import layout
+        >>> row = layout("halfstep", "bf16", moments="bf16")
+        >>> row.weights.width, row.master.width, row.exp_avg.width  # bytes per parameter
+        (2, 2, 2)
     """
     one_of("optimizer", optimizer, OPTIMIZERS)
     one_of("precision", precision, PRECISIONS)

@@ -57,7 +57,14 @@ class Unit:
 
 
 def unit(name: str, shapes: Iterable[Iterable[int]], count: int = 1, root: bool = False) -> Unit:
-    """A `Unit` of bare shapes: ``unit("all", [p.shape for p in model.parameters()])``."""
+    """A `Unit` of bare shapes: ``unit("all", [p.shape for p in model.parameters()])``.
+
+    Examples:
+        >>> from halfstep.numerics.planning import plan, unit
+        >>> model = torch.nn.Linear(3, 5)
+        >>> plan(units=[unit("all", [p.shape for p in model.parameters()])]).parameters
+        20
+    """
     tensors = tuple(Tensor(f"{name}.{i}", tuple(int(size) for size in shape)) for i, shape in enumerate(shapes))
     return Unit(name, tensors, whole("count", count), root)
 
@@ -99,6 +106,11 @@ class Transformer:
 
     Raises:
         ValueError: a size is no whole number from 1, or does not divide what it must.
+
+    Examples:
+        >>> from halfstep.numerics.planning import Transformer
+        >>> Transformer(layers=12, hidden=768, heads=12, vocab=50257, seq=1024, tied=True).parameters
+        124439808
     """
 
     layers: int

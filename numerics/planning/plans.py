@@ -232,6 +232,12 @@ def plan(
 
     Raises:
         ValueError: an argument is out of its range, or two do not go together. The text says which and what to do.
+
+    Examples:
+        >>> from halfstep.numerics.planning import plan
+        >>> made = plan(7e9, gpus=8, strategy="fsdp")
+        >>> made.part("exp_avg").bytes  # 4 bytes per parameter, an eighth on each GPU
+        3500000000
     """
     gpus, t = whole("gpus", gpus), whole("tensor_parallel", tensor_parallel)
     accumulate = whole("accumulate", accumulate)
@@ -511,6 +517,11 @@ def fit(what: str, memory: int, **arguments: Any) -> Plan | None:
 
     Raises:
         ValueError: arguments that `plan` refuses, or that do not say what is to be fitted.
+
+    Examples:
+        >>> from halfstep.numerics.planning import card, fit, usable
+        >>> fit("params", usable(card("h100"))).parameters  # 14 bytes each, on one GPU
+        5522100809
     """
     one_of("what", what, ("params", "layers", "batch"))
     memory = whole("memory", memory)
@@ -590,13 +601,25 @@ CARDS = {
 
 
 def card(name: str) -> Card:
-    """The GPU of that name; ValueError, with the nearest name, if there is none."""
+    """The GPU of that name; ValueError, with the nearest name, if there is none.
+
+    Examples:
+        >>> from halfstep.numerics.planning import card
+        >>> card("h100").memory == 80 * 2**30
+        True
+    """
     one_of("card", name.lower(), CARDS)
     return CARDS[name.lower()]
 
 
 def usable(gpu: Card, reserve: Fraction | int = RESERVE) -> int:
-    """Bytes of a card after a reserve: a share below 1 of its memory, or bytes."""
+    """Bytes of a card after a reserve: a share below 1 of its memory, or bytes.
+
+    Examples:
+        >>> from halfstep.numerics.planning import card, usable
+        >>> usable(card("h100")) == 72 * 2**30  # a reserve of 10 %
+        True
+    """
     kept = gpu.memory * reserve if reserve < 1 else reserve
     left = int(gpu.memory - kept)
     if reserve < 0 or left < 1:

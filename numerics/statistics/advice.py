@@ -224,6 +224,14 @@ def advise_scale(
     Raises:
         ValueError: an argument is out of range, or no gradient holds a finite number but 0.
         TypeError: something is not a tensor that can be counted.
+
+    Examples:
+        >>> gradients = {"w": torch.tensor([1e-8, 1e-4, 0.5])}
+        >>> advice = halfstep.advise_scale(gradients)
+        >>> advice.low, advice.scale, advice.high
+        (4.0, 8192.0, 65536.0)
+        >>> advice.verdict
+        'scaled'
     """
     chosen = formats[format]
     if isinstance(share, bool) or not 0 <= share < 1:

@@ -417,6 +417,14 @@ def statistics(
         TypeError: something is not a tensor of these dtypes.
         ValueError: format, scale or `of` is out of range, or a name is there twice.
         halfstep.numerics.formats.table.UnknownFormat: no such format.
+
+    Examples:
+        >>> weights = {"w": torch.tensor([0.0, 1e-9, 1e-6, 1.0, 1e6])}
+        >>> found = halfstep.statistics(weights, "fp16")
+        >>> found["w"].flushed, found["w"].subnormal, found.total.overflow
+        (1, 1, 1)
+        >>> found.total.share("flushed")
+        0.2
     """
     chosen = formats[format]
     grid = grid_of(chosen)
