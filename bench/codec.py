@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from halfstep.bench import timing
 from halfstep.cli.command_line import Parser, run, whole
 from halfstep.numerics.formats import codec
 from halfstep.numerics.formats.table import formats
@@ -88,13 +89,11 @@ def measure(name: str, rounding: str, size: int, turns: int) -> dict[str, float]
             step = codec.ulp(values, name) if rounding == "stochastic" else 0.0  # another noise: within a step
             if not (np.abs(theirs - ours) <= step).all():
                 wrong.add(who)
-    best = dict.fromkeys(jobs, float("inf"))
-    for _ in range(turns):
-        for who, job in jobs.items():
-            start = time.process_time()
-            job()
-            best[who] = min(best[who], time.process_time() - start)
-    return {who: float("nan") if who in wrong else size / seconds / 1e6 for who, seconds in best.items()}
+    taken = timing.rounds(timing.CpuClock(time.process_time), list(jobs.values()), least=turns, most=turns)
+    return {
+        who: float("nan") if who in wrong else size / min(seconds) / 1e6
+        for who, seconds in zip(jobs, taken, strict=True)
+    }
 
 
 def _line(cells: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What every benchmark here is made of: cases, providers, a check before each figure, and rounds that interleave.
+"""What the benchmarks of `halfstep bench run` are made of: cases, providers, and a check before each figure.
 
 A `Case` is one job at one size: its inputs, the bytes that any implementation must move, the float64 truth, and who can
 do it. `measure` runs it::
@@ -8,16 +8,14 @@ do it. `measure` runs it::
 **No figure without a green check.** A provider first computes what is compared with float64. If that errs by more than
 the case's bound, or raises, its result says so and holds no time.
 
-**Rounds.** All providers that passed are timed in turn, A B C A B C ..., beginning with another one each round, so that
-a machine that slows down slows all. Ratios are taken round by round and their median is given.
+**Rounds.** All providers that passed are timed in turn (`timing`). Ratios are taken round by round and their median is
+given.
 
 **The copy.** A plain copy that moves as many bytes as the case (half read, half written) takes part in every round. Its
 time over a provider's is `copy_fraction`: 1 means as fast as the machine copies. Bytes are those of the case, the least
 the job needs, and the same for every provider; what an implementation moves beyond them shows as a lower figure.
 
-On a CPU a sample is the mean of as many calls as fill a millisecond, caches as the calls before left them. On a GPU it
-is one call between two events, after a write to a buffer larger than the L2 cache ("cold"), queued behind it so that
-the host is ahead; `graph_us` is the same for the replay of a CUDA graph of the call, that is without the host.
+On a GPU `graph_us` is the time of the replay of a CUDA graph of the call, that is without the host.
 
 **JSON.** `report` writes ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick", "left_out",
 "copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
@@ -25,23 +23,15 @@ the host is ahead; `graph_us` is the same for the replay of a CUDA graph of the 
 
 from __future__ import annotations
 
-import gc
-import math
-import os
-import statistics
-import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from halfstep.bench.timing import Clock, clock_for, copy_call, paired, percentile, rounds
+
 OK, WRONG, FAILED, UNAVAILABLE = "ok", "wrong", "failed", "unavailable"
-SAMPLE_SECONDS = 1e-3  # of one sample on a CPU, so that the clock's own cost does not count
-LEAST_ROUNDS, MOST_ROUNDS = 7, 50
-# The profiler's library else writes several lines to standard error each time. Read when it is first used.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 class Unavailable(Exception):
@@ -142,207 +132,7 @@ class Result:
     extra_bytes: int | None = None
 
 
-# ------------------------------------------------------------------------------------------------------------- clocks
-
-
-class CpuClock:
-    """Times calls on the CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one call, roughly, to plan by."""
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    def calls_per_sample(self, seconds: float) -> int:
-        return max(1, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-7)))
-
-    def round(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> list[float]:
-        """One sample of each, in seconds per call."""
-        taken = []
-        for call, repeat in calls:
-            start = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            taken.append((time.perf_counter() - start) / repeat)
-        return taken
-
-    def extra_bytes(self, call: Callable[[], Any]) -> int | None:
-        """Peak of what torch's allocator handed out during a call, followed event by event."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-            result = call()
-        del result
-        recorded = profile.profiler.kineto_results.events()
-        now = peak = 0
-        memory = sorted((event.start_ns(), event.nbytes()) for event in recorded if event.name() == "[memory]")
-        for _, change in memory:
-            now += change
-            peak = max(peak, now)
-        return peak
-
-    def details(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """The fields of `Result` that need measurements of their own."""
-        return {"extra_bytes": self.extra_bytes(call)}
-
-
-FLUSH_BYTES = 1 << 28  # written between calls, or four times the L2 cache if that is more
-# The longest that a GPU is kept busy while the host queues a call: about 0.1 s. A call that takes longer waits itself.
-MOST_CYCLES = 1 << 28
-
-
-class GpuClock:
-    """Times calls on a GPU with events, its L2 cache emptied before each.
-
-    Between the events is the GPU's work alone, not the host's: the GPU is kept busy (``torch.cuda._sleep``) until the
-    call is queued, longer and longer until that is so. Only of a call that waits for the GPU itself the host is part.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        cache = torch.cuda.get_device_properties(device).L2_cache_size
-        self._cycles: weakref.WeakKeyDictionary[Callable[[], Any], int] = weakref.WeakKeyDictionary()
-        self._flush = torch.empty(max(4 * cache, FLUSH_BYTES), dtype=torch.int8, device=device)
-
-    def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one call, roughly, to plan by."""
-        torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize(self.device)
-        return time.perf_counter() - start
-
-    def calls_per_sample(self, seconds: float) -> int:
-        return 1
-
-    def round(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> list[float]:
-        """One cold sample of each, in seconds; waits once, at the end."""
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
-        for (call, _), (begin, end) in zip(calls, events, strict=True):
-            cycles = self._cycles.get(call, 1 << 17)
-            while True:
-                if cycles <= MOST_CYCLES:
-                    torch.cuda._sleep(cycles)
-                self._flush.zero_()
-                begin.record()
-                call()
-                end.record()
-                if cycles > MOST_CYCLES or not begin.query():
-                    break
-                cycles *= 4  # the GPU was there before the host was done, and may have waited for it
-            self._cycles[call] = cycles
-        torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) / 1e3 for begin, end in events]
-
-    def host_us(self, call: Callable[[], Any], repeat: int = 5) -> float:
-        """Median microseconds until a call returns, the queue empty before each."""
-        taken = []
-        for _ in range(repeat):
-            torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-        torch.cuda.synchronize(self.device)
-        return 1e6 * statistics.median(taken)
-
-    def launches(self, call: Callable[[], Any]) -> int | None:
-        """Kernels, copies and fills that one call puts on the GPU; None where the profiler sees none of them."""
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-            call()
-            torch.cuda.synchronize(self.device)
-        recorded = profile.profiler.kineto_results.events()
-        return sum(event.device_type() == torch.autograd.DeviceType.CUDA for event in recorded) or None
-
-    def extra_bytes(self, call: Callable[[], Any]) -> int:
-        """Peak of allocated memory during a call."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        result = call()
-        torch.cuda.synchronize(self.device)
-        del result
-        return torch.cuda.max_memory_allocated(self.device) - before
-
-    def waits(self, call: Callable[[], Any]) -> bool:
-        """Whether a call has the host wait for the GPU."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        except RuntimeError:
-            return True
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize(self.device)
-        return False
-
-    def graph_us(self, call: Callable[[], Any], repeat: int = 11) -> float | None:
-        """Median cold microseconds of the replay of a CUDA graph of the call; None if it cannot be captured.
-
-        What waits is not tried: a capture that fails may leave the process in capture mode.
-        """
-        if self.waits(call):
-            return None
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        graph = torch.cuda.CUDAGraph()
-        kept = None
-        # `torch.cuda.graph` leaves its stream current if the capture cannot be ended.
-        with torch.cuda.stream(side):
-            call()
-            torch.cuda.synchronize(self.device)
-            try:
-                graph.capture_begin()
-                try:
-                    kept = call()
-                finally:
-                    graph.capture_end()
-            except RuntimeError:  # capturing forbids what the call does
-                return None
-            finally:
-                torch.cuda.synchronize(self.device)
-        replay = graph.replay  # one object, by which `round` knows it
-        taken = [self.round([(replay, 1)])[0] for _ in range(repeat)]
-        del kept
-        return 1e6 * statistics.median(taken)
-
-    def details(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """The fields of `Result` that need measurements of their own."""
-        return {
-            "launches": self.launches(call),
-            "host_us": self.host_us(call),
-            "extra_bytes": self.extra_bytes(call),
-            "graph_us": self.graph_us(call),
-        }
-
-
-Clock = CpuClock | GpuClock
-
-
-def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
-    return GpuClock(device) if device.type == "cuda" else CpuClock(device)
-
-
 # ---------------------------------------------------------------------------------------------------------- measuring
-
-
-def copy_call(bytes_moved: int, device: torch.device) -> Callable[[], Any]:
-    """A copy that reads half of `bytes_moved` and writes the other half."""
-    source = torch.zeros(max(1, bytes_moved // 2), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
-
-
-def copy_gb_per_s(clock: Clock, bytes_moved: int, rounds: int = 10) -> float:
-    """The machine's copy bandwidth: 10^9 bytes read plus written per second, median."""
-    call = copy_call(bytes_moved, clock.device)
-    clock.seconds(call)
-    return bytes_moved / 1e9 / statistics.median(clock.round([(call, 1)])[0] for _ in range(rounds))
 
 
 def first_line(error: BaseException) -> str:
@@ -392,55 +182,6 @@ def check(case: Case, inputs: Any, provider: str) -> Checked:
     return Checked(result, job)
 
 
-@dataclass
-class Samples:
-    """Seconds per call: one list per provider, and the copy's, all equally long."""
-
-    providers: list[list[float]] = field(default_factory=list)
-    copy: list[float] = field(default_factory=list)
-
-
-def sample(clock: Clock, calls: Sequence[Callable[[], Any]], copy: Callable[[], Any], seconds: float) -> Samples:
-    """Time `calls` and the copy in interleaved rounds, for about `seconds`."""
-    everything = [*calls, copy]
-    for call in everything:
-        clock.seconds(call)
-    planned = []
-    for call in everything:
-        expected = min(clock.seconds(call) for _ in range(3))
-        repeat = clock.calls_per_sample(expected)
-        planned.append((call, repeat, expected * repeat))
-    fits = seconds / max(1e-9, sum(cost for _, _, cost in planned))
-    rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(fits)))
-    taken: list[list[float]] = [[] for _ in planned]
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        for number in range(rounds):
-            order = [(number + index) % len(planned) for index in range(len(planned))]
-            for index, value in zip(order, clock.round([planned[index][:2] for index in order]), strict=True):
-                taken[index].append(value)
-    finally:
-        if enabled:
-            gc.enable()
-    return Samples(taken[:-1], taken[-1])
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation between the two nearest samples."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def _paired(over: Sequence[float], under: Sequence[float]) -> float:
-    """Median of the ratios, round by round."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
-
-
 def ours(provider: str) -> bool:
     """Whether a provider is halfstep, in whatever layout."""
     return provider.split()[0] == "halfstep"
@@ -477,17 +218,18 @@ def measure(
     passed = [(one.result, one.job) for one in found if one.job is not None]
     if passed:
         progress(f"{case.name}: timing")
-        samples = sample(clock, [job.call for _, job in passed], copy_call(case.bytes_moved, device), seconds)
-        for index, ((result, job), own) in enumerate(zip(passed, samples.providers, strict=True)):
-            result.p20_us, result.p50_us, result.p80_us = (1e6 * _percentile(own, share) for share in (0.2, 0.5, 0.8))
+        calls = [*(job.call for _, job in passed), copy_call(case.bytes_moved, device)]
+        *samples, copy = rounds(clock, calls, seconds)
+        for index, ((result, job), own) in enumerate(zip(passed, samples, strict=True)):
+            result.p20_us, result.p50_us, result.p80_us = (1e6 * percentile(own, share) for share in (0.2, 0.5, 0.8))
             result.gb_per_s = case.bytes_moved / 1e3 / result.p50_us
-            result.copy_fraction = _paired(samples.copy, own)
+            result.copy_fraction = paired(copy, own)
             others = [
                 one
-                for position, ((other, _), one) in enumerate(zip(passed, samples.providers, strict=True))
+                for position, ((other, _), one) in enumerate(zip(passed, samples, strict=True))
                 if position != index and not (ours(other.provider) and ours(result.provider))
             ]
-            result.speedup = min((_paired(other, own) for other in others), default=None)
+            result.speedup = min((paired(other, own) for other in others), default=None)
             result.rounds = len(own)
             if details:
                 for name, value in clock.details(job.call).items():

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import gc
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -386,6 +384,8 @@ def _torch_kernels(call: Callable[[], object]) -> int:
 
 
 def _measure(case: Case, tensors: int, seconds: float, launches: Callable[[], int]) -> Row:
+    from halfstep.bench import timing  # after the stub: it imports torch
+
     row = Row(case.provider, case.job, tensors)
     call, prepare = case.make(tensors)
     for _ in range(3):
@@ -395,19 +395,9 @@ def _measure(case: Case, tensors: int, seconds: float, launches: Callable[[], in
     before = launches()
     row.torch_kernels = _torch_kernels(call)
     row.launches = launches() - before
-    times: list[float] = []
-    gc.collect()
-    gc.disable()  # a collection is no part of a step, and with 10,000 tensors it takes longer than one
-    try:
-        end = time.perf_counter() + seconds
-        while len(times) < 5 or (time.perf_counter() < end and len(times) < 2000):
-            prepare()
-            start = time.thread_time_ns()
-            call()
-            times.append(1e-3 * (time.thread_time_ns() - start))
-    finally:
-        gc.enable()
-    row.low_us, row.host_us, row.high_us = (statistics.quantiles(times, n=10)[at] for at in (1, 4, 7))
+    # One call a sample, since gradients move before each.
+    (times,) = timing.rounds(timing.CpuClock(time.thread_time, 0), [call], seconds, 5, 2000, prepare)
+    row.low_us, row.host_us, row.high_us = (1e6 * timing.percentile(times, share) for share in (0.2, 0.5, 0.8))
     return row
 
 

@@ -13,6 +13,7 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,8 @@ def run(
     from halfstep.bench import report
     from halfstep.bench.cases.catalogue import cases
     from halfstep.bench.cases.grid import grid_for
-    from halfstep.bench.harness import clock_for, copy_gb_per_s, measure
+    from halfstep.bench.harness import measure
+    from halfstep.bench.timing import clock_for, copy_gb_per_s
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     clock, start = clock_for(device), time.monotonic()
@@ -69,10 +71,11 @@ def run(
     about = {**report.environment(device), "quick": quick, "left_out": 0}
     about["copy_gb_per_s"] = copy_gb_per_s(clock, COPY_BYTES[device.type])
     results: list[Result] = []
+    found: dict[int, list[Result]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(every))
-        for number, case in enumerate(every):
+        for number, index in enumerate(range(len(every)) if minutes is None else _largest_first(every)):
             if minutes is not None and time.monotonic() - start > 60 * minutes:
                 about["left_out"] = len(every) - number
                 break
@@ -80,11 +83,21 @@ def run(
             def say(doing: str) -> None:
                 progress.update(task, description=doing)
 
-            results += measure(case, device, seconds=SECONDS[quick], clock=clock, progress=say)
+            found[index] = measure(every[index], device, seconds=SECONDS[quick], clock=clock, progress=say)
+            results = [result for _, measured in sorted(found.items()) for result in measured]
             progress.advance(task)
             if out is not None:
                 report.write_json(out / "results.json", about, results)
     return about, results
+
+
+def _largest_first(cases: Sequence[Any]) -> list[int]:
+    """An order for a limited time: the largest case of each operation and dtype, then the next one of each ..."""
+    lines: dict[tuple[str, str], list[int]] = {}
+    for index, case in enumerate(cases):
+        lines.setdefault((case.operation, case.dtype), []).insert(0, index)
+    turns = zip_longest(*lines.values())
+    return [index for turn in turns for index in turn if index is not None]
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -3,18 +3,16 @@
 The job: bf16 parameters with bf16 gradients and exact fp32 masters. Ours is one call. torch's is what it takes with
 `torch.optim.AdamW(fused=True)`: copy the gradients to fp32, step the fp32 masters, copy them back to the bf16 weights.
 
-Both run in turn, A B A B ..., in one process; the ratio is taken pair by pair and its median printed, so that a machine
-that slows down slows both. Bytes are counted, not measured: per parameter ours moves 26 (split master) or 28 (full),
-torch's 6 + 28 + 6 = 40. No time is printed before the masters of both agree.
+Both run in turn in one process; the ratio is taken pair by pair and its median printed (``timing.py``). Bytes are
+counted, not measured: per parameter ours moves 26 (split master) or 28 (full), torch's 6 + 28 + 6 = 40. No time is
+printed before the masters of both agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from halfstep.bench import timing
 from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, run, whole
 from halfstep.integrations.optim import AdamW
@@ -30,16 +29,6 @@ LAYOUTS = ("split", "full")
 BYTES = {"split": 26, "full": 28, "torch": 40}
 # A few units in the last place after a handful of steps: torch rounds the decayed weight once more per step.
 AGREEMENT = 2.0**-20
-
-
-def _synchronised(call: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def measure(total: int, tensors: int, layout: str, rounds: int, device: torch.device) -> dict[str, Any]:
@@ -72,13 +61,13 @@ def measure(total: int, tensors: int, layout: str, rounds: int, device: torch.de
     state = mine.state_dict()["state"]
     for index, master in enumerate(masters):
         torch.testing.assert_close(state[index]["master"], master.detach(), rtol=AGREEMENT, atol=AGREEMENT)
-    pairs = [(_synchronised(mine.step, device), _synchronised(job_of_torch, device)) for _ in range(rounds)]
+    our_time, its_time = timing.rounds(timing.clock_for(device), [mine.step, job_of_torch], least=rounds, most=rounds)
     return {
         "tensors": tensors,
         "layout": layout,
-        "halfstep_ms": 1e3 * statistics.median(a for a, _ in pairs),
-        "torch_ms": 1e3 * statistics.median(b for _, b in pairs),
-        "ratio": statistics.median(a / b for a, b in pairs),
+        "halfstep_ms": 1e3 * timing.percentile(our_time, 0.5),
+        "torch_ms": 1e3 * timing.percentile(its_time, 0.5),
+        "ratio": timing.paired(our_time, its_time),
         "bytes_ratio": BYTES[layout] / BYTES["torch"],
     }
 

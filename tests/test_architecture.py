@@ -19,6 +19,7 @@ LAYERS = ("kernels", "numerics", "integrations", "cli", "bench")  # each may imp
 FOLDERS = {layer: ROOT / ("src/halfstep/cli" if layer == "cli" else layer) for layer in LAYERS}
 LINKED = tuple(layer for layer in LAYERS if layer != "cli")
 PRESENTATION = {"rich", "matplotlib"}  # of the command line's and of reports of benchmarks
+TEST_TOOLS = {"pytest", "hypothesis", "unittest"}
 KERNELS_MAY_IMPORT = {"torch", "numpy", "triton", "halfstep"} | set(sys.stdlib_module_names)
 
 SOURCES = [(layer, path) for layer in LAYERS for path in sorted(FOLDERS[layer].rglob("*.py"))]
@@ -60,6 +61,8 @@ def violations(source: str, layer: str, package: str | None = None) -> list[str]
             wrong.append(f"{module}: {layer} may import {', '.join(allowed)}")
         elif layer not in ("cli", "bench") and parts[0] in PRESENTATION:
             wrong.append(f"{module}: {layer} computes results, cli shows them")
+        elif parts[0] in TEST_TOOLS:
+            wrong.append(f"{module}: test tools stand in tests/")
         elif layer == "kernels" and parts[0] not in KERNELS_MAY_IMPORT:
             wrong.append(f"{module}: kernels import torch, numpy and triton only")
     return wrong
@@ -85,6 +88,7 @@ def test_imports_point_one_way(layer: str, path: Path) -> None:
         ("kernels", "def f():\n    from halfstep.bench.audit import main", "halfstep.bench.audit: kernels may"),
         ("kernels", "import yaml", "yaml: kernels import torch, numpy and triton only"),
         ("numerics", "from matplotlib.figure import Figure", "matplotlib.figure: numerics computes results, cli shows"),
+        ("bench", "def f():\n    import pytest", "pytest: test tools stand in tests/"),
         ("integrations", "def f():\n    import rich", "rich: integrations computes results, cli shows them"),
         (
             "numerics",
@@ -113,6 +117,32 @@ def test_the_import_check_can_fail(layer: str, source: str, complaint: str) -> N
 )
 def test_the_import_check_allows_what_it_should(layer: str, source: str) -> None:
     assert violations(source, layer) == []
+
+
+CLOCKS = {f"{name}{unit}" for name in ("perf_counter", "process_time", "thread_time") for unit in ("", "_ns")}
+
+
+def clocks_read(source: str) -> set[str]:
+    """The clocks for short times that a module calls or imports by name; handing one to `timing` does not count."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            names.add(getattr(node.func, "attr", getattr(node.func, "id", "")))
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
+    return names & CLOCKS
+
+
+def test_benchmarks_share_one_timing_loop() -> None:
+    reading = [path.name for layer, path in SOURCES if layer == "bench" and clocks_read(path.read_text())]
+    assert reading == ["timing.py"]
+
+
+@pytest.mark.parametrize(
+    "source", ["time.perf_counter()", "from time import thread_time_ns as now", "process_time_ns()"]
+)
+def test_the_check_for_timing_loops_can_fail(source: str) -> None:
+    assert clocks_read(source)
 
 
 @pytest.mark.parametrize("layer", LINKED)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,3 +172,11 @@ def test_numbers_have_three_digits(value: float | None, text: str) -> None:
 def test_an_operation_at_one_size_is_not_drawn(tmp_path: Path) -> None:
     assert report.draw(tmp_path, ABOUT, [result("halfstep", p50_us=1.0, copy_fraction=0.5)]) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limited_time_goes_to_the_largest_cases_first() -> None:
+    cases = [
+        SimpleNamespace(operation=operation, dtype="bf16", size=size) for operation in ("a", "b") for size in (1, 2, 3)
+    ]
+    order = [(cases[at].operation, cases[at].size) for at in run._largest_first(cases)]
+    assert order == [("a", 3), ("b", 3), ("a", 2), ("b", 2), ("a", 1), ("b", 1)]

@@ -1,8 +1,9 @@
-"""A pytest plugin for a first run on strange hardware: no test can hang the run or spoil the ones after it.
+"""A pytest plugin for a first run on unknown hardware: no test can hang the run or spoil the ones after it.
 
-``pytest -p halfstep.bench.watchdog`` writes one line of JSON per test as it starts and ends. A test over its time is
-ended with its process, tracebacks first; after a failure that broke the GPU's context the process ends as well. Started
-again with the same record, the plugin leaves out the tests that had their turn, so a loop of runs comes to the end.
+``pytest -p watchdog``, which ``run_gpu_tests.py`` starts, writes one line of JSON per test as it starts and ends. A
+test over its time is ended with its process, tracebacks first; after a failure that broke the GPU's context the process
+ends as well. Started again with the same record, the plugin leaves out the tests that had their turn, so a loop of runs
+comes to the end.
 
 Settings, as environment variables: ``HALFSTEP_WATCHDOG_RECORD`` (file to append to), ``_LIMIT`` (seconds per test),
 ``_SHARE`` (``"1/4"``: the second of four processes, each of which takes every fourth test).

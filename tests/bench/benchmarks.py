@@ -1,4 +1,4 @@
-"""The cases of `halfstep bench run` for pytest-benchmark: ``pytest bench/``.
+"""The cases of `halfstep bench run` for pytest-benchmark: ``pytest tests/bench/benchmarks.py``.
 
 One test per case and provider, small sizes. Each is checked against float64 before it is timed; a provider that is not
 here is skipped with the reason, one that is wrong fails if it is ours and is skipped if it is a peer's. `pytest` alone
