@@ -17,8 +17,8 @@ the job needs, and the same for every provider; what an implementation moves bey
 
 On a GPU `graph_us` is the time of the replay of a CUDA graph of the call, that is without the host.
 
-**JSON.** `report` writes ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick", "left_out",
-"copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
+**JSON.** `run_report` writes ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick",
+"left_out", "copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Unavailable(Exception):
 
 
 @dataclass
-class Job:
+class Prepared:
     """A provider, ready to run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Case:
         bound: the greatest error that passes the check.
         error_unit: what errors are measured in.
         prepare: makes the inputs on a device. All providers share them and must leave them as they are.
-        providers: by name; each makes a `Job` from the inputs, or raises `Unavailable`.
+        providers: by name; each makes a `Prepared` from the inputs, or raises `Unavailable`.
         error: of a job's values against float64, given the inputs; NaN never passes.
     """
 
@@ -78,7 +78,7 @@ class Case:
     bound: float
     error_unit: str
     prepare: Callable[[torch.device], Any]
-    providers: Mapping[str, Callable[[Any], Job]]
+    providers: Mapping[str, Callable[[Any], Prepared]]
     error: Callable[[Any, Any], float]
 
     @property
@@ -146,7 +146,7 @@ class Checked:
     """A provider after its check; `job` is None unless it passed."""
 
     result: Result
-    job: Job | None = None
+    job: Prepared | None = None
 
 
 def check(case: Case, inputs: Any, provider: str) -> Checked:

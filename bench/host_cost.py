@@ -37,7 +37,7 @@ from typing import Any
 
 from halfstep.cli.command_line import Parser, above_zero, complain, run, whole
 
-COUNTS = (1, 10, 100, 1_000, 10_000)
+TENSOR_COUNTS = (1, 10, 100, 1_000, 10_000)
 NUMEL = 64  # elements per tensor: the host does not care, and torch's CPU operations stay short
 CAPABILITY = 90
 PROCESSORS = 132  # multiprocessors of the H100 that stands in, asked for by providers that size their grid
@@ -78,7 +78,7 @@ R cuTensorMapEncodeIm2col(void) { return 0; }
 
 
 @dataclass(frozen=True)
-class Case:
+class HostCase:
     """One job of one provider.
 
     Attributes:
@@ -92,11 +92,11 @@ class Case:
     provider: str
     job: str
     make: Callable[[int], tuple[Callable[[], object], Callable[[], object]]]
-    most: int = COUNTS[-1]
+    most: int = TENSOR_COUNTS[-1]
 
 
 @dataclass
-class Row:
+class HostCost:
     """What a job costs the host.
 
     Attributes:
@@ -336,26 +336,26 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[HostCase]:
     """Every job of every provider that is installed."""
     cases = [
-        Case("halfstep", "adamw", _our_adamw(moved=False)),
-        Case("halfstep", "adamw, moved", _our_adamw(moved=True)),
-        Case("halfstep", "amp step", _our_amp_step(moved=False)),
-        Case("halfstep", "amp step, moved", _our_amp_step(moved=True)),
-        Case("halfstep", "check", _our_check),
-        Case("halfstep", "cast", _our_cast),
-        Case("halfstep", "softmax", _our_softmax, most=1),
+        HostCase("halfstep", "adamw", _our_adamw(moved=False)),
+        HostCase("halfstep", "adamw, moved", _our_adamw(moved=True)),
+        HostCase("halfstep", "amp step", _our_amp_step(moved=False)),
+        HostCase("halfstep", "amp step, moved", _our_amp_step(moved=True)),
+        HostCase("halfstep", "check", _our_check),
+        HostCase("halfstep", "cast", _our_cast),
+        HostCase("halfstep", "softmax", _our_softmax, most=1),
     ]
     peers: list[tuple[str, str, Any, int]] = [
-        ("flashoptim", "adamw", _flash_adamw, COUNTS[-1]),
-        ("torch-optimi", "adamw", _optimi_adamw, COUNTS[-1]),
+        ("flashoptim", "adamw", _flash_adamw, TENSOR_COUNTS[-1]),
+        ("torch-optimi", "adamw", _optimi_adamw, TENSOR_COUNTS[-1]),
         ("liger-kernel", "softmax", _liger_softmax, 1),
     ]
     for distribution, job, make, most in peers:
         named = _version(distribution)
         if named:
-            cases.append(Case(named, job, make, most))
+            cases.append(HostCase(named, job, make, most))
     return cases
 
 
@@ -383,10 +383,10 @@ def _torch_kernels(call: Callable[[], object]) -> int:
     return mode.count
 
 
-def _measure(case: Case, tensors: int, seconds: float, launches: Callable[[], int]) -> Row:
+def _measure(case: HostCase, tensors: int, seconds: float, launches: Callable[[], int]) -> HostCost:
     from halfstep.bench import timing  # after the stub: it imports torch
 
-    row = Row(case.provider, case.job, tensors)
+    row = HostCost(case.provider, case.job, tensors)
     call, prepare = case.make(tensors)
     for _ in range(3):
         prepare()
@@ -414,12 +414,12 @@ def _worker(stub: str, counts: Sequence[int], seconds: float, jobs: Sequence[str
         try:
             row = _measure(case, tensors, seconds, launches)
         except Exception as error:  # a provider that fails is a finding; the others still count
-            row = Row(case.provider, case.job, tensors, problem=f"{type(error).__name__}: {error}")
+            row = HostCost(case.provider, case.job, tensors, problem=f"{type(error).__name__}: {error}")
         print(json.dumps({"of": len(work), "row": asdict(row)}), flush=True)
 
 
 def measure(
-    counts: Sequence[int] = COUNTS,
+    counts: Sequence[int] = TENSOR_COUNTS,
     seconds: float = 0.5,
     jobs: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, of: None,
@@ -433,7 +433,7 @@ def measure(
         progress: called with the number of rows so far and of all.
 
     Returns:
-        One `Row` per job, provider and number of tensors, as a dictionary.
+        One `HostCost` per job, provider and number of tensors, as a dictionary.
 
     Raises:
         RuntimeError: Triton or a C compiler is missing, or the measuring process failed.
@@ -499,7 +499,12 @@ def _parser() -> Parser:
     parser = Parser("bench host", "Measure what a step costs the host, in µs and launches, with no GPU.")
     jobs = ("adamw", "amp step", "check", "cast", "softmax")
     parser.add_argument(
-        *("--tensors",), type=whole(1), nargs="+", default=COUNTS, metavar="N", help="numbers of tensors (1 ... 10,000)"
+        *("--tensors",),
+        type=whole(1),
+        nargs="+",
+        default=TENSOR_COUNTS,
+        metavar="N",
+        help="numbers of tensors (1 ... 10,000)",
     )
     parser.add_argument(
         *("--job",),

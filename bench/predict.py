@@ -29,7 +29,7 @@ from halfstep.bench.audit.rows import BANDWIDTH
 from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, UsageError, input_file, run
 
-COUNTS = Path("tests/kernels/instruction_counts.json")
+COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
 SECTOR = 32  # bytes
 
 
@@ -92,9 +92,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--counts",
         type=input_file,
-        default=COUNTS,
+        default=COUNTS_FILE,
         metavar="FILE",
-        help=f"counts that make bounds recorded (default: {COUNTS})",
+        help=f"counts that make bounds recorded (default: {COUNTS_FILE})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser

@@ -23,7 +23,7 @@ from halfstep.cli.command_line import Parser, above_zero, make_folder, whole
 if TYPE_CHECKING:
     from halfstep.bench.harness import Result
 
-GROUPS = ("softmax", "cast", "unscale", "adam", "step")
+GROUP_NAMES = ("softmax", "cast", "unscale", "adam", "step")
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 SECONDS = {True: 0.25, False: 1.0}  # of timing per case, by --quick
 
@@ -35,7 +35,7 @@ def _parser() -> Parser:
         "fused, foreach and compiled, and the peers that are installed. On a GPU if there is one, else on the CPU.",
     )
     parser.add_argument(
-        "groups", nargs="*", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)} (default: all)"
+        "groups", nargs="*", choices=GROUP_NAMES, metavar="GROUP", help=f"of {', '.join(GROUP_NAMES)} (default: all)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write JSON, Markdown and pictures to DIR")
@@ -59,16 +59,16 @@ def run(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from halfstep.bench import report
+    from halfstep.bench import run_report
     from halfstep.bench.cases.catalogue import cases
-    from halfstep.bench.cases.grid import grid_for
+    from halfstep.bench.cases.sizes import sizes_for
     from halfstep.bench.harness import measure
     from halfstep.bench.timing import clock_for, copy_gb_per_s
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     clock, start = clock_for(device), time.monotonic()
-    every = cases(list(dict.fromkeys(groups)) or GROUPS, grid_for(device, quick))
-    about = {**report.environment(device), "quick": quick, "left_out": 0}
+    every = cases(list(dict.fromkeys(groups)) or GROUP_NAMES, sizes_for(device, quick))
+    about = {**run_report.environment(device), "quick": quick, "left_out": 0}
     about["copy_gb_per_s"] = copy_gb_per_s(clock, COPY_BYTES[device.type])
     results: list[Result] = []
     found: dict[int, list[Result]] = {}
@@ -87,7 +87,7 @@ def run(
             results = [result for _, measured in sorted(found.items()) for result in measured]
             progress.advance(task)
             if out is not None:
-                report.write_json(out / "results.json", about, results)
+                run_report.write_json(out / "results.json", about, results)
     return about, results
 
 
@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
 
-    from halfstep.bench import report
+    from halfstep.bench import run_report
     from halfstep.bench.harness import FAILED, WRONG, ours
 
     if arguments.threads:
@@ -116,17 +116,17 @@ def _run(arguments: argparse.Namespace) -> int:
     about, results = run(arguments.groups, arguments.quick, arguments.minutes, arguments.out)
     errors = Console(stderr=True, soft_wrap=True)
     if arguments.json:
-        print(report.as_json(about, results))
+        print(run_report.as_json(about, results))
     else:
         console = Console()
-        report.print_tables(console if console.is_terminal else Console(width=160), about, results)
+        run_report.print_tables(console if console.is_terminal else Console(width=160), about, results)
     if about["left_out"]:
         errors.print(f"--minutes {arguments.minutes:g} were over: {about['left_out']} cases left out", style="yellow")
     if arguments.out is not None:
-        report.write_json(arguments.out / "results.json", about, results)
-        (arguments.out / "table.md").write_text(report.markdown(about, results))
+        run_report.write_json(arguments.out / "results.json", about, results)
+        (arguments.out / "table.md").write_text(run_report.markdown(about, results))
         try:
-            report.draw(arguments.out, about, results)
+            run_report.draw(arguments.out, about, results)
         except ImportError:
             errors.print("no pictures: matplotlib is not installed; pip install 'halfstep[plots]'", style="yellow")
     bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]

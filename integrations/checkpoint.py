@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from halfstep.integrations import archive, interrupts, unfinished
+from halfstep.integrations import archive, interrupts, unfinished_saves
 from halfstep.integrations import checkpoint_files as files
-from halfstep.integrations.before import Before
 from halfstep.integrations.checkpoint_files import CheckpointError, checkpoints, newest
+from halfstep.integrations.rollback import Rollback
 
 if TYPE_CHECKING:
     from halfstep.integrations.checkpoint_sharded import PendingSave
@@ -150,8 +150,8 @@ def _save_file(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> 
     own = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        unfinished.clear(folder)
-        own = unfinished.Unfinished(folder)
+        unfinished_saves.clear(folder)
+        own = unfinished_saves.UnfinishedSave(folder)
         with own.path.open("xb") as file:
             hashed = files.Hashed(file)
             archive.write(hashed, dict(state), "state")
@@ -318,7 +318,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
             scatter(value, of[number]) if isinstance(value, torch.Tensor) and value.shape == of[number].shape else value
         )
 
-    before = Before(None, optimizer)
+    rollback = Rollback(None, optimizer)
     try:
         cut_state = {
             number: {key: cut(number, value) for key, value in entry.items()}
@@ -327,7 +327,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         }
         optimizer.load_state_dict({**state, "state": cut_state})
     except BaseException as error:
-        before.put_back()
+        rollback.put_back()
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error

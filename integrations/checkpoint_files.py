@@ -6,8 +6,8 @@ Two kinds stand side by side in a run's folder:
 - ``step-00000120/``: one folder that many ranks wrote with torch.distributed.checkpoint, and its ``manifest.json`` with
   the size and SHA-256 of every other file in it.
 
-Either is written under another name (unfinished.py), flushed to disk, and renamed when it is complete. Nothing under a
-checkpoint's name is ever half written, nor half removed.
+Either is written under another name (unfinished_saves.py), flushed to disk, and renamed when it is complete. Nothing
+under a checkpoint's name is ever half written, nor half removed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from halfstep.integrations import archive, interrupts, unfinished
+from halfstep.integrations import archive, interrupts, unfinished_saves
 from halfstep.numerics.messages import printable
 
 MANIFEST = "manifest.json"
@@ -62,7 +62,7 @@ def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
         return []
     found = []
     for path in folder.iterdir():
-        replaced = unfinished.replaced_name(path)
+        replaced = unfinished_saves.replaced_name(path)
         match = _NAME.fullmatch(replaced or path.name)
         if not match or (replaced is not None and (folder / replaced).exists()):
             continue
@@ -112,7 +112,7 @@ def prune(folder: Path, step: int, keep: int) -> None:
     """Leave the newest `keep` checkpoints up to `step`, and all after it."""
     older = [path for number, path in checkpoints(folder) if number <= step]
     for path in older[:-keep]:
-        unfinished.remove(path)
+        unfinished_saves.remove(path)
 
 
 # ---------------------------------------------------------------------------------------------------------- checking

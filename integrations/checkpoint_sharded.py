@@ -48,18 +48,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
-from halfstep.integrations import archive, checkpoint_metadata, interrupts, unfinished
+from halfstep.integrations import archive, checkpoint_metadata, interrupts, unfinished_saves
 from halfstep.integrations import checkpoint_files as files
 from halfstep.integrations.archive import ArchiveError
-from halfstep.integrations.before import Before
 from halfstep.integrations.checkpoint_files import CheckpointError
 from halfstep.integrations.checkpoint_metadata import METADATA
 from halfstep.integrations.ranks import Ranks
+from halfstep.integrations.rollback import Rollback
 from halfstep.numerics.scaling.topology import local
 
 BESIDE = "halfstep.pt"
 STATE = ("optimizer", "state")
-GROUPS = ("optimizer", "param_groups")
+PARAM_GROUPS = ("optimizer", "param_groups")
 
 Key = tuple[Any, ...]
 
@@ -301,7 +301,7 @@ def _metadata_on_cpu(known: ShardMetadata) -> ShardMetadata:
 
 
 def _write(path: Path, step: int, state: dict[str, Any], beside: io.BytesIO, keep: int, ranks: Ranks) -> Path:
-    own: list[unfinished.Unfinished] = []  # on the first rank, which made it
+    own: list[unfinished_saves.UnfinishedSave] = []  # on the first rank, which made it
     try:
         temporary = Path(ranks.first(lambda: _begin(path, own)))
         recorded = ranks.together(lambda: _write_shards(temporary, state, beside, ranks))
@@ -317,10 +317,10 @@ def _write(path: Path, step: int, state: dict[str, Any], beside: io.BytesIO, kee
     return path
 
 
-def _begin(path: Path, own: list[unfinished.Unfinished]) -> str:
+def _begin(path: Path, own: list[unfinished_saves.UnfinishedSave]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.clear(path.parent)
-    own.append(unfinished.Unfinished(path.parent))
+    unfinished_saves.clear(path.parent)
+    own.append(unfinished_saves.UnfinishedSave(path.parent))
     own[0].path.mkdir()
     return str(own[0].path)
 
@@ -351,7 +351,12 @@ def _write_shards(
 
 
 def _complete(
-    own: unfinished.Unfinished, path: Path, step: int, recorded: dict[str, dict[str, Any]], keep: int, ranks: Ranks
+    own: unfinished_saves.UnfinishedSave,
+    path: Path,
+    step: int,
+    recorded: dict[str, dict[str, Any]],
+    keep: int,
+    ranks: Ranks,
 ) -> None:
     """Check that everything has arrived, give the folder its name, and only then remove older ones."""
     temporary = own.path
@@ -439,14 +444,14 @@ def read(
         except CheckpointError as error:
             advice = ranks.first(lambda: files.remedy(path))
             raise CheckpointError(f"checkpoint {path} cannot be used: {error}; {advice}") from error
-        before = Before(model, optimizer, scaler)
+        rollback = Rollback(model, optimizer, scaler)
         try:
             with torch.no_grad(), _quiet():
-                for part in (load.prepare, load.compare, load.read, lambda: load.hand_over(before)):
+                for part in (load.prepare, load.compare, load.read, lambda: load.hand_over(rollback)):
                     ranks.together(part)
         except BaseException as error:
             with torch.no_grad(), _quiet():
-                before.put_back()
+                rollback.put_back()
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"checkpoint {path} does not fit: {error}") from error
             raise
@@ -523,8 +528,8 @@ class _Load:
             self._compare_groups()
 
     def _compare_groups(self) -> None:
-        numbers = {place[2] for place in self.names if place[:2] == GROUPS and len(place) > 3}
-        places = [(*GROUPS, number, "params") for number in range(len(numbers))]
+        numbers = {place[2] for place in self.names if place[:2] == PARAM_GROUPS and len(place) > 3}
+        places = [(*PARAM_GROUPS, number, "params") for number in range(len(numbers))]
         if not places:
             raise CheckpointError("it holds no state of an optimizer; pass optimizer=None to load the model alone")
         if not self.names.keys() >= set(places):
@@ -575,18 +580,20 @@ class _Load:
                 return torch.empty_like(parameters[name].detach(), dtype=known.properties.dtype)
         return torch.empty(known.size, dtype=known.properties.dtype, device="cpu")
 
-    def hand_over(self, before: Before) -> None:
+    def hand_over(self, rollback: Rollback) -> None:
         """Give the tensors to the model, then to the optimizer, whose masters have the last word, then the scale."""
         fresh = {name: self.read_in[self.names["model", name]] for name in self.model_state}
         if self.flat_parameters:
-            before.objects = {name: old for name, old in self.model_state.items() if not isinstance(old, torch.Tensor)}
-            before.copy()
+            rollback.objects = {
+                name: old for name, old in self.model_state.items() if not isinstance(old, torch.Tensor)
+            }
+            rollback.copy()
         else:
             # Tensors too: FSDP2 of torch 2.8 moves uneven shards to other memory when a model loads.
-            before.objects = dict(self.model_state)
+            rollback.objects = dict(self.model_state)
             for name, live in self.model_state.items():
                 if isinstance(live, torch.Tensor):
-                    before.exchange(local(live), local(fresh[name]))
+                    rollback.exchange(local(live), local(fresh[name]))
                     fresh[name] = live
         set_model_state_dict(self.model, fresh)
         if self.optimizer is not None:
@@ -594,7 +601,7 @@ class _Load:
                 {
                     place[1:]: self.read_in[name]
                     for place, name in self.names.items()
-                    if place[:2] in (STATE, GROUPS) and len(place) > 3
+                    if place[:2] in (STATE, PARAM_GROUPS) and len(place) > 3
                 }
             )
             groups = content["param_groups"]

@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from halfstep.integrations.before import Before
 from halfstep.integrations.checkpoint import check_optimizer_state, gather
 from halfstep.integrations.checkpoint_files import CheckpointError
+from halfstep.integrations.rollback import Rollback
 
 
 def _parameters(groups: list[dict[str, Any]]) -> list[Any]:
@@ -71,11 +71,11 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
         for saved, held in zip(state["param_groups"], optimizer.optim.param_groups, strict=True)
     ]
     entries = {place: state["state"][number] for place, number in enumerate(own) if number in state["state"]}
-    before = Before(None, optimizer.optim)
+    rollback = Rollback(None, optimizer.optim)
     try:
         optimizer.optim.load_state_dict({"state": entries, "param_groups": groups})
     except BaseException as error:
-        before.put_back()
+        rollback.put_back()
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 import halfstep
-from halfstep.bench.cases.grid import Grid
-from halfstep.bench.cases.peers import compiled, loops, needs, needs_gpu
-from halfstep.bench.harness import Case, Job
+from halfstep.bench.cases.installed import compiled, loops, needs, needs_gpu
+from halfstep.bench.cases.sizes import Sizes
+from halfstep.bench.harness import Case, Prepared
 
 BETAS, DECAY = (0.9, 0.999), 0.1
 LEARNING_RATE = 1e-3
@@ -42,7 +42,7 @@ EXACT, ROUNDED = 1e-4, 0.1
 
 
 @dataclass
-class Inputs:
+class AdamInputs:
     """Weights and gradients of all tensors, one per row."""
 
     weights: torch.Tensor
@@ -80,7 +80,7 @@ class Inputs:
         torch._foreach_copy_(grads, list((self.grads * factor).unbind()))
 
 
-def prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> Inputs:
+def prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> AdamInputs:
     """Normal weights and gradients of size `TYPICAL`."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -89,7 +89,7 @@ def prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) 
             dtype
         )
 
-    return Inputs(normal(), normal())
+    return AdamInputs(normal(), normal())
 
 
 def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> float:
@@ -99,20 +99,20 @@ def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> 
     return float(((found - truth).norm(dim=1) / moved).max())
 
 
-def _error(inputs: Inputs, got: list[torch.Tensor]) -> float:
+def _error(inputs: AdamInputs, got: list[torch.Tensor]) -> float:
     return error(inputs.weights, got, inputs.truth)
 
 
 def _job(
-    inputs: Inputs, grads: list[torch.Tensor], step: Callable[[], Any], weights: Callable[[], list[torch.Tensor]]
-) -> Job:
+    inputs: AdamInputs, grads: list[torch.Tensor], step: Callable[[], Any], weights: Callable[[], list[torch.Tensor]]
+) -> Prepared:
     def values() -> list[torch.Tensor]:
         for factor in FACTORS:
             inputs.load(grads, factor)
             step()
         return weights()
 
-    return Job(step, values)
+    return Prepared(step, values)
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -123,7 +123,7 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 class Masters:
     """fp32 masters beside bf16 weights and gradients, and the copies between them: how torch's parts do it."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: AdamInputs) -> None:
         self.parameters = inputs.parameters(torch.float32)
         self.wide = gradients_of(self.parameters)
         self.low = list(inputs.grads.clone().unbind())
@@ -148,7 +148,7 @@ def exact_weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[
     return [state[index].get("master", parameter) for index, parameter in enumerate(parameters)]
 
 
-def _halfstep(inputs: Inputs, **options: Any) -> Job:
+def _halfstep(inputs: AdamInputs, **options: Any) -> Prepared:
     parameters = inputs.parameters()
     optimizer = halfstep.AdamW(parameters, **HYPER, **options)
     return _job(inputs, gradients_of(parameters), optimizer.step, lambda: list(exact_weights(optimizer, parameters)))
@@ -161,8 +161,8 @@ def torch_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.o
 
 
 def _with_masters(
-    make: Callable[[list[torch.nn.Parameter]], Any], inputs: Inputs, wrap: Callable[..., Any] = lambda step: step
-) -> Job:
+    make: Callable[[list[torch.nn.Parameter]], Any], inputs: AdamInputs, wrap: Callable[..., Any] = lambda step: step
+) -> Prepared:
     """An optimizer on fp32: the job as it is for fp32 weights, with masters and copies for others."""
     if inputs.weights.dtype == torch.float32:
         parameters = inputs.parameters()
@@ -179,17 +179,17 @@ def _with_masters(
     return _job(inputs, masters.low, wrap(step), lambda: list(masters.parameters))
 
 
-def _compiled(grid: Grid, inputs: Inputs) -> Job:
+def _compiled(sizes: Sizes, inputs: AdamInputs) -> Prepared:
     count = len(inputs.weights)
-    return _with_masters(partial(torch_adamw, foreach=True), inputs, lambda step: compiled(step, grid, count))
+    return _with_masters(partial(torch_adamw, foreach=True), inputs, lambda step: compiled(step, sizes, count))
 
 
-def _loop(grid: Grid, inputs: Inputs) -> Job:
-    loops(grid, len(inputs.weights))
+def _loop(sizes: Sizes, inputs: AdamInputs) -> Prepared:
+    loops(sizes, len(inputs.weights))
     return _with_masters(partial(torch_adamw, foreach=False, fused=False), inputs)
 
 
-def _optimi(inputs: Inputs) -> Job:
+def _optimi(inputs: AdamInputs) -> Prepared:
     optimi = needs("torch-optimi")
     parameters, on_gpu = inputs.parameters(), inputs.weights.device.type == "cuda"
     low = inputs.weights.dtype != torch.float32
@@ -205,7 +205,7 @@ def _optimi(inputs: Inputs) -> Job:
     return _job(inputs, gradients_of(parameters), optimizer.step, weights)
 
 
-def _flashoptim(inputs: Inputs, **options: Any) -> Job:
+def _flashoptim(inputs: AdamInputs, **options: Any) -> Prepared:
     needs_gpu(inputs.weights.device)
     flashoptim = needs("flashoptim")
     parameters = inputs.parameters()
@@ -223,24 +223,24 @@ def _flashoptim(inputs: Inputs, **options: Any) -> Job:
     return _job(inputs, gradients_of(parameters), optimizer.step, weights)
 
 
-def _torchao(grid: Grid, name: str, inputs: Inputs) -> Job:
-    loops(grid, len(inputs.weights))
-    compiled(len, grid, len(inputs.weights))  # it compiles its step, one tensor at a time
+def _torchao(sizes: Sizes, name: str, inputs: AdamInputs) -> Prepared:
+    loops(sizes, len(inputs.weights))
+    compiled(len, sizes, len(inputs.weights))  # it compiles its step, one tensor at a time
     optimizer = getattr(needs("torchao", "torchao.optim"), name)
     return _with_masters(partial(optimizer, **HYPER), inputs)
 
 
-def _apex(inputs: Inputs) -> Job:
+def _apex(inputs: AdamInputs) -> Prepared:
     needs_gpu(inputs.weights.device)
     return _fused_adam(needs("apex", "apex.optimizers").FusedAdam, inputs)
 
 
-def _transformer_engine(inputs: Inputs) -> Job:
+def _transformer_engine(inputs: AdamInputs) -> Prepared:
     needs_gpu(inputs.weights.device)
     return _fused_adam(needs("transformer-engine", "transformer_engine.pytorch.optimizers").FusedAdam, inputs)
 
 
-def _fused_adam(optimizer_class: Any, inputs: Inputs) -> Job:
+def _fused_adam(optimizer_class: Any, inputs: AdamInputs) -> Prepared:
     """apex's interface, which transformer-engine shares; with masters of its own for low precision."""
     parameters = inputs.parameters()
     low = inputs.weights.dtype != torch.float32
@@ -259,18 +259,18 @@ def _fused_adam(optimizer_class: Any, inputs: Inputs) -> Job:
     return _job(inputs, gradients_of(parameters), optimizer.step, weights)
 
 
-def cases(grid: Grid) -> Iterator[Case]:
+def cases(sizes: Sizes) -> Iterator[Case]:
     """Every job over the number of tensors, then for the large tensor."""
     fused = partial(_with_masters, partial(torch_adamw, fused=True))
     foreach = partial(_with_masters, partial(torch_adamw, foreach=True))
-    of_torch: dict[str, Callable[[Any], Job]] = {
+    of_torch: dict[str, Callable[[Any], Prepared]] = {
         "torch fused": fused,
         "torch foreach": foreach,
-        "torch.compile": partial(_compiled, grid),
-        "torch naive": partial(_loop, grid),
+        "torch.compile": partial(_compiled, sizes),
+        "torch naive": partial(_loop, sizes),
     }
     # The job, its dtype, bytes per weight, bound, and providers.
-    jobs: tuple[tuple[str, torch.dtype, int, float, dict[str, Callable[[Any], Job]]], ...] = (
+    jobs: tuple[tuple[str, torch.dtype, int, float, dict[str, Callable[[Any], Prepared]]], ...] = (
         (
             "fp32",
             torch.float32,
@@ -281,7 +281,7 @@ def cases(grid: Grid) -> Iterator[Case]:
                 **of_torch,
                 "torch-optimi": _optimi,
                 "flashoptim": _flashoptim,
-                "torchao": partial(_torchao, grid, "_AdamW"),
+                "torchao": partial(_torchao, sizes, "_AdamW"),
                 "apex": _apex,
                 "transformer-engine": _transformer_engine,
             },
@@ -310,14 +310,14 @@ def cases(grid: Grid) -> Iterator[Case]:
                 "torch fused": fused,
                 "torch-optimi": _optimi,
                 "flashoptim": _flashoptim,
-                "torchao 8 bit": partial(_torchao, grid, "AdamW8bit"),
+                "torchao 8 bit": partial(_torchao, sizes, "AdamW8bit"),
             },
         ),
     )
     for job, dtype, bytes_each, bound, providers in jobs:
-        shapes = [(tensors, grid.elements // tensors) for tensors in grid.tensors]
-        for tensors, numel in [*shapes, *([(1, grid.large)] if grid.large else [])]:
-            large = numel == grid.large
+        shapes = [(tensors, sizes.elements // tensors) for tensors in sizes.tensors]
+        for tensors, numel in [*shapes, *([(1, sizes.large)] if sizes.large else [])]:
+            large = numel == sizes.large
             yield Case(
                 group="adam",
                 operation="adamw of one large tensor" if large else "adamw",

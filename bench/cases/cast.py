@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import halfstep
-from halfstep.bench.cases.grid import Grid
-from halfstep.bench.cases.peers import compiled, loops
-from halfstep.bench.harness import Case, Job
+from halfstep.bench.cases.installed import compiled, loops
+from halfstep.bench.cases.sizes import Sizes
+from halfstep.bench.harness import Case, Prepared
 
 DTYPES = {
     "fp32": torch.float32,
@@ -34,35 +34,35 @@ def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype)
     ]
 
 
-def _one(function: Callable[[torch.Tensor], torch.Tensor], sources: list[torch.Tensor]) -> Job:
+def _one(function: Callable[[torch.Tensor], torch.Tensor], sources: list[torch.Tensor]) -> Prepared:
     (source,) = sources
-    return Job(lambda: function(source), lambda: [function(source)])
+    return Prepared(lambda: function(source), lambda: [function(source)])
 
 
 def _to(target: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     return x.to(target)
 
 
-def _compiled(target: torch.dtype, grid: Grid, sources: list[torch.Tensor]) -> Job:
-    return _one(compiled(partial(_to, target), grid), sources)
+def _compiled(target: torch.dtype, sizes: Sizes, sources: list[torch.Tensor]) -> Prepared:
+    return _one(compiled(partial(_to, target), sizes), sources)
 
 
-def _list(function: Callable[..., Any], target: torch.dtype, sources: list[torch.Tensor]) -> Job:
+def _list(function: Callable[..., Any], target: torch.dtype, sources: list[torch.Tensor]) -> Prepared:
     targets = [torch.empty_like(source, dtype=target) for source in sources]
 
     def values() -> list[torch.Tensor]:
         function(targets, sources)
         return targets
 
-    return Job(lambda: function(targets, sources), values)
+    return Prepared(lambda: function(targets, sources), values)
 
 
 def _halfstep_list(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     halfstep.foreach_cast(sources, targets[0].dtype, out=targets)
 
 
-def _copy_each(grid: Grid, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    loops(grid, len(sources))
+def _copy_each(sizes: Sizes, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    loops(sizes, len(sources))
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 
@@ -75,10 +75,10 @@ def _error(sources: list[torch.Tensor], got: list[torch.Tensor]) -> float:
     return float(error.max()) / limits.eps
 
 
-def cases(grid: Grid) -> Iterator[Case]:
+def cases(sizes: Sizes) -> Iterator[Case]:
     """Every pair of dtypes over the number of elements, and a list of gradients over the number of tensors."""
     for source, target in PAIRS:
-        for elements in grid.cast_elements:
+        for elements in sizes.cast_elements:
             yield Case(
                 group="cast",
                 operation="cast",
@@ -92,13 +92,13 @@ def cases(grid: Grid) -> Iterator[Case]:
                 providers={
                     "halfstep": partial(_one, partial(halfstep.cast, dtype=DTYPES[target])),
                     "torch eager": partial(_one, partial(_to, DTYPES[target])),
-                    "torch.compile": partial(_compiled, DTYPES[target], grid),
+                    "torch.compile": partial(_compiled, DTYPES[target], sizes),
                 },
                 error=_error,
             )
     source, target = "fp32", "bf16"
-    for tensors in grid.tensors:
-        numel = grid.elements // tensors
+    for tensors in sizes.tensors:
+        numel = sizes.elements // tensors
         yield Case(
             group="cast",
             operation="cast of a list",
@@ -112,7 +112,7 @@ def cases(grid: Grid) -> Iterator[Case]:
             providers={
                 "halfstep": partial(_list, _halfstep_list, DTYPES[target]),
                 "torch foreach": partial(_list, torch._foreach_copy_, DTYPES[target]),
-                "torch naive": partial(_list, partial(_copy_each, grid), DTYPES[target]),
+                "torch naive": partial(_list, partial(_copy_each, sizes), DTYPES[target]),
             },
             error=_error,
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from halfstep.bench.cases import adam, cast, softmax, step, unscale
-from halfstep.bench.cases.grid import Grid
+from halfstep.bench.cases.sizes import Sizes
 from halfstep.bench.harness import Case
 
-GROUPS: dict[str, Callable[[Grid], Iterable[Case]]] = {
+GROUPS: dict[str, Callable[[Sizes], Iterable[Case]]] = {
     "softmax": softmax.cases,
     "cast": cast.cases,
     "unscale": unscale.cases,
@@ -17,6 +17,6 @@ GROUPS: dict[str, Callable[[Grid], Iterable[Case]]] = {
 }
 
 
-def cases(groups: Sequence[str], grid: Grid) -> list[Case]:
+def cases(groups: Sequence[str], sizes: Sizes) -> list[Case]:
     """All cases of `groups`, in their order; one case may need as much memory as it moves, several times over."""
-    return [case for group in groups for case in GROUPS[group](grid)]
+    return [case for group in groups for case in GROUPS[group](sizes)]

@@ -18,16 +18,16 @@ import torch
 import torch._functorch.config
 
 import halfstep
-from halfstep.bench.cases.grid import Grid
-from halfstep.bench.cases.peers import compiled, needs, needs_gpu
-from halfstep.bench.harness import Case, Job
+from halfstep.bench.cases.installed import compiled, needs, needs_gpu
+from halfstep.bench.cases.sizes import Sizes
+from halfstep.bench.harness import Case, Prepared
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BOUNDS = {"bf16": 2.0, "fp32": 128.0}
 
 
 @dataclass
-class Inputs:
+class SoftmaxInputs:
     """A matrix, a gradient for its softmax, and the truth."""
 
     x: torch.Tensor
@@ -39,11 +39,11 @@ class Inputs:
         return torch.softmax(self.x.detach().double(), -1)
 
 
-def _prepare(device: torch.device, rows: int, columns: int, dtype: torch.dtype) -> Inputs:
+def _prepare(device: torch.device, rows: int, columns: int, dtype: torch.dtype) -> SoftmaxInputs:
     generator = torch.Generator(device).manual_seed(0)
     x = (2 * torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=device)).to(dtype)
     grad = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    return Inputs(x.requires_grad_(), grad)
+    return SoftmaxInputs(x.requires_grad_(), grad)
 
 
 def _textbook(x: torch.Tensor) -> torch.Tensor:
@@ -62,24 +62,24 @@ def _liger(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _forward(function: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> Job:
+def _forward(function: Callable[[torch.Tensor], torch.Tensor], inputs: SoftmaxInputs) -> Prepared:
     x = inputs.x.detach()
-    return Job(lambda: function(x), lambda: function(x))
+    return Prepared(lambda: function(x), lambda: function(x))
 
 
-def _backward(function: Callable[[torch.Tensor], torch.Tensor], inputs: Inputs) -> Job:
+def _backward(function: Callable[[torch.Tensor], torch.Tensor], inputs: SoftmaxInputs) -> Prepared:
     y = function(inputs.x)
 
     def call() -> torch.Tensor:
         return torch.autograd.grad(y, inputs.x, inputs.grad, retain_graph=True)[0]
 
-    return Job(call, call)
+    return Prepared(call, call)
 
 
-def _compiled(way: Callable[..., Job], grid: Grid, inputs: Inputs) -> Job:
+def _compiled(way: Callable[..., Prepared], sizes: Sizes, inputs: SoftmaxInputs) -> Prepared:
     # Else the compiled backward frees or reuses what it saved, and cannot be called again.
     with torch._functorch.config.patch(donated_buffer=False):
-        return way(compiled(_torch, grid), inputs)
+        return way(compiled(_torch, sizes), inputs)
 
 
 def _in_eps(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor) -> float:
@@ -88,26 +88,26 @@ def _in_eps(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor) -> f
     return float(error.max()) / limits.eps
 
 
-def _forward_error(inputs: Inputs, got: torch.Tensor) -> float:
+def _forward_error(inputs: SoftmaxInputs, got: torch.Tensor) -> float:
     return _in_eps(got, inputs.exact, inputs.exact)
 
 
-def _backward_error(inputs: Inputs, got: torch.Tensor) -> float:
+def _backward_error(inputs: SoftmaxInputs, got: torch.Tensor) -> float:
     y, grad = inputs.exact, inputs.grad.double()
     want = y * (grad - (y * grad).sum(-1, keepdim=True))
     return _in_eps(got, want, y * (grad.abs() + (y * grad.abs()).sum(-1, keepdim=True)))
 
 
-def cases(grid: Grid) -> Iterator[Case]:
+def cases(sizes: Sizes) -> Iterator[Case]:
     """Forward and backward in each dtype, over the numbers of columns."""
-    directions: dict[str, tuple[Callable[..., Job], Callable[[Any, Any], float], int]] = {
+    directions: dict[str, tuple[Callable[..., Prepared], Callable[[Any, Any], float], int]] = {
         "forward": (_forward, _forward_error, 2),
         "backward": (_backward, _backward_error, 3),
     }
     for direction, (way, error, passes) in directions.items():
         for dtype_name, dtype in DTYPES.items():
-            for columns in grid.columns:
-                rows = max(1, grid.elements // columns)
+            for columns in sizes.columns:
+                rows = max(1, sizes.elements // columns)
                 yield Case(
                     group="softmax",
                     operation=f"softmax {direction}",
@@ -121,7 +121,7 @@ def cases(grid: Grid) -> Iterator[Case]:
                     providers={
                         "halfstep": partial(way, halfstep.softmax),
                         "torch eager": partial(way, _torch),
-                        "torch.compile": partial(_compiled, way, grid),
+                        "torch.compile": partial(_compiled, way, sizes),
                         "torch naive": partial(way, _textbook),
                         "liger-kernel": partial(way, _liger),
                     },

@@ -24,6 +24,7 @@ import halfstep
 from halfstep.bench.cases.adam import (
     HYPER,
     TYPICAL,
+    AdamInputs,
     Masters,
     error,
     exact_weights,
@@ -31,9 +32,8 @@ from halfstep.bench.cases.adam import (
     prepare,
     torch_adamw,
 )
-from halfstep.bench.cases.adam import Inputs as AdamInputs
-from halfstep.bench.cases.grid import Grid
-from halfstep.bench.harness import Case, Job
+from halfstep.bench.cases.sizes import Sizes
+from halfstep.bench.harness import Case, Prepared
 
 SCALE = 2.0**10
 FACTORS = (1.0, math.inf, -0.5, 2.0)
@@ -43,7 +43,7 @@ NEVER = 2**30  # steps until the scale grows: timed steps must stay alike
 
 
 @dataclass
-class Inputs(AdamInputs):
+class StepInputs(AdamInputs):
     """As for Adam, and the norm to clip to."""
 
     @cached_property
@@ -65,49 +65,49 @@ class Inputs(AdamInputs):
 
 
 @dataclass
-class Answer:
+class StepAnswer:
     """The exact weights after `FACTORS`, and the scale."""
 
     weights: list[torch.Tensor]
     scale: float
 
 
-def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> Inputs:
+def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> StepInputs:
     made = prepare(device, tensors, numel, dtype)
-    return Inputs(made.weights, made.grads)
+    return StepInputs(made.weights, made.grads)
 
 
 def _job(
-    inputs: Inputs,
+    inputs: StepInputs,
     grads: list[torch.Tensor],
     scaler: torch.amp.GradScaler,
     step: Callable[[], Any],
     weights: Callable[[], list[torch.Tensor]],
-) -> Job:
+) -> Prepared:
     scaler.scale(torch.zeros((), dtype=torch.float32, device=grads[0].device))  # makes the scale
 
-    def values() -> Answer:
+    def values() -> StepAnswer:
         for factor in FACTORS:
             inputs.load(grads, (factor if math.isfinite(factor) else 1.0) * scaler.get_scale())
             if not math.isfinite(factor):
                 grads[len(grads) // 2][-1] = factor
             step()
-        answer = Answer([weight.detach().clone() for weight in weights()], scaler.get_scale())
+        answer = StepAnswer([weight.detach().clone() for weight in weights()], scaler.get_scale())
         # Parts that unscale in place would shrink the same gradients at every timed call.
         scaler.update(1.0)
         inputs.load(grads, 1.0)
         return answer
 
-    return Job(step, values)
+    return Prepared(step, values)
 
 
-def _error(inputs: Inputs, answer: Answer) -> float:
+def _error(inputs: StepInputs, answer: StepAnswer) -> float:
     if answer.scale != SCALE / 2:
         return math.inf
     return error(inputs.weights, answer.weights, inputs.truth)
 
 
-def _halfstep(inputs: Inputs, **options: Any) -> Job:
+def _halfstep(inputs: StepInputs, **options: Any) -> Prepared:
     parameters = inputs.parameters()
     optimizer = halfstep.AdamW(parameters, **HYPER, max_grad_norm=inputs.max_norm, **options)
     scaler = halfstep.GradScaler(inputs.weights.device.type, init_scale=SCALE, growth_interval=NEVER)
@@ -119,7 +119,7 @@ def _halfstep(inputs: Inputs, **options: Any) -> Job:
     return _job(inputs, gradients_of(parameters), scaler, step, lambda: list(exact_weights(optimizer, parameters)))
 
 
-def _torch(inputs: Inputs, **options: Any) -> Job:
+def _torch(inputs: StepInputs, **options: Any) -> Prepared:
     scaler = torch.amp.GradScaler(inputs.weights.device.type, init_scale=SCALE, growth_interval=NEVER)
     masters = None if inputs.weights.dtype == torch.float32 else Masters(inputs)
     parameters = inputs.parameters() if masters is None else masters.parameters
@@ -140,20 +140,20 @@ def _torch(inputs: Inputs, **options: Any) -> Job:
     return _job(inputs, grads, scaler, step, lambda: list(parameters))
 
 
-def cases(grid: Grid) -> Iterator[Case]:
+def cases(sizes: Sizes) -> Iterator[Case]:
     """bf16 weights with fp32 masters, and fp32 weights, over the number of tensors."""
-    of_torch: dict[str, Callable[[Any], Job]] = {
+    of_torch: dict[str, Callable[[Any], Prepared]] = {
         "torch fused": partial(_torch, fused=True),
         "torch foreach": partial(_torch, foreach=True),
     }
-    full: dict[str, Callable[[Any], Job]] = {"halfstep full master": partial(_halfstep, master_weights="full")}
-    jobs: tuple[tuple[str, torch.dtype, int, dict[str, Callable[[Any], Job]]], ...] = (
+    full: dict[str, Callable[[Any], Prepared]] = {"halfstep full master": partial(_halfstep, master_weights="full")}
+    jobs: tuple[tuple[str, torch.dtype, int, dict[str, Callable[[Any], Prepared]]], ...] = (
         ("bf16, fp32 master", torch.bfloat16, 28, {"halfstep": _halfstep, **full, **of_torch}),
         ("fp32", torch.float32, 32, {"halfstep": _halfstep, **of_torch}),
     )
     for job, dtype, bytes_each, providers in jobs:
-        for tensors in grid.tensors:
-            numel = grid.elements // tensors
+        for tensors in sizes.tensors:
+            numel = sizes.elements // tensors
             yield Case(
                 group="step",
                 operation="AMP step",

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 import halfstep
-from halfstep.bench.cases.grid import Grid
-from halfstep.bench.cases.peers import compiled, loops, needs, needs_gpu
-from halfstep.bench.harness import Case, Job
+from halfstep.bench.cases.installed import compiled, loops, needs, needs_gpu
+from halfstep.bench.cases.sizes import Sizes
+from halfstep.bench.harness import Case, Prepared
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BOUNDS = {"bf16": 2.0**-7, "fp32": 2.0**-12}
@@ -33,7 +33,7 @@ Look = Callable[[list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 Unscale = Callable[[list[torch.Tensor], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Answer(NamedTuple):
+class CheckAnswer(NamedTuple):
     """What a provider says of clean gradients, and of ones with an infinity and with a NaN."""
 
     found: tuple[bool, bool, bool]
@@ -55,27 +55,27 @@ def _with(gradients: list[torch.Tensor], planted: float) -> list[torch.Tensor]:
     return copies
 
 
-def _check_job(look: Look, gradients: list[torch.Tensor]) -> Job:
-    def values() -> Answer:
+def _check_job(look: Look, gradients: list[torch.Tensor]) -> Prepared:
+    def values() -> CheckAnswer:
         found, squares = look(gradients)
         bad = [bool(look(_with(gradients, planted))[0]) for planted in (math.inf, math.nan)]
-        return Answer((bool(found), bad[0], bad[1]), float(squares), [])
+        return CheckAnswer((bool(found), bad[0], bad[1]), float(squares), [])
 
-    return Job(lambda: look(gradients), values)
+    return Prepared(lambda: look(gradients), values)
 
 
-def _unscale_job(unscale: Unscale, gradients: list[torch.Tensor]) -> Job:
+def _unscale_job(unscale: Unscale, gradients: list[torch.Tensor]) -> Prepared:
     own = [gradient.clone() for gradient in gradients]
     inverse = torch.tensor(1 / SCALE, dtype=torch.float32, device=own[0].device)
 
-    def values() -> Answer:
+    def values() -> CheckAnswer:
         found, norm = unscale(own, inverse)
         unscaled = [gradient.clone() for gradient in own]
         bad = [bool(unscale(_with(gradients, planted), inverse)[0]) for planted in (math.inf, math.nan)]
         inverse.fill_(1.0)  # from here on the gradients must not shrink to nothing
-        return Answer((bool(found), bad[0], bad[1]), float(norm), unscaled)
+        return CheckAnswer((bool(found), bad[0], bad[1]), float(norm), unscaled)
 
-    return Job(lambda: unscale(own, inverse), values)
+    return Prepared(lambda: unscale(own, inverse), values)
 
 
 # ---------------------------------------------------------------------------------------------------------- providers
@@ -91,8 +91,8 @@ def _foreach_check(gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.T
     return (~torch.isfinite(norms)).any(), norms.square().sum()
 
 
-def _naive_check(grid: Grid, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    loops(grid, len(gradients))
+def _naive_check(sizes: Sizes, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    loops(sizes, len(gradients))
     squares = torch.stack([gradient.float().square().sum() for gradient in gradients])
     return (~torch.isfinite(squares)).any(), squares.sum()
 
@@ -116,12 +116,12 @@ def _amp_unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> tuple[
 
 
 def _naive_unscale(
-    grid: Grid, gradients: list[torch.Tensor], inverse: torch.Tensor
+    sizes: Sizes, gradients: list[torch.Tensor], inverse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    loops(grid, len(gradients))
+    loops(sizes, len(gradients))
     for gradient in gradients:
         gradient.mul_(inverse)
-    return _naive_check(grid, gradients)[0], _naive_check(grid, gradients)[1].sqrt()
+    return _naive_check(sizes, gradients)[0], _naive_check(sizes, gradients)[1].sqrt()
 
 
 def _apex_unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,14 +132,14 @@ def _apex_unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> tuple
     return flag, norm
 
 
-def _compiled(make: Callable[[Any, list[torch.Tensor]], Job], function: Any, grid: Grid, grads: Any) -> Job:
-    return make(compiled(function, grid, len(grads)), grads)
+def _compiled(make: Callable[[Any, list[torch.Tensor]], Prepared], function: Any, sizes: Sizes, grads: Any) -> Prepared:
+    return make(compiled(function, sizes, len(grads)), grads)
 
 
 # --------------------------------------------------------------------------------------------------------------- truth
 
 
-def _flags_right(answer: Answer) -> bool:
+def _flags_right(answer: CheckAnswer) -> bool:
     return answer.found == (False, True, True)
 
 
@@ -147,26 +147,26 @@ def _squares(gradients: list[torch.Tensor]) -> float:
     return float(torch.cat(gradients).double().square().sum())
 
 
-def _check_error(gradients: list[torch.Tensor], answer: Answer) -> float:
+def _check_error(gradients: list[torch.Tensor], answer: CheckAnswer) -> float:
     want = _squares(gradients)
     return abs(answer.size - want) / want if _flags_right(answer) else math.inf
 
 
-def _unscale_error(gradients: list[torch.Tensor], answer: Answer) -> float:
+def _unscale_error(gradients: list[torch.Tensor], answer: CheckAnswer) -> float:
     exact = torch.equal(torch.cat(answer.gradients), torch.cat(gradients) / SCALE)
     want = math.sqrt(_squares(gradients)) / SCALE
     return abs(answer.size - want) / want if exact and _flags_right(answer) else math.inf
 
 
-def cases(grid: Grid) -> Iterator[Case]:
+def cases(sizes: Sizes) -> Iterator[Case]:
     """Both jobs in each dtype, over the number of tensors."""
-    jobs: dict[str, tuple[dict[str, Callable[[Any], Job]], Callable[[Any, Any], float], int]] = {
+    jobs: dict[str, tuple[dict[str, Callable[[Any], Prepared]], Callable[[Any, Any], float], int]] = {
         "check": (
             {
                 "halfstep": partial(_check_job, _halfstep_check),
                 "torch foreach": partial(_check_job, _foreach_check),
-                "torch.compile": partial(_compiled, _check_job, _foreach_check, grid),
-                "torch naive": partial(_check_job, partial(_naive_check, grid)),
+                "torch.compile": partial(_compiled, _check_job, _foreach_check, sizes),
+                "torch naive": partial(_check_job, partial(_naive_check, sizes)),
                 "apex": partial(_check_job, _apex_check),
             },
             _check_error,
@@ -176,7 +176,7 @@ def cases(grid: Grid) -> Iterator[Case]:
             {
                 "halfstep": partial(_unscale_job, _halfstep_unscale),
                 "torch amp + foreach norm": partial(_unscale_job, _amp_unscale),
-                "torch naive": partial(_unscale_job, partial(_naive_unscale, grid)),
+                "torch naive": partial(_unscale_job, partial(_naive_unscale, sizes)),
                 "apex": partial(_unscale_job, _apex_unscale),
             },
             _unscale_error,
@@ -185,8 +185,8 @@ def cases(grid: Grid) -> Iterator[Case]:
     }
     for operation, (providers, error, passes) in jobs.items():
         for dtype_name, dtype in DTYPES.items():
-            for tensors in grid.tensors:
-                numel = grid.elements // tensors
+            for tensors in sizes.tensors:
+                numel = sizes.elements // tensors
                 yield Case(
                     group="unscale",
                     operation=operation,

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from halfstep.kernels import native
-from halfstep.numerics.formats import noise
+from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.exact import beyond_code, no_nan_here
 from halfstep.numerics.formats.table import Format
 
 WORTH_COMPILING = 2**16  # elements to be rounded stochastically
-BLOCK = 32768  # elements: four arrays of 128 KiB, which the second-level cache holds
+BLOCK_ELEMENTS = 32768  # elements: four arrays of 128 KiB, which the second-level cache holds
 
 Array = np.ndarray[Any, Any]
 
@@ -72,7 +72,7 @@ def code_dtype(format: Format) -> type:
     )
 
 
-class _Scratch:
+class _Buffers:
     """Arrays of a block, made once per call."""
 
     def __init__(self, source: Source, count: int) -> None:
@@ -124,15 +124,15 @@ class Encoder:
         """The codes of a flat, contiguous array; `seed` and `offset` for stochastic rounding."""
         flat: Array = values.view(self._source.unsigned)
         result: Array = np.empty(flat.shape, code_dtype(self._format))
-        scratch = _Scratch(self._source, min(BLOCK, flat.size))
+        scratch = _Buffers(self._source, min(BLOCK_ELEMENTS, flat.size))
         draw = _words_for(flat.size) if self._rounding == "stochastic" and self._dropped else None
-        for start in range(0, flat.size, BLOCK):
-            block = flat[start : start + BLOCK]
+        for start in range(0, flat.size, BLOCK_ELEMENTS):
+            block = flat[start : start + BLOCK_ELEMENTS]
             words = draw(offset + start, block.size, seed) if draw else None
-            self._encode(block, result[start : start + BLOCK], scratch, words)
+            self._encode(block, result[start : start + BLOCK_ELEMENTS], scratch, words)
         return result
 
-    def _encode(self, block: Array, out: Array, scratch: _Scratch, words: Array | None) -> None:
+    def _encode(self, block: Array, out: Array, scratch: _Buffers, words: Array | None) -> None:
         count, form, source, U = block.size, self._format, self._source, self._source.unsigned
         magnitude, code, extra = scratch.magnitude[:count], scratch.code[:count], scratch.extra[:count]
         np.bitwise_and(block, U(source.magnitude), out=magnitude)
@@ -212,7 +212,7 @@ class Encoder:
         if self._rounding == "up":
             out ^= U(1)
 
-    def _below(self, block: Array, magnitude: Array, scratch: _Scratch, words: Array | None) -> Array:
+    def _below(self, block: Array, magnitude: Array, scratch: _Buffers, words: Array | None) -> Array:
         """The code below `least`."""
         count, U, how = block.size, self._source.unsigned, self._rounding
         extra, units = scratch.extra[:count], scratch.units[:count]
@@ -315,7 +315,7 @@ def random_words(first: int, count: int, seed: int) -> Array:
     """The words of elements `first` to ``first + count``, as uint32."""
     groups = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
     words = np.empty((groups.size, 4), np.uint32)
-    for column, four in enumerate(noise.four_words(groups, seed)):
+    for column, four in enumerate(philox_words.four_words(groups, seed)):
         words[:, column] = four
     return words.reshape(-1)[first % 4 : first % 4 + count]
 

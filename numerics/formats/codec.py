@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.numerics.formats.bitwise import BLOCK, Array, code_dtype, encoder, flushing
+from halfstep.numerics.formats.bitwise import BLOCK_ELEMENTS, Array, code_dtype, encoder, flushing
 from halfstep.numerics.formats.exact import (
+    ENCODE_ROUNDINGS,
     NANS,
     OVERFLOWS,
-    ROUNDINGS,
     Neighbours,
     check_options,
     encode_exact,
@@ -33,9 +33,9 @@ from halfstep.numerics.formats.exact import (
 from halfstep.numerics.formats.table import Format, formats
 
 __all__ = [
+    "ENCODE_ROUNDINGS",
     "NANS",
     "OVERFLOWS",
-    "ROUNDINGS",
     "Neighbours",
     "decode",
     "encode",
@@ -373,11 +373,11 @@ def _values(codes: Array, form: Format) -> Array:
 def _looked_up(codes: Array, table: Array) -> Array:
     """``table[codes]`` by blocks, so that the indices numpy makes of small integers stay in the cache."""
     flat, values = np.ascontiguousarray(codes).reshape(-1), np.empty(codes.size)
-    indices = np.empty(min(BLOCK, flat.size), np.intp)
-    for start in range(0, flat.size, BLOCK):
-        block = flat[start : start + BLOCK]
+    indices = np.empty(min(BLOCK_ELEMENTS, flat.size), np.intp)
+    for start in range(0, flat.size, BLOCK_ELEMENTS):
+        block = flat[start : start + BLOCK_ELEMENTS]
         np.copyto(indices[: block.size], block, casting="unsafe")
-        np.take(table, indices[: block.size], out=values[start : start + BLOCK], mode="clip")
+        np.take(table, indices[: block.size], out=values[start : start + BLOCK_ELEMENTS], mode="clip")
     return values.reshape(codes.shape)
 
 

@@ -37,14 +37,14 @@ from fractions import Fraction
 from numbers import Integral, Rational
 from typing import Any
 
-from halfstep.numerics.formats import noise
+from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.parse import Number, Special, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 __all__ = [
+    "ENCODE_ROUNDINGS",
     "NANS",
     "OVERFLOWS",
-    "ROUNDINGS",
     "Neighbours",
     "Number",
     "Special",
@@ -59,7 +59,7 @@ __all__ = [
     "ulp_exact",
 ]
 
-ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd", "stochastic")
+ENCODE_ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd", "stochastic")
 OVERFLOWS = ("inf", "saturate", "nan")
 NANS = ("canonical", "payload", "zero", "raise")
 LARGEST_OFFSET = 2**60 - 1  # as in kernels/cast.py
@@ -140,7 +140,7 @@ def check_options(
         TypeError, ValueError: naming the argument and what is allowed.
     """
     for name, value, allowed in (
-        ("rounding", rounding, ROUNDINGS),
+        ("rounding", rounding, ENCODE_ROUNDINGS),
         ("overflow", overflow, OVERFLOWS),
         ("nan", nan, NANS),
     ):
@@ -212,7 +212,7 @@ def encode_exact(
         return 0
     word = 0
     if rounding == "stochastic":
-        word = noise.word(offset, random.getrandbits(63) if seed is None else seed)
+        word = philox_words.word(offset, random.getrandbits(63) if seed is None else seed)
     code = _code(below + _away(below, rest, rounding, negative, word, power, form), power, form)
     if code > largest_magnitude(negative, form):
         stops = rounding in ("toward_zero", "odd") or rounding == ("up" if negative else "down")

@@ -27,7 +27,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 Kind = Literal["ieee", "fn", "fnuz", "finite", "scale", "integer"]
-KINDS: dict[str, str] = {
+FORMAT_KINDS: dict[str, str] = {
     "ieee": "the largest exponent is kept for infinity and NaN",
     "fn": "no infinity; NaN is the code of all ones, with either sign",
     "fnuz": "no infinity and no negative zero, whose code is the only NaN",
@@ -47,7 +47,7 @@ class Format:
         exponent: bits of the exponent field.
         mantissa: bits of the mantissa field, without the implicit one; of `integer`, bits beside the sign.
         bias: subtracted from the exponent field.
-        kind: a key of `KINDS`: what the codes at the ends mean.
+        kind: a key of `FORMAT_KINDS`: what the codes at the ends mean.
         aliases: other names, as people write them.
         torch, numpy, ml_dtypes: names of the dtype there; None where there is none.
         hardware: matrix units that multiply it: the first data-centre generation of NVIDIA, AMD and Google each.
@@ -268,7 +268,7 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     Args:
         exponent: bits of the exponent field, 1 to 11.
         mantissa: bits of the mantissa field, 0 to 52 (from 1 for `fn`, whose code of all ones is NaN).
-        kind: ``"ieee"``, ``"fn"``, ``"fnuz"`` or ``"finite"``; see `KINDS`.
+        kind: ``"ieee"``, ``"fn"``, ``"fnuz"`` or ``"finite"``; see `FORMAT_KINDS`.
         bias: 2^(exponent - 1) - 1 if None, and one more for ``"fnuz"``.
 
     Raises:
@@ -292,7 +292,7 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
         name += kind
     if name in ("e2m3fn", "e3m2fn", "e2m1fn"):  # as OCP's formats without NaN are called in ml_dtypes
         name += "-nan"
-    title = f"{1 + exponent + mantissa}-bit format of your own: {KINDS[kind]}"
+    title = f"{1 + exponent + mantissa}-bit format of your own: {FORMAT_KINDS[kind]}"
     made = Format(name, title, exponent, mantissa, chosen, kind)
     if made.emin - mantissa < -1074 or made.emax > 1023:
         least, most = 1 - chosen - mantissa, made.emax

@@ -6,7 +6,7 @@
 
 Everything is counted in whole bytes. A part is *exact* where it is what is allocated, to the byte, for weights,
 gradients, states and DDP's buckets; the others are estimates by the formulas named in ``work.py`` and
-``strategies.py``. Not counted: the CUDA context, communication libraries, fragmentation of the
+``sharding.py``. Not counted: the CUDA context, communication libraries, fragmentation of the
 allocator, and workspaces of matrix libraries; the reserve of `fit` is for them.
 
 Needs no torch.
@@ -15,7 +15,7 @@ Needs no torch.
 from halfstep.numerics.planning.layouts import LAYOUTS, OPTIMIZERS, PRECISIONS, Layout, layout
 from halfstep.numerics.planning.models import MODELS, Tensor, Transformer, Unit, unit
 from halfstep.numerics.planning.plans import CARDS, RESERVE, Card, Part, Plan, Totals, Work, card, fit, plan, usable
-from halfstep.numerics.planning.strategies import STRATEGIES, Collective, Strategy
+from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Strategy
 from halfstep.numerics.planning.work import CHECKPOINTING
 
 __all__ = [

@@ -18,7 +18,7 @@ from halfstep.numerics.messages import one_of
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredFormat:
     """A format in memory: bytes per element, and for a format with shared scales the group and the scale's bytes."""
 
     name: str
@@ -36,11 +36,11 @@ class Stored:
         return self.width + (Fraction(self.scale, self.group) if self.group else Fraction(0))
 
 
-FP32, FP16, BF16 = Stored("fp32", 4), Stored("fp16", 2), Stored("bf16", 2)
-FP8 = Stored("fp8", 1)
-INT16, INT8 = Stored("int16", 2), Stored("int8", 1)
-INT8_GROUPS = Stored("int8 in groups of 32", 1, group=32, scale=2)
-FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8)}
+FP32, FP16, BF16 = StoredFormat("fp32", 4), StoredFormat("fp16", 2), StoredFormat("bf16", 2)
+FP8 = StoredFormat("fp8", 1)
+INT16, INT8 = StoredFormat("int16", 2), StoredFormat("int8", 1)
+INT8_GROUPS = StoredFormat("int8 in groups of 32", 1, group=32, scale=2)
+STORED_FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8)}
 
 PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
 
@@ -69,12 +69,12 @@ class Layout:
 
     optimizer: str
     precision: str
-    weights: Stored
-    gradients: Stored
-    master: Stored | None
-    exp_avg: Stored
-    exp_avg_sq: Stored
-    compute: Stored
+    weights: StoredFormat
+    gradients: StoredFormat
+    master: StoredFormat | None
+    exp_avg: StoredFormat
+    exp_avg_sq: StoredFormat
+    compute: StoredFormat
     temporary: int = 0
     scalars: int = 0
     amsgrad: bool = False
@@ -98,9 +98,9 @@ class Layout:
         """Whether the parameters are fp32 and the products are not."""
         return self.weights != self.compute
 
-    def states(self, amsgrad: bool = False) -> tuple[tuple[str, Stored], ...]:
+    def states(self, amsgrad: bool = False) -> tuple[tuple[str, StoredFormat], ...]:
         """Name and format of each optimizer state."""
-        kept: list[tuple[str, Stored]] = [] if self.master is None else [(self.master_name, self.master)]
+        kept: list[tuple[str, StoredFormat]] = [] if self.master is None else [(self.master_name, self.master)]
         kept += [("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)]
         return (*kept, ("max_exp_avg_sq", self.exp_avg_sq)) if amsgrad else tuple(kept)
 
@@ -122,7 +122,11 @@ class Layout:
 
 
 def _rows(
-    optimizer: str, weights: Iterable[Stored], master: Stored | None, moment: Stored | None = FP32, **rest: Any
+    optimizer: str,
+    weights: Iterable[StoredFormat],
+    master: StoredFormat | None,
+    moment: StoredFormat | None = FP32,
+    **rest: Any,
 ) -> Iterator[Layout]:
     """A row for each format of the parameters; `moment` is None where moments have the parameters' format."""
     for form in weights:
@@ -248,7 +252,7 @@ def layout(
     row = _ROWS[optimizer, precision]
     if gradients is not None:
         one_of("gradients", gradients, ("fp32", "bf16", "fp16"))
-        row = replace(row, gradients=FORMATS[gradients])
+        row = replace(row, gradients=STORED_FORMATS[gradients])
     if moments is not None:
         row = _with_moments(row, moments)
     if master is not None:
@@ -258,7 +262,7 @@ def layout(
                 "or take optimizer 'te-master'"
             )
         one_of("master", master, row.master_allowed)
-        row = replace(row, master=FORMATS[master])
+        row = replace(row, master=STORED_FORMATS[master])
     return _scaled(row) if optimizer.startswith("te") else row
 
 
@@ -274,7 +278,7 @@ def _with_moments(row: Layout, moments: str) -> Layout:
         one_of("moments", name, row.moments_allowed)
     if row.optimizer.startswith("halfstep") and given[0] != given[-1]:
         raise ValueError(f"moments is {moments!r}; allowed for optimizer {row.optimizer!r} is one format for both")
-    return replace(row, exp_avg=FORMATS[given[0]], exp_avg_sq=FORMATS[given[-1]])
+    return replace(row, exp_avg=STORED_FORMATS[given[0]], exp_avg_sq=STORED_FORMATS[given[-1]])
 
 
 def _scaled(row: Layout) -> Layout:

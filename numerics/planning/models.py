@@ -13,7 +13,7 @@ from functools import partial
 from halfstep.numerics.messages import divides, whole
 
 # What a tensor does, which decides whether autocast makes a 16-bit copy of it: of operands of matrix products only.
-KINDS = ("matrix", "bias", "norm", "embedding")
+TENSOR_KINDS = ("matrix", "bias", "norm", "embedding")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from fractions import Fraction
 from typing import Any
 
 from halfstep.numerics.messages import divides, one_of, whole
-from halfstep.numerics.planning import strategies, work
-from halfstep.numerics.planning.layouts import FORMATS, Layout, Stored, layout
+from halfstep.numerics.planning import sharding, work
+from halfstep.numerics.planning.layouts import STORED_FORMATS, Layout, StoredFormat, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
-from halfstep.numerics.planning.strategies import STRATEGIES, Collective, Locals, Shards, Strategy, elements
+from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, Shards, Strategy, elements
 
 RESERVE = Fraction(1, 10)  # of a card's memory, for what is not counted; a rule of thumb
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
@@ -262,14 +262,14 @@ def plan(
     held = _units_of(params, model, units, t)
     local = parameters_of(held)
     shard = None if shard is None else whole("shard", shard)
-    ways, _ = strategies.groups(how, ranks, shard)
+    ways, _ = sharding.groups(how, ranks, shard)
     if rank is not None and not (isinstance(rank, int) and 0 <= rank < ways):
         raise ValueError(f"rank is {rank!r}; allowed are whole numbers from 0 to {ways - 1}")
     batch, seq = _micro_batch(model, batch, seq, checkpointing)
     shaped = params is None
-    summed = None if accumulator is None else FORMATS[accumulator]
-    sent = FORMATS[compress] if compress is not None else summed or row.gradients
-    mine = strategies.shard(held, how, ways, rank, shaped)
+    summed = None if accumulator is None else STORED_FORMATS[accumulator]
+    sent = STORED_FORMATS[compress] if compress is not None else summed or row.gradients
+    mine = sharding.shard(held, how, ways, rank, shaped)
     given = _Given(row, how, ranks, ways, tuple(held), shaped, mine, summed, sent, amsgrad, offload, bucket_view)
 
     parts = [*_kept(given), *_buckets(given), *_gathered(given), *_autocast_copies(given)]
@@ -278,20 +278,20 @@ def plan(
     parts += _temporaries(given)
     total = model.parameters if model is not None else local if units is not None else whole("params", params)
     roots = [one for one in held if one.root] if how.by in ("rows", "units") and len(held) > 1 else []
-    messages = strategies.communication(
+    messages = sharding.communication(
         how,
         ranks,
         ways,
-        parameters=strategies.padded(held, how, ways, shaped),
+        parameters=sharding.padded(held, how, ways, shaped),
         gradient_width=sent.per_parameter,
         weight_width=row.compute.per_parameter if how.gathers else row.weights.per_parameter,
         accumulate=accumulate,
-        kept=strategies.padded(roots, how, ways, shaped),
+        kept=sharding.padded(roots, how, ways, shaped),
     )
     if offload:
-        messages += strategies.over_the_bus(row, how, mine, accumulate)
+        messages += sharding.over_the_bus(row, how, mine, accumulate)
     if model is not None and t > 1 and batch is not None and seq is not None:
-        messages += strategies.between_layers(row, model, batch, seq, t, accumulate)
+        messages += sharding.between_layers(row, model, batch, seq, t, accumulate)
     settings = {
         "params": total,
         "model": None if model is None else asdict(model),
@@ -363,8 +363,8 @@ class _Given:
     units: tuple[Unit, ...]
     shaped: bool
     mine: Shards
-    summed: Stored | None
-    sent: Stored
+    summed: StoredFormat | None
+    sent: StoredFormat
     amsgrad: bool
     offload: bool
     bucket_view: bool
@@ -379,7 +379,7 @@ def _kept(given: _Given) -> Iterator[Part]:
     """Weights, gradients and states."""
     row, how, mine = given.row, given.how, given.mine
     rest = HOST if given.offload and how.offloads == "all" else GPU
-    listed: list[tuple[str, Stored | None, Locals, bool, str]] = [
+    listed: list[tuple[str, StoredFormat | None, Locals, bool, str]] = [
         ("weights", row.weights, mine.weights, how.weights, rest),
         ("gradients", row.gradients, mine.gradients, how.gradients, rest),
         ("accumulated gradients", given.summed, mine.gradients, how.gradients, rest),

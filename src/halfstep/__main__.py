@@ -39,13 +39,17 @@ COMMANDS = (
         ("bench", "audit"), "halfstep.bench.audit.command", "compile every kernel for four GPU generations, with none"
     ),
     _Command(
-        ("bench", "codec"), "halfstep.bench.codec", "time the codec on one core beside numpy, torch, ml_dtypes, gfloat"
+        ("bench", "codec"),
+        "halfstep.bench.codec_speed",
+        "time the codec on one core beside numpy, torch, ml_dtypes, gfloat",
     ),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
     _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, with no GPU"),
     _Command(("bench", "predict"), "halfstep.bench.predict", "predict what limits each kernel on a GPU, without one"),
     _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step against every peer here"),
-    _Command(("bench", "step"), "halfstep.bench.step", "time the optimizer step on this machine against torch's"),
+    _Command(
+        ("bench", "step"), "halfstep.bench.optimizer_step", "time the optimizer step on this machine against torch's"
+    ),
 )
 
 

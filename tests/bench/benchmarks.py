@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from halfstep.bench.cases.catalogue import GROUPS, cases
-from halfstep.bench.cases.grid import Grid
+from halfstep.bench.cases.sizes import Sizes
 from halfstep.bench.harness import OK, Case, check, ours
 
-SIZES = Grid(elements=2**18, columns=(256, 4_096, 2**18), cast_elements=(2**18,), tensors=(1, 100), large=0, slow=False)
+SIZES = Sizes(
+    elements=2**18, columns=(256, 4_096, 2**18), cast_elements=(2**18,), tensors=(1, 100), large=0, slow=False
+)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAIRS = [(case, provider) for case in cases(list(GROUPS), SIZES) for provider in case.providers]
 

@@ -11,11 +11,11 @@ import torch
 import halfstep
 from halfstep.bench import run
 from halfstep.bench.cases.catalogue import GROUPS, cases
-from halfstep.bench.cases.grid import Grid, grid_for
+from halfstep.bench.cases.sizes import Sizes, sizes_for
 from halfstep.bench.harness import OK, UNAVAILABLE, WRONG, Case, check
 
 CPU = torch.device("cpu")
-SMALL = Grid(elements=2**13, columns=(64, 2**12), cast_elements=(999,), tensors=(1, 7), large=2**14, slow=False)
+SMALL = Sizes(elements=2**13, columns=(64, 2**12), cast_elements=(999,), tensors=(1, 7), large=2**14, slow=False)
 EVERY = cases(list(GROUPS), SMALL)
 
 
@@ -118,14 +118,14 @@ def test_bytes_counted_per_element(operation: str, dtype: str, each: int) -> Non
 
 
 def test_the_grids_span_what_they_should() -> None:
-    full = grid_for(CPU, quick=False)
+    full = sizes_for(CPU, quick=False)
     assert (full.columns[0], full.columns[-1]) == (256, 2**20)
     assert full.tensors == (1, 100, 1_000, 10_000)
     assert full.large > full.elements
-    on_gpu = grid_for(torch.device("cuda"), quick=False)
+    on_gpu = sizes_for(torch.device("cuda"), quick=False)
     assert 2 * on_gpu.elements >= 2**26, "64 MiB of bf16 at least"
-    assert len(cases(list(GROUPS), grid_for(CPU, quick=True))) < len(cases(list(GROUPS), full)) / 2
+    assert len(cases(list(GROUPS), sizes_for(CPU, quick=True))) < len(cases(list(GROUPS), full)) / 2
 
 
 def test_the_command_knows_all_groups_without_importing_torch() -> None:
-    assert run.GROUPS == tuple(GROUPS)
+    assert run.GROUP_NAMES == tuple(GROUPS)

@@ -10,12 +10,14 @@ import pytest
 import torch
 from fixed_clock import FixedClock
 
-from halfstep.bench.harness import FAILED, OK, UNAVAILABLE, WRONG, Case, Job, Unavailable, measure
+from halfstep.bench.harness import FAILED, OK, UNAVAILABLE, WRONG, Case, Prepared, Unavailable, measure
 
 CPU = torch.device("cpu")
 
 
-def case_of(providers: dict[str, Callable[[Any], Job]], error: Callable[[Any, Any], float], moved: int = 1000) -> Case:
+def case_of(
+    providers: dict[str, Callable[[Any], Prepared]], error: Callable[[Any, Any], float], moved: int = 1000
+) -> Case:
     return Case("group", "doubling", "fp32", {"elements": 4}, "elements", moved, 0.5, "in all", _ones, providers, error)
 
 
@@ -27,23 +29,23 @@ def _distance(inputs: torch.Tensor, got: torch.Tensor) -> float:
     return float((got - 2 * inputs).abs().max())
 
 
-def doubler(factor: float, called: list[str] | None = None, name: str = "") -> Callable[[Any], Job]:
-    def make(inputs: torch.Tensor) -> Job:
+def doubler(factor: float, called: list[str] | None = None, name: str = "") -> Callable[[Any], Prepared]:
+    def make(inputs: torch.Tensor) -> Prepared:
         def call() -> torch.Tensor:
             if called is not None:
                 called.append(name)
             return inputs * factor
 
-        return Job(call, call)
+        return Prepared(call, call)
 
     return make
 
 
 def test_only_what_passes_its_check_gets_figures() -> None:
-    def raising(inputs: torch.Tensor) -> Job:
+    def raising(inputs: torch.Tensor) -> Prepared:
         raise RuntimeError("no such kernel\nsecond line")
 
-    def absent(inputs: torch.Tensor) -> Job:
+    def absent(inputs: torch.Tensor) -> Prepared:
         raise Unavailable("needs a GPU")
 
     providers = {"right": doubler(2), "wrong": doubler(3), "nan": doubler(math.nan), "raises": raising, "away": absent}
@@ -69,7 +71,7 @@ def test_what_failed_its_check_is_never_called_again() -> None:
 
 def test_figures_from_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times 1 to 7 s against a rival's, which is twice as slow in four rounds of seven and faster in three."""
-    jobs = {name: Job(lambda name=name: name, lambda: torch.full((4,), 2.0)) for name in ("a", "b", "c")}  # type: ignore[misc]
+    jobs = {name: Prepared(lambda name=name: name, lambda: torch.full((4,), 2.0)) for name in ("a", "b", "c")}  # type: ignore[misc]
     clock = FixedClock(
         {
             jobs["a"].call: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
@@ -89,7 +91,7 @@ def test_figures_from_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layouts_of_halfstep_are_no_rivals() -> None:
     jobs = {
-        name: Job(lambda name=name: name, lambda: torch.full((4,), 2.0))  # type: ignore[misc]
+        name: Prepared(lambda name=name: name, lambda: torch.full((4,), 2.0))  # type: ignore[misc]
         for name in ("halfstep", "halfstep full master", "torch fused")
     }
     clock = FixedClock({job.call: [second] * 7 for job, second in zip(jobs.values(), (4.0, 1.0, 8.0), strict=True)})

@@ -10,7 +10,7 @@ import pytest
 from halfstep.bench import predict
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDED = ROOT / predict.COUNTS
+RECORDED = ROOT / predict.COUNTS_FILE
 
 
 def counts(**kernel: float) -> dict:

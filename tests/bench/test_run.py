@@ -14,16 +14,16 @@ import pytest
 
 import halfstep
 from halfstep.__main__ import main as halfstep_main
-from halfstep.bench import report, run
-from halfstep.bench.cases import catalogue, grid
+from halfstep.bench import run, run_report
+from halfstep.bench.cases import catalogue, sizes
 from halfstep.bench.harness import FAILED, OK, UNAVAILABLE, WRONG, Result
 
-TINY = grid.Grid(elements=2**10, columns=(16, 64), cast_elements=(64, 256), tensors=(1, 3), large=0, slow=False)
+TINY = sizes.Sizes(elements=2**10, columns=(16, 64), cast_elements=(64, 256), tensors=(1, 3), large=0, slow=False)
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid, "grid_for", lambda device, quick: TINY)
+    monkeypatch.setattr(sizes, "sizes_for", lambda device, quick: TINY)
     monkeypatch.setattr(run, "COPY_BYTES", {"cpu": 2**16, "cuda": 2**16})
     monkeypatch.setattr(run, "SECONDS", {True: 0.0, False: 0.0})
 
@@ -138,7 +138,7 @@ def test_the_markdown_table_shows_figures_failures_and_who_is_away() -> None:
         result("apex", UNAVAILABLE, reason="not installed"),
         result("torchao", FAILED, reason="TypeError: a | b"),
     ]
-    lines = report.markdown(ABOUT, results).splitlines()
+    lines = run_report.markdown(ABOUT, results).splitlines()
     assert lines[0] == "halfstep 1, torch 2, chip, 1 thread, day."
     assert lines[2:5] == ["### cast, a to b", "", "Errors in eps, at most 0.500."]
     assert lines[6] == "| elements | provider | p50 µs | of copy | extra MiB | error | vs best other |"
@@ -166,11 +166,11 @@ def test_the_markdown_table_shows_figures_failures_and_who_is_away() -> None:
     ],
 )
 def test_numbers_have_three_digits(value: float | None, text: str) -> None:
-    assert report._digits(value) == text
+    assert run_report._digits(value) == text
 
 
 def test_an_operation_at_one_size_is_not_drawn(tmp_path: Path) -> None:
-    assert report.draw(tmp_path, ABOUT, [result("halfstep", p50_us=1.0, copy_fraction=0.5)]) == []
+    assert run_report.draw(tmp_path, ABOUT, [result("halfstep", p50_us=1.0, copy_fraction=0.5)]) == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -285,7 +285,7 @@ def test_the_picture_is_drawn(suffix: str, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_every_part_has_its_colour() -> None:
-    coloured = {name for _, _, names in plan_picture.KINDS for name in names}
+    coloured = {name for _, _, names in plan_picture.MEMORY_KINDS for name in names}
     model = Transformer(12, 768, 12, 40512, 512)
     drawn = set()
     for strategy in STRATEGIES:
@@ -311,7 +311,7 @@ def test_every_part_has_its_colour() -> None:
     hosted = plan(7e9, gpus=8, strategy="zero2", offload=True)
     shown = plan_picture.stack(command.content_of([("one", hosted)])["plans"][0])
     assert sum(shown.values()) == hosted.totals.peak and "moments" not in shown
-    assert len({colour for _, colour, _ in plan_picture.KINDS}) == len(plan_picture.KINDS)
+    assert len({colour for _, colour, _ in plan_picture.MEMORY_KINDS}) == len(plan_picture.MEMORY_KINDS)
 
 
 def test_without_matplotlib_the_message_says_what_to_install(

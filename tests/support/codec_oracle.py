@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd")
+ENCODE_ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from halfstep.cli.plan_tables import digits, gpus_of, numbers_of_gpus
 
 # Okabe and Ito's colours, told apart without red-green vision; kinds side by side also differ in lightness.
-KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+MEMORY_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("weights", "#0072b2", ("weights",)),
     ("gradients", "#e69f00", ("gradients", "accumulated gradients")),
     ("master or remainder", "#56b4e9", ("master", "remainder")),
@@ -38,7 +38,7 @@ def stack(made: dict[str, Any]) -> dict[str, int]:
     counted = [part for part in made["parts"] if part["place"] == "gpu" and part["phase"] in phases]
     return {
         kind: sum(part["bytes"] for part in counted if part["name"] in names)
-        for kind, _, names in KINDS
+        for kind, _, names in MEMORY_KINDS
         if any(part["name"] in names for part in counted)
     }
 
@@ -62,7 +62,7 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     largest = max(max(made["totals"]["peak"] for made in plans), 1)
     unit, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if largest >= u)
     gpu = plans[0]["card"]
-    present = [(kind, colour) for kind, colour, _ in KINDS if any(one.get(kind) for one in stacks)]
+    present = [(kind, colour) for kind, colour, _ in MEMORY_KINDS if any(one.get(kind) for one in stacks)]
     # A card far larger than every bar would squeeze them: then its memory is said in the title.
     drawn = gpu is not None and gpu["memory"] < 4 * largest
     head = 0.45 + 0.21 * -(-(len(present) + 2 * drawn) // ACROSS)

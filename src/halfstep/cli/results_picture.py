@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from halfstep.numerics.statistics.counts import Row, Statistics
 
 # Distinguishable without red-green vision: what is lost is warm, what is kept is blue.
-COLOURS = {
+KIND_COLOURS = {
     "zero": "#b8bcc4",
     "flushed": "#d55e00",
     "subnormal": "#e8a33d",
@@ -24,7 +24,7 @@ COLOURS = {
     "not finite": "#222222",
 }
 # For words on the pale colour of their zone.
-INK = {**COLOURS, "subnormal": "#9a6200", "flushed": "#a84800"}
+INK = {**KIND_COLOURS, "subnormal": "#9a6200", "flushed": "#a84800"}
 OUTER = 0.18  # of the rest of the axis: the width of the zones beyond a format's range, at least
 BARS = 16
 MEANINGS = {
@@ -102,7 +102,7 @@ def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, s
     for kind, (start, end) in limits.items():
         start, end = max(start, low), min(end, high)
         if start < end:
-            axes.axvspan(start, end, color=COLOURS[kind], alpha=0.10, linewidth=0)
+            axes.axvspan(start, end, color=KIND_COLOURS[kind], alpha=0.10, linewidth=0)
     for kind in limits:
         bars = {exponent: number for exponent, number in found.items() if _kind(form, exponent) == kind}
         axes.bar(
@@ -110,7 +110,7 @@ def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, s
             [100 * number / total for number in bars.values()],
             width=0.86,
             align="edge",
-            color=COLOURS[kind],
+            color=KIND_COLOURS[kind],
         )
     top = 100 * max(found.values(), default=0) / total or 1.0
     axes.set_xlim(low, high)
@@ -140,7 +140,7 @@ def draw_bars(axes: Any, rows: Sequence[Row], title: str) -> None:
     """A bar per tensor, cut by what becomes of its elements; the first row on top."""
     left = [0.0] * len(rows)
     places = list(range(len(rows)))[::-1]
-    for kind, colour in COLOURS.items():
+    for kind, colour in KIND_COLOURS.items():
         if kind == "not finite":
             shares = [100 * (row.share("infinite") + row.share("nan")) for row in rows]
         else:
@@ -185,12 +185,17 @@ def draw_scales(axes: Any, advice: ScaleAdvice) -> None:
     flushed = 100 * (curves.flushed / numbers[:, None]).max(0)
     overflow = 100 * (curves.overflow / numbers[:, None]).max(0)
     if low <= high:
-        axes.axvspan(low, high, color=COLOURS["normal"], alpha=0.12, linewidth=0, label="no more than accepted")
+        axes.axvspan(low, high, color=KIND_COLOURS["normal"], alpha=0.12, linewidth=0, label="no more than accepted")
     floor = 1e-3
     for kind, shares in (("flushed", flushed), ("overflow", overflow)):
         shown = [share if share > 0 else math.nan for share in shares]
         axes.plot(
-            exponents, shown, color=COLOURS[kind], marker="o", markersize=3, label=f"{MEANINGS[kind]}, worst tensor"
+            exponents,
+            shown,
+            color=KIND_COLOURS[kind],
+            marker="o",
+            markersize=3,
+            label=f"{MEANINGS[kind]}, worst tensor",
         )
         floor = min([floor, *(share / 2 for share in shares if share > 0)])
     axes.axvline(best, color="black", linewidth=1.4, label=f"scale $2^{{{best:.0f}}}$")

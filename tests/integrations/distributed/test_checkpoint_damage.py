@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import halfstep
-from halfstep.integrations import checkpoint, checkpoint_files, checkpoint_sharded, unfinished
+from halfstep.integrations import checkpoint, checkpoint_files, checkpoint_sharded, unfinished_saves
 
 SHARD = "__0_0.distcp"
 
@@ -195,7 +195,7 @@ def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match=r"rank 0 does not see .*nowhere, .* folders that all ranks"):
         checkpoint_sharded._write_shards(tmp_path / "nowhere", {}, io.BytesIO(), checkpoint_sharded.Ranks())
     record = {SHARD: {"bytes": 5, "sha256": ""}}
-    own = unfinished.Unfinished(tmp_path)
+    own = unfinished_saves.UnfinishedSave(tmp_path)
     arguments = (own, tmp_path / "step-00000001", 1, record, 2, checkpoint_sharded.Ranks())
     with pytest.raises(checkpoint.CheckpointError, match=rf"rank 0 sees 0 of 5 bytes of .*{SHARD}"):
         checkpoint_sharded._complete(*arguments)

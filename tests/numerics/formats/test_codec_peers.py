@@ -16,7 +16,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.philox import reference_words
-from halfstep.numerics.formats import bitwise, codec, noise
+from halfstep.numerics.formats import bitwise, codec, philox_words
 from halfstep.numerics.formats.table import formats
 
 gfloat = pytest.importorskip("gfloat", reason="needs gfloat")
@@ -252,7 +252,7 @@ def test_the_word_of_an_element_is_that_of_the_kernels() -> None:
     np.testing.assert_array_equal(bitwise.random_words(first, 4099, seed), want)
     if native.library("philox") is not None:
         np.testing.assert_array_equal(bitwise.compiled_words(first, 4099, seed), want)
-    assert [noise.word(first + i, seed) for i in range(9)] == want[:9].tolist()
+    assert [philox_words.word(first + i, seed) for i in range(9)] == want[:9].tolist()
 
 
 def test_the_noise_is_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

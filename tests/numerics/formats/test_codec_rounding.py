@@ -19,8 +19,8 @@ from implementations import ALL as ALL_IMPLEMENTATIONS
 from implementations import using
 
 import halfstep
-from halfstep.numerics.formats import codec, exact, noise
-from halfstep.numerics.formats.bitwise import BLOCK
+from halfstep.numerics.formats import codec, exact, philox_words
+from halfstep.numerics.formats.bitwise import BLOCK_ELEMENTS
 from halfstep.numerics.formats.table import custom, formats
 
 ALL = tuple(oracle.SPECS)
@@ -71,7 +71,7 @@ def test_every_value_encodes_to_its_code(name: str) -> None:
     codes = some_codes(name)
     values = codec.decode(codes, name)
     number = ~np.isnan(values)
-    for rounding in codec.ROUNDINGS:
+    for rounding in codec.ENCODE_ROUNDINGS:
         options = {"seed": SEED} if rounding == "stochastic" else {}
         np.testing.assert_array_equal(codec.encode(values[number], name, rounding, **options), codes[number])
     if (~number).any():
@@ -95,7 +95,7 @@ def test_every_value_and_midpoint_with_the_floats_around_it(name: str, dtype: ty
     probes, codes, places = oracle.thresholds(name, dtype)
     assert len(probes) >= 6 * (len(oracle.table(name)) - 1) - 2 ** (formats[name].mantissa + 3)
     assert np.all(np.diff(probes) > 0) and set(places.tolist()) == {0, 1, 2, 3}
-    for rounding in oracle.ROUNDINGS:
+    for rounding in oracle.ENCODE_ROUNDINGS:
         for negative in (False, True):
             got = codec.encode(-probes if negative else probes, name, rounding)
             want = oracle.expected(codes, places, negative, name, rounding)
@@ -122,7 +122,7 @@ def hard_values(name: str, dtype: type, count: int) -> np.ndarray:
 def test_every_mode_and_policy(name: str, dtype: type) -> None:
     form = formats[name]
     values = hard_values(name, dtype, 60)
-    for rounding in codec.ROUNDINGS:
+    for rounding in codec.ENCODE_ROUNDINGS:
         for overflow in codec.OVERFLOWS[: 3 if form.has_nan else 2]:
             for flush in (False, True):
                 options: dict = {"overflow": overflow, "subnormals": not flush}
@@ -133,7 +133,7 @@ def test_every_mode_and_policy(name: str, dtype: type) -> None:
                     if rounding == "stochastic":
                         options["offset"] = OFFSET + i
                     number = exact.exact(value)
-                    want = oracle.rounded(number, name, rounding, overflow, noise.word(OFFSET + i, SEED), flush)
+                    want = oracle.rounded(number, name, rounding, overflow, philox_words.word(OFFSET + i, SEED), flush)
                     alone = exact.encode_exact(number, name, rounding, **options)
                     assert code == alone == want, (rounding, options, value.hex(), hex(code), hex(alone), hex(want))
 
@@ -147,7 +147,7 @@ def test_wide_formats(name: str) -> None:
             np.testing.assert_array_equal(codec.encode(values, name), values.astype(np.float32).view(np.uint32))
         if name == "fp64":
             np.testing.assert_array_equal(codec.encode(values, name), values.view(np.uint64))
-    for rounding in codec.ROUNDINGS:
+    for rounding in codec.ENCODE_ROUNDINGS:
         codes = codec.encode(values, name, rounding, seed=SEED if rounding == "stochastic" else None)
         for i, (value, code) in enumerate(zip(values.tolist(), codes.tolist(), strict=True)):
             options = {"seed": SEED, "offset": i} if rounding == "stochastic" else {}
@@ -185,7 +185,7 @@ def test_formats_of_your_own(form: codec.Format) -> None:
         both = both[~np.isnan(both)]
         inputs = (both, both.astype(np.float32))
     for inputs_of in inputs:
-        for rounding in codec.ROUNDINGS:
+        for rounding in codec.ENCODE_ROUNDINGS:
             seed = SEED if rounding == "stochastic" else None
             got = codec.encode(inputs_of, form, rounding, seed=seed).tolist()
             for i, (value, code) in enumerate(zip(inputs_of.tolist(), got, strict=True)):
@@ -197,7 +197,7 @@ def test_formats_of_your_own(form: codec.Format) -> None:
 @given(
     st.floats() | st.fractions() | st.integers(-(2**70), 2**70),
     st.sampled_from([name for name in oracle.SMALL if formats[name].has_nan]),
-    st.sampled_from(oracle.ROUNDINGS),
+    st.sampled_from(oracle.ENCODE_ROUNDINGS),
     st.sampled_from(codec.OVERFLOWS),
 )
 def test_any_number(value: float | Fraction | int, name: str, rounding: str, overflow: str) -> None:
@@ -208,14 +208,14 @@ def test_any_number(value: float | Fraction | int, name: str, rounding: str, ove
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn", "e5m2fnuz", "e8m0fnu", "int8", "e2m1fn"])
-@pytest.mark.parametrize("rounding", oracle.ROUNDINGS)
+@pytest.mark.parametrize("rounding", oracle.ENCODE_ROUNDINGS)
 def test_large_arrays_go_by_blocks(name: str, rounding: str) -> None:
     """Several blocks and a rest, one of them with specials: each element as if it were alone."""
     rng = np.random.default_rng(0)
-    values = rng.standard_normal(2 * BLOCK + 5003).astype(np.float32) * 4
-    values[BLOCK + 3000 : BLOCK + 3004] = [math.inf, -math.inf, -0.0, 3e38]
+    values = rng.standard_normal(2 * BLOCK_ELEMENTS + 5003).astype(np.float32) * 4
+    values[BLOCK_ELEMENTS + 3000 : BLOCK_ELEMENTS + 3004] = [math.inf, -math.inf, -0.0, 3e38]
     codes = codec.encode(values, name, rounding)
-    for start in (0, BLOCK - 6, BLOCK + 2995, 2 * BLOCK + 4990):
+    for start in (0, BLOCK_ELEMENTS - 6, BLOCK_ELEMENTS + 2995, 2 * BLOCK_ELEMENTS + 4990):
         part = slice(start, start + 13)
         alone = [exact.encode_exact(value, name, rounding) for value in values[part].tolist()]
         assert codes[part].tolist() == alone
@@ -380,7 +380,7 @@ def test_the_mean_of_stochastic_rounding_is_the_value(name: str, dtype: type) ->
 def test_where_a_word_makes_the_difference(name: str) -> None:
     """Values made for their words: one step of the noise less and they stay, that step more and they move."""
     form, count = formats[name], 200
-    words = [noise.word(i, SEED) for i in range(count)]
+    words = [philox_words.word(i, SEED) for i in range(count)]
     unit = float(codec.ulp(form.max / 4, name))  # of a number in the middle, and k units of it
     base = form.max / 4 - (form.max / 4) % unit
     normal = [(base, unit, Fraction(2**32 - word, 2**32), Fraction(1, 2**32)) for word in words]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.numerics.formats.table import KINDS, UnknownFormat, custom, formats
+from halfstep.numerics.formats.table import FORMAT_KINDS, UnknownFormat, custom, formats
 
 ALL = tuple(formats)
 FLOATS = tuple(name for name in ALL if name not in ("int8", "e8m0fnu"))
@@ -63,7 +63,7 @@ def test_fields_and_codes(name: str) -> None:
     if form.infinity_code is not None:
         assert oracle.value_of(form.infinity_code, name) == math.inf
     assert oracle.value_of(form.largest_code, name) == Fraction(form.max)
-    assert form.kind in KINDS and form.title
+    assert form.kind in FORMAT_KINDS and form.title
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -25,7 +25,7 @@ from halfstep.numerics.planning import (
     usable,
     work,
 )
-from halfstep.numerics.planning.strategies import dealt
+from halfstep.numerics.planning.sharding import dealt
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.

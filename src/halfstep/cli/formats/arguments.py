@@ -14,7 +14,7 @@ from halfstep.cli.terminal import Terminal, terminal
 from halfstep.numerics.formats.exact import OVERFLOWS, Number, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
-__all__ = ["Answer", "Given", "Parser", "UsageError"]
+__all__ = ["Answer", "Given", "LookupParser", "UsageError"]
 
 
 class Answer(NamedTuple):
@@ -35,7 +35,7 @@ class Given(NamedTuple):
         return {"text": self.text, **number_dict(self.number)}
 
 
-class Parser(command_line.Parser):
+class LookupParser(command_line.Parser):
     """The shared one, with --json, and with an -f that takes several names."""
 
     def __init__(self, command: str, description: str, epilog: str) -> None:
@@ -82,14 +82,14 @@ def number(hint: str) -> Callable[[str], Given]:
     return parse
 
 
-def add_formats(parser: Parser, help: str) -> None:
+def add_formats(parser: LookupParser, help: str) -> None:
     """The option -f, once with several names or several times."""
     parser.add_argument(
         "-f", "--format", dest="formats", action="append", type=format_named, metavar="FORMAT", default=[], help=help
     )
 
 
-def add_overflow(parser: Parser) -> None:
+def add_overflow(parser: LookupParser) -> None:
     """The option --overflow."""
     parser.add_argument(
         "--overflow",
@@ -106,7 +106,7 @@ def distinct(chosen: Iterable[Format]) -> list[Format]:
     return list({format.name: format for format in chosen}.values()) or list(formats.values())
 
 
-def main(parser: Parser, argv: Sequence[str], answer: Callable[[argparse.Namespace, Terminal], Answer]) -> int:
+def main(parser: LookupParser, argv: Sequence[str], answer: Callable[[argparse.Namespace, Terminal], Answer]) -> int:
     """Parse, answer, print. Returns the exit status, see `command_line.run`.
 
     Args:

@@ -21,8 +21,8 @@ from halfstep.numerics.formats.table import Format
 _EXAMPLES = ("0.1", "1.0001", "1e-7")
 
 
-def _parser() -> arguments.Parser:
-    parser = arguments.Parser(
+def _parser() -> arguments.LookupParser:
+    parser = arguments.LookupParser(
         "compare",
         "Formats side by side: figures, values they share, and numbers that one holds and the other does not.",
         "example: halfstep compare fp16 bf16",

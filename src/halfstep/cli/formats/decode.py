@@ -72,8 +72,8 @@ def width_of(given: Code) -> int:
     return fitting[0]
 
 
-def _parser() -> arguments.Parser:
-    parser = arguments.Parser(
+def _parser() -> arguments.LookupParser:
+    parser = arguments.LookupParser(
         "decode",
         "What bits mean in every format of their width.",
         "The digits say how many bits there are: 0x41 are 8, 0x0041 are 16, 0b000001 are 6. Of a decimal, 8, 16, 32 "

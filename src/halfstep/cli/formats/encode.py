@@ -12,13 +12,13 @@ from halfstep.cli.formats.arguments import Answer, UsageError
 from halfstep.cli.formats.text import bits, implementation_lines, number_lines, outcome, ulps
 from halfstep.cli.formats.values import Encoded, encoded, number_dict
 from halfstep.cli.terminal import Terminal, fitted, table, visible
-from halfstep.numerics.formats.exact import ROUNDINGS
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS
 
 _CLOSER = 4  # formats, up to which there is room for a second line with all digits
 
 
-def _parser() -> arguments.Parser:
-    parser = arguments.Parser(
+def _parser() -> arguments.LookupParser:
+    parser = arguments.LookupParser(
         "encode",
         "What numbers become in every format: code, sign|exponent|mantissa, the value stored, the error in ulps.",
         "Numbers are exact, not floats first: 2.5, 1e-7, 1/3, 2^-24, 0x1.8p-3, -(1 + 2^-11), inf, nan.\n"
@@ -30,10 +30,10 @@ def _parser() -> arguments.Parser:
     arguments.add_formats(parser, "in which; several names, or several times (default: all)")
     parser.add_argument(
         "--rounding",
-        choices=ROUNDINGS,
+        choices=ENCODE_ROUNDINGS,
         default="nearest",
         metavar="MODE",
-        help=f"{', '.join(ROUNDINGS)} (default: nearest, ties to even)",
+        help=f"{', '.join(ENCODE_ROUNDINGS)} (default: nearest, ties to even)",
     )
     arguments.add_overflow(parser)
     parser.add_argument(

@@ -12,8 +12,8 @@ from halfstep.cli.terminal import Terminal, fitted, table, visible
 from halfstep.numerics.formats.table import Format, formats
 
 
-def _parser() -> arguments.Parser:
-    parser = arguments.Parser(
+def _parser() -> arguments.LookupParser:
+    parser = arguments.LookupParser(
         "format",
         "What number formats hold: range, spacing, digits, special values. One name shows everything of it.",
         "Formats: " + ", ".join(formats) + ",\nby any usual name, and fields of your own such as e5m7 or e4m3fnuz.\n"

@@ -11,7 +11,7 @@ from halfstep.cli.formats.arguments import Answer, UsageError
 from halfstep.cli.terminal import Terminal
 from halfstep.numerics.formats.table import Format
 
-KINDS = ("range", "density", "codes", "all")
+CHOICES = ("range", "density", "codes", "all")
 
 
 def _small(text: str) -> Format:
@@ -24,8 +24,8 @@ def _small(text: str) -> Format:
     return format
 
 
-def _parser() -> arguments.Parser:
-    parser = arguments.Parser(
+def _parser() -> arguments.LookupParser:
+    parser = arguments.LookupParser(
         "ladder",
         "Draw what formats can hold: the range of their numbers, how many lie between two powers of two, and every "
         "code of a small format.",
@@ -37,10 +37,10 @@ def _parser() -> arguments.Parser:
     )
     parser.add_argument(
         "--kind",
-        choices=KINDS,
+        choices=CHOICES,
         default="all",
         metavar="KIND",
-        help=f"{', '.join(KINDS)} (default: all, beneath one another)",
+        help=f"{', '.join(CHOICES)} (default: all, beneath one another)",
     )
     arguments.add_formats(parser, "the same, as halfstep encode takes them")
     parser.add_argument(
@@ -52,7 +52,7 @@ def _parser() -> arguments.Parser:
 def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
     from halfstep.cli.formats import pictures
 
-    kinds = list(pictures.KINDS) if options.kind == "all" else [options.kind]
+    kinds = list(pictures.PICTURES) if options.kind == "all" else [options.kind]
     chosen = arguments.distinct(options.named + options.formats)
     try:
         pictures.draw(kinds, chosen, options.codes, options.out)

@@ -14,7 +14,7 @@ from halfstep.cli.formats.shared_values import binade_values, lowest_exponent
 from halfstep.cli.formats.values import Stored, code_text, special_text
 from halfstep.numerics.formats.table import Format
 
-KINDS = ("range", "density", "codes")
+PICTURES = ("range", "density", "codes")
 _LOWEST, _HIGHEST = -178, 152  # powers of two drawn; fp64 goes on beyond both
 _FAMILIES = {64: "#6b7280", 32: "#374151", 19: "#0f766e", 16: "#1d4ed8", 8: "#c2410c", 6: "#7c3aed", 4: "#be185d"}
 _CLASSES = {"normal": "#b8d5fd", "subnormal": "#fde68a", "zero": "#e5e7eb", "infinity": "#fca5a5", "nan": "#d8b4fe"}
@@ -167,7 +167,7 @@ def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Pa
     """Draw panels beneath one another, 1200 pixels wide, and write them.
 
     Args:
-        kinds: of `KINDS`.
+        kinds: of `PICTURES`.
         formats: of range and density.
         small: of codes; 8 bits at most.
         out: a file; its suffix is the format of the picture.

@@ -7,7 +7,7 @@ from typing import Any
 
 from halfstep.cli.formats import number_text
 from halfstep.cli.formats.values import code_text, number_dict, overflow_threshold, overflows
-from halfstep.numerics.formats.table import KINDS, Format
+from halfstep.numerics.formats.table import FORMAT_KINDS, Format
 
 
 def short(value: float | Fraction) -> str:
@@ -85,7 +85,7 @@ def names(format: Format) -> list[tuple[str, str]]:
         if name
     ]
     return [
-        ("kind", KINDS[format.kind]),
+        ("kind", FORMAT_KINDS[format.kind]),
         ("also called", ", ".join(format.aliases) or "-"),
         ("dtypes", ", ".join(dtypes) or "-"),
         ("multiplied by", ", ".join(format.hardware) or "-"),

@@ -14,11 +14,11 @@ from halfstep.cli.formats.sentences import detour_words, text, words
 from halfstep.cli.formats.text import bits, implementation_lines, outcome, ulps
 from halfstep.cli.formats.values import Encoded, Stored, code_text, encoded, finite, number_dict, overflows
 from halfstep.cli.terminal import Terminal, fitted
-from halfstep.numerics.formats.exact import ROUNDINGS, Neighbours, encode_exact, neighbours
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, Neighbours, encode_exact, neighbours
 
 
-def _parser() -> arguments.Parser:
-    parser = arguments.Parser(
+def _parser() -> arguments.LookupParser:
+    parser = arguments.LookupParser(
         "why",
         "How a number comes to be stored as it is: its neighbours, what lies halfway, and the rule that decides.",
         "example: halfstep why 1.0001 fp16",
@@ -56,7 +56,7 @@ def _picture(found: Encoded, around: Neighbours, given: Given, screen: Terminal)
 def _roundings(found: Encoded, overflow: str, screen: Terminal) -> list[str]:
     """What each way of rounding stores."""
     rows = []
-    for rounding in ROUNDINGS[:-1]:
+    for rounding in ENCODE_ROUNDINGS[:-1]:
         one = encoded(found.number, found.format, rounding, overflow)
         if one.stored is not None:
             rows.append(
@@ -113,7 +113,7 @@ def _as_dict(given: Given, found: Encoded, overflow: str) -> dict[str, Any]:
     }
     made["roundings"] = {
         rounding: (None if one.stored is None else one.stored.hex)
-        for rounding in ROUNDINGS[:-1]
+        for rounding in ENCODE_ROUNDINGS[:-1]
         for one in [encoded(found.number, found.format, rounding, overflow)]
     }
     made["stochastic"] = [

@@ -247,7 +247,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
     corpus = data.read_corpus(options.data, settings.context)
     make_folder(out)
     resumed = _resumed(options, runs, settings, corpus)
-    results: list[loop.Result] = []
+    results: list[loop.RunResult] = []
     with world.world(options.strategy, options.device, layout) as place, loop.Interrupt().listening() as interrupt:
         console = _console()
         display = _Display(console, settings.steps, quiet=place.rank != 0)

@@ -130,7 +130,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """What a run came to. Losses are None if it was given up; `stopped` names the signal if one ended it early.
 
     `overflow` is None where nothing is scaled, `gradients` where they are fp32.
@@ -528,8 +528,8 @@ class Trainer:
             "advice": None if known.advice is None else {**known.advice.as_dict(), "text": str(known.advice)},
         }
 
-    def result(self, trouble: str | None = None, stopped: int | None = None) -> Result:
-        return Result(
+    def result(self, trouble: str | None = None, stopped: int | None = None) -> RunResult:
+        return RunResult(
             run=self.run,
             world=self.world,
             steps=self.step,
@@ -590,7 +590,7 @@ def train(
     interrupt: Interrupt,
     watch: Callable[[Trainer], None],
     note: Callable[[str], None],
-) -> Result:
+) -> RunResult:
     """Train one run to its last step, or until it is interrupted or its loss is no number any more.
 
     Args:

@@ -20,7 +20,7 @@ from rich.table import Table
 from halfstep.cli.results import overflow_kind
 from halfstep.cli.results_picture import draw_exponents
 from halfstep.cli.train.data import Corpus
-from halfstep.cli.train.loop import Result, Settings
+from halfstep.cli.train.loop import RunResult, Settings
 from halfstep.cli.train.model import SIZES
 from halfstep.cli.train.world import ThisRank, restarts, shard_size
 from halfstep.numerics.formats.table import formats
@@ -28,7 +28,7 @@ from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 
 # One colour per run, distinguishable without red-green vision; the run without masters is the warning one.
-COLOURS = {"fp32": "#4c566a", "bf16": "#0072b2", "fp16": "#009e73", "bf16 without master": "#d55e00"}
+RUN_COLOURS = {"fp32": "#4c566a", "bf16": "#0072b2", "fp16": "#009e73", "bf16 without master": "#d55e00"}
 SPARE = ("#cc79a7", "#56b4e9")
 EMULATED = (
     "On this CPU the fp16 products were emulated: both operands are fp16 numbers, they are multiplied and summed in "
@@ -75,7 +75,7 @@ def layout(world: ThisRank) -> dict[str, Any]:
     return chosen
 
 
-def report(results: Sequence[Result], settings: Settings, corpus: Corpus) -> dict[str, Any]:
+def report(results: Sequence[RunResult], settings: Settings, corpus: Corpus) -> dict[str, Any]:
     """The content of report.json."""
     size = SIZES[settings.size]
     device = results[0].world.device
@@ -214,7 +214,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _colours(runs: Sequence[dict[str, Any]]) -> list[str]:
     spare = iter(SPARE * len(runs))
-    return [COLOURS.get(run["name"]) or next(spare) for run in runs]
+    return [RUN_COLOURS.get(run["name"]) or next(spare) for run in runs]
 
 
 def _smooth(losses: Sequence[float | None], span: int) -> tuple[list[int], list[float]]:

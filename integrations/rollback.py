@@ -35,7 +35,7 @@ def _restored(remembered: tuple[Any, Any]) -> Any:
     return value
 
 
-class Before:
+class Rollback:
     """What model, optimizer and scaler are before a load, and how to make them that again.
 
     An optimizer that loads takes other tensors and leaves those it had as they are, so they are kept, not copied. Of

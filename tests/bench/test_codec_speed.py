@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep.__main__ import main
-from halfstep.bench import codec as bench
+from halfstep.bench import codec_speed as bench
 from halfstep.numerics.formats import codec
 
 

@@ -120,11 +120,11 @@ def _run(options: argparse.Namespace) -> int:
         speed = measure(name, "nearest", options.size, options.turns)
         print(_line([name, *(f"{speed[peer]:.0f}" if peer in speed else "" for peer in who)]), flush=True)
     print()
-    print(_line(["halfstep, and over gfloat", *codec.ROUNDINGS]))
-    print(_line(["---"] * (len(codec.ROUNDINGS) + 1)))
+    print(_line(["halfstep, and over gfloat", *codec.ENCODE_ROUNDINGS]))
+    print(_line(["---"] * (len(codec.ENCODE_ROUNDINGS) + 1)))
     for name in BY_MODE:
         cells = []
-        for rounding in codec.ROUNDINGS:
+        for rounding in codec.ENCODE_ROUNDINGS:
             speed = measure(name, rounding, options.size, options.turns)
             ratio = f", {speed['halfstep'] / speed['gfloat']:.0f}x" if "gfloat" in speed else ""
             cells.append(f"{speed['halfstep']:.0f}{ratio}")

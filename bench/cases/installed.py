@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.cases.grid import Grid
+from halfstep.bench.cases.sizes import Sizes
 from halfstep.bench.harness import Unavailable
 
 # Distribution, module and what else has to be on the machine.
@@ -41,19 +41,19 @@ def needs(distribution: str, module: str = "") -> Any:
         raise Unavailable(f"does not import here: {str(error).strip().splitlines()[0]}") from error
 
 
-def compiled(function: Callable[..., Any], grid: Grid, tensors: int = 1) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], sizes: Sizes, tensors: int = 1) -> Callable[..., Any]:
     """`torch.compile` with fixed shapes, forgetting what earlier cases compiled."""
-    if not grid.slow:
+    if not sizes.slow:
         raise Unavailable("compiles for seconds: run without --quick")
-    if tensors > grid.compiled:
+    if tensors > sizes.compiled:
         # Dynamo unrolls over lists.
-        raise Unavailable(f"compiles too long for more than {grid.compiled} tensors")
+        raise Unavailable(f"compiles too long for more than {sizes.compiled} tensors")
     torch._dynamo.reset()
     result: Callable[..., Any] = torch.compile(function, dynamic=False)
     return result
 
 
-def loops(grid: Grid, tensors: int) -> None:
+def loops(sizes: Sizes, tensors: int) -> None:
     """Raise if a Python loop over so many tensors is too slow for this run."""
-    if not grid.slow and tensors > LOOPED_TENSORS:
+    if not sizes.slow and tensors > LOOPED_TENSORS:
         raise Unavailable("loops over tensors for seconds: run without --quick")

@@ -78,7 +78,7 @@ def _locked(descriptor: int) -> bool | None:
     return True
 
 
-class Unfinished:
+class UnfinishedSave:
     """A name of one's own in `folder`: ``path``. What is still there when it ends is removed."""
 
     def __init__(self, folder: Path) -> None:

@@ -11,13 +11,13 @@ import checkpoint_attacks as attacks
 import forks
 import pytest
 
-from halfstep.integrations import checkpoint, unfinished
+from halfstep.integrations import checkpoint, unfinished_saves
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from halfstep.integrations import unfinished
-own = unfinished.Unfinished(Path(sys.argv[1]))
+from halfstep.integrations import unfinished_saves
+own = unfinished_saves.UnfinishedSave(Path(sys.argv[1]))
 if sys.argv[2] == "folder":
     own.path.mkdir()
     (own.path / "__0_0.distcp").write_text("part")
@@ -93,10 +93,10 @@ def test_two_that_give_one_name_at_the_same_time_both_succeed(tmp_path: Path, mo
 
 
 def test_without_locks_nothing_counts_as_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = unfinished.Unfinished(tmp_path)
+    left = unfinished_saves.UnfinishedSave(tmp_path)
     left.path.write_text("part")
     os.close(left._descriptor)
-    monkeypatch.setattr(unfinished, "fcntl", None)
+    monkeypatch.setattr(unfinished_saves, "fcntl", None)
     checkpoint.save(tmp_path, 1, {"x": 1})
     assert left.path.exists()
     monkeypatch.undo()

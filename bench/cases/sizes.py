@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Grid:
+class Sizes:
     """The sizes of all cases.
 
     Attributes:
@@ -34,14 +34,14 @@ FULL_COLUMNS = tuple(2**power for power in range(8, 21, 2))
 FULL_TENSORS = (1, 100, 1_000, 10_000)
 
 
-def grid_for(device: torch.device, quick: bool) -> Grid:
+def sizes_for(device: torch.device, quick: bool) -> Sizes:
     """The grid of `halfstep bench run`; on a GPU tensors are larger than its caches, and nothing is too slow."""
     if device.type == "cuda":
         if quick:
-            return Grid(2**24, (256, 2**14, 2**20), (2**20, 2**24), (1, 1_000), 0)
-        return Grid(
+            return Sizes(2**24, (256, 2**14, 2**20), (2**20, 2**24), (1, 1_000), 0)
+        return Sizes(
             2**26, FULL_COLUMNS, tuple(2**power for power in range(14, 29, 2)), FULL_TENSORS, 2**28, compiled=100
         )
     if quick:
-        return Grid(2**20, (256, 2**14, 2**20), (2**14, 2**22), (1, 1_000), 0, slow=False)
-    return Grid(2**22, FULL_COLUMNS, tuple(2**power for power in range(12, 25, 4)), FULL_TENSORS, 2**24)
+        return Sizes(2**20, (256, 2**14, 2**20), (2**14, 2**22), (1, 1_000), 0, slow=False)
+    return Sizes(2**22, FULL_COLUMNS, tuple(2**power for power in range(12, 25, 4)), FULL_TENSORS, 2**24)

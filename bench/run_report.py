@@ -208,7 +208,7 @@ def markdown(about: dict[str, Any], results: Sequence[Result]) -> str:
 # ------------------------------------------------------------------------------------------------------------ pictures
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito, 2008), one per provider in every picture.
-COLOURS = {
+PROVIDER_COLOURS = {
     "halfstep": "#D55E00",
     "halfstep full master": "#E69F00",
     "torch eager": "#0072B2",
@@ -246,7 +246,7 @@ def _draw_lines(axes: Any, results: Sequence[Result], value: Callable[[Result], 
             [result.size[result.axis] for result in line],
             [value(result) for result in line],
             label=provider,
-            color=COLOURS.get(provider, "#444444"),
+            color=PROVIDER_COLOURS.get(provider, "#444444"),
             linewidth=2.4 if ours(provider) else 1.3,
             linestyle="--" if provider == "halfstep full master" else "-",
             marker="o",
@@ -329,7 +329,9 @@ def draw(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> list
             for provider, line in _lines(group).items():
                 low, high = ([1e-3 * getattr(r, key) for r in line] for key in ("p20_us", "p80_us"))
                 sizes = [r.size[r.axis] for r in line]
-                axes.fill_between(sizes, low, high, color=COLOURS.get(provider, "#444444"), alpha=0.15, linewidth=0)
+                axes.fill_between(
+                    sizes, low, high, color=PROVIDER_COLOURS.get(provider, "#444444"), alpha=0.15, linewidth=0
+                )
             axes.set_yscale("log")
             axes.set_title(title, fontsize=10, loc="left")
             axes.set_ylabel("ms per step (p50; band p20 to p80)", fontsize=9)

@@ -25,7 +25,7 @@ from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, run, whole
 from halfstep.integrations.optim import AdamW
 
-LAYOUTS = ("split", "full")
+MASTERS = ("split", "full")
 BYTES = {"split": 26, "full": 28, "torch": 40}
 # A few units in the last place after a handful of steps: torch rounds the decayed weight once more per step.
 AGREEMENT = 2.0**-20
@@ -84,7 +84,7 @@ def _parser() -> Parser:
 
 def _run(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cases = [(tensors, layout) for tensors in (1, 100, 10_000) for layout in LAYOUTS]
+    cases = [(tensors, layout) for tensors in (1, 100, 10_000) for layout in MASTERS]
     errors = Console(stderr=True)
     rows = [
         measure(options.parameters, tensors, layout, options.rounds, device)

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from halfstep.bench import step
+from halfstep.bench import optimizer_step
 
 
 def test_every_case_is_measured_and_its_masters_agree_with_torchs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert step.main(["--parameters", "10000", "--rounds", "1", "--json"]) == 0
+    assert optimizer_step.main(["--parameters", "10000", "--rounds", "1", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["tensors"], row["layout"]) for row in rows] == [
         (tensors, layout) for tensors in (1, 100, 10_000) for layout in ("split", "full")
@@ -24,7 +24,7 @@ def test_every_case_is_measured_and_its_masters_agree_with_torchs(capsys: pytest
 def test_a_bad_number_is_named_with_what_is_allowed(
     option: str, value: str, least: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert step.main([option, value]) == 2
+    assert optimizer_step.main([option, value]) == 2
     assert (
         f"argument {option}: {value!r} is not allowed; allowed are whole numbers from {least}"
         in capsys.readouterr().err
