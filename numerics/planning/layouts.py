@@ -151,7 +151,7 @@ _OURS: dict[str, Any] = {
     "scalars": 4,
     "amsgrad": True,
     "moments_allowed": ("fp32", "bf16"),
-    "source": "integrations/optim.py",
+    "source": "integrations/optim",
 }
 _TORCH: dict[str, Any] = {"amsgrad": True, "source": "torch 2.13, torch/optim/adam.py"}
 _FOREACH = "foreach, torch's choice on a GPU, takes a square root of exp_avg_sq aside"

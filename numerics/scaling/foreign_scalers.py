@@ -46,9 +46,10 @@ def _reduces_nothing(scaler: type[torch.amp.GradScaler]) -> bool:
 
 
 def _refuse_cut_parameters(optimizer: StepsOnVerdict) -> None:
-    if not any(map(getattr, parameters_of(optimizer), repeat("_fsdp_flattened"), repeat(False))):
+    parameters = parameters_of(optimizer)
+    if not any(map(getattr, parameters, repeat("_fsdp_flattened"), repeat(False))):
         return
-    if optimizer._checker.find_topology().cut_by_fsdp1:
+    if optimizer._checker.find_topology(parameters).cut_by_fsdp1:
         raise RuntimeError(
             "scaler is a torch.amp.GradScaler and the optimizer's parameters are sharded by FullyShardedDataParallel, "
             "over whose ranks it does not combine its overflow flag: after an Inf on one rank the others would step; "

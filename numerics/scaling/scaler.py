@@ -105,6 +105,8 @@ def unwrapped(optimizer: Any) -> Any:
     What a scaler knows of an optimizer it keeps by this one, so that it may be given either. Followed is only what has
     the same parameters: the local part of a `ZeroRedundancyOptimizer` has some of them.
     """
+    if not hasattr(optimizer, "optimizer") and not hasattr(optimizer, "optim"):
+        return optimizer
     passed: list[Any] = []
     while not any(one is optimizer for one in passed):
         passed.append(optimizer)
@@ -133,7 +135,9 @@ def _is_zero(optimizer: Any) -> bool:
 
 def _stepping(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer that does the work: the local part of a `ZeroRedundancyOptimizer`, or itself."""
-    return getattr(optimizer, "optim", optimizer) if _is_zero(optimizer) else optimizer
+    if isinstance(optimizer, StepsOnVerdict) or not _is_zero(optimizer):
+        return optimizer
+    return getattr(optimizer, "optim", optimizer)
 
 
 def _clip_is_due(state: dict[str, Any]) -> bool:
@@ -266,6 +270,8 @@ class GradScaler(torch.amp.GradScaler):
         They would be unscaled twice, or the limit lost: so it is where a wrapper was given first that hides what it
         holds.
         """
+        if not self._per_optimizer_states:
+            return
         others = [
             state
             for key, state in self._per_optimizer_states.items()
@@ -422,7 +428,7 @@ class GradScaler(torch.amp.GradScaler):
     @torch.no_grad()
     def _clip_in_place(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
         parameters, checker = parameters_of(optimizer), self._checker(optimizer)
-        topology = checker.find_topology()
+        topology = checker.find_topology(parameters)
         if not topology.settled:
             settle_gradients(parameters)
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
@@ -496,6 +502,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _agreed(self, overflow: torch.Tensor) -> torch.Tensor:
         """Whether an optimizer of any rank overflowed, if they decided over different sets of ranks."""
+        if len(self._per_optimizer_states) < 2:
+            return overflow
         known = [state["checker"].topology for state in self._per_optimizer_states.values() if "checker" in state]
         if len({topology.ranks for topology in known}) < 2:
             return overflow

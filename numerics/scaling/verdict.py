@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from halfstep.numerics.scaling.topology import NOWHERE, Topology, TopologyMemory
 
 Kind = tuple[torch.device, int, bool]
 
-_gradient = attrgetter("grad")
+_gradient, _of_group = attrgetter("grad"), itemgetter("params")
 
 
 class Decision:
@@ -65,7 +65,7 @@ class StepsOnVerdict:
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """All parameters of an optimizer, in its order."""
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return list(chain.from_iterable(map(_of_group, optimizer.param_groups)))
 
 
 class Combination:
@@ -139,11 +139,10 @@ class Checker:
         self._topologies = TopologyMemory()
         self._process_group, self._is_part = process_group, is_part
 
-    def find_topology(self) -> Topology:
-        """Over which ranks the optimizer's parameters are spread now."""
-        optimizer = self.optimizer()
-        owner = optimizer if self._is_part else None
-        self.topology = self._topologies.of(parameters_of(optimizer), self._process_group, owner)
+    def find_topology(self, parameters: list[torch.Tensor]) -> Topology:
+        """Over which ranks `parameters`, all of the optimizer's, are spread now."""
+        owner = self.optimizer() if self._is_part else None
+        self.topology = self._topologies.of(parameters, self._process_group, owner)
         return self.topology
 
     def verdict(
@@ -169,7 +168,7 @@ class Checker:
             On the first gradient's device; None if there are no gradients and nobody to agree with.
         """
         parameters = parameters_of(self.optimizer())
-        topology = self.find_topology()
+        topology = self.find_topology(parameters)
         if not topology.settled:
             settle_gradients(parameters)
         grads = list(map(_gradient, parameters))

@@ -28,7 +28,7 @@ def test_the_campaign_sees_what_is_divided(monkeypatch: pytest.MonkeyPatch) -> N
             call()
 
     monkeypatch.setattr(interrupts, "OURS", (interrupts.OURS, __file__))
-    monkeypatch.setattr("halfstep.integrations.optim.apply", one_by_one)
+    monkeypatch.setattr("halfstep.integrations.optim.classes.apply", one_by_one)
     campaign = interrupts.Campaign("bytecode", 0)
 
     def trained_once() -> interrupts.Training:

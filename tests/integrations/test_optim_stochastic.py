@@ -125,7 +125,7 @@ def test_the_layouts_of_the_table_move_its_bytes() -> None:
         parameter = torch.nn.Parameter(torch.ones(8, dtype=dtype))
         optimizer = halfstep.AdamW([parameter], rounding=rounding, **dict(options))
         train(optimizer, [parameter], range(1))
-        ((batch, _),) = optimizer._members
+        ((batch, _),) = optimizer._plan.batches
         assert audited[adam.variant_name(batch.batch.layout)] == bytes_moved
 
 

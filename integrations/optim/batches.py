@@ -1,0 +1,237 @@
+"""What one launch of the Adam kernel updates: tensors of one device and layout, and where they lie."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+from halfstep.integrations.optim.state import Agreed, as_written, state_keys, version_of
+from halfstep.kernels import adam
+from halfstep.kernels.multi_tensor import TensorTable, checked_addresses, is_flat
+from halfstep.kernels.streams import upload
+from halfstep.numerics.scaling.topology import is_sharded, local
+
+_address = torch.Tensor.data_ptr
+
+
+def all_contiguous(tensors: list[torch.Tensor]) -> bool:
+    try:
+        return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
+    except RuntimeError:  # what some sparse layouts answer
+        return False
+
+
+def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
+    """A parameter's local values as the kernels walk them: themselves where they can, else a copy.
+
+    Gaps between elements need one; so does, where random bits go by the row-major order, any other order; and a lazy
+    negation, whose memory holds the opposite numbers.
+    """
+    keep = is_flat(values) and (values.is_contiguous() or not layout.stochastic)
+    return values if keep else values.resolve_neg().contiguous()
+
+
+def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
+    """Where a parameter's local part lies in the whole: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table.
+
+    Raises:
+        ValueError: the part is no range of rows, of another dimension, or of both.
+    """
+    if not is_sharded(parameter):
+        return 0, max(parameter.numel(), 1), max(parameter.numel(), 1)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    whole, held = tuple(parameter.shape), tuple(local(parameter).shape)
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
+    # Two mesh dimensions may cut one dimension in an interleaved order: its parts are ranges only if all are of a size.
+    ways = [1] * len(whole)
+    for placement, size in zip(placements, mesh.shape, strict=True):
+        if not placement.is_replicate() and getattr(placement, "dim", None) is not None:
+            ways[placement.dim] *= size
+    interleaved = {getattr(p, "dim", None) for p in placements if type(p).__name__ == "_StridedShard"}
+    uneven = any(whole[dim] % ways[dim] for dim in interleaved if dim is not None)
+    if tuple(shape) == held and 0 in held:
+        return 0, 1, 1
+    cut = [dim for dim, (part, all_of_it) in enumerate(zip(held, whole, strict=True)) if part != all_of_it]
+    first = next((dim for dim, size in enumerate(whole) if size != 1), 0)  # a range of rows, whatever else is cut
+    inner = [dim for dim in cut if dim != first]
+    if tuple(shape) != held or uneven or len(inner) > 1 or any(p.is_partial() for p in placements):
+        raise ValueError(
+            f"{where} has placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}, and rounding is "
+            "'stochastic'; allowed are shards that are a range of rows, of one other dimension, or of both: shard "
+            "evenly, or use rounding='nearest'"
+        )
+    beyond = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    base = sum(start * stride for start, stride in zip(offset, beyond, strict=True))
+    if not inner:
+        return base, math.prod(held), math.prod(held)
+    return base, math.prod(held[inner[0] :]), math.prod(whole[inner[0] :])
+
+
+class Batch:
+    """What one launch updates, and how to tell whether it still describes the tensors."""
+
+    def __init__(
+        self,
+        layout: adam.Layout,
+        parameters: list[torch.Tensor],
+        states: list[dict[str, Any]],
+        rows: list[int],
+        names: dict[int, list[int]],
+    ):
+        """`rows` are the parameters' groups, `names` further rows of the table; full masters agree now."""
+        self.parameters, self.states = parameters, states
+        self.sharded = any(map(is_sharded, parameters))
+        self.keys = keys = state_keys(layout)
+        held = [local(parameter.detach()) for parameter in parameters]
+        self.device = held[0].device
+        self.dense = [dense(one, layout) for one in held]
+        self.copied = [(one, copy) for one, copy in zip(held, self.dense, strict=True) if one is not copy]
+        self.held = held
+        self.addresses = list(map(_address, held))
+        self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
+        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
+        lists[adam.PARAM] = self.dense
+        for operand in keys:
+            lists[operand] = self._state(operand)
+        # All rows but the gradients'; the table is made with those.
+        operands = adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS
+        self._contents: list[list[int] | None] = [names.get(row) for row in range(operands)]
+        for operand in (adam.PARAM, *keys):
+            self._contents[operand] = checked_addresses(lists[operand])
+        hyper = torch.empty(len(held), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
+        row_of = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.device)
+        self.batch = adam.Batch(layout, None, lists, row_of, hyper)
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        return list(map(version_of if self.sharded else attrgetter("_version"), self.parameters))
+
+    def agreed(self) -> dict[int, Agreed]:
+        """By the parameter's id, when it and its full master agreed."""
+        if self.batch.layout.master != adam.FULL_MASTER:
+            return {}
+        dtype = self.batch.layout.param
+        entries = [Agreed(*known, dtype) for known in zip(self.versions, self.addresses, strict=True)]
+        return dict(zip(map(id, self.parameters), entries, strict=True))
+
+    def _state(self, operand: int) -> list[torch.Tensor]:
+        tensors = list(map(itemgetter(self.keys[operand]), self.states))
+        return list(map(local, tensors)) if self.sharded else tensors
+
+    def still_describes(self) -> bool:
+        """Whether parameters and state lie where they lay, taking up state tensors that were replaced."""
+        held = [local(parameter) for parameter in self.parameters] if self.sharded else self.parameters
+        if list(map(_address, held)) != self.addresses:
+            return False
+        for operand in self.keys:
+            now = self._state(operand)
+            # On plain tensors: the same objects. Shards are taken anew each time, and only where they lie tells.
+            if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):
+                return False
+            if list(map(_address, now)) != self._contents[operand]:
+                return False
+        return True
+
+    def take_outside_writes(self) -> None:
+        """Let parameters that somebody wrote replace their full masters; a split one follows by itself."""
+        if self.batch.layout.master != adam.FULL_MASTER:
+            return
+        now = self._versions()
+        if now == self.versions:
+            return
+        masters = self.batch.lists[adam.EXTRA]
+        for index, (before, after) in enumerate(zip(self.versions, now, strict=True)):
+            if before != after:
+                masters[index].copy_(as_written(self.held[index], masters[index]))
+        self.versions = now
+
+    def _in_order(self, gradients: list[torch.Tensor], contiguous: bool) -> list[torch.Tensor]:
+        """The gradients with their elements in the parameters' order, copied where autograd chose another."""
+        if self.contiguous and contiguous:
+            return gradients
+        ordered = []
+        for grad, dense in zip(gradients, self.dense, strict=True):
+            grad = grad.resolve_neg()
+            if grad.stride() != dense.stride() and not (grad.is_contiguous() and dense.is_contiguous()):
+                grad = torch.empty_strided(grad.shape, dense.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+            ordered.append(grad)
+        return ordered
+
+    def prepare(
+        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
+    ) -> list[partial[Any]]:
+        """All of a step that can fail or take long, and the calls that make it; they hold addresses only.
+
+        Args:
+            grads: one per parameter.
+            contiguous: whether all of them are.
+            groups: the table of the groups' options.
+            control: on this device.
+        """
+        if self.sharded:
+            grads = list(map(local, grads))
+            contiguous = all_contiguous(grads)
+        gradients = self._in_order(grads, contiguous)
+        self.take_outside_writes()
+        for parameter, copy in self.copied:
+            copy.copy_(parameter)
+        self.batch.lists[adam.GRAD] = gradients
+        if self.batch.table is None:
+            contents = list(self._contents)
+            contents[adam.GRAD] = checked_addresses(gradients)
+            numels = [one.numel() for one in self.held]
+            self.batch.table = TensorTable(numels, len(contents), adam.CHUNK, self.device, contents)
+        else:
+            self.batch.table.point(adam.GRAD, gradients)
+        back = (partial(parameter.copy_, copy) for parameter, copy in self.copied)
+        return [adam.launch(self.batch, groups, control), *back]
+
+    def finish(self) -> None:
+        """After the calls."""
+        self.batch.lists[adam.GRAD] = []  # or their memory would outlive zero_grad
+        # The kernels write through addresses, which autograd cannot see.
+        torch.autograd.graph.increment_version(self.parameters)
+        if self.batch.layout.master == adam.FULL_MASTER:
+            self.versions = self._versions()
+
+
+class OperationsBatch(Batch):
+    """Tensors whose memory no kernel may read (wrapper subclasses, fake and meta tensors): the reference steps them."""
+
+    def __init__(
+        self, layout: adam.Layout, parameters: list[torch.Tensor], states: list[dict[str, Any]], rows: list[int]
+    ):
+        self.parameters, self.states = parameters, states
+        self.sharded = any(map(is_sharded, parameters))
+        self.keys = state_keys(layout)
+        self.known = list(map(local, parameters))
+        self.device = self.known[0].device
+        self.addresses = [0] * len(parameters)
+        self.held = [local(parameter.detach()) for parameter in parameters]
+        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
+        for operand in self.keys:
+            lists[operand] = self._state(operand)
+        row_of = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.device)
+        hyper = torch.zeros(len(rows), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
+        self.batch = adam.Batch(layout, None, lists, row_of, hyper)
+        self.versions = self._versions()
+
+    def still_describes(self) -> bool:
+        return all(map(is_, map(local, self.parameters), self.known)) and all(
+            all(map(is_, self._state(operand), self.batch.lists[operand])) for operand in self.keys
+        )
+
+    def prepare(
+        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
+    ) -> list[partial[Any]]:
+        # Taken anew: `parameter.data` may have been replaced.
+        self.held = self.batch.lists[adam.PARAM] = [local(parameter.detach()) for parameter in self.parameters]
+        self.take_outside_writes()
+        self.batch.lists[adam.GRAD] = list(map(local, grads))
+        return [adam.launch(self.batch, groups, control)]

@@ -1,0 +1,268 @@
+"""An optimizer's state in canonical form, loaded into whatever layout, whoever saved it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from halfstep.integrations.interrupts import apply
+from halfstep.integrations.optim.options import LAYOUT_OPTIONS, check_options, master_of
+from halfstep.integrations.optim.state import CANONICAL_KEYS, OptimizerState, like, step_count
+from halfstep.kernels.rounding import join_master, split_master
+from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.verdict import parameters_of
+
+# What apex and TransformerEngine keep in a group beside torch's options.
+FOREIGN_OPTIONS = ("step", "bias_correction")
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """State of others, its tensors on the device of their parameter, as `torch.optim.Optimizer` has it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(one, device) for key, one in value.items()}
+    return type(value)(moved(one, device) for one in value) if type(value) in (list, tuple, set) else value
+
+
+def _is_nothing(value: Any) -> bool:
+    """TransformerEngine's None, or the empty dict that torch puts where a flat state lacks an entry."""
+    return value is None or (isinstance(value, dict) and not value)
+
+
+def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], count: Any) -> dict[str, Any]:
+    """One parameter's saved state by our names, whoever saved it; `count` is the step count of its group, or None."""
+    state = {key: value for key, value in saved.items() if not _is_nothing(value) and key != "master_param"}
+    if count is not None:
+        state.setdefault("step", count)
+    master = saved.get("master_param")
+    if not isinstance(master, torch.Tensor) or parameter.dtype == torch.float32:
+        return state
+    if master.dtype == torch.int16:
+        # The lower half of the bits, the upper one rounded half away from 0: as `split_master` splits, but for NaN.
+        where = f"'master_param' in the state of parameter {index}"
+        if parameter.dtype != torch.bfloat16:
+            raise ValueError(
+                f"{where} has dtype torch.int16, a remainder of a bfloat16 weight, and the parameter has dtype "
+                f"{parameter.dtype}; allowed is bfloat16: load model and optimizer in bfloat16, then convert"
+            )
+        if master.shape != parameter.shape:
+            raise ValueError(
+                f"{where} has shape {tuple(master.shape)}; allowed is {tuple(parameter.shape)}: "
+                "the checkpoint is of another model, or its parameters stand in another order"
+            )
+        weight = local(parameter.detach())
+        master = like(parameter, join_master(weight, local(master).to(weight.device)))
+    return {**state, "master": master}
+
+
+def matched_groups(
+    groups: list[dict[str, Any]], state_dict: dict[str, Any], kept: Iterable[str]
+) -> tuple[list[dict[str, Any]], dict[Any, tuple[torch.Tensor, dict[str, Any]]]]:
+    """The groups as they will be after loading, and to which parameter each saved index belongs.
+
+    Args:
+        groups: as they are.
+        state_dict: what is loaded.
+        kept: options that stay as they are.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(
+                f"state_dict has keys {list(state_dict)}; it lacks {key!r}: it is not an optimizer's state_dict"
+            )
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            "loaded state dict has a different number of parameter groups: "
+            f"{len(saved_groups)}; allowed is {len(groups)}, as in this optimizer"
+        )
+    result, owners = [], {}
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if "params" not in saved:
+            raise ValueError(f"group {number} of the checkpoint has {', '.join(map(repr, saved))}; it lacks 'params'")
+        if len(group["params"]) != len(saved["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"group {number} has {len(saved['params'])} parameters there, {len(group['params'])} here"
+            )
+        if not saved.get("bias_correction", True):
+            raise ValueError(
+                f"bias_correction is {saved['bias_correction']} in group {number} of the checkpoint; allowed is True: "
+                "train on with the optimizer that saved it"
+            )
+        names, here = saved.get("param_names"), group.get("param_names")
+        if names and here and names != here and sorted(names) == sorted(here):
+            first = next(place for place, pair in enumerate(zip(names, here, strict=True)) if pair[0] != pair[1])
+            raise ValueError(
+                f"the parameters of group {number} stand in another order in the checkpoint: parameter {first} is "
+                f"{names[first]!r} there, {here[first]!r} here; allowed is the same order: make the optimizer in it"
+            )
+        known = {name: value for name, value in saved.items() if name not in FOREIGN_OPTIONS}
+        merged = {**group, **known, **{name: group[name] for name in kept}, "params": group["params"]}
+        if isinstance(merged["lr"], torch.Tensor):
+            merged["lr"] = merged["lr"].clone()
+        check_options(merged)
+        result.append(merged)
+        owners.update({index: (p, merged) for index, p in zip(saved["params"], group["params"], strict=True)})
+    return result, owners
+
+
+class CanonicalState(OptimizerState):
+    """`state_dict` and `load_state_dict` in canonical form."""
+
+    # Options that a checkpoint does not change, beside those of the layout.
+    _fixed_options: tuple[str, ...] = ()
+    _recorded: dict[int, torch.Tensor]  # state tensors that CUDA graphs write to
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state in canonical form: per parameter ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... in fp32.
+
+        There is no ``master`` for fp32 parameters, which are their own, nor with ``master_weights=None``.
+        """
+        self._note_agreed()
+        # Hooks registered by others see the canonical form, so they run at the end.
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            packed = Optimizer.state_dict(self)
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        for index, parameter in enumerate(parameters_of(self)):
+            state = packed["state"].get(index)
+            if state is None:
+                continue
+            canonical = dict(state)
+            canonical.pop("master", None)
+            master = self._master(parameter)
+            if master is not None:
+                canonical["master"] = master
+            for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                if key in canonical and canonical[key].dtype != torch.float32:
+                    canonical[key] = canonical[key].float()
+            packed["state"][index] = canonical
+        # How state lies in memory is not loaded. It is there because what loads a flat checkpoint asks for every option
+        # that a group has, and as text because not everything that reads checkpoints knows dtypes.
+        packed["param_groups"] = [
+            {**group, "state_dtype": str(group["state_dtype"]).removeprefix("torch.")}
+            for group in packed["param_groups"]
+        ]
+        for hook in list(hooks.values()):
+            replaced = hook(self, packed)
+            packed = packed if replaced is None else replaced
+        return packed
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of halfstep's, torch's, apex's or TransformerEngine's Adam or AdamW, keeping every bit.
+
+        Options that say how state lies in memory (`master_weights`, `state_dtype`, `rounding`) stay as they are here;
+        all others are taken from the checkpoint. Where it has a master, the parameter is set to the master's rounding.
+
+        apex and TransformerEngine count steps per group: each parameter with state takes its group's count.
+        TransformerEngine's masters are taken for fp16 and bf16 parameters; those beside fp32 parameters are never
+        updated there and are left out. Its 16-bit remainders complete the parameter as it is now: load the model first.
+        apex saves no masters: `halfstep.integrations.checkpoint.with_masters` adds them. Neither checkpoint says
+        whether weight decay is decoupled; the class it is loaded into does.
+
+        Once a step was captured into a CUDA graph, what is loaded is written into the tensors that the graph writes to.
+
+        Raises:
+            ValueError: groups, parameters, shapes, keys or numbers do not fit; the optimizer and its parameters are
+                unchanged, as they are after Ctrl-C.
+        """
+        state_dict = dict(state_dict)
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            replaced = hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
+        counts = {
+            index: group["step"] for group in state_dict["param_groups"] if "step" in group for index in group["params"]
+        }
+        loaded = {
+            parameter: self._loaded_state(
+                index, parameter, group, canonical(index, parameter, saved, counts.get(index))
+            )
+            for index, (parameter, group) in owners.items()
+            if (saved := state_dict["state"].get(index))
+        }
+        fresh: dict[Any, Any] = defaultdict(dict)
+        fresh.update((key, value) for key, value in state_dict["state"].items() if key not in owners)
+        fresh.update((parameter, state) for parameter, (state, _) in loaded.items())
+        # Everything fits. What was derived from the state before goes first: without it all is found out anew.
+        self._forget()
+        pairs = ((local(p.detach()), weight) for p, (_, weight) in loaded.items() if weight is not None)
+        writes = [partial(held.copy_, local(weight)) for held, weight in pairs]
+        for parameter, (state, _) in loaded.items():
+            writes += self._in_place(parameter, state)
+        apply([*writes, partial(self.__dict__.update, state=fresh, param_groups=groups, _agreed={})])
+        self._agree()
+        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
+
+    def _in_place(self, parameter: torch.Tensor, state: dict[str, Any]) -> list[partial[Any]]:
+        """Calls that write a loaded state into the tensors that CUDA graphs use, which take its place in `state`."""
+        calls = []
+        for key, held in self.state.get(parameter, {}).items() if self._recorded else ():
+            value = state.get(key)
+            if not isinstance(value, torch.Tensor) or id(local(held)) not in self._recorded:
+                continue
+            if (value.shape, value.dtype, value.device) == (held.shape, held.dtype, held.device):
+                calls.append(partial(local(held).copy_, local(value)))
+                state[key] = held
+        return calls
+
+    def _loaded_state(
+        self, index: int, parameter: torch.Tensor, group: dict[str, Any], saved: dict[str, Any]
+    ) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """One parameter's state in this optimizer's layout, and what the parameter must become (None: stay)."""
+        where = f"state of parameter {index}"
+        for key in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+            if key not in saved:
+                raise ValueError(
+                    f"{where} lacks {key!r}; it has {', '.join(map(repr, saved)) or 'nothing'}: "
+                    "the checkpoint is not of an Adam with the same options"
+                )
+        state: dict[str, Any] = {}
+        for key, value in saved.items():
+            if key == "step":
+                state[key] = step_count(value, where).to(parameter.device)
+            elif key in CANONICAL_KEYS:
+                if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+                    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                    raise ValueError(
+                        f"{key!r} in the {where} has shape {shape}; allowed is {tuple(parameter.shape)}: "
+                        "the checkpoint is of another model, or its parameters stand in another order"
+                    )
+                if not value.is_floating_point():
+                    raise ValueError(
+                        f"{key!r} in the {where} has dtype {value.dtype}; allowed are floating-point dtypes"
+                    )
+                dtype = torch.float32 if key == "master" else group["state_dtype"]
+                state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
+            else:
+                state[key] = moved(value, parameter.device)
+        master = state.pop("master", None)
+        if not group["amsgrad"]:
+            state.pop("max_exp_avg_sq", None)
+        kept = master_of(parameter, group["master_weights"])
+        if master is None:
+            if kept == "full":
+                state["master"] = parameter.detach().to(torch.float32, memory_format=torch.preserve_format)
+            elif kept == "split":
+                state["master"] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
+            return state, None
+        if kept == "split":
+            weight, rest = split_master(local(master))
+            state["master"] = like(parameter, rest)
+            return state, like(parameter, weight)
+        if kept == "full":
+            state["master"] = master
+        return state, master.to(parameter.dtype)

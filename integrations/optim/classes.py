@@ -1,0 +1,427 @@
+"""Adam and AdamW, drop-ins for torch's."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, Literal, overload
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from halfstep.integrations.interrupts import apply
+from halfstep.integrations.optim.batches import all_contiguous
+from halfstep.integrations.optim.checkpoints import CanonicalState
+from halfstep.integrations.optim.options import check_number, check_options, check_parameter, is_zero, plain_number
+from halfstep.integrations.optim.plan import StepPlan
+from halfstep.kernels import adam
+from halfstep.kernels.streams import capturing
+from halfstep.kernels.unscale import Factor, Verdict
+from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
+from halfstep.numerics.scaling.topology import is_sharded, settle_gradients
+from halfstep.numerics.scaling.verdict import parameters_of
+
+_gradient = attrgetter("grad")
+
+
+def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
+    """What steers a step as the kernels read it on a device; what fits is not copied, nothing is waited for."""
+    numbers = control.grad_scale, control.found_inf, control.sum_of_squares
+    fitting = []
+    for number, dtype in zip(numbers, (torch.float32, torch.float32, torch.float64), strict=True):
+        if number is not None and not isinstance(number, torch.Tensor):
+            number = torch.full((), float(number), dtype=dtype, device=device)
+        elif number is not None and (number.dtype is not dtype or number.device != device):
+            number = number.to(device=device, dtype=dtype, non_blocking=True)
+        fitting.append(number)
+    return control if all(map(is_, fitting, numbers)) else adam.Control(*fitting)
+
+
+def _as_fp32(value: Any) -> torch.Tensor:
+    """A number as an fp32 tensor on the CPU, a tensor where it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.float32)
+    return torch.as_tensor(value, dtype=torch.float32, device="cpu")
+
+
+def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
+    """The same control, but the step is skipped, step counts included, if all gradients on all ranks are 0.
+
+    Moments would stay as they are, but for L2 decay, and 0 / (0 + eps) is NaN at eps = 0.
+    """
+    # The sum is 0 only if every number is: the largest is brought near 1 before it is squared.
+    nothing = (verdict.sum_of_squares == 0).float()
+    if control.found_inf is not None:
+        found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
+        nothing = torch.maximum(nothing, found_inf)
+    return adam.Control(control.grad_scale, nothing, control.sum_of_squares)
+
+
+class _AdamBase(CanonicalState):
+    """What Adam and AdamW share: everything but their signatures.
+
+    They inherit from torch's classes of the same names, for frameworks that ask `isinstance`, and nothing of theirs:
+    what this class does not define comes from `torch.optim.Optimizer`, called by its name.
+    """
+
+    # False: torch's scalers unscale in place, and decide whether to call step().
+    _step_supports_amp_scaling = StepSupportsAmpScaling()
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+        check_options(defaults)
+        if max_grad_norm is not None:
+            check_number(
+                max_grad_norm, "Invalid max_grad_norm value", "None and finite numbers above 0", lambda x: x > 0
+            )
+        self.max_grad_norm = max_grad_norm
+        self._agreed = {}
+        self._begin()
+        Optimizer.__init__(self, params, defaults)
+
+    def _begin(self) -> None:
+        """What neither a pickle nor a copy of an optimizer holds."""
+        self._plan = None
+        self._squares: torch.Tensor | None = None
+        self._stepped_without_gradients = False
+        self._recorded = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Optimizer.__setstate__(self, state)
+        self.__dict__.setdefault("max_grad_norm", None)
+        self._begin()
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self._agree()
+
+    @torch.no_grad()
+    def __getstate__(self) -> dict[str, Any]:
+        self._note_agreed()
+        state: dict[Any, Any] = defaultdict(dict, self.state)
+        for parameter in self._with_full_master():
+            state[parameter] = {**state[parameter], "master": self._master(parameter)}
+        return {**Optimizer.__getstate__(self), "state": state, "max_grad_norm": self.max_grad_norm}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            TypeError, ValueError: an option or a parameter is not allowed; the optimizer is unchanged.
+        """
+        if isinstance(param_group, dict):  # else torch raises
+            check_options({**self.defaults, **param_group})
+        Optimizer.add_param_group(self, param_group)
+        number = len(self.param_groups) - 1
+        added = self.param_groups[-1]
+        added.update({name: plain_number(added[name]) for name in ("lr", "betas", "eps", "weight_decay")})
+        try:
+            for index, parameter in enumerate(added["params"]):
+                # What is frozen now may be of any kind (quantized weights); if it is ever stepped, it is checked then.
+                if parameter.requires_grad and not is_lazy(parameter):
+                    check_parameter(parameter, f"parameter {index} of group {number}", added["master_weights"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._forget()
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The unscaled gradients' 2-norm before clipping, from the last step with `max_grad_norm`; 0-dim, on device."""
+        return None if self._squares is None else self._squares.sqrt().float()
+
+    # ---------------------------------------------------------------------------------------------------------- step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the loss and gradients first, and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ValueError: an option of a group is out of range; nothing was changed.
+            RuntimeError: a gradient is sparse; nothing was changed.
+            TypeError: a dtype is not supported; nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._decision is None:
+            self._step_on_device()
+        else:  # in the step of a scaler, which no compiler sees
+            self._update()
+        return loss
+
+    @torch._disable_dynamo
+    def _step_on_device(self) -> None:
+        self._update()
+
+    def _update(self) -> None:
+        with torch.no_grad():
+            self._update_parameters()
+
+    def _update_parameters(self) -> None:
+        groups, plan, limit = self.param_groups, self._plan, self._limit()
+        changed = plan is None or plan.options_may_differ(groups, limit)
+        if changed:
+            for group in groups:
+                check_options(group)
+        # torch.distributed.checkpoint takes such a step, with gradients of 0, to find out what state there is.
+        # A rank without gradients never has state: it takes part in the first such step only, as the others do.
+        first_at_rest = not self.state and not self._stepped_without_gradients
+        first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in groups)
+        parameters = parameters_of(self)
+        grads = list(map(_gradient, parameters))
+        if any(map(is_, grads, repeat(None))):
+            parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if not parameters:
+            if not self._stepped_without_gradients:
+                self._warn_if_sharded_since()
+            # Others may have some, and wait for this rank's part of their sums.
+            self._stepped_without_gradients = True
+            self._control(limit)
+            if first_at_rest:
+                self._checker.verdict(keep=False)
+            return
+        if set(map(type, grads)) != {torch.Tensor}:
+            settle_gradients(parameters)
+            grads = list(map(_gradient, parameters))
+        contiguous = all_contiguous(grads)
+        recording = capturing(grads[0].device) or (
+            plan is not None and len(plan.batches) > 1 and any(capturing(batch.device) for batch, _ in plan.batches)
+        )
+        if recording:
+            plan = StepPlan(self, parameters, grads, recording)
+        elif (
+            plan is None
+            or (changed and not plan.has_layouts_of(groups))
+            or not plan.describes(self, parameters, grads, contiguous)
+        ):
+            self._forget()
+            plan = self._plan = StepPlan(self, parameters, grads)
+        control = self._control(limit)
+        if first_at_rest:
+            verdict = self._checker.verdict(keep=False)
+            assert verdict is not None
+            control = _skipping_zeros(control, verdict)
+        calls: list[partial[Any]] = []
+        needed: list[tuple[adam.Control, torch.Tensor]] = []  # the calls hold only their addresses
+        for batch, indices in plan.batches:
+            own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
+            here = _control_on(control, batch.device)
+            table = plan.group_table(batch.device, groups, limit, changed)
+            needed.append((here, table))
+            calls += batch.prepare(own, contiguous, table, here)
+        apply(calls)
+        if recording:  # nothing of it has happened; what a replay writes to must stay
+            for batch, _ in plan.batches:
+                if not capturing(batch.device):
+                    batch.finish()
+            held = (one for batch, _ in plan.batches for operand in batch.keys for one in batch.batch.lists[operand])
+            self._recorded.update((id(one), one) for one in held)
+            return
+        for batch, _ in plan.batches:
+            batch.finish()
+        plan.stepped(groups, limit)
+
+    def _limit(self) -> float | None:
+        """The 2-norm to which the coming step clips: the scaler's, or the optimizer's own if that is less."""
+        own, decision = self.max_grad_norm, self._decision
+        if decision is None or decision.max_norm is None:
+            return own
+        return decision.max_norm if own is None else min(own, decision.max_norm)
+
+    def _control(self, limit: float | None) -> adam.Control:
+        """Scale, flag and norm for this step: decided by a scaler, or measured here if clipping needs it."""
+        decision = self._decision
+        squares = None
+        if decision is None:  # torch's scalers set attributes where they are told that step() unscales
+            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        else:
+            scale, found_inf = decision.scale, decision.verdict.found_inf
+            # Of gradients that were unscaled in place, and may have been changed since, the sum is formed anew.
+            if decision.scale is not None or decision.max_norm is not None:
+                squares = decision.verdict.sum_of_squares
+        if limit is None:
+            return adam.Control(scale, found_inf)
+        if squares is None:
+            factor = None if scale is None else Factor(_as_fp32(scale).reshape(()), inverted=True)
+            verdict = self._checker.verdict(factor)
+            squares = None if verdict is None else verdict.sum_of_squares
+        self._squares = squares
+        return adam.Control(scale, found_inf, squares)
+
+    def _warn_if_sharded_since(self) -> None:
+        """Say so if the model was sharded after the optimizer was made, which then trains parameters of nobody.
+
+        They have no gradients, while DTensors of the same shapes do. Looked for once, when nothing has a gradient, and
+        only in a process group, without which nothing is sharded: the walk over all objects takes a while.
+        """
+        cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+        own = [parameter for parameter in parameters_of(self) if parameter.requires_grad and not is_lazy(parameter)]
+        if cls is None or not torch.distributed.is_initialized() or not own or any(map(is_sharded, own)):
+            return
+        leaves = [one for one in gc.get_objects() if issubclass(type(one), cls) and one.is_leaf and one.requires_grad]
+        with_gradient = {leaf.shape for leaf in leaves if leaf.grad is not None}
+        shapes = {parameter.shape for parameter in own}
+        if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:
+            warnings.warn(
+                f"none of the {len(own)} parameters of this optimizer has a gradient, while DTensors of the same "
+                "shapes do: the model was sharded after the optimizer was made, so that it trains nothing; make the "
+                "optimizer after fully_shard",
+                UserWarning,
+                stacklevel=5,
+            )
+
+
+_ARGUMENTS = """
+
+    Args:
+        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may mix.
+            One given twice in a group is warned of, as in torch, and stepped once.
+        lr: learning rate; a float, or a one-element tensor that is read on the device.
+        betas: decay rates of the two moments, each from 0 to below 1.
+        eps: added to the root of the second moment.
+        weight_decay: {decay}.
+        amsgrad: divide by the largest second moment so far (Reddi et al., 2018).
+        maximize: ascend instead of descend.
+        foreach, capturable, fused: accepted as torch accepts them; every step is fused and capturable.
+        differentiable: must be False.
+{extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
+            ``"full"`` (fp32 copy, 4 B), ``None`` (round the weight every step), or ``"auto"``: split for bf16, full
+            for fp16. fp32 parameters need none.
+        state_dtype: of the moments: fp32, or bf16. Rounded to nearest, a bf16 second moment with beta2 near 1 stops
+            moving once its steps fall below half an ulp: with bf16 use ``rounding="stochastic"``.
+        rounding: ``"nearest"``, or ``"stochastic"``: bf16 moments and 16-bit parameters without a master are rounded to
+            either neighbour with the probability that makes the mean right. fp32 numbers and masters are not rounded,
+            so where there is nothing else the steps are those of ``"nearest"``. The bits depend on the seed, the
+            parameter's number, its step and the element's place in the whole parameter; with FSDP1, whose flat shards
+            do not say where they lie, in the shard.
+        seed: of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the groups' options.
+        max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
+
+    Raises:
+        ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
+        TypeError: a parameter that requires a gradient is not a dense fp32, fp16 or bf16 tensor, or `seed` not an
+            integer. Frozen parameters may be of any kind.
+"""
+
+
+class Adam(_AdamBase, torch.optim.Adam):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: Literal["auto", "full", "split"] | None = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "master_weights": master_weights,
+            "state_dtype": state_dtype,
+            "rounding": rounding,
+            "seed": seed,
+        }
+        _AdamBase.__init__(self, params, defaults, max_grad_norm)
+
+    __doc__ = (
+        "Adam (Kingma and Ba, 2015) with exact fp32 master weights, a drop-in for `torch.optim.Adam`."
+        + _ARGUMENTS.format(
+            decay="L2 penalty: ``weight_decay`` times the weight is added to the gradient",
+            extra="        decoupled_weight_decay: decay the weight as AdamW does.\n",
+        )
+    )
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    # As torch's: whatever is loaded into an AdamW decays as AdamW does.
+    _fixed_options = ("decoupled_weight_decay",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: Literal["auto", "full", "split"] | None = "auto",
+        state_dtype: torch.dtype = torch.float32,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            rounding=rounding,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        )
+
+    __doc__ = (
+        "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
+        + _ARGUMENTS.format(
+            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step", extra=""
+        )
+    )

@@ -1,0 +1,141 @@
+"""The options of a parameter group, and what they come to for one parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfstep.kernels import adam
+from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory
+from halfstep.kernels.philox import check_seed
+
+MASTERS = ("auto", "full", "split", None)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+ROUNDINGS = ("nearest", "stochastic")
+# Options that say how state lies in memory: a checkpoint does not change them.
+LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
+
+_MASTER_CODES = {None: adam.NO_MASTER, "full": adam.FULL_MASTER, "split": adam.SPLIT_MASTER}
+# Those that a step looks at.
+options_of = itemgetter(
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    *("decoupled_weight_decay", "master_weights", "state_dtype", "rounding", "seed"),
+)
+
+
+def plain_number(value: Any) -> Any:
+    """numpy's numbers as Python's, so that checkpoints hold no objects of numpy; others as they are."""
+    if isinstance(value, (tuple, list)) and any(isinstance(one, (np.ndarray, np.generic)) for one in value):
+        return type(value)(map(plain_number, value))
+    return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
+
+
+def check_number(value: Any, message: str, allowed: str, fits: Callable[[float], bool]) -> None:
+    """Raise unless a hyper-parameter is a finite number in its range; device and fake tensors are not read."""
+    value = plain_number(value)
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or not has_memory(value):
+            return
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{message}: {value!r}; allowed are {allowed}")
+    if not math.isfinite(value) or not fits(float(value)):
+        raise ValueError(f"{message}: {value}; allowed are {allowed}")
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Validate the options of a parameter group; messages begin with torch's words, which others match on."""
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, torch.Tensor):
+        if group["foreach"] and not group["capturable"]:
+            raise ValueError(
+                "lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach away, "
+                "it has no use here"
+            )
+        if lr.numel() != 1:
+            raise ValueError(f"Tensor lr must be 1-element; its shape is {tuple(lr.shape)}")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas is {betas!r}; allowed is a pair of numbers from 0 to below 1")
+    tensors = [isinstance(beta, torch.Tensor) for beta in betas]
+    if any(tensors) and not all(tensors):
+        raise ValueError("betas must be either both floats or both Tensors")
+    for index, beta in enumerate(betas):
+        if isinstance(beta, torch.Tensor):
+            if group["foreach"] and not group["capturable"]:
+                raise ValueError(
+                    f"betas[{index}] as a Tensor is not supported for capturable=False and foreach=True; "
+                    "leave foreach away, it has no use here"
+                )
+            if beta.numel() != 1:
+                raise ValueError(f"Tensor betas[{index}] must be 1-element; its shape is {tuple(beta.shape)}")
+        message = f"Invalid beta parameter at index {index}"
+        check_number(beta, message, "numbers from 0 to below 1", lambda x: 0.0 <= x < 1.0)
+    check_number(lr, "Invalid learning rate", "finite numbers from 0", lambda x: x >= 0)
+    check_number(group["eps"], "Invalid epsilon value", "finite numbers from 0", lambda x: x >= 0)
+    check_number(group["weight_decay"], "Invalid weight_decay value", "finite numbers from 0", lambda x: x >= 0)
+    if group["foreach"] and group["fused"]:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together; neither changes what is computed here")
+    if group["differentiable"]:
+        if group["fused"]:
+            raise RuntimeError("`fused` does not support `differentiable`; use torch.optim for a differentiable step")
+        raise ValueError("differentiable is True; allowed is False: use torch.optim for a differentiable step")
+    if group["master_weights"] not in MASTERS:
+        raise ValueError(f"master_weights is {group['master_weights']!r}; allowed are {', '.join(map(repr, MASTERS))}")
+    if group["state_dtype"] not in STATE_DTYPES:
+        raise ValueError(f"state_dtype is {group['state_dtype']!r}; allowed are {', '.join(map(str, STATE_DTYPES))}")
+    if group["rounding"] not in ROUNDINGS:
+        raise ValueError(f"rounding is {group['rounding']!r}; allowed are {', '.join(map(repr, ROUNDINGS))}")
+    check_seed(group["seed"])
+
+
+def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | None) -> None:
+    if parameter.layout != torch.strided:
+        raise TypeError(f"{where} has layout {parameter.layout}; allowed are dense parameters")
+    if parameter.dtype not in DTYPE_CODES:
+        raise TypeError(
+            f"{where} has dtype {parameter.dtype}; allowed are float32, float16 and bfloat16: "
+            "use torch.optim for other dtypes"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+        raise ValueError(
+            f"{where} has shape {tuple(parameter.shape)} and strides {parameter.stride()}: several elements share one "
+            "number; allowed is memory of its own for each: use .contiguous()"
+        )
+    if master_weights == "split" and parameter.dtype == torch.float16:
+        raise ValueError(
+            f"{where} is float16 and master_weights is 'split'; allowed for float16 are 'full', 'auto' and None"
+        )
+
+
+def master_of(parameter: torch.Tensor, master_weights: str | None) -> str | None:
+    """The master that "auto" means for this parameter; fp32 parameters need none."""
+    if parameter.dtype == torch.float32:
+        return None
+    if master_weights == "auto":
+        return "split" if parameter.dtype == torch.bfloat16 else "full"
+    return master_weights
+
+
+def layout_of(parameter: torch.Tensor, grad: torch.dtype, group: dict[str, Any]) -> adam.Layout:
+    """What the kernel for this parameter is compiled for."""
+    master = _MASTER_CODES[master_of(parameter, group["master_weights"])]
+    return adam.Layout(
+        parameter.dtype,
+        grad,
+        group["state_dtype"],
+        master,
+        bool(group["amsgrad"]),
+        not group["decoupled_weight_decay"] and bool(group["weight_decay"] != 0),
+        group["rounding"] == "stochastic" and adam.rounds_stochastically(parameter.dtype, group["state_dtype"], master),
+    )
+
+
+def is_zero(lr: torch.Tensor | float) -> bool:
+    """Whether a learning rate is known to be 0; device tensors are not read."""
+    return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False

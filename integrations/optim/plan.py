@@ -1,0 +1,246 @@
+"""The plan of a step: which launches update which parameters. It is kept as long as it describes them."""
+
+from __future__ import annotations
+
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from halfstep.integrations.optim.batches import Batch, OperationsBatch, dense, place_of
+from halfstep.integrations.optim.options import check_parameter, layout_of, master_of, options_of
+from halfstep.integrations.optim.state import CANONICAL_KEYS, OptimizerState, is_complete, like, state_keys
+from halfstep.kernels import adam
+from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory
+from halfstep.kernels.streams import upload
+from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.verdict import parameters_of
+
+Group = dict[str, Any]
+
+
+class StepPlan:
+    """How some parameters of an optimizer are stepped.
+
+    Args:
+        optimizer: whose state is completed where something is missing.
+        parameters, grads: what is stepped.
+        recording: for a CUDA graph; state is then neither made nor changed.
+
+    Attributes:
+        parameters: as given.
+        batches: a launch each, and the indices of its parameters among `parameters`.
+        limit: the 2-norm to clip to that the last step had.
+
+    Raises:
+        RuntimeError: a gradient is sparse, or a parameter without state is recorded.
+        TypeError, ValueError: a parameter, a gradient or a state tensor is not supported.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerState,
+        parameters: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        recording: bool = False,
+    ) -> None:
+        self.parameters = parameters
+        self.batches = _batches(optimizer, parameters, grads, recording)
+        self.limit: float | None = None
+        self._layouts = _layouts(optimizer.param_groups)
+        self._grads = _kinds(grads)
+        # Somebody may clear the state, or put another in its place, to start anew.
+        self._state, self._entries = optimizer.state, len(optimizer.state)
+        self._options: list[tuple[Any, ...]] = []
+        self._tables: dict[torch.device, tuple[list[list[float]] | None, torch.Tensor]] = {}
+
+    def options_may_differ(self, groups: list[Group], limit: float | None) -> bool:
+        """Whether an option of any group may differ from what the last step saw.
+
+        Numbers are compared as objects, which is exact and compares no tensors. What can change in place always may.
+        """
+        now = list(map(options_of, groups))
+        if len(now) != len(self._options) or limit != self.limit:
+            return True
+        for values, before in zip(now, self._options, strict=True):
+            if not all(map(is_, values, before)) or type(values[1]) is not tuple:
+                return True
+            if not {float, int}.issuperset(map(type, (values[0], *values[1], values[2], values[3]))):
+                return True
+        return False
+
+    def describes(
+        self, optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
+    ) -> bool:
+        """Whether this is the plan for a step of `parameters`; `contiguous`: all gradients are."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(map(is_, parameters, self.parameters))
+            and _kinds(grads) == self._grads
+            and optimizer.state is self._state
+            and len(self._state) == self._entries
+            # Sparse gradients never say that they are contiguous.
+            and (contiguous or all(grad.layout == torch.strided for grad in grads))
+            and all([batch.still_describes() for batch, _ in self.batches])
+        )
+
+    def has_layouts_of(self, groups: list[Group]) -> bool:
+        """Whether the launches are compiled for the options of these groups."""
+        return _layouts(groups) == self._layouts
+
+    def group_table(
+        self, device: torch.device, groups: list[Group], limit: float | None, changed: bool
+    ) -> torch.Tensor:
+        """The hyper-parameters of all groups on a device, written again only if one has `changed`."""
+        known, table = self._tables.get(device, (None, None))
+        if table is not None and not changed:
+            return table
+        values: list[list[float]] = []
+        late: list[tuple[int, int, torch.Tensor]] = []
+        for row, group in enumerate(groups):
+            columns = [0.0] * adam.GROUP_COLUMNS
+            options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            for column, value in zip((adam.LR, adam.BETA1, adam.BETA2, adam.EPS, adam.DECAY), options, strict=True):
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    late.append((row, column, value))
+                else:
+                    columns[column] = float(value)
+            columns[adam.MAXIMIZE] = float(bool(group["maximize"]))
+            columns[adam.DECOUPLED] = float(bool(group["decoupled_weight_decay"]))
+            columns[adam.MAX_NORM] = 0.0 if limit is None else float(limit)
+            values.append(columns)
+        if known != values or table is None:
+            if table is not None:
+                self._tables[device] = (None, table)  # until it is written
+            table = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), device, out=table)
+            self._tables[device] = (values, table)
+        for row, column, value in late:
+            table[row, column].copy_(value.reshape(()), non_blocking=True)
+        return table
+
+    def stepped(self, groups: list[Group], limit: float | None) -> None:
+        """Note what options the step saw."""
+        self._options, self.limit = list(map(options_of, groups)), limit
+
+
+def _kinds(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set[type]]:
+    return list(map(attrgetter("dtype"), grads)), set(map(type, grads))
+
+
+def _layouts(groups: list[Group]) -> list[tuple[Any, ...]]:
+    """Of each group what its launches are compiled for, and the seed, which is in their tables."""
+    return [
+        (
+            *(group["amsgrad"], group["decoupled_weight_decay"], bool(group["weight_decay"] != 0)),
+            *(group["master_weights"], group["state_dtype"], group["rounding"], group["seed"]),
+        )
+        for group in groups
+    ]
+
+
+def _batches(
+    optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
+) -> list[tuple[Batch, list[int]]]:
+    """Parameters by device and layout, after checking that every one can be stepped."""
+    optimizer._note_agreed()
+    row_of = {id(p): row for row, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    rows = [row_of[id(parameter)] for parameter in parameters]
+    stream_of = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    names: dict[int, tuple[int, ...]] = {}
+    seen: set[int] = set()
+    for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+        if id(parameter) in seen:  # torch has warned; in one launch two updates of it would race
+            continue
+        seen.add(id(parameter))
+        group = optimizer.param_groups[rows[index]]
+        where = f"parameter {index} with a gradient (group {rows[index]})"
+        _check_tensors(where, parameter, grad, group)
+        if recording:
+            known = optimizer.state.get(parameter)
+            if known is None or not is_complete(known, master_of(parameter, group["master_weights"]), group):
+                raise RuntimeError(
+                    f"{where} has no complete state yet and the step is recorded into a CUDA graph, each replay of "
+                    "which would make it anew; allowed are parameters with state: take a step with the same "
+                    "parameters and options before the capture"
+                )
+        state = optimizer._complete_state(parameter, group)
+        layout = layout_of(parameter, grad.dtype, group)
+        tensors = (parameter, grad, *map(state.__getitem__, state_keys(layout).values()))
+        addressable = all(map(has_memory, map(local, tensors)))
+        for key, value in state.items():
+            if key in CANONICAL_KEYS:
+                ordered = _fitting(where, key, value, parameter, group, layout, addressable, recording)
+                if ordered is not value:
+                    state[key] = ordered
+        if layout.stochastic:
+            if not addressable:
+                raise TypeError(
+                    f"{where} is a {type(local(parameter)).__name__} without memory of its own, and rounding is "
+                    "'stochastic'; allowed is rounding='nearest'"
+                )
+            names[index] = (stream_of[id(parameter)], *place_of(parameter, where), group["seed"])
+        kinds.setdefault((local(parameter).device, layout, addressable), []).append(index)
+    optimizer._take_outside_writes(recording)
+    batches: list[tuple[Batch, list[int]]] = []
+    for (_, layout, addressable), indices in kinds.items():
+        members = [parameters[index] for index in indices]
+        states = [optimizer.state[parameter] for parameter in members]
+        groups = [rows[index] for index in indices]
+        if not addressable:
+            batches.append((OperationsBatch(layout, members, states, groups), indices))
+            continue
+        named = list(zip(*(names[index] for index in indices), strict=True)) if layout.stochastic else []
+        further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
+        batches.append((Batch(layout, members, states, groups, further), indices))
+    return batches
+
+
+def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, group: Group) -> None:
+    """Raise unless a parameter can be stepped with its gradient."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"{where} has a gradient of layout {grad.layout}; allowed are dense gradients: "
+            "use torch.optim.SparseAdam, or sparse=False in the embedding"
+        )
+    check_parameter(parameter, where, group["master_weights"])
+    if grad.dtype not in DTYPE_CODES:
+        raise TypeError(f"{where} has a gradient of dtype {grad.dtype}; allowed are float32, float16 and bfloat16")
+
+
+def _fitting(
+    where: str,
+    key: str,
+    value: Any,
+    parameter: torch.Tensor,
+    group: Group,
+    layout: adam.Layout,
+    addressable: bool,
+    recording: bool,
+) -> torch.Tensor:
+    """A state tensor as it can stand beside its parameter in one launch: itself, or a copy in the parameter's order."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"state {key!r} of {where} is a {type(value).__name__}; allowed is a tensor")
+    held, own = local(value), local(parameter)
+    master = torch.int16 if layout.master == adam.SPLIT_MASTER else torch.float32
+    dtype = {"step": torch.float32, "master": master}.get(key, group["state_dtype"])
+    shape = () if key == "step" else tuple(own.shape)
+    fits = held.numel() == 1 if key == "step" else held.shape == own.shape
+    if held.dtype != dtype or held.device != own.device or not fits:
+        raise ValueError(
+            f"state {key!r} of {where} is {tuple(held.shape)} {held.dtype} on {held.device}; allowed is {shape} "
+            f"{dtype} on {own.device}: move it back, or load it with load_state_dict"
+        )
+    if not addressable or key == "step":
+        return value
+    like_this = dense(own, layout)
+    if held.stride() == like_this.stride() or (held.is_contiguous() and like_this.is_contiguous()):
+        return value
+    if recording:
+        raise RuntimeError(
+            f"state {key!r} of {where} lies in another order than the parameter and the step is recorded into "
+            "a CUDA graph; allowed is the same order: take a step before the capture"
+        )
+    # Lay the elements out as the kernels walk them.
+    copy = torch.empty_strided(like_this.shape, like_this.stride(), dtype=held.dtype, device=held.device)
+    return like(parameter, copy.copy_(held))

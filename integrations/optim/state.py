@@ -1,0 +1,303 @@
+"""What an optimizer keeps for each parameter: moments, step counts and masters; weights that somebody else wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.optim.optimizer import Optimizer
+
+from halfstep.integrations.optim.options import master_of, plain_number
+from halfstep.kernels import adam
+from halfstep.kernels.multi_tensor import has_memory
+from halfstep.kernels.rounding import join_master, split_master
+from halfstep.numerics.scaling.topology import is_sharded, local
+from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
+
+if TYPE_CHECKING:
+    from halfstep.integrations.optim.plan import StepPlan
+
+CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """A number that grows whenever a parameter is written, through its DTensor or its local part."""
+    return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
+
+
+def _address_of(values: torch.Tensor) -> int:
+    return values.data_ptr() if has_memory(values) else 0
+
+
+class Agreed(NamedTuple):
+    """When a parameter and its full master last held the same weight."""
+
+    version: int
+    address: int
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, parameter: torch.Tensor) -> Agreed:
+        return cls(version_of(parameter), _address_of(local(parameter)), parameter.dtype)
+
+    def may_be_written(self, parameter: torch.Tensor) -> bool:
+        """Whether somebody may have written the parameter since. A change of dtype is none: the master says more."""
+        if parameter.dtype != self.dtype:
+            return False
+        return (self.version, self.address) != (version_of(parameter), _address_of(local(parameter)))
+
+
+def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """A full master, replaced by local values where they are not its rounding; nothing waits for the device."""
+    return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
+
+
+def state_keys(layout: adam.Layout) -> dict[int, str]:
+    """By operand, the names of the state tensors that a layout keeps."""
+    keys = {adam.M: "exp_avg", adam.V: "exp_avg_sq", adam.STEP: "step"}
+    if layout.master != adam.NO_MASTER:
+        keys[adam.EXTRA] = "master"
+    if layout.amsgrad:
+        keys[adam.TOP] = "max_exp_avg_sq"
+    return keys
+
+
+def needed(master: str | None, group: dict[str, Any]) -> list[str]:
+    """The names of what a step needs in a parameter's state."""
+    further = ["max_exp_avg_sq"] * bool(group["amsgrad"]) + ["master"] * bool(master)
+    return ["step", "exp_avg", "exp_avg_sq", *further]
+
+
+def is_complete(state: dict[str, Any], master: str | None, group: dict[str, Any]) -> bool:
+    """Whether a parameter's state has what a step needs, and the master is of the kind that is kept."""
+    step, held = state.get("step"), state.get("master")
+    fits = not isinstance(held, torch.Tensor) or (bool(master) and (held.dtype == torch.int16) == (master == "split"))
+    counted = isinstance(step, torch.Tensor) and step.dtype == torch.float32
+    return fits and counted and all(key in state for key in needed(master, group))
+
+
+def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Local values as a tensor of the parameter's kind: a DTensor with its mesh and placements, or themselves."""
+    if not is_sharded(parameter):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        values,
+        parameter.device_mesh,  # type: ignore[attr-defined]
+        parameter.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def step_count(saved: Any, where: str) -> torch.Tensor:
+    """A saved step count as a tensor of its own, 0-dim fp32, where it was.
+
+    Raises:
+        ValueError: it is no whole number from 0 that fp32 holds.
+    """
+    device, value = torch.device("cpu"), saved
+    if isinstance(saved, torch.Tensor):
+        if saved.numel() != 1:
+            raise ValueError(f"'step' in the {where} has shape {tuple(saved.shape)}; allowed is one number")
+        held = local(saved.detach())
+        if not has_memory(held):
+            return held.reshape(()).to(torch.float32, copy=True)
+        device, value = held.device, held.item()
+    value = plain_number(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"'step' in the {where} is {value!r}; allowed are whole numbers from 0")
+    if value != int(value) or float(np.float32(value)) != value:
+        raise ValueError(
+            f"'step' in the {where} is {value!r}, which is no step count in fp32; allowed are whole numbers from 0 "
+            "that fp32 holds: all up to 16,777,216"
+        )
+    return torch.full((), float(value), dtype=torch.float32, device=device)
+
+
+class _Masters(Mapping[torch.Tensor, torch.Tensor]):
+    """What `masters` returns: each master is put together when it is asked for."""
+
+    def __init__(self, optimizer: OptimizerState) -> None:
+        self._optimizer = optimizer
+        self._own = dict.fromkeys(parameters_of(optimizer))
+
+    @torch.no_grad()
+    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter not in self._own:
+            raise KeyError("not a parameter of this optimizer")
+        master = self._optimizer._master(parameter)
+        return parameter.detach().float() if master is None else master
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+class OptimizerState(StepsOnVerdict, Optimizer):
+    """An optimizer's state by parameter, and its masters."""
+
+    _agreed: dict[int, Agreed]  # by the parameter's id, when it and its full master agreed
+    _plan: StepPlan | None  # of the last step
+
+    # ------------------------------------------------------------------------------------------------------- masters
+
+    def _forget(self) -> None:
+        """Drop the plan, which is derived from parameters and state."""
+        self._note_agreed()
+        self._plan = None
+
+    def _note_agreed(self) -> None:
+        """Take over from the plan when its parameters and masters agreed."""
+        for batch, _ in () if self._plan is None else self._plan.batches:
+            self._agreed.update(batch.agreed())
+
+    def _agree(self) -> None:
+        """Note that parameters and full masters hold the same weights now."""
+        self._agreed = {id(parameter): Agreed.now(parameter) for parameter in self._with_full_master()}
+
+    def _with_full_master(self) -> list[torch.Tensor]:
+        held = (
+            (parameter, self.state[parameter].get("master"))
+            for parameter in parameters_of(self)
+            if parameter in self.state
+        )
+        return [p for p, master in held if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
+
+    def _master_if_written(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The local values that a full master must become because somebody wrote the parameter; None if nobody did."""
+        held, own = local(parameter.detach()), local(self.state[parameter]["master"])
+        known = self._agreed.get(id(parameter))
+        comparable = held.device == own.device and held.shape == own.shape
+        if known is None or not comparable or not known.may_be_written(parameter):
+            return None
+        return as_written(held, own)
+
+    def _master(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The fp32 master as it is now, none for fp32 parameters; it changes nothing.
+
+        So weights that are swapped in for a while (an average, for evaluation) cost the masters no bits, even if a
+        checkpoint is made of them.
+        """
+        state = self.state[parameter] if parameter in self.state else {}
+        master = state.get("master")
+        if parameter.dtype == torch.float32 or not isinstance(master, torch.Tensor):
+            return None
+        if master.dtype == torch.int16:
+            return like(parameter, join_master(local(parameter.detach()), local(master)))
+        written = self._master_if_written(parameter)
+        return master if written is None else like(parameter, written)
+
+    def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """By parameter, its weight in fp32: the master, or the parameter where there is none.
+
+        Where the optimizer holds it in fp32 (fp32 parameters, full masters) nothing is copied: clone what you want to
+        keep, since the next step changes it, and write nothing into it. A split master is put together when it is asked
+        for, one at a time while `items` runs. For DTensors they are DTensors.
+
+        A moving average of the weights, which in bf16 would stand still::
+
+            average = {p: master.clone() for p, master in optimizer.masters().items()}
+            for p, master in optimizer.masters().items():  # after each step
+                average[p].lerp_(master, 1 - decay)
+        """
+        self._note_agreed()
+        return _Masters(self)
+
+    @torch.no_grad()
+    def _take_outside_writes(self, recording: bool = False) -> None:
+        """Let parameters that somebody wrote replace their full masters, whether or not they are in a batch."""
+        self._note_agreed()
+        for parameter in self._with_full_master():
+            written = self._master_if_written(parameter)
+            if written is None:
+                continue
+            local(self.state[parameter]["master"]).copy_(written)
+            if not recording:  # else it is done at the replay, and does no harm a second time
+                self._agreed[id(parameter)] = Agreed.now(parameter)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
+        """Make masters exactly the weights as they are now, dropping what they knew beyond the parameter's dtype.
+
+        To call after writing weights that have nothing to do with those before, or through ``.data``, which a full
+        master cannot notice. Nothing waits for the device.
+
+        Args:
+            parameters: of this optimizer; None for all.
+
+        Raises:
+            ValueError: a tensor is not a parameter of this optimizer; nothing was changed.
+        """
+        own = {id(parameter) for parameter in parameters_of(self)}
+        if parameters is None:
+            parameters = parameters_of(self)
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for index, parameter in enumerate(chosen):
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"parameters[{index}] has shape {tuple(parameter.shape)} and dtype {parameter.dtype} and is not in "
+                    "this optimizer; allowed are the parameters that it was given"
+                )
+        self._note_agreed()
+        for parameter in chosen:
+            state = self.state[parameter] if parameter in self.state else {}
+            if "master" in state:
+                master = local(state["master"])
+                master.zero_() if master.dtype == torch.int16 else master.copy_(local(parameter.detach()))
+            self._agreed[id(parameter)] = Agreed.now(parameter)
+
+    # --------------------------------------------------------------------------------------------------------- state
+
+    def _new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        value = parameter.detach()
+        state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=value.device)}
+        for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+            state[key] = torch.zeros_like(value, dtype=group["state_dtype"], memory_format=torch.preserve_format)
+        master = master_of(parameter, group["master_weights"])
+        if master == "full":
+            state["master"] = value.to(torch.float32, memory_format=torch.preserve_format)
+        elif master == "split":
+            state["master"] = torch.zeros_like(value, dtype=torch.int16, memory_format=torch.preserve_format)
+        return state
+
+    def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, with whatever it lacks; what was there before stays until all of it is made."""
+        known = self.state.get(parameter)
+        kept = master_of(parameter, group["master_weights"])
+        if known is not None and is_complete(known, kept, group):
+            return known
+        state = {} if known is None else dict(known)
+        self._fit_master(parameter, kept, state)
+        if any(key not in state for key in needed(kept, group)):
+            if kept == "full" and "master" not in state:
+                self._agreed[id(parameter)] = Agreed.now(parameter)
+            state = {**self._new_state(parameter, group), **state}
+        if not isinstance(state["step"], torch.Tensor) or state["step"].dtype != torch.float32:
+            state["step"] = step_count(state["step"], "a parameter's state").to(parameter.device)
+        self.state[parameter] = state
+        return state
+
+    def _fit_master(self, parameter: torch.Tensor, kept: str | None, state: dict[str, Any]) -> None:
+        """Turn the master into the kind to keep: dtype or option may have changed, or canonical state was put in."""
+        master = state.get("master")
+        if not isinstance(master, torch.Tensor):
+            return
+        split = master.dtype == torch.int16
+        if kept == "split" and not split:
+            written = self._master_if_written(parameter)
+            weight, rest = split_master(local(master) if written is None else written)
+            local(parameter.detach()).copy_(weight)
+            state["master"] = like(parameter, rest)
+        elif kept == "full" and split and parameter.dtype == torch.bfloat16:
+            state["master"] = like(parameter, join_master(local(parameter.detach()), local(master)))
+        elif kept is None or (kept == "full" and split):
+            del state["master"]  # without the bf16 parameter that they complete, 16 bits say nothing
