@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from halfstep.bench import timing
-from halfstep.cli.command_line import Parser, run, whole
+from halfstep.cli.command_line import Parser, run
+from halfstep.cli.numbers import whole
 from halfstep.numerics.formats import codec
 from halfstep.numerics.formats.table import formats
 

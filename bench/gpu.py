@@ -26,7 +26,8 @@ import torch
 
 from halfstep.bench import gpu_checks, run
 from halfstep.cli import command_line
-from halfstep.cli.command_line import Parser, UsageError, above_zero, make_folder
+from halfstep.cli.command_line import Parser, UsageError, make_folder
+from halfstep.cli.numbers import above_zero
 
 ROOT = Path(__file__).resolve().parents[1]
 

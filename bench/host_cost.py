@@ -35,7 +35,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.cli.command_line import Parser, above_zero, complain, run, whole
+from halfstep.cli.command_line import Parser, complain, run
+from halfstep.cli.numbers import above_zero, whole
 
 TENSOR_COUNTS = (1, 10, 100, 1_000, 10_000)
 NUMEL = 64  # elements per tensor: the host does not care, and torch's CPU operations stay short

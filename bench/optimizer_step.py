@@ -22,7 +22,8 @@ from rich.table import Table
 
 from halfstep.bench import timing
 from halfstep.cli import tables
-from halfstep.cli.command_line import Parser, run, whole
+from halfstep.cli.command_line import Parser, run
+from halfstep.cli.numbers import whole
 from halfstep.integrations.optim import AdamW
 
 MASTERS = ("split", "full")

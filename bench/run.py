@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli import command_line
-from halfstep.cli.command_line import Parser, above_zero, make_folder, whole
+from halfstep.cli.command_line import Parser, make_folder
+from halfstep.cli.numbers import above_zero, whole
 
 if TYPE_CHECKING:
     from halfstep.bench.harness import Result

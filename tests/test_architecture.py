@@ -145,6 +145,39 @@ def test_the_check_for_timing_loops_can_fail(source: str) -> None:
     assert clocks_read(source)
 
 
+# Modules of `bench/cases` are named after the kernels that they measure.
+SHARED_MODULES = {"__init__", "command", "adam", "cast", "unscale"}
+# `Layout` is a public name of the planner and a kernel's; the others are told apart by their rooms.
+SHARED_CLASSES = {"Layout", "Format", "Row"}
+
+
+def shared(named: list[tuple[str, str]]) -> dict[str, list[str]]:
+    """Names that several places have, of (name, place)."""
+    places: dict[str, list[str]] = {}
+    for name, place in named:
+        places.setdefault(name, []).append(place)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def classes(source: str) -> list[str]:
+    return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+
+
+def test_a_module_has_its_name_alone() -> None:
+    found = shared([(path.stem, str(path.relative_to(ROOT))) for _, path in SOURCES])
+    assert set(found) == SHARED_MODULES, found
+
+
+def test_a_class_has_its_name_alone() -> None:
+    found = shared([(name, str(path.relative_to(ROOT))) for _, path in SOURCES for name in classes(path.read_text())])
+    assert set(found) == SHARED_CLASSES, found
+
+
+def test_the_checks_for_shared_names_can_fail() -> None:
+    assert shared([("Row", "a.py"), ("Case", "a.py"), ("Row", "b.py")]) == {"Row": ["a.py", "b.py"]}
+    assert classes("class Row:\n    class Inner: ...\ndef f(): ...\nclass Case(Row): ...") == ["Row", "Case"]
+
+
 @pytest.mark.parametrize("layer", LINKED)
 def test_the_folders_are_linked_and_not_packages_of_their_own(layer: str) -> None:
     """An ``__init__.py`` here would make ``import kernels`` find this folder before Hugging Face's package."""

@@ -28,7 +28,8 @@ from typing import Any
 from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit import markdown, peers
 from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
-from halfstep.cli.command_line import Parser, UsageError, input_file, output_file, run, whole
+from halfstep.cli.command_line import Parser, UsageError, input_file, output_file, run
+from halfstep.cli.numbers import whole
 
 # Set in a restarted process, so that one that still finds interpreted kernels stops instead of restarting for ever.
 _RESTARTED = "HALFSTEP_AUDIT_RESTARTED"

@@ -32,7 +32,7 @@ from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
 from halfstep.kernels.multi_tensor import all_have_memory
 from halfstep.kernels.unscale import Factor, Verdict
-from halfstep.numerics.scaling.mirror import Mirror
+from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
 from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, parameters_of
@@ -219,7 +219,7 @@ class GradScaler(torch.amp.GradScaler):
         self._counts: torch.Tensor | None = None
         self._decided: torch.Tensor | None = None  # of `_counts`, how many steps were decided
         self._updates = 0  # calls of update(), as the host counts them
-        self._mirror = Mirror()
+        self._host_copy = HostCopy()
         self._checkers: dict[int, Checker] = {}  # by the optimizer's id
         self._joint = TopologyMemory(), Combination()  # of all optimizers together
         # On ranks outside a new group torch hands out something else.
@@ -485,7 +485,7 @@ class GradScaler(torch.amp.GradScaler):
         assert self._hysteresis_tracker is not None and self._skipped is not None and self._counts is not None
         state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)
         loss_scale.update(state, overflow, self._rules())
-        self._mirror.take(self._counts)
+        self._host_copy.take(self._counts)
         self._per_optimizer_states.clear()
 
     def _refuse_lost_limits(self) -> None:
@@ -550,7 +550,7 @@ class GradScaler(torch.amp.GradScaler):
         return 0 if known is None else known[SKIPPED]
 
     def _known(self) -> list[int] | None:
-        return None if self._counts is None else self._mirror.newest(self._counts)
+        return None if self._counts is None else self._host_copy.newest(self._counts)
 
     def overflow_report(self, named_parameters: Iterable[tuple[str, torch.Tensor]] = ()) -> OverflowReport:
         """Which parameters overflowed, with Inf or NaN, how often and since when. Waits for the device.
@@ -642,7 +642,7 @@ class GradScaler(torch.amp.GradScaler):
             "_skipped": None,
             "_counts": None,
             "_updates": 0,
-            "_mirror": Mirror(),
+            "_host_copy": HostCopy(),
             "_decided": None,
             "_checkers": {},
             "_joint": (TopologyMemory(), Combination()),

@@ -14,8 +14,8 @@ import torch
 
 import halfstep
 from halfstep.__main__ import main as halfstep_main
+from halfstep.cli import numbers, plan_picture
 from halfstep.cli import plan as command
-from halfstep.cli import plan_picture
 from halfstep.numerics.planning import CARDS, OPTIMIZERS, STRATEGIES, Transformer, plan
 
 SHAPE = ["--layers", "12", "--hidden", "768", "--heads", "12", "--vocab", "40512", "--seq", "512"]
@@ -119,7 +119,7 @@ def test_the_issues_line(capsys: pytest.CaptureFixture[str]) -> None:
     ("text", "number"), [("7e9", 7e9), ("7B", 7e9), ("1.5b", 1.5e9), ("350M", 3.5e8), ("7_000", 7e3), ("2.5e1", 25)]
 )
 def test_ways_to_write_a_number(text: str, number: float) -> None:
-    assert command._count(text) == number
+    assert numbers.count(text) == number
 
 
 def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import math
 import os
 import re
 import sys
@@ -129,31 +128,7 @@ class Parser(argparse.ArgumentParser):
         return f"unexpected argument {word!r}; {hint}{self.prog} takes options only: see {self.prog} --help"
 
 
-# ------------------------------------------------------------------------------------------------------------- values
-
-
-def number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
-    """An argparse type: a finite number of a kind that is fine."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-            if math.isfinite(value) and fine(value):
-                return value
-        except (ValueError, OverflowError):
-            pass
-        raise argparse.ArgumentTypeError(f"{text.strip()!r} is not allowed; allowed are {allowed}")
-
-    return parse
-
-
-def whole(least: int, most: int = 2**63 - 1, note: str = "") -> Callable[[str], Any]:
-    """An argparse type: a whole number in a range."""
-    upper = "" if most == 2**63 - 1 else f" to {most}"
-    return number(int, lambda value: least <= value <= most, f"whole numbers from {least}{upper}{note}")
-
-
-above_zero = number(float, lambda value: value > 0, "numbers above 0")
+# -------------------------------------------------------------------------------------------------------------- files
 
 
 def picture(text: str) -> Path:

@@ -25,7 +25,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 from halfstep.cli import tables
-from halfstep.cli.command_line import Parser, picture, run, whole
+from halfstep.cli.command_line import Parser, picture, run
+from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import count, power, shortened
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
 from halfstep.numerics.formats.table import UnknownFormat, formats
@@ -48,15 +49,12 @@ SORTS = {
 }
 
 
-def _scale(text: str) -> float:
-    """A number, or a power as 2^16."""
+def _power_or_number(text: str) -> float:
     found = re.fullmatch(r"2\^([+-]?\d{1,3})", text.strip())
-    try:
-        return checked_scale("scale", math.ldexp(1.0, int(found[1])) if found else float(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed; allowed are numbers from 2^-126 to 2^126, as 65536 or 2^16"
-        ) from None
+    return checked_scale("scale", math.ldexp(1.0, int(found[1])) if found else float(text))
+
+
+_SCALE = number(_power_or_number, lambda scale: True, "numbers from 2^-126 to 2^126, as 65536 or 2^16")
 
 
 def _format(text: str) -> str:
@@ -78,7 +76,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=Path, help="a checkpoint, or all parts of one")
     add("--format", type=_format, default="fp16", metavar="NAME", help="fp16, bf16, e4m3fn, e5m7, ...")
-    add("--scale", type=_scale, default=1.0, metavar="S", help="multiply by S first: a number or 2^16")
+    add("--scale", type=_SCALE, default=1.0, metavar="S", help="multiply by S first: a number or 2^16")
     add("--sort", choices=SORTS, default="size", help=f"which tensors come first: {', '.join(SORTS)}", metavar="BY")
     add("--limit", type=whole(0, note=", 0 for all"), default=40, metavar="N", help="tensors in the table; 0 for all")
     add("--advise", action="store_true", help="take the tensors for gradients and advise a loss scale")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -20,7 +19,8 @@ from fractions import Fraction
 from typing import Any
 
 from halfstep._version import __version__
-from halfstep.cli.command_line import Parser, above_zero, picture, run, whole
+from halfstep.cli.command_line import Parser, picture, run
+from halfstep.cli.numbers import above_zero, count, counts, share_or_bytes, whole
 from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning import (
     CARDS,
@@ -43,37 +43,6 @@ from halfstep.numerics.planning import (
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 FITS = ("none", "params", "layers", "batch")
 COMPARISONS = ("layouts", "strategies")
-_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_SIZES = {"mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
-
-
-def _count(text: str) -> int:
-    """A whole number: 7e9, 7B, 1.5B, 7_000_000."""
-    found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]+)?)([kmbgt]?)", text.strip().lower())
-    value = Fraction(found[1].replace("_", "")) * _SUFFIXES.get(found[2], 1) if found else Fraction(0)
-    if value < 1 or value.denominator != 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed; allowed are whole numbers from 1, as 7e9, 7B or 350M"
-        )
-    return int(value)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between: 8, or 8,64,1024."""
-    return tuple(dict.fromkeys(_count(each) for each in text.split(",")))
-
-
-def _reserve(text: str) -> Fraction | int:
-    """A share of a card's memory, or bytes: 10%, 4GiB."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are a share or a size, as 10% or 4GiB")
-    number = Fraction(found[1])
-    if found[2] == "%":
-        if number >= 100:
-            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are shares below 100%")
-        return number / 100
-    return int(number * _SIZES[found[2]])
 
 
 def _parser() -> Parser:
@@ -84,7 +53,7 @@ def _parser() -> Parser:
         "or the shape of a transformer; only a shape has activations and gathered units.",
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--params", type=_count, metavar="N", help="parameters, as 7e9, 7B or 350M")
+    model.add_argument("--params", type=count, metavar="N", help="parameters, as 7e9, 7B or 350M")
     model.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(MODELS)}")
     for name, text in (
         ("layers", "blocks"),
@@ -93,9 +62,9 @@ def _parser() -> Parser:
         ("vocab", "rows of embedding and head"),
         ("seq", "length of a sequence"),
     ):
-        model.add_argument(f"--{name}", type=_count, metavar="N", help=text)
-    model.add_argument("--ffn", type=_count, metavar="N", help="width of the MLP (default: 4 times the width)")
-    model.add_argument("--kv-heads", type=_count, metavar="N", help="heads of keys and values (default: all)")
+        model.add_argument(f"--{name}", type=count, metavar="N", help=text)
+    model.add_argument("--ffn", type=count, metavar="N", help="width of the MLP (default: 4 times the width)")
+    model.add_argument("--kv-heads", type=count, metavar="N", help="heads of keys and values (default: all)")
     model.add_argument("--gated", action="store_true", help="an MLP of three matrices, as in Llama")
     model.add_argument("--no-biases", action="store_true", help="linear layers without biases")
     model.add_argument("--norm", default=None, metavar="KIND", help="layer (default) or rms")
@@ -108,7 +77,7 @@ def _parser() -> Parser:
     where = parser.add_argument_group("GPUs")
     where.add_argument(
         *("--gpus",),
-        type=_counts,
+        type=counts,
         default=(1,),
         metavar="N",
         help="in all (default: 1); with --compare strategies also several, as 8,64,1024",
@@ -119,8 +88,8 @@ def _parser() -> Parser:
         help=f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single); with --compare strategies those to compare, "
         "as ddp,fsdp (default: all)",
     )
-    where.add_argument("--shard", type=_count, metavar="N", help="GPUs of one group of hsdp")
-    where.add_argument("--tensor-parallel", "--tp", type=_count, default=1, metavar="N", help="GPUs that share a layer")
+    where.add_argument("--shard", type=count, metavar="N", help="GPUs of one group of hsdp")
+    where.add_argument("--tensor-parallel", "--tp", type=count, default=1, metavar="N", help="GPUs that share a layer")
     where.add_argument("--sequence-parallel", action="store_true", help="and norms and dropouts too")
     where.add_argument("--offload", action="store_true", help="leave on the host what the strategy can leave there")
     where.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True")
@@ -139,8 +108,8 @@ def _parser() -> Parser:
     kept.add_argument("--amsgrad", action="store_true", help="keep max_exp_avg_sq too")
 
     step = parser.add_argument_group("step")
-    step.add_argument("--batch", type=_count, metavar="N", help="sequences of one micro-batch on one GPU (default: 1)")
-    step.add_argument("--accumulate", type=_count, default=1, metavar="N", help="micro-batches in a step (default: 1)")
+    step.add_argument("--batch", type=count, metavar="N", help="sequences of one micro-batch on one GPU (default: 1)")
+    step.add_argument("--accumulate", type=count, default=1, metavar="N", help="micro-batches in a step (default: 1)")
     step.add_argument(
         *("--checkpointing",),
         nargs="?",
@@ -155,7 +124,7 @@ def _parser() -> Parser:
     fits.add_argument("--card", metavar="NAME", help=f"{', '.join(CARDS)}")
     fits.add_argument(
         *("--reserve",),
-        type=_reserve,
+        type=share_or_bytes,
         default=Fraction(1, 10),
         metavar="SIZE",
         help="kept free for what is not counted, as 10%% or 4GiB (default: 10%%)",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.cli.plan_tables import digits, gpus_of, numbers_of_gpus
+from halfstep.numerics.planning.plans import GIB
 
 # Okabe and Ito's colours, told apart without red-green vision; kinds side by side also differ in lightness.
 MEMORY_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -26,7 +27,6 @@ MEMORY_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("logits and loss", "#999999", ("logits", "loss")),
     ("step temporaries", "#000000", ("step temporaries",)),
 )
-GIB = 2**30
 _UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 ACROSS = 4  # entries of the legend side by side
 

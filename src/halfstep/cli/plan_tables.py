@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from halfstep.cli.tables import show as show_table
+from halfstep.numerics.planning.plans import GIB
 
-GIB = 2**30
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.cli import command_line
+from halfstep.cli import numbers
 from halfstep.cli.formats import arguments, implementations, number_text
 from halfstep.cli.formats.arguments import Answer, UsageError
 from halfstep.cli.formats.text import bits, implementation_lines, number_lines, outcome, ulps
@@ -38,7 +38,7 @@ def _parser() -> arguments.LookupParser:
     arguments.add_overflow(parser)
     parser.add_argument(
         "--seed",
-        type=command_line.whole(0),
+        type=numbers.whole(0),
         metavar="N",
         help="of --rounding stochastic, to draw the same again (default: another each time)",
     )

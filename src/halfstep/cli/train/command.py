@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from halfstep.cli import tables
-from halfstep.cli.command_line import Parser, UsageError, make_folder, number, run, whole
+from halfstep.cli.command_line import Parser, UsageError, make_folder, run
+from halfstep.cli.numbers import number, whole
 from halfstep.cli.train import data, loop, report, world
 from halfstep.cli.train.model import SIZES
 from halfstep.integrations import checkpoint

@@ -9,7 +9,7 @@ import torch
 from halfstep.kernels.streams import capturing
 
 
-class Mirror:
+class HostCopy:
     """Copies of a few integers on their way to the host.
 
     On a CPU the tensor itself is read. On a GPU nothing is copied before somebody has asked; from then on each `take`

@@ -1,0 +1,66 @@
+"""Numbers on command lines: argparse types, each of which says what is allowed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_SIZES = {"mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
+
+
+def number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
+    """An argparse type: a finite number of a kind that is fine."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+            if math.isfinite(value) and fine(value):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        raise argparse.ArgumentTypeError(f"{text.strip()!r} is not allowed; allowed are {allowed}")
+
+    return parse
+
+
+def whole(least: int, most: int = 2**63 - 1, note: str = "") -> Callable[[str], Any]:
+    """An argparse type: a whole number in a range."""
+    upper = "" if most == 2**63 - 1 else f" to {most}"
+    return number(int, lambda value: least <= value <= most, f"whole numbers from {least}{upper}{note}")
+
+
+above_zero = number(float, lambda value: value > 0, "numbers above 0")
+
+
+def count(text: str) -> int:
+    """A whole number: 7e9, 7B, 1.5B, 7_000_000."""
+    found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]+)?)([kmbgt]?)", text.strip().lower())
+    value = Fraction(found[1].replace("_", "")) * _SUFFIXES.get(found[2], 1) if found else Fraction(0)
+    if value < 1 or value.denominator != 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; allowed are whole numbers from 1, as 7e9, 7B or 350M"
+        )
+    return int(value)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between: 8, or 8,64,1024."""
+    return tuple(dict.fromkeys(count(each) for each in text.split(",")))
+
+
+def share_or_bytes(text: str) -> Fraction | int:
+    """A share of a card's memory, or bytes: 10%, 4GiB."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are a share or a size, as 10% or 4GiB")
+    number = Fraction(found[1])
+    if found[2] == "%":
+        if number >= 100:
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are shares below 100%")
+        return number / 100
+    return int(number * _SIZES[found[2]])
