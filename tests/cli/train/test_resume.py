@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,9 @@ def _resumed_has_the_same_bits(text: Path, out: Path, precision: str, strategy: 
 def test_one_process_resumes_to_the_same_bits(text: Path, tmp_path: Path, precision: str) -> None:
     _start(text, tmp_path, precision, "single")
     state = _resumed_has_the_same_bits(text, tmp_path, precision, "single")
-    scale = state["history"]["scale"].tolist()
     if precision == "fp16":
         assert state["scaler"]["scale"] != 2.0**24 and state["history"]["skipped"].sum() > 0
-        assert any(after < before for before, after in pairwise(scale[8:])), "no skipped step after step 8"
+        assert state["history"]["skipped"][8:].sum() > 0, "no skipped step after step 8"
 
 
 def test_the_comparison_of_states_sees_one_bit(text: Path, tmp_path: Path) -> None:
