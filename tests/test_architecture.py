@@ -178,6 +178,63 @@ def test_the_checks_for_shared_names_can_fail() -> None:
     assert classes("class Row:\n    class Inner: ...\ndef f(): ...\nclass Case(Row): ...") == ["Row", "Case"]
 
 
+# What may know how torch spreads a model over ranks, in the layers below integrations.
+KNOWS_RANKS = {"numerics/scaling/topology.py"}
+
+
+def test_only_the_topology_knows_of_ranks() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for layer, path in SOURCES
+        if layer in ("kernels", "numerics")
+        and any(module.startswith("torch.distributed") for module in imported_modules(ast.parse(path.read_text()), ""))
+    }
+    assert found == KNOWS_RANKS
+
+
+def private_names(source: str) -> tuple[set[str], set[str]]:
+    """Private attributes that a module defines, as a method or by setting them on `self`, and those that it reads."""
+    defined: set[str] = set()
+    read: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            for one in node.body:
+                defined |= {getattr(one, "name", "")} | {
+                    target.id
+                    for target in getattr(one, "targets", [getattr(one, "target", None)])
+                    if isinstance(target, ast.Name)
+                }
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            defined.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            read.add(node.attr)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            read |= {one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    return (*({name for name in names if name.startswith("_") and name[1:2] != "_"} for names in (defined, read)),)
+
+
+def known_upward(lower: list[str], upper: list[str]) -> set[str]:
+    """Private attributes of the upper modules that the lower ones read, in sources."""
+    defined, read = (set().union(*parts) for parts in zip(*map(private_names, lower), strict=True))
+    above = set().union(*(private_names(source)[0] for source in upper))
+    return (read - defined) & above
+
+
+@pytest.mark.parametrize("layer", LAYERS[:-1])
+def test_no_layer_reads_private_attributes_of_one_above(layer: str) -> None:
+    place = LAYERS.index(layer)
+    lower = [path.read_text() for of, path in SOURCES if LAYERS.index(of) <= place]
+    upper = [path.read_text() for of, path in SOURCES if LAYERS.index(of) > place]
+    assert known_upward(lower, upper) == set()
+
+
+def test_the_check_for_private_attributes_can_fail() -> None:
+    above = "class A:\n    _kept = 1\n    def __init__(self): self._set = 2\n    def _made(self): ..."
+    for source in ("x._kept", "getattr(x, '_set')", "hasattr(x, '_made')"):
+        assert known_upward([source], [above]), source
+    assert not known_upward(["class B:\n    def _made(self): self._set = self._made()"], [above])
+
+
 @pytest.mark.parametrize("layer", LINKED)
 def test_the_folders_are_linked_and_not_packages_of_their_own(layer: str) -> None:
     """An ``__init__.py`` here would make ``import kernels`` find this folder before Hugging Face's package."""

@@ -73,7 +73,7 @@ def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
     return base, math.prod(held[inner[0] :]), math.prod(whole[inner[0] :])
 
 
-class Batch:
+class LaunchGroup:
     """What one launch updates, and how to tell whether it still describes the tensors."""
 
     def __init__(
@@ -201,7 +201,7 @@ class Batch:
             self.versions = self._versions()
 
 
-class OperationsBatch(Batch):
+class OperationsGroup(LaunchGroup):
     """Tensors whose memory no kernel may read (wrapper subclasses, fake and meta tensors): the reference steps them."""
 
     def __init__(

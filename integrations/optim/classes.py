@@ -20,7 +20,7 @@ from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.batches import all_contiguous
 from halfstep.integrations.optim.checkpoints import CanonicalState
 from halfstep.integrations.optim.options import check_number, check_options, check_parameter, is_zero, plain_number
-from halfstep.integrations.optim.plan import StepPlan
+from halfstep.integrations.optim.step_plan import StepPlan
 from halfstep.kernels import adam
 from halfstep.kernels.streams import capturing
 from halfstep.kernels.unscale import Factor, Verdict

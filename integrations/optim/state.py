@@ -18,7 +18,7 @@ from halfstep.numerics.scaling.topology import is_sharded, local
 from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
 
 if TYPE_CHECKING:
-    from halfstep.integrations.optim.plan import StepPlan
+    from halfstep.integrations.optim.step_plan import StepPlan
 
 CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 

@@ -20,7 +20,7 @@ import torch
 from tolerances import ADAM_AGAINST_TORCH, ADAM_ERROR_AGAINST_TORCH
 
 import halfstep
-from halfstep.integrations.optim import plan
+from halfstep.integrations.optim import step_plan
 
 PAIRS = [(halfstep.AdamW, torch.optim.AdamW), (halfstep.Adam, torch.optim.Adam)]
 LAYOUTS = {
@@ -825,8 +825,8 @@ def test_gradients_are_let_go_after_a_step(max_grad_norm: Any) -> None:
 def test_an_lr_that_changes_every_step_builds_no_table_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = parameters_of(torch.bfloat16)
     optimizer = halfstep.AdamW(parameters, weight_decay=0.1)
-    made, calls = plan._batches, []
-    monkeypatch.setattr(plan, "_batches", lambda of, *lists: (calls.append(len(lists[0])), made(of, *lists))[1])
+    made, calls = step_plan._batches, []
+    monkeypatch.setattr(step_plan, "_batches", lambda of, *lists: (calls.append(len(lists[0])), made(of, *lists))[1])
     for step in range(3):
         optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
         train(optimizer, parameters, [step])

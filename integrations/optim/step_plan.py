@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halfstep.integrations.optim.batches import Batch, OperationsBatch, dense, place_of
+from halfstep.integrations.optim.batches import LaunchGroup, OperationsGroup, dense, place_of
 from halfstep.integrations.optim.options import check_parameter, layout_of, master_of, options_of
 from halfstep.integrations.optim.state import CANONICAL_KEYS, OptimizerState, is_complete, like, state_keys
 from halfstep.kernels import adam
@@ -140,7 +140,7 @@ def _layouts(groups: list[Group]) -> list[tuple[Any, ...]]:
 
 def _batches(
     optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
-) -> list[tuple[Batch, list[int]]]:
+) -> list[tuple[LaunchGroup, list[int]]]:
     """Parameters by device and layout, after checking that every one can be stepped."""
     optimizer._note_agreed()
     row_of = {id(p): row for row, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -182,17 +182,17 @@ def _batches(
             names[index] = (stream_of[id(parameter)], *place_of(parameter, where), group["seed"])
         kinds.setdefault((local(parameter).device, layout, addressable), []).append(index)
     optimizer._take_outside_writes(recording)
-    batches: list[tuple[Batch, list[int]]] = []
+    batches: list[tuple[LaunchGroup, list[int]]] = []
     for (_, layout, addressable), indices in kinds.items():
         members = [parameters[index] for index in indices]
         states = [optimizer.state[parameter] for parameter in members]
         groups = [rows[index] for index in indices]
         if not addressable:
-            batches.append((OperationsBatch(layout, members, states, groups), indices))
+            batches.append((OperationsGroup(layout, members, states, groups), indices))
             continue
         named = list(zip(*(names[index] for index in indices), strict=True)) if layout.stochastic else []
         further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
-        batches.append((Batch(layout, members, states, groups, further), indices))
+        batches.append((LaunchGroup(layout, members, states, groups, further), indices))
     return batches
 
 
