@@ -1,8 +1,8 @@
 """`torch.optim.Optimizer` classes over the Adam kernels.
 
-A step gathers, per device and dtype combination, the tensors of all parameter groups into one `LaunchGroup`, and makes one
-launch for each. Together they are the `StepPlan`, which is kept: later steps compare addresses and write down only those
-that moved.
+A step gathers, per device and dtype combination, the tensors of all parameter groups into one `LaunchGroup`, and makes
+one launch for each. Together they are the `StepPlan`, which is kept: later steps compare addresses and write down only
+those that moved.
 
 **State.** In memory ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``,
 with amsgrad ``max_exp_avg_sq``, and for a low-precision parameter ``master``: fp32, or, where the master is split, the
