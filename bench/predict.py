@@ -110,7 +110,9 @@ def _run(options: argparse.Namespace) -> int:
             "this in its root, or name the file"
         ) from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(f"--counts {options.counts} holds no counts; allowed are files of make bounds") from error
+        raise UsageError(
+            f"expected --counts to be a file of make bounds, but got {options.counts}, which holds no counts"
+        ) from error
     if options.json:
         print(json.dumps({"triton": counts["triton"], "predictions": [asdict(one) for one in predictions]}, indent=2))
         return 0

@@ -83,8 +83,8 @@ _ADVICE: tuple[tuple[type, str], ...] = (
 
 def _refuse(where: str, what: str, remedy: str) -> ArchiveError:
     return ArchiveError(
-        f"{where} is {what}, which load could not give back; allowed are tensors, numpy arrays and scalars, numbers, "
-        f"strings, bytes, None, and lists, tuples, dicts and sets of them: {remedy}"
+        f"Expected {where} to be a tensor, a numpy array or scalar, a number, a string, bytes, None, or a list, tuple, "
+        f"dict or set of these, but got {what}, which load could not restore: {remedy}"
     )
 
 
@@ -112,7 +112,7 @@ def kept(value: Any, where: str) -> Any:
 
     def container(value: Any, where: str, depth: int) -> tuple[Any, int]:
         if depth == DEEPEST:
-            raise _refuse(where, f"nested more than {DEEPEST} deep", "flatten it")
+            raise _refuse(where, f"a value nested more than {DEEPEST} deep", "flatten it")
         kind = type(value)
         known[id(value)] = value, None, 0
         if isinstance(value, dict):
@@ -170,8 +170,8 @@ def kept(value: Any, where: str) -> Any:
 
 def _refuse_tensor(where: str, what: str) -> ArchiveError:
     return ArchiveError(
-        f"{where} is {what}, which load could not give back; allowed are dense and COO tensors: save its "
-        "full_tensor(), to_dense(), dequantize() or what it is made of"
+        f"Expected {where} to be a dense or COO tensor, but got {what}, which load could not restore: save its "
+        "full_tensor(), to_dense(), dequantize() or its parts"
     )
 
 
@@ -389,7 +389,7 @@ def _built_sparse(layout: Any, data: Any) -> torch.Tensor:
 
 def _layout(name: Any) -> None:
     if name != "torch.sparse_coo":
-        raise PickleError(f"a tensor has the layout {pickle_data.described(name)}; allowed are dense and COO tensors")
+        raise PickleError(f"expected a dense or COO tensor, but got layout {pickle_data.described(name)}")
 
 
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
@@ -505,6 +505,6 @@ def read(file: BinaryIO, offset: int = 0, length: int | None = None) -> Any:
     except ArchiveError:
         raise
     except (zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ArithmeticError) as error:
-        raise ArchiveError(f"it is no archive of torch.save, or is damaged: {error}") from error
+        raise ArchiveError(f"it is not an archive of torch.save, or is damaged: {error}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ArchiveError(str(error)) from error

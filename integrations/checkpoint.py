@@ -122,9 +122,9 @@ def save(
         {'tokens': 3000}
     """
     if step < 0:
-        raise ValueError(f"step is {step}; allowed are 0 and above")
+        raise ValueError(f"Expected step to be at least 0, but got {step}")
     if keep < 1:
-        raise ValueError(f"keep is {keep}; allowed are 1 and above: a save never leaves the folder empty")
+        raise ValueError(f"Expected keep to be at least 1, but got {keep}: a save never leaves the folder empty")
     if model is not None:
         from halfstep.integrations import checkpoint_sharded
 
@@ -142,7 +142,7 @@ def save(
 def _only_with_model(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{name} is given and model is None; allowed is {name} together with model: pass model=")
+            raise ValueError(f"Expected model to be given together with {name}, but got None: pass model=")
 
 
 def _save_file(folder: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
@@ -212,8 +212,8 @@ def load(
     if model is not None:
         if path.is_file():
             raise ValueError(
-                f"model is given and {path} is one file; allowed are folders of shards: load it without model, then "
-                "use load_model and load_optimizer"
+                f"Expected a folder of shards with model=, but got one file, {path}: load it without model, then use "
+                "load_model and load_optimizer"
             )
         from halfstep.integrations import checkpoint_sharded
 
@@ -221,7 +221,7 @@ def load(
         return beside.get("state") or {}
     _only_with_model(optimizer=optimizer, scaler=scaler, process_group=process_group)
     if path.is_dir():
-        raise ValueError(f"model is None and {path} is a folder of shards; allowed is one file: pass model=")
+        raise ValueError(f"Expected one file without model=, but got a folder of shards, {path}: pass model=")
     if not path.is_file():
         raise files.missing(path)
     with interrupts.held():
@@ -279,7 +279,7 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
         )
     for name, value in own.items():
         if not isinstance(state[name], torch.Tensor) or state[name].layout is not torch.strided:
-            raise CheckpointError(f"{name} is no dense tensor in the checkpoint; load it into its own model")
+            raise CheckpointError(f"{name} is not a dense tensor in the checkpoint; load it into its own model")
         if value.shape != state[name].shape or value.dtype != state[name].dtype:
             raise CheckpointError(
                 f"{name} is {tuple(state[name].shape)} {state[name].dtype} in the checkpoint and {tuple(value.shape)} "
@@ -350,7 +350,7 @@ def check_optimizer_state(state: Any) -> None:
     )
     if not whole or not named:
         raise CheckpointError(
-            "the checkpoint's optimizer is no state_dict with 'state' and 'param_groups'; load what was saved as one"
+            "the checkpoint's optimizer is not a state_dict with 'state' and 'param_groups'; load what was saved as one"
         )
 
 
@@ -380,14 +380,14 @@ def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor])
     masters = list(masters)
     if len(masters) != len(indices):
         raise ValueError(
-            f"masters has {len(masters)} tensors; allowed is {len(indices)}, one for each parameter in the checkpoint, "
-            "in the order of its groups"
+            f"Expected masters to have {len(indices)} tensors, one for each parameter in the checkpoint, in the order "
+            f"of its groups, but got {len(masters)}"
         )
     state = dict(state_dict["state"])
     for place, (index, master) in enumerate(zip(indices, masters, strict=True)):
         if not isinstance(master, torch.Tensor) or not master.is_floating_point():
             what = master.dtype if isinstance(master, torch.Tensor) else type(master).__name__
-            raise ValueError(f"masters[{place}] is {what}; allowed are floating-point tensors")
+            raise ValueError(f"Expected masters[{place}] to be a floating-point tensor, but got {what}")
         master = master.detach().float()
         zeros = torch.zeros_like(master)
         entry = state.get(index) or {"step": 0.0, "exp_avg": zeros, "exp_avg_sq": zeros}

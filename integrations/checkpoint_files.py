@@ -169,7 +169,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"its {MANIFEST} does not have its own checksum: it was changed or damaged")
     known = content.get("format") if isinstance(content, dict) else None
     if known != FORMAT:
-        raise CheckpointError(f"its format is {str(known)[:100]!r}; allowed is {FORMAT!r}: use a later halfstep")
+        raise CheckpointError(
+            f"expected its format to be {FORMAT!r}, but got {str(known)[:100]!r}: use a later halfstep"
+        )
     listed = content.get("files")
     if not isinstance(listed, dict) or not all(map(_is_record, listed, listed.values())):
         raise CheckpointError(f"its {MANIFEST} does not list files of the folder with their sizes and checksums")

@@ -40,7 +40,7 @@ def _one_of(*allowed: Any) -> Function:
 
     def taken(value: Any) -> None:
         if value not in allowed:
-            raise PickleError(f"it has {pickle_data.described(value)}; allowed are {', '.join(map(str, allowed))}")
+            raise PickleError(f"expected one of {', '.join(map(str, allowed))}, but got {pickle_data.described(value)}")
 
     return Function(taken)
 
@@ -211,9 +211,9 @@ def _stored(node: Any) -> _StorageInfo:
     fields = _fields(node, "_StorageInfo")
     name = _text(fields.get("relative_path"))
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise PickleError(f"it names the file {name[:100]!r}; allowed are files in the folder")
+        raise PickleError(f"expected the name of a file in the folder, but got {name[:100]!r}")
     if fields.get("transform_descriptors"):
-        raise PickleError("its files are compressed or encrypted; allowed are files that are written as they are")
+        raise PickleError("expected files without compression and encryption, but got compressed or encrypted ones")
     return _StorageInfo(name, _whole(fields.get("offset"), "a place"), _whole(fields.get("length"), "a length"))
 
 

@@ -331,7 +331,8 @@ def _write_shards(
     """Write this rank's part; what it wrote, by file name."""
     if not temporary.is_dir():
         raise CheckpointError(
-            f"rank {ranks.rank} does not see {temporary}, which rank 0 made; allowed are folders that all ranks share"
+            f"Expected a folder that all ranks share, but rank {ranks.rank} does not see {temporary}, which rank 0 "
+            "created"
         )
     writer = _Writer(temporary)
     with torch.no_grad(), _quiet() if ranks.group is None else nullcontext():
@@ -364,8 +365,8 @@ def _complete(
         there = (temporary / name).stat().st_size if (temporary / name).is_file() else 0
         if there != record["bytes"]:
             raise CheckpointError(
-                f"rank 0 sees {there} of {record['bytes']} bytes of {temporary / name}; allowed are folders that all "
-                "ranks share"
+                f"Expected a folder that all ranks share, but rank 0 sees {there} of {record['bytes']} bytes of "
+                f"{temporary / name}"
             )
     files.write_manifest(temporary, step, ranks.size, recorded)
     own.put_in_place(path)
@@ -477,7 +478,7 @@ class _Load:
         ours = (path / BESIDE).is_file() or (path / files.MANIFEST).is_file()
         if not ours and not (path / METADATA).is_file():
             raise CheckpointError(
-                f"it holds neither {files.MANIFEST} nor {METADATA}: it is no checkpoint, or was cut off"
+                f"it holds neither {files.MANIFEST} nor {METADATA}: it is not a checkpoint, or is truncated"
             )
         if ours:
             complaint = files.folder_complaint(path, ranks.rank, ranks.size)
@@ -537,7 +538,7 @@ class _Load:
         found = self.reader.read({self.names[place]: None for place in places})
         saved = [found[self.names[place]] for place in places]
         if not all(isinstance(group, list) and all(type(one) is str for one in group) for group in saved):
-            raise CheckpointError("its optimizer's groups are no lists of parameters; it was not saved so")
+            raise CheckpointError("its optimizer's groups are not lists of parameters")
         if sorted(map(sorted, saved)) == sorted(map(sorted, self.groups)):
             return
         names, own = ({name for group in groups for name in group} for groups in (saved, self.groups))

@@ -92,7 +92,7 @@ class AmpMonitor:
         format: Any = "fp16",
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every is {every!r}; allowed are whole numbers from 1")
+            raise ValueError(f"Expected every to be an integer of at least 1, but got {every!r}")
         self.format = formats[format]
         self.every = every
         self._grid = grid_of(self.format)
@@ -200,7 +200,9 @@ class AmpMonitor:
         """
         for key, own in (("format", self.format.name), ("names", list(self._parameters))):
             if state_dict[key] != own:
-                raise ValueError(f"state_dict has {key} {state_dict[key]!r}; allowed is {own!r}: those of this monitor")
+                raise ValueError(
+                    f"Expected {key} in state_dict to be that of this monitor, {own!r}, but got {state_dict[key]!r}"
+                )
         self.reset()
         self._steps, self._collected = state_dict["steps"], state_dict["collected"]
         device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))

@@ -177,7 +177,7 @@ class _Machine:
 
     def named(self, module: Any, name: Any) -> Any:
         if type(module) is not str or type(name) is not str:
-            raise PickleError("a name in it is no text")
+            raise PickleError("a name in it is not a string")
         try:
             return self.table[module, name]
         except KeyError:
@@ -185,7 +185,7 @@ class _Machine:
 
     def called(self, what: Any, arguments: Any) -> Any:
         if type(what) is not Function or type(arguments) is not tuple:
-            raise PickleError("it calls what is no function")
+            raise PickleError("it calls something that is not a function")
         self.copies -= len(arguments) + sum(len(one) for one in arguments if type(one) in _SIZED)
         if self.copies < 0:
             raise PickleError(f"it copies more than {MOST:,} values")

@@ -41,8 +41,8 @@ class Ranks:
         self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
         if self.rank < 0:
             raise ValueError(
-                "process_group is one that this rank is not in; allowed are groups of the calling rank: call save and "
-                "load on the group's ranks only"
+                "Expected process_group to contain the calling rank, but it does not: call save and load on the "
+                "group's ranks only"
             )
         if self.size == 1:
             return
@@ -50,8 +50,8 @@ class Ranks:
         self.group = _group_for_checkpoints() if base is dist.group.WORLD else base
         if "cpu:" not in dist.get_backend_config(self.group):
             raise ValueError(
-                f"process_group has the backends {dist.get_backend_config(self.group)}; allowed are groups with one "
-                'for CPUs: make it with new_group(ranks, backend="gloo")'
+                "Expected process_group to have a backend for CPUs, but got "
+                f'{dist.get_backend_config(self.group)}: make it with new_group(ranks, backend="gloo")'
             )
 
     def all(self, mine: T) -> list[T]:

@@ -53,9 +53,11 @@ class SkipAwareScheduler(LRScheduler):
     def __init__(self, scheduler: LRScheduler, scaler: GradScaler) -> None:
         # Not the base class's: it would step the optimizer's schedule anew.
         if not callable(getattr(scheduler, "step", None)):
-            raise TypeError(f"scheduler is a {type(scheduler).__name__}; allowed are objects with a method step()")
+            raise TypeError(
+                f"Expected scheduler to be an object with a method step(), but got a {type(scheduler).__name__}"
+            )
         if not isinstance(scaler, GradScaler):
-            raise TypeError(f"scaler is a {type(scaler).__name__}; allowed is halfstep.GradScaler")
+            raise TypeError(f"Expected scaler to be a halfstep.GradScaler, but got a {type(scaler).__name__}")
         self.scheduler, self.scaler = scheduler, scaler
         self._start()
 

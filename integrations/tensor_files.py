@@ -95,7 +95,7 @@ def _from_torch(path: Path) -> dict[str, Any]:
         raise TensorFileError(f"{path} {error}") from error
     except Exception as error:  # what a damaged file says of itself may be anything, and so may what follows from it
         said = str(error) if isinstance(error, PickleError) else f"it cannot be decoded ({type(error).__name__})"
-        raise TensorFileError(f"{path} is no checkpoint of torch.save, or is damaged: {said}") from error
+        raise TensorFileError(f"{path} is not a checkpoint of torch.save, or is damaged: {said}") from error
     return {name: made[id(leaf)] for name, leaf in leaves.items()}
 
 
@@ -201,23 +201,23 @@ def _from_safetensors(path: Path) -> dict[str, torch.Tensor]:
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """The header, and where the tensors' bytes begin."""
     size = path.stat().st_size
-    known = "allowed are safetensors files and those of torch.save"
+    known = "expected a safetensors file or one of torch.save"
     if size < 8:
         raise TensorFileError(f"{path} is {size} bytes long, which no file of tensors is; {known}")
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, LARGEST_HEADER):
             raise TensorFileError(
-                f"{path} is no file of tensors, or is cut off: as safetensors its header would be {length:,} bytes "
-                f"long, and the file is {size:,}; {known}"
+                f"{path} is not a file of tensors, or is truncated: as safetensors its header would be {length:,} "
+                f"bytes long, and the file is {size:,}; {known}"
             )
         text = file.read(length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise TensorFileError(f"{path} has a header that is no JSON: {str(error)[:200]}; {known}") from error
+        raise TensorFileError(f"{path} has a header that is not JSON: {str(error)[:200]}; {known}") from error
     if not isinstance(header, dict):
-        raise TensorFileError(f"{path} has a header that is no JSON object; {known}")
+        raise TensorFileError(f"{path} has a header that is not a JSON object; {known}")
     return header, 8 + length
 
 
@@ -231,18 +231,18 @@ def _entry(path: Path, name: str, entry: Any, size: int) -> tuple[torch.dtype, l
     """(dtype, shape, begin, end) of one tensor, checked."""
     where = f"{path}, tensor {name[:100]!r}"
     if not isinstance(entry, dict):
-        raise TensorFileError(f"{where}: its entry in the header is no JSON object; the file is damaged")
+        raise TensorFileError(f"{where}: its entry in the header is not a JSON object; the file is damaged")
     dtype = _DTYPES.get(str(entry.get("dtype")))
     if dtype is None:
         raise TensorFileError(f"{where}: dtype is {entry.get('dtype')!r}; known are {', '.join(_DTYPES)}")
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")
     if not _whole(shape):
-        raise TensorFileError(f"{where}: shape is {str(shape)[:100]}; allowed are lists of whole numbers")
+        raise TensorFileError(f"{where}: expected shape to be a list of integers, but got {str(shape)[:100]}")
     if not _whole(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
         raise TensorFileError(
-            f"{where}: data_offsets are {str(offsets)[:100]}; allowed are two that lie within the {size:,} bytes of "
-            "data: the file is damaged or cut off"
+            f"{where}: expected two data_offsets within the {size:,} bytes of data, but got {str(offsets)[:100]}: the "
+            "file is damaged or truncated"
         )
     needed = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != needed:

@@ -254,7 +254,7 @@ def tensor(found: Dense | Sparse | Meta, storages: Storages) -> torch.Tensor:
         return torch.empty(found.size, dtype=found.dtype, device="meta")
     if found.layout not in (None, "torch.sparse_coo"):
         raise Unsuitable(
-            f"has a tensor of layout {described(found.layout)}; allowed are dense and COO tensors: save its .to_dense()"
+            f"has a tensor of layout {described(found.layout)}, expected a dense or COO tensor: save its .to_dense()"
         )
     indices, values, size, *_ = found.data
     _size(size)
@@ -264,7 +264,7 @@ def tensor(found: Dense | Sparse | Meta, storages: Storages) -> torch.Tensor:
 def _numbers(given: Any, what: str) -> None:
     """Complain unless it is a tuple of whole numbers of up to 63 bits."""
     if not isinstance(given, tuple) or not all(type(n) is int and 0 <= n < _LARGEST for n in given):
-        raise PickleError(f"a tensor's {what} is no tuple of whole numbers")
+        raise PickleError(f"a tensor's {what} is not a tuple of integers")
 
 
 def _size(given: Any) -> None:

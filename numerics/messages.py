@@ -21,39 +21,46 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
+def _meant(word: str, words: list[str], cutoff: float) -> str:
+    """A question after the nearest of `words`, with a space after it; nothing where none is near."""
+    import difflib  # only mistakes wait for it
+
+    near = difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
+    return "" if not near else f"did you mean {near[0] if near[0].startswith('-') else repr(near[0])}? "
+
+
 def instead(word: str, allowed: Iterable[str], listed: bool = True) -> str:
-    """What to say after a word that is not allowed: ``"did you mean 'fp16'? Allowed are fp16, bf16"``.
+    """What to say after an unknown word: ``"did you mean 'fp16'? Choose from fp16, bf16"``.
 
     Args:
         word: as it was given.
         allowed: words.
-        listed: say which are allowed; if not, only the question is left, with a space after it, or nothing.
+        listed: list the allowed words; otherwise only the question is left, with a space after it, or nothing.
     """
-    import difflib  # only mistakes wait for it
-
     words = list(allowed)
-    near = difflib.get_close_matches(word, words, n=1, cutoff=0.55 if listed else 0.6)
-    meant = "" if not near else f"did you mean {near[0] if near[0].startswith('-') else repr(near[0])}? "
-    return meant + f"{'A' if meant else 'a'}llowed are {', '.join(words)}" if listed else meant
+    meant = _meant(word, words, 0.55 if listed else 0.6)
+    return meant + f"{'C' if meant else 'c'}hoose from {', '.join(words)}" if listed else meant
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Raise ValueError, with the nearest name, unless `value` is one of `allowed`."""
     names = list(allowed)
     if value not in names:
-        raise ValueError(f"{name} is {value!r}; {instead(str(value), names)}")
+        meant = _meant(str(value), names, 0.55).strip()
+        expected = f"Expected {name} to be one of {', '.join(names)}, but got {value!r}"
+        raise ValueError(f"{expected}: {meant}" if meant else expected)
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
     """`value` as an int; ValueError unless it is a whole number from `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value < least:
-        raise ValueError(f"{name} is {value!r}; allowed are whole numbers from {least}")
+        raise ValueError(f"Expected {name} to be an integer of at least {least}, but got {value!r}")
     if value in (float("inf"),) or int(value) != value:
-        raise ValueError(f"{name} is {value!r}; allowed are whole numbers from {least}")
+        raise ValueError(f"Expected {name} to be an integer of at least {least}, but got {value!r}")
     return int(value)
 
 
 def divides(name: str, value: int, of_name: str, of: int, remedy: str) -> None:
     """Raise ValueError unless `value` divides `of`."""
     if of % value:
-        raise ValueError(f"{name} is {value} and does not divide {of_name}, which is {of}; {remedy}")
+        raise ValueError(f"Expected {name} to divide {of_name}, {of}, but got {value}: {remedy}")

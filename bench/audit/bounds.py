@@ -59,7 +59,7 @@ def load(path: Path) -> Bounds:
         return Bounds(content["triton"], content["bounds"])
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path}: {type(error).__name__}: {error}; allowed are files written by `halfstep bench audit --record`"
+            f"expected {path} to be written by `halfstep bench audit --record`: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -142,8 +142,8 @@ def record(
     kept = {name: values for name, values in old.entries.items() if not _covers(name, families, targets)}
     if kept and old.triton != triton:
         raise ValueError(
-            f"{path} was recorded with Triton {old.triton}, this is {triton}, and this audit covers a part of it; "
-            "allowed is to record all kernels and targets at once: leave out --module and --target"
+            f"Expected all kernels and targets for {path}, which was recorded with Triton {old.triton} and not "
+            f"{triton}, but got a part: leave out --module and --target"
         )
     fresh = {key(row): entry(row) for row in rows}
     save(Bounds(triton, kept | fresh), path)

@@ -131,8 +131,7 @@ def _target(name: str) -> str:
     # bf16 conversions need sm_80.
     if not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx\d+[0-9a-f]*", name):
         raise argparse.ArgumentTypeError(
-            f"{name!r} is not allowed; allowed are NVIDIA targets from sm_80 on, such as sm_90, and AMD targets as "
-            "gfx942"
+            f"expected an NVIDIA target from sm_80 on, such as sm_90, or an AMD target such as gfx942, but got {name!r}"
         )
     return name
 

@@ -114,8 +114,8 @@ def compile_variant(variant: Any, target: str) -> Any:
     given = {*variant.signature, *variant.constexprs}
     if given != set(names):
         raise ValueError(
-            f"variant {variant.name!r} names the arguments {sorted(given)}; allowed are exactly those of the kernel: "
-            f"{names}; correct its signature or constexprs"
+            f"Expected variant {variant.name!r} to name exactly the arguments of the kernel, {names}, but got "
+            f"{sorted(given)}: correct its signature or constexprs"
         )
     source = ASTSource(
         fn=variant.kernel,
@@ -206,7 +206,9 @@ def _listed(module: str) -> list[Any]:
     try:
         variants = list(importlib.import_module(module).variants())
     except ModuleNotFoundError as error:
-        raise ValueError(f"--module {module}: {error}; allowed are modules on Python's path, by dotted name") from error
+        raise ValueError(
+            f"expected --module to be a module on Python's path, by dotted name, but got {module}: {error}"
+        ) from error
     except AttributeError as error:
         raise ValueError(
             f"--module {module}: {error}; it needs a function variants(), see kernels/variant.py"

@@ -155,7 +155,7 @@ def decode(codes: Any, format: Any) -> Any:
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.uint8)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"codes are of type {array.dtype}; allowed are integers from 0 to {form.codes - 1:#x}")
+        raise TypeError(f"Expected codes to be integers from 0 to {form.codes - 1:#x}, but got type {array.dtype}")
     if array.dtype.kind == "i" and array.dtype.itemsize * 8 == form.bits:
         array = array.view(array.dtype.str.replace("i", "u"))
     _check_codes(array, form)
@@ -274,7 +274,8 @@ def _prepared(values: Any) -> Array:
         return array.astype(np.uint8)
     if kind not in "fiu":
         raise TypeError(
-            f"values are of type {array.dtype}; allowed are real numbers: floats, integers, Fraction, Decimal and texts"
+            "Expected values to be real numbers (floats, integers, Fraction, Decimal or strings), but got type "
+            f"{array.dtype}"
         )
     if array.dtype.itemsize > 8:
         return _objects(array)  # numpy's long double
@@ -355,7 +356,7 @@ def _check_codes(array: Array, form: Format) -> None:
     least, largest = int(array.min()), int(array.max())
     if least < 0 or largest >= form.codes:
         wrong = least if least < 0 else largest
-        raise ValueError(f"codes hold {wrong:#x}; allowed in {form.name} are 0 to {form.codes - 1:#x}")
+        raise ValueError(f"Expected codes of {form.name} to be from 0 to {form.codes - 1:#x}, but got {wrong:#x}")
 
 
 def _values(codes: Array, form: Format) -> Array:
@@ -489,13 +490,13 @@ def _array_of(tensor: Any, codes: bool = False) -> Array:
     """A tensor's elements: floats that numpy does not know in fp32, or, if they are codes, as they are."""
     torch = sys.modules["torch"]
     if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(f"a tensor of {tensor.dtype}, {tensor.layout}; allowed are dense tensors of real numbers")
+        raise TypeError(f"Expected a dense tensor of real numbers, but got {tensor.dtype}, {tensor.layout}")
     tensor = tensor.detach().resolve_neg().cpu().contiguous()
     if codes or not tensor.dtype.is_floating_point or tensor.dtype in (torch.float16, torch.float32, torch.float64):
         array: Array = tensor.numpy()
         return array
     if tensor.dtype not in _unknown_to_numpy():
-        raise TypeError(f"a tensor of {tensor.dtype}; allowed are dtypes with one number in an element")
+        raise TypeError(f"Expected a dtype with one number per element, but got {tensor.dtype}")
     form = formats[tensor.dtype]
     patterns = tensor.view(torch.int16 if form.bits == 16 else torch.uint8).numpy()
     if form.name == "bf16":

@@ -108,8 +108,8 @@ def exact(value: Any) -> Number:
             return _from_float(near)  # ml_dtypes' numbers are float64 numbers
         return Fraction(*value.as_integer_ratio())  # numpy's long double is not
     raise TypeError(
-        f"{value!r} is a {type(value).__name__}; allowed are real numbers (int, float, Fraction, Decimal, numpy's) and "
-        "texts such as '0.1', '0x1p-3', '1/3'"
+        "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string such as '0.1', '0x1p-3' or "
+        f"'1/3', but got {value!r}, a {type(value).__name__}"
     )
 
 
@@ -145,24 +145,26 @@ def check_options(
         ("nan", nan, NANS),
     ):
         if value not in allowed:
-            raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+            raise ValueError(f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {value!r}")
     if overflow == "nan" and not format.has_nan:
-        raise ValueError(f"overflow is 'nan', but {format.name} has no NaN; allowed are 'inf' and 'saturate'")
+        raise ValueError(
+            f"Expected overflow to be 'inf' or 'saturate' for {format.name}, which has no NaN, but got 'nan'"
+        )
     if not isinstance(subnormals, bool):
-        raise TypeError(f"subnormals is {subnormals!r}; allowed are True (kept) and False (flushed to zero)")
+        raise TypeError(f"Expected subnormals to be True (kept) or False (flushed to zero), but got {subnormals!r}")
     for name, number, largest in (("seed", seed, 2**63 - 1), ("offset", offset, LARGEST_OFFSET)):
         if number is None and name == "seed":
             continue
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(
-                f"{name} is {number!r}, a {type(number).__name__}; allowed are integers from 0 to {largest}"
+                f"Expected {name} to be an integer from 0 to {largest}, but got {number!r}, a {type(number).__name__}"
             )
         if not 0 <= number <= largest:
-            raise ValueError(f"{name} is {number}; allowed are 0 to {largest}")
+            raise ValueError(f"Expected {name} to be from 0 to {largest}, but got {number}")
     if seed is not None and rounding != "stochastic":
         raise ValueError(
-            f"seed is {seed} with rounding={rounding!r}, which draws nothing; leave it out, or pass "
-            "rounding='stochastic'"
+            f"Expected seed to be None with rounding={rounding!r}, which uses no random numbers, but got {seed}: leave "
+            "it out, or pass rounding='stochastic'"
         )
 
 
@@ -170,9 +172,12 @@ def no_nan_here(format: Format, nan: str) -> ValueError:
     """What to say of a NaN that must not or cannot be encoded."""
     if nan == "raise":
         return ValueError(
-            "values hold a NaN, and nan='raise'; allowed without an error: 'canonical', 'payload', 'zero'"
+            "Expected values without NaN with nan='raise', but got one: pass nan='canonical', 'payload' or 'zero'"
         )
-    return ValueError(f"values hold a NaN, but {format.name} has none; pass nan='zero', or replace it before")
+    return ValueError(
+        f"Expected values without NaN for {format.name}, which has none, but got one: pass nan='zero', or replace it "
+        "before"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- coding
@@ -324,7 +329,7 @@ def decode_exact(code: int, format: Any) -> Number:
     """
     form = formats[format]
     if not 0 <= code < form.codes:
-        raise ValueError(f"code is {code:#x}; allowed in {form.name} are 0 to {form.codes - 1:#x}")
+        raise ValueError(f"Expected a code of {form.name} to be from 0 to {form.codes - 1:#x}, but got {code:#x}")
     if form.kind == "integer":
         return Fraction(code - form.codes if code & form.sign_bit else code)
     negative, magnitude = bool(code & form.sign_bit), code & ~form.sign_bit
@@ -488,7 +493,7 @@ def neighbours(value: Any, format: Any) -> Neighbours:
     """
     form, number = formats[format], exact(value)
     if isinstance(number, float) and number != 0:
-        raise ValueError(f"value is {value!r}; allowed are finite numbers, which have neighbours")
+        raise ValueError(f"Expected value to be a finite number, which has neighbours, but got {value!r}")
     floor, ceiling = _floor(number, form), _ceiling(number, form)
     lowest, highest = _ends(form)
     code = encode_exact(number, form)

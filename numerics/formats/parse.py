@@ -50,7 +50,7 @@ def parse_number(text: str) -> Number:
         (Fraction(1, 16777216), Fraction(3, 16), Fraction(-2049, 2048))
     """
     if len(text) > LARGEST_TEXT:
-        raise ValueError(f"a number of {len(text)} characters is too long; allowed are {LARGEST_TEXT}")
+        raise ValueError(f"Expected a number of at most {LARGEST_TEXT} characters, but got {len(text)}")
     return _Parser(text).result()
 
 
@@ -83,7 +83,7 @@ class _Parser:
 
     def _error(self, why: str) -> ValueError:
         return ValueError(
-            f"{self._shown()} is not a number: {why}. Allowed are decimals (1e-400), hexadecimal floats (0x1.8p-3), "
+            f"{self._shown()} is not a number: {why}. Write decimals (1e-400), hexadecimal floats (0x1.8p-3), "
             "inf, nan, fractions (1/3), powers (2^-24), and sums and products of these"
         )
 
@@ -205,8 +205,8 @@ class _Parser:
 
     def _too_far(self) -> ValueError:
         return ValueError(
-            f"{self._shown()} is too large or too small; allowed are magnitudes from 2^-{LARGEST_POWER} to "
-            f"2^{LARGEST_POWER}, on the way too: beyond lie only infinity (write inf) and zero (write 0)"
+            f"Expected magnitudes from 2^-{LARGEST_POWER} to 2^{LARGEST_POWER}, also of intermediate results, but got "
+            f"{self._shown()}: for infinity write inf, for zero 0"
         )
 
 

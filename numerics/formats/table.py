@@ -275,18 +275,22 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
         ValueError: beyond these ranges, or if a value of the format is no float64 value.
     """
     if kind not in ("ieee", "fn", "fnuz", "finite"):
-        raise ValueError(f"kind must be 'ieee', 'fn', 'fnuz' or 'finite', got {kind!r}")
+        raise ValueError(f"Expected kind to be 'ieee', 'fn', 'fnuz' or 'finite', but got {kind!r}")
     for name, value, low, high in (("exponent", exponent, 1, 11), ("mantissa", mantissa, int(kind == "fn"), 52)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
+            raise TypeError(f"Expected {name} to be an integer, but got {value!r}")
         if not low <= value <= high:
-            raise ValueError(f"{name} must be {low} to {high} bits, so that float64 holds every value; got {value}")
+            raise ValueError(
+                f"Expected {name} to be from {low} to {high} bits, so that float64 holds every value, but got {value}"
+            )
     if kind == "ieee" and exponent == 1:
-        raise ValueError("exponent must be 2 bits or more with kind='ieee': one bit leaves no normal numbers; got 1")
+        raise ValueError(
+            "Expected exponent to be 2 bits or more with kind='ieee', but got 1: one bit leaves no normal numbers"
+        )
     usual = (1 << (exponent - 1)) - (kind != "fnuz")
     chosen = usual if bias is None else bias
     if isinstance(chosen, bool) or not isinstance(chosen, int):
-        raise TypeError(f"bias must be an integer, got {bias!r}")
+        raise TypeError(f"Expected bias to be an integer, but got {bias!r}")
     name = f"e{exponent}m{mantissa}" + ("" if chosen == usual else f"b{chosen}") + ("" if kind == "ieee" else kind)
     if name in ("e4m3", "e2m3", "e3m2", "e2m1"):  # as OCP's formats are called, which are no IEEE formats
         name += kind
@@ -297,8 +301,8 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     if made.emin - mantissa < -1074 or made.emax > 1023:
         least, most = 1 - chosen - mantissa, made.emax
         raise ValueError(
-            f"values from 2^{least} to 2^{most} must lie within float64's 2^-1074 to 2^1023; "
-            f"choose a smaller exponent or another bias than {chosen}"
+            f"Expected values within float64's range, 2^-1074 to 2^1023, but got 2^{least} to 2^{most}: choose a "
+            f"smaller exponent or another bias than {chosen}"
         )
     return made
 
@@ -443,7 +447,7 @@ class _Formats(Mapping[str, Format]):
         near = difflib.get_close_matches(plain, self._names, n=1, cutoff=0.6)
         hint = f"did you mean {self._names[near[0]].name!r}? " if near else ""
         return (
-            f"unknown format {text!r}; {hint}Allowed are {', '.join(self._rows)}, their aliases, and fields of your "
+            f"unknown format {text!r}; {hint}Choose from {', '.join(self._rows)}, their aliases, and fields of your "
             "own such as 'e5m7'"
         )
 

@@ -248,7 +248,9 @@ def layout(
     one_of("precision", precision, PRECISIONS)
     has = tuple(row.precision for row in LAYOUTS if row.optimizer == optimizer)
     if precision not in has:
-        raise ValueError(f"precision is {precision!r}; allowed for optimizer {optimizer!r} are {', '.join(has)}")
+        raise ValueError(
+            f"Expected precision to be one of {', '.join(has)} for optimizer {optimizer!r}, but got {precision!r}"
+        )
     row = _ROWS[optimizer, precision]
     if gradients is not None:
         one_of("gradients", gradients, ("fp32", "bf16", "fp16"))
@@ -273,11 +275,11 @@ def _with_moments(row: Layout, moments: str) -> Layout:
             f"moments is {moments!r}, and optimizer {row.optimizer!r} has no choice of their format; leave moments out"
         )
     if len(given) not in (1, 2):
-        raise ValueError(f"moments is {moments!r}; allowed are one format, or two with a comma between")
+        raise ValueError(f"Expected moments to be one format, or two separated by a comma, but got {moments!r}")
     for name in given:
         one_of("moments", name, row.moments_allowed)
     if row.optimizer.startswith("halfstep") and given[0] != given[-1]:
-        raise ValueError(f"moments is {moments!r}; allowed for optimizer {row.optimizer!r} is one format for both")
+        raise ValueError(f"Expected moments to be one format for optimizer {row.optimizer!r}, but got {moments!r}")
     return replace(row, exp_avg=STORED_FORMATS[given[0]], exp_avg_sq=STORED_FORMATS[given[-1]])
 
 

@@ -134,7 +134,7 @@ class Transformer:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(name, getattr(self, name)))
         if self.norm not in ("layer", "rms"):
-            raise ValueError(f"norm is {self.norm!r}; allowed are 'layer' and 'rms'")
+            raise ValueError(f"Expected norm to be 'layer' or 'rms', but got {self.norm!r}")
         divides("heads", self.heads, "hidden", self.hidden, "every head needs the same width")
         divides("kv_heads", self.kv, "heads", self.heads, "every key needs the same number of queries")
 

@@ -138,7 +138,9 @@ class Plan:
 
     def _work(self) -> Work:
         if self.work is None:
-            raise ValueError("batch is not given and without it there is no work; give batch, and seq without a model")
+            raise ValueError(
+                "Expected batch, but got None, without which there is no work: pass batch, and seq without a model"
+            )
         return self.work
 
     def as_dict(self) -> dict[str, Any]:
@@ -169,12 +171,14 @@ def _units_of(params: float | None, model: Transformer | None, units: Sequence[U
     """The model as one tensor-parallel GPU holds it."""
     given = [name for name, value in (("params", params), ("model", model), ("units", units)) if value is not None]
     if len(given) != 1:
-        raise ValueError(f"{' and '.join(given) or 'nothing'} is given; allowed is one of params, model and units")
+        raise ValueError(f"Expected one of params, model and units, but got {' and '.join(given) or 'none'}")
     if model is not None:
         return model.units(t)
     if units is not None:
         if t > 1:
-            raise ValueError(f"tensor_parallel is {t} with units; allowed is 1: give the units of one GPU instead")
+            raise ValueError(
+                f"Expected tensor_parallel to be 1 with units, but got {t}: pass the units of one GPU instead"
+            )
         if not parameters_of(units):
             raise ValueError("units hold no parameters; give at least one tensor")
         return units
@@ -250,9 +254,11 @@ def plan(
         raise ValueError(f"strategy is 'single' with {ranks} data-parallel GPUs; take 'ddp', or gpus={t}")
     if offload and not how.offloads:
         able = ", ".join(s.name for s in STRATEGIES.values() if s.offloads)
-        raise ValueError(f"offload is True, and strategy {how.name!r} leaves nothing on the host; allowed are {able}")
+        raise ValueError(
+            f"Expected strategy to be {able} with offload=True, but got {how.name!r}, which leaves nothing on the host"
+        )
     if sequence_parallel and t == 1:
-        raise ValueError("sequence_parallel is True with tensor_parallel 1; allowed from 2")
+        raise ValueError("Expected tensor_parallel to be 2 or more with sequence_parallel=True, but got 1")
     row = layout(optimizer, precision, moments=moments, master=master, gradients=gradients)
     if amsgrad and not row.amsgrad:
         raise ValueError(f"amsgrad is True, and optimizer {optimizer!r} does not have it; leave it out")
@@ -264,7 +270,7 @@ def plan(
     shard = None if shard is None else whole("shard", shard)
     ways, _ = sharding.groups(how, ranks, shard)
     if rank is not None and not (isinstance(rank, int) and 0 <= rank < ways):
-        raise ValueError(f"rank is {rank!r}; allowed are whole numbers from 0 to {ways - 1}")
+        raise ValueError(f"Expected rank to be an integer from 0 to {ways - 1}, but got {rank!r}")
     batch, seq = _micro_batch(model, batch, seq, checkpointing)
     shaped = params is None
     summed = None if accumulator is None else STORED_FORMATS[accumulator]
@@ -332,7 +338,7 @@ def _micro_batch(
     if seq is not None:
         seq = whole("seq", seq)
         if model is not None and model.positions and seq > model.seq:
-            raise ValueError(f"seq is {seq}; the model has {model.seq} positions: allowed are 1 to {model.seq}")
+            raise ValueError(f"Expected seq to be from 1 to {model.seq}, the positions of the model, but got {seq}")
     elif model is not None:
         seq = model.seq
     return batch, seq
@@ -535,7 +541,10 @@ def fit(what: str, memory: int, **arguments: Any) -> Plan | None:
             return plan(size, **rest)
 
     elif not isinstance(model, Transformer):
-        raise ValueError(f"what is {what!r} and there is no model; give model=Transformer(...), or fit 'params'")
+        raise ValueError(
+            f"Expected model to be a Transformer with what={what!r}, but got none: pass model=Transformer(...), or fit "
+            "'params'"
+        )
     elif what == "layers":
 
         def at(size: int) -> Plan:
@@ -624,7 +633,7 @@ def usable(gpu: Card, reserve: Fraction | int = RESERVE) -> int:
     left = int(gpu.memory - kept)
     if reserve < 0 or left < 1:
         raise ValueError(
-            f"reserve is {reserve}; allowed are a share from 0 to below 1, or fewer bytes than the "
-            f"{gpu.memory / GIB:g} GiB of {gpu.name!r}"
+            f"Expected reserve to be a share from 0 to below 1, or fewer bytes than the {gpu.memory / GIB:g} GiB of "
+            f"{gpu.name!r}, but got {reserve}"
         )
     return left

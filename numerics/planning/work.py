@@ -103,7 +103,7 @@ def utilisation(flops: float, seconds: float, peak_flops: float) -> float:
     """Achieved over peak FLOP/s. MFU with the model's FLOPs, HFU with recomputed ones added. 0.5 and above is good."""
     for name, value in (("seconds", seconds), ("peak_flops", peak_flops)):
         if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}; allowed are numbers above 0")
+            raise ValueError(f"Expected {name} to be a number above 0, but got {value!r}")
     return flops / seconds / peak_flops
 
 

@@ -51,7 +51,7 @@ def _refuse_cut_parameters(optimizer: StepsOnVerdict) -> None:
         return
     if optimizer._checker.find_topology(parameters).cut_by_fsdp1:
         raise RuntimeError(
-            "scaler is a torch.amp.GradScaler and the optimizer's parameters are sharded by FullyShardedDataParallel, "
-            "over whose ranks it does not combine its overflow flag: after an Inf on one rank the others would step; "
-            "allowed are halfstep.GradScaler and torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+            "Expected scaler to be halfstep.GradScaler or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler "
+            "for parameters sharded by FullyShardedDataParallel, but got torch.amp.GradScaler: it does not combine its "
+            "overflow flag over these ranks, so after an Inf on one rank the others would step"
         )

@@ -115,8 +115,8 @@ def _of_flat(state: Any, handle: Any) -> Placement | None:
     ranks = _grid(dist.get_rank(), lines)
     if ranks is None:
         raise RuntimeError(
-            f"FSDP shards over the ranks {sorted(lines[0])} and copies over {sorted(lines[1])}; allowed are the "
-            "dimensions of one mesh: give FullyShardedDataParallel device_mesh= instead of two process groups"
+            f"Expected FSDP to shard and copy over the dimensions of one mesh, but got ranks {sorted(lines[0])} and "
+            f"{sorted(lines[1])}: pass device_mesh= to FullyShardedDataParallel instead of two process groups"
         )
     first = all(cut or group.rank() == 0 for group, cut in dimensions)
     return Placement(ranks, lines, tuple(group for group, _ in dimensions), first)

@@ -179,14 +179,14 @@ def _counted(gradients: Any, format: Format, scaled_by: float | torch.Tensor) ->
     if isinstance(gradients, Statistics):
         if gradients.format != format:
             raise ValueError(
-                f"gradients are statistics for {gradients.format.name}; allowed are ones for {format.name}: count them "
-                "for that format, or give the gradients themselves"
+                f"Expected statistics for {format.name}, but got statistics for {gradients.format.name}: count for "
+                "that format, or pass the gradients themselves"
             )
         scale = gradients.scale * factor
         if math.frexp(scale)[0] != 0.5:
             raise ValueError(
-                f"gradients are statistics at scale {scale}; allowed are ones at a power of two: others were rounded "
-                "before they were counted"
+                f"Expected statistics at a power of two as scale, but got scale {scale}: with other scales, values are "
+                "rounded before they are counted"
             )
         return gradients.relabelled(scale)
     of = "gradients" if isinstance(gradients, torch.nn.Module) else "parameters"
@@ -235,13 +235,13 @@ def advise_scale(
     """
     chosen = formats[format]
     if isinstance(share, bool) or not 0 <= share < 1:
-        raise ValueError(f"share is {share!r}; allowed are numbers from 0 to below 1")
+        raise ValueError(f"Expected share to be a number from 0 to below 1, but got {share!r}")
     if isinstance(headroom, bool) or not isinstance(headroom, int) or headroom < 0:
-        raise ValueError(f"headroom is {headroom!r}; allowed are whole numbers from 0")
+        raise ValueError(f"Expected headroom to be an integer of at least 0, but got {headroom!r}")
     if optimizer is not None and (updates is not None or parameters is not None):
-        raise ValueError("optimizer is given beside parameters and updates; allowed is one or the other")
+        raise ValueError("Expected optimizer, or parameters and updates, but got both")
     if (updates is None) != (parameters is None):
-        raise ValueError("of parameters and updates only one is given; allowed are both or neither")
+        raise ValueError("Expected both parameters and updates, or neither, but got one of them")
     found = _counted(gradients, chosen, scaled_by)
     curves = _curves(found, chosen)
     if not curves.numbers.sum():

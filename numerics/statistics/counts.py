@@ -49,13 +49,13 @@ def grid_of(format: Format) -> Grid:
     """
     if format.kind in ("scale", "integer") or not 1 <= format.mantissa <= 23:
         raise ValueError(
-            f"format is {format.name!r}; allowed are floating-point formats with 1 to 23 mantissa bits, such as 'fp16' "
-            "and 'e4m3fn'"
+            "Expected format to be a floating-point format with 1 to 23 mantissa bits, such as 'fp16' or 'e4m3fn', "
+            f"but got {format.name!r}"
         )
     if format.emin - format.mantissa < -149 or format.emax > 127:
         raise ValueError(
-            f"format is {format.name!r}, with numbers from 2^{format.emin - format.mantissa} to 2^{format.emax}; "
-            "allowed are formats within fp32's range, 2^-149 to 2^127"
+            f"Expected format to be within fp32's range, 2^-149 to 2^127, but got {format.name!r}, with numbers from "
+            f"2^{format.emin - format.mantissa} to 2^{format.emax}"
         )
     # In units of fp32's last place at 2^emax. Half a step beyond the largest number overflows itself if that number's
     # code is odd, since the tie then goes to the next one.
@@ -67,7 +67,7 @@ def grid_of(format: Format) -> Grid:
 def checked_scale(name: str, scale: Any) -> float:
     """`scale` as the fp32 number it stands for."""
     if isinstance(scale, bool) or not isinstance(scale, Real) or not LEAST_SCALE <= float(scale) <= LARGEST_SCALE:
-        raise ValueError(f"{name} is {scale!r}; allowed are numbers from 2^-126 to 2^126, and tensors of one")
+        raise ValueError(f"Expected {name} to be a number from 2^-126 to 2^126, or a tensor of one, but got {scale!r}")
     return float(np.float32(float(scale)))
 
 
@@ -140,7 +140,7 @@ class Row:
             ValueError: there is no such kind.
         """
         if kind not in KINDS:
-            raise ValueError(f"kind is {kind!r}; allowed are {', '.join(map(repr, KINDS))}")
+            raise ValueError(f"Expected kind to be one of {', '.join(map(repr, KINDS))}, but got {kind!r}")
         count: int = getattr(self, kind)
         return count / self.elements if self.elements else 0.0
 
@@ -174,7 +174,7 @@ class Row:
             ValueError: `q` is not from 0 to 1, or errors were not counted.
         """
         if not 0 <= q <= 1:
-            raise ValueError(f"q is {q!r}; allowed are numbers from 0 to 1")
+            raise ValueError(f"Expected q to be a number from 0 to 1, but got {q!r}")
         if self.errors is None:
             raise ValueError("errors were not counted; count them with halfstep.statistics(..., errors=True)")
         numbers = int(self.errors.sum())
@@ -298,7 +298,10 @@ class Statistics(Sequence[Row]):
         """
         fraction, exponent = math.frexp(checked_scale("scale", scale) / self.scale)
         if fraction != 0.5:
-            raise ValueError(f"scale is {scale!r}; allowed are {self.scale} times powers of two: count anew for others")
+            raise ValueError(
+                f"Expected scale to be {self.scale} times a power of two, but got {scale!r}: count again for other "
+                "scales"
+            )
         shift = exponent - 1
         cells = self.counts[:, :CELLS].reshape(len(self), ROWS, CLASSES)
         moved = np.zeros_like(cells)
@@ -327,8 +330,8 @@ class Statistics(Sequence[Row]):
         """
         if (self.format, self.scale, self.counts.shape[1:]) != (other.format, other.scale, other.counts.shape[1:]):
             raise ValueError(
-                f"statistics for {other.format.name} at scale {other.scale} are to be added to ones for "
-                f"{self.format.name} at {self.scale}; allowed are the same format, scale and choice of errors"
+                f"Expected statistics of the same format, scale and choice of errors, {self.format.name} at "
+                f"{self.scale}, but got {other.format.name} at {other.scale}"
             )
         dtypes = {
             **dict(zip(other.names, other._dtypes, strict=True)),
@@ -431,7 +434,7 @@ def statistics(
     named = named_tensors(tensors, of=of)
     if isinstance(scale, torch.Tensor):
         if scale.numel() != 1:
-            raise ValueError(f"scale has shape {tuple(scale.shape)}; allowed is one number")
+            raise ValueError(f"Expected scale to be one number, but got shape {tuple(scale.shape)}")
         factor: float | torch.Tensor = scale.detach().reshape(()).float().clone()
     else:
         factor = checked_scale("scale", scale)

@@ -38,8 +38,8 @@ def _pairs(given: Any, argument: str) -> Iterator[tuple[str, Any]]:
                 yield str(index), value
     else:
         raise TypeError(
-            f"{argument} is a {type(given).__name__}; allowed are a tensor, a module, a dict, a list of tensors or of "
-            "(name, tensor) pairs"
+            f"Expected {argument} to be a tensor, a module, a dict, or a list of tensors or of (name, tensor) pairs, "
+            f"but got a {type(given).__name__}"
         )
 
 
@@ -51,13 +51,13 @@ def named_tensors(given: Any, argument: str = "tensors", of: str = "parameters")
         ValueError: two have one name, or `of` is neither ``"parameters"`` nor ``"gradients"``.
     """
     if of not in ("parameters", "gradients"):
-        raise ValueError(f"of is {of!r}; allowed are 'parameters' (the tensors themselves) and 'gradients'")
+        raise ValueError(f"Expected of to be 'parameters' (the tensors themselves) or 'gradients', but got {of!r}")
     found: dict[str, torch.Tensor] = {}
     for name, tensor in _pairs(given, argument):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{argument}[{name!r}] is a {type(tensor).__name__}; allowed are torch tensors")
+            raise TypeError(f"Expected {argument}[{name!r}] to be a tensor, but got a {type(tensor).__name__}")
         if name in found:
-            raise ValueError(f"{argument} has two tensors called {name!r}; allowed is one of each name")
+            raise ValueError(f"Expected the names in {argument} to be distinct, but got {name!r} twice")
         if of == "gradients":
             if tensor.grad is None:
                 continue
@@ -98,21 +98,22 @@ def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:
     if values.layout == torch.sparse_coo:
         values = values.coalesce()._values()
     if values.layout != torch.strided:
-        raise TypeError(f"{name} has layout {values.layout}; allowed are dense and COO tensors: use .to_dense()")
+        raise TypeError(f"Expected {name} to be a dense or COO tensor, but got layout {values.layout}: use .to_dense()")
     if values.is_meta or getattr(values, "fake_mode", None) is not None:
         kind = "on the meta device" if values.is_meta else "a fake tensor"
         raise TypeError(f"{name} is {kind} and has no values; load it first")
     if values.dtype == torch.float64:
         if format.mantissa > 21:
             raise TypeError(
-                f"{name} has dtype torch.float64, which cannot be counted for {format.name}; allowed are formats of up "
-                "to 21 mantissa bits: convert it with .float()"
+                f"Expected a format of up to 21 mantissa bits for {name} of dtype torch.float64, but got "
+                f"{format.name}: convert the tensor with .float()"
             )
         return values
     if values.dtype in _WIDENED:
         return values.float()
     if values.dtype not in DTYPE_CODES:
         raise TypeError(
-            f"{name} has dtype {values.dtype}; allowed are float64, float32, float16, bfloat16 and float8: leave it out"
+            f"Expected {name} to have dtype float64, float32, float16, bfloat16 or float8, but got {values.dtype}: "
+            "leave it out"
         )
     return values

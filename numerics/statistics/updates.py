@@ -66,12 +66,14 @@ def lost_updates(
     pending: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
     for name, update in updates.items():
         if name not in weights:
-            raise ValueError(f"updates has {name!r}, of which parameters has no weight; allowed are the same names")
+            raise ValueError(
+                f"Expected updates and parameters to have the same names, but got {name!r} in updates only"
+            )
         weight, change = local(weights[name].detach()), local(update.detach())
         if weight.shape != change.shape:
             raise ValueError(
-                f"updates[{name!r}] has shape {tuple(change.shape)}, its weight {tuple(weight.shape)}; allowed is one "
-                "shape for both"
+                f"Expected updates[{name!r}] to have the shape of its weight, {tuple(weight.shape)}, but got "
+                f"{tuple(change.shape)}"
             )
         names, counts = pending.setdefault(weight.device, ([], []))
         names.append(name)
@@ -120,5 +122,7 @@ def last_updates(
                 )
             weights[name] = local(parameter.detach())
     if not updates:
-        raise ValueError("optimizer has taken no step yet, so there are no updates; call advise_scale after a step")
+        raise ValueError(
+            "Expected an optimizer that has taken a step, but got one without: call advise_scale after a step"
+        )
     return weights, updates

@@ -29,7 +29,7 @@ def test_without_a_gpu_it_says_what_to_use_instead(
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
 def test_bad_minutes_are_named(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--out", "x", "--minutes", value]) == 2
-    assert f"{value!r} is not allowed; allowed are numbers above 0" in capsys.readouterr().err
+    assert f"expected a number above 0, but got {value!r}" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not backend.interpreting(), reason="needs TRITON_INTERPRET=1")

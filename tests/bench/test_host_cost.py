@@ -99,7 +99,7 @@ def test_a_missing_compiler_is_named_with_the_remedy(
 
 def test_a_bad_number_is_named_with_what_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
     assert host_cost.main(["--tensors", "0"]) == 2
-    assert "argument --tensors: '0' is not allowed; allowed are whole numbers from 1" in capsys.readouterr().err
+    assert "argument --tensors: expected an integer of at least 1, but got '0'" in capsys.readouterr().err
 
 
 def test_the_command_prints_every_row_and_fails_where_one_failed(

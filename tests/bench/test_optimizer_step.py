@@ -25,7 +25,4 @@ def test_a_bad_number_is_named_with_what_is_allowed(
     option: str, value: str, least: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert optimizer_step.main([option, value]) == 2
-    assert (
-        f"argument {option}: {value!r} is not allowed; allowed are whole numbers from {least}"
-        in capsys.readouterr().err
-    )
+    assert f"argument {option}: expected an integer of at least {least}, but got {value!r}" in capsys.readouterr().err

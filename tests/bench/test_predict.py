@@ -62,7 +62,10 @@ def test_what_is_no_record_is_refused(content: str, tmp_path: Path, capsys: pyte
     file = tmp_path / "counts.json"
     file.write_text(content)
     assert predict.main(["--counts", str(file)]) == 2
-    assert f"--counts {file} holds no counts; allowed are files of make bounds" in capsys.readouterr().err
+    assert (
+        f"expected --counts to be a file of make bounds, but got {file}, which holds no counts"
+        in capsys.readouterr().err
+    )
 
 
 def test_outside_a_checkout_the_remedy_is_named(

@@ -31,12 +31,12 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sofmax"], "unknown group 'sofmax'; did you mean 'softmax'? Allowed are softmax, cast, unscale, adam"),
-        (["qqq"], "unknown group 'qqq'; allowed are softmax, cast, unscale, adam, step"),
-        (["--minutes", "0"], "argument --minutes: '0' is not allowed; allowed are numbers above 0"),
-        (["--minutes", "inf"], "argument --minutes: 'inf' is not allowed; allowed are numbers above 0"),
-        (["--minutes", "soon"], "argument --minutes: 'soon' is not allowed; allowed are numbers above 0"),
-        (["--threads", "0"], "argument --threads: '0' is not allowed; allowed are whole numbers from 1"),
+        (["sofmax"], "unknown group 'sofmax'; did you mean 'softmax'? Choose from softmax, cast, unscale, adam"),
+        (["qqq"], "unknown group 'qqq'; choose from softmax, cast, unscale, adam, step"),
+        (["--minutes", "0"], "argument --minutes: expected a number above 0, but got '0'"),
+        (["--minutes", "inf"], "argument --minutes: expected a number above 0, but got 'inf'"),
+        (["--minutes", "soon"], "argument --minutes: expected a number above 0, but got 'soon'"),
+        (["--threads", "0"], "argument --threads: expected an integer of at least 1, but got '0'"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(

@@ -132,7 +132,10 @@ def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return os.mkdir, (str(tmp_path / "owned"),)
 
-    with pytest.raises(checkpoint.CheckpointError, match=r"state\['x'\] is a .*Evil, which load could not give back"):
+    with pytest.raises(
+        checkpoint.CheckpointError,
+        match=r"Expected state\['x'\] to be .* but got a .*Evil, which load could not restore",
+    ):
         checkpoint.save(tmp_path, 1, {"x": Evil()})
     path = tmp_path / "step-00000001.pt"
     seal(path, {"x": Evil()})
@@ -201,7 +204,10 @@ def test_kill_9_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")], f"not cleared: {left}"
 
 
-@pytest.mark.parametrize(("step", "keep", "word"), [(-1, 2, "step is -1"), (1, 0, "keep is 0")])
+@pytest.mark.parametrize(
+    ("step", "keep", "word"),
+    [(-1, 2, "Expected step to be at least 0, but got -1"), (1, 0, "Expected keep to be at least 1, but got 0")],
+)
 def test_numbers_out_of_range_are_refused(tmp_path: Path, step: int, keep: int, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         checkpoint.save(tmp_path, step, {}, keep=keep)

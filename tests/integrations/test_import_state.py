@@ -293,9 +293,9 @@ def test_parameters_of_the_same_names_in_another_order_are_refused() -> None:
 @pytest.mark.parametrize(
     ("masters", "message"),
     [
-        ([torch.ones(5, 7)], "masters has 1 tensors; allowed is 4, one for each parameter in the checkpoint"),
-        ([torch.ones(5, 7), 3, None, None], "masters[1] is int; allowed are floating-point tensors"),
-        ([torch.ones(5, 7).int()] * 4, "masters[0] is torch.int32; allowed are floating-point tensors"),
+        ([torch.ones(5, 7)], "Expected masters to have 4 tensors, one for each parameter in the checkpoint"),
+        ([torch.ones(5, 7), 3, None, None], "Expected masters[1] to be a floating-point tensor, but got int"),
+        ([torch.ones(5, 7).int()] * 4, "Expected masters[0] to be a floating-point tensor, but got torch.int32"),
     ],
 )
 def test_masters_that_cannot_be_are_refused(masters: Any, message: str) -> None:

@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not names:
         parser.error(f"--topology {options.topology!r} is in none of: {', '.join(topologies.TOPOLOGIES)}")
     if options.faults < 1:
-        parser.error(f"--faults is {options.faults}; allowed are whole numbers from 1")
+        parser.error(f"expected --faults to be an integer of at least 1, but got {options.faults}")
     began = time.monotonic()
     rows = merged(rank_processes.run(rank_main, topologies.WORLD, names, options, fresh=True))
     result = report(rows, options, time.monotonic() - began)

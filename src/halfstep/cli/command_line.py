@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
 def picture(text: str) -> Path:
     """An argparse type: the file that a picture goes to."""
     if Path(text).suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no picture; allowed are names ending in {', '.join(PICTURES)}")
+        raise argparse.ArgumentTypeError(f"expected a file name ending in {', '.join(PICTURES)}, but got {text!r}")
     return output_file(text)
 
 

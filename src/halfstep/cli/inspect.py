@@ -226,7 +226,7 @@ def _inspect(options: argparse.Namespace) -> int:
     power_of_two = math.frexp(found.scale)[0] == 0.5
     if options.advise and not power_of_two:
         raise TensorFileError(
-            f"--scale {options.scale:g} is no power of two, so nothing can be advised; allowed are powers, as 2^16"
+            f"--advise: expected --scale to be a power of two, such as 2^16, but got {options.scale:g}"
         )
     advice = advise_scale(found, options.format) if options.advise else None
     if options.out is not None:

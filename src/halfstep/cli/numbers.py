@@ -23,18 +23,18 @@ def number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed:
                 return value
         except (ValueError, OverflowError):
             pass
-        raise argparse.ArgumentTypeError(f"{text.strip()!r} is not allowed; allowed are {allowed}")
+        raise argparse.ArgumentTypeError(f"expected {allowed}, but got {text.strip()!r}")
 
     return parse
 
 
 def whole(least: int, most: int = 2**63 - 1, note: str = "") -> Callable[[str], Any]:
     """An argparse type: a whole number in a range."""
-    upper = "" if most == 2**63 - 1 else f" to {most}"
-    return number(int, lambda value: least <= value <= most, f"whole numbers from {least}{upper}{note}")
+    span = f"of at least {least}" if most == 2**63 - 1 else f"from {least} to {most}"
+    return number(int, lambda value: least <= value <= most, f"an integer {span}{note}")
 
 
-above_zero = number(float, lambda value: value > 0, "numbers above 0")
+above_zero = number(float, lambda value: value > 0, "a number above 0")
 
 
 def count(text: str) -> int:
@@ -43,7 +43,7 @@ def count(text: str) -> int:
     value = Fraction(found[1].replace("_", "")) * _SUFFIXES.get(found[2], 1) if found else Fraction(0)
     if value < 1 or value.denominator != 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed; allowed are whole numbers from 1, as 7e9, 7B or 350M"
+            f"expected an integer of at least 1, such as 7e9, 7B or 350M, but got {text!r}"
         )
     return int(value)
 
@@ -57,10 +57,10 @@ def share_or_bytes(text: str) -> Fraction | int:
     """A share of a card's memory, or bytes: 10%, 4GiB."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are a share or a size, as 10% or 4GiB")
+        raise argparse.ArgumentTypeError(f"expected a share or a size, such as 10% or 4GiB, but got {text!r}")
     number = Fraction(found[1])
     if found[2] == "%":
         if number >= 100:
-            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed are shares below 100%")
+            raise argparse.ArgumentTypeError(f"expected a share below 100%, but got {text!r}")
         return number / 100
     return int(number * _SIZES[found[2]])

@@ -177,7 +177,9 @@ def _arguments(given: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `plan`."""
     model = _model(given)
     if model is None and given.params is None:
-        raise ValueError("there is no model; give --params 7e9, --model llama-3-8b, or the shape of a transformer")
+        raise ValueError(
+            "expected a model, but got none: pass --params 7e9, --model llama-3-8b, or the shape of a transformer"
+        )
     if model is not None and given.params is not None:
         share = abs(model.parameters - given.params) / model.parameters
         if share > 0.1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 
 import pytest
@@ -14,13 +15,13 @@ from halfstep.kernels.variant import Variant
 @pytest.mark.parametrize("target", ["sm_9", "sm_75", "H100", "gfx", "sm_90; rm"])
 def test_an_unknown_target_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--target", target]) == 2
-    assert f"{target!r} is not allowed; allowed are NVIDIA targets from sm_80 on" in capsys.readouterr().err
+    assert "expected an NVIDIA target from sm_80 on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "two"])
 def test_a_bad_number_of_jobs_is_refused(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([f"--jobs={jobs}"]) == 2
-    assert f"{jobs!r} is not allowed; allowed are whole numbers from 1" in capsys.readouterr().err
+    assert f"expected an integer of at least 1, but got {jobs!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -28,13 +29,13 @@ def test_a_bad_number_of_jobs_is_refused(jobs: str, capsys: pytest.CaptureFixtur
     [
         (
             "halfstep.kernels.nothing",
-            "No module named 'halfstep.kernels.nothing'; allowed are modules on Python's path",
+            "by dotted name, but got halfstep.kernels.nothing: No module named 'halfstep.kernels.nothing'",
         ),
         ("halfstep.kernels.variant", "has no attribute 'variants'; it needs a function variants()"),
     ],
 )
 def test_a_module_without_variants_is_refused(module: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=f"--module {module}") as raised:
+    with pytest.raises(ValueError, match=re.escape(module)) as raised:
         rows.audit([module], ["sm_90"], jobs=1)
     assert complaint in str(raised.value)
 
@@ -46,7 +47,9 @@ def test_a_variant_must_name_every_argument() -> None:
         arg_names = ("x", "BLOCK")
 
     variant = Variant(kernel=Kernel(), name="half named", signature={"x": "*fp32"}, constexprs={})
-    with pytest.raises(ValueError, match=r"variant 'half named' names the arguments \['x'\].*'BLOCK'"):
+    with pytest.raises(
+        ValueError, match=r"Expected variant 'half named' to name exactly the arguments .*'BLOCK'.*, but got \['x'\]"
+    ):
         rows.compile_variant(variant, "sm_90")
 
 

@@ -295,16 +295,28 @@ def test_offloaded_shards_lie_on_the_cpu(alone: None, offload: bool) -> None:
 @pytest.mark.parametrize(
     ("size", "words", "expected"),
     [
-        (2, "--strategy fsdp --compress fp16", "allowed is it with --strategy ddp or zero1"),
-        (1, "--cpu-offload", "--cpu-offload with --strategy single; allowed is it with --strategy fsdp or hsdp"),
-        (2, "--strategy ddp --shard-size 2", "--shard-size with --strategy ddp; allowed is it with --strategy hsdp"),
+        (2, "--strategy fsdp --compress fp16", "expected --strategy ddp or zero1 with --compress, but got fsdp"),
+        (
+            1,
+            "--cpu-offload",
+            "expected --strategy fsdp or hsdp with --cpu-offload, but got single: choose one of these",
+        ),
+        (2, "--strategy ddp --shard-size 2", "expected --strategy hsdp with --shard-size, but got ddp"),
         (2, "--strategy hsdp", "type: torchrun --nproc-per-node 4 -m halfstep train --strategy hsdp --shard-size 2"),
         (8, "--strategy hsdp --shard-size 3", "pass --shard-size 2 or 4, or use --strategy fsdp"),
         (8, "--strategy hsdp", "--strategy hsdp on nodes of 8 processes does not divide 8 processes"),
-        (3, "--strategy tp", "divides the model's 2 heads among 3 processes; allowed are 1, 2"),
-        (2, "--strategy ddp --accumulate 3", "does not divide by 2 processes times --accumulate 3; allowed are"),
-        (2, "--strategy tp --accumulate 3", "--batch 8 is the global batch and does not divide by --accumulate 3"),
-        (1, "--accumulate 0", "argument --accumulate: '0' is not allowed"),
+        (
+            3,
+            "--strategy tp",
+            "expected 1 or 2 processes with --strategy tp, which divides the model's 2 heads, but got 3",
+        ),
+        (2, "--strategy ddp --accumulate 3", "to be a multiple of 6 (2 processes times --accumulate 3), but got 8"),
+        (
+            2,
+            "--strategy tp --accumulate 3",
+            "expected --batch, the global batch, to be a multiple of 3 (--accumulate 3), but got 8",
+        ),
+        (1, "--accumulate 0", "but got '0'"),
         (2, "", "use --strategy ddp, fsdp, hsdp, zero1 or tp, or no torchrun"),
     ],
 )

@@ -280,7 +280,7 @@ def test_no_code_is_run_from_a_folder(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ({"asynchronous": True}, "asynchronous is given and model is None"),
-        ({"optimizer": 1}, "optimizer is given and model is None; allowed is optimizer together with model"),
+        ({"optimizer": 1}, "Expected model to be given together with optimizer, but got None: pass model="),
         ({"scaler": 1}, "scaler is given and model is None"),
     ],
 )
@@ -293,10 +293,10 @@ def test_what_needs_the_model_is_refused_without(tmp_path: Path, arguments: dict
 def test_the_two_kinds_are_not_taken_for_each_other(tmp_path: Path) -> None:
     file, shards = checkpoint.save(tmp_path, 1, {"x": 1}), _save(tmp_path, 2)
     assert checkpoint.checkpoints(tmp_path) == [(1, file), (2, shards)]
-    with pytest.raises(ValueError, match=r"model is given and .* is one file; allowed are folders of shards"):
+    with pytest.raises(ValueError, match=r"Expected a folder of shards with model=, but got one file"):
         checkpoint.load(file, model=_training(0.0)[0])
     with pytest.raises(
-        ValueError, match=r"model is None and .* is a folder of shards; allowed is one file: pass model="
+        ValueError, match=r"Expected one file without model=, but got a folder of shards, .*: pass model="
     ):
         checkpoint.load(shards)
     assert [step for step, _ in checkpoint.checkpoints(_save(tmp_path, 3).parent)] == [2, 3]

@@ -207,4 +207,4 @@ def test_the_command_says_what_is_allowed(arguments: list[str], capsys: pytest.C
     with pytest.raises(SystemExit):
         soak.main(arguments)
     told = capsys.readouterr().err
-    assert "allowed are whole numbers from 1" in told or "is in none of: DDP, ZeRO-1" in told
+    assert "to be an integer of at least 1" in told or "is in none of: DDP, ZeRO-1" in told

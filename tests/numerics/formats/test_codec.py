@@ -161,7 +161,10 @@ def test_nan_policies() -> None:
     for name in ALL:
         assert codec.encode(values, name, nan="zero").tolist() == [0] * 4
         assert exact.encode_exact(math.nan, name, nan="zero") == 0
-        with pytest.raises(ValueError, match="values hold a NaN, and nan='raise'"):
+        with pytest.raises(
+            ValueError,
+            match="values without NaN with nan='raise', but got one: pass nan='canonical', 'payload' or 'zero'",
+        ):
             codec.encode(values, name, nan="raise")
     assert codec.encode([1.0, math.inf], "fp16", nan="raise").tolist() == [0x3C00, 0x7C00]
 
@@ -170,9 +173,18 @@ def test_nan_policies() -> None:
 def test_formats_without_nan_refuse_it(name: str) -> None:
     for value in (math.nan, "nan", np.array([1.0, math.nan]), np.array([math.nan], np.float32), torch.tensor(math.nan)):
         for nan in ("canonical", "payload"):
-            with pytest.raises(ValueError, match=f"values hold a NaN, but {name} has none; pass nan='zero'"):
+            with pytest.raises(
+                ValueError,
+                match=(
+                    f"Expected values without NaN for {name}, which has none, but got one: pass nan='zero', or replace "
+                    "it "
+                    "before"
+                ),
+            ):
                 codec.encode(value, name, nan=nan)
-    with pytest.raises(ValueError, match=f"overflow is 'nan', but {name} has no NaN; allowed are 'inf' and 'saturate'"):
+    with pytest.raises(
+        ValueError, match=f"Expected overflow to be 'inf' or 'saturate' for {name}, which has no NaN, but got 'nan'"
+    ):
         codec.encode(1.0, name, overflow="nan")
     assert (
         codec.encode([1e9, -math.inf], name).tolist()
@@ -376,7 +388,7 @@ def test_neighbours() -> None:
     tiny = codec.neighbours(-1e-30, "fp16")
     assert math.copysign(1, tiny.above) == -1 and tiny.code_above == 0x8000 and tiny.below == -(Fraction(2) ** -24)
     for value in (math.inf, "nan"):
-        with pytest.raises(ValueError, match="allowed are finite numbers"):
+        with pytest.raises(ValueError, match="Expected value to be a finite number"):
             codec.neighbours(value, "fp16")
 
 
@@ -405,29 +417,84 @@ def test_neighbours_enclose(name: str) -> None:
             (1.0, "fp16", "even"),
             {},
             ValueError,
-            "rounding is 'even'; allowed are 'nearest', 'nearest_away', 'toward_zero'",
+            "'toward_zero', 'up', 'down', 'odd', 'stochastic', but got 'even'",
         ),
-        ((1.0, "fp16"), {"overflow": "wrap"}, ValueError, "overflow is 'wrap'; allowed are 'inf', 'saturate', 'nan'"),
+        (
+            (1.0, "fp16"),
+            {"overflow": "wrap"},
+            ValueError,
+            "Expected overflow to be one of 'inf', 'saturate', 'nan', but got 'wrap'",
+        ),
         (
             (1.0, "fp16"),
             {"nan": "keep"},
             ValueError,
-            "nan is 'keep'; allowed are 'canonical', 'payload', 'zero', 'raise'",
+            "Expected nan to be one of 'canonical', 'payload', 'zero', 'raise', but got 'keep'",
         ),
-        ((1.0, "fp16"), {"subnormals": "yes"}, TypeError, "subnormals is 'yes'; allowed are True (kept)"),
-        ((1.0, "fp16"), {"seed": 3}, ValueError, "seed is 3 with rounding='nearest', which draws nothing"),
-        ((1.0, "fp16", "stochastic"), {"seed": -1}, ValueError, "seed is -1; allowed are 0 to 9223372036854775807"),
-        ((1.0, "fp16", "stochastic"), {"seed": 1.5}, TypeError, "seed is 1.5, a float; allowed are integers"),
-        ((1.0, "fp16", "stochastic"), {"offset": -1}, ValueError, "offset is -1; allowed are 0 to"),
+        (
+            (1.0, "fp16"),
+            {"subnormals": "yes"},
+            TypeError,
+            "Expected subnormals to be True (kept) or False (flushed to zero), but got 'yes'",
+        ),
+        (
+            (1.0, "fp16"),
+            {"seed": 3},
+            ValueError,
+            (
+                "Expected seed to be None with rounding='nearest', which uses no random numbers, but got 3: leave it "
+                "out, "
+                "or pass rounding='stochastic'"
+            ),
+        ),
+        (
+            (1.0, "fp16", "stochastic"),
+            {"seed": -1},
+            ValueError,
+            "Expected seed to be from 0 to 9223372036854775807, but got -1",
+        ),
+        ((1.0, "fp16", "stochastic"), {"seed": 1.5}, TypeError, "Expected seed to be an integer from 0 to "),
+        ((1.0, "fp16", "stochastic"), {"offset": -1}, ValueError, "Expected offset to be from 0 to "),
         ((1.0, "fp17"), {}, UnknownFormat, "unknown format 'fp17'; did you mean"),
-        ((1j, "fp16"), {}, TypeError, "1j is a complex; allowed are real numbers"),
-        ((np.array([1j]), "fp16"), {}, TypeError, "values are of type complex128; allowed are real numbers"),
-        ((np.array(["2020"], "M8[Y]"), "fp16"), {}, TypeError, "values are of type datetime64[Y]"),
-        ((None, "fp16"), {}, TypeError, "None is a NoneType; allowed are real numbers"),
+        (
+            (1j, "fp16"),
+            {},
+            TypeError,
+            (
+                "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string such as '0.1', '0x1p-3' "
+                "or "
+                "'1/3', but got 1j, a complex"
+            ),
+        ),
+        (
+            (np.array([1j]), "fp16"),
+            {},
+            TypeError,
+            (
+                "Expected values to be real numbers (floats, integers, Fraction, Decimal or strings), but got type "
+                "complex128"
+            ),
+        ),
+        ((np.array(["2020"], "M8[Y]"), "fp16"), {}, TypeError, "but got type datetime64[Y]"),
+        (
+            (None, "fp16"),
+            {},
+            TypeError,
+            (
+                "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string such as '0.1', '0x1p-3' "
+                "or "
+                "'1/3', but got None, a NoneType"
+            ),
+        ),
         (("one", "fp16"), {}, ValueError, "'one' is not a number: 'one' is not understood"),
         (([1.0, [2.0]], "fp16"), {}, (TypeError, ValueError), ""),
-        ((torch.tensor([1j]), "fp16"), {}, TypeError, "a tensor of torch.complex64"),
-        ((torch.eye(2).to_sparse(), "fp16"), {}, TypeError, "allowed are dense tensors of real numbers"),
+        (
+            (torch.tensor([1j]), "fp16"),
+            {},
+            TypeError,
+            "Expected a dense tensor of real numbers, but got torch.complex64",
+        ),
+        ((torch.eye(2).to_sparse(), "fp16"), {}, TypeError, "Expected a dense tensor of real numbers, but got"),
     ],
     ids=str,
 )
@@ -439,19 +506,21 @@ def test_what_encode_refuses(arguments: tuple, options: dict, error: type, compl
 
 def test_packed_tensors_are_refused() -> None:
     packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    with pytest.raises(TypeError, match=r"a tensor of torch\.float4_e2m1fn_x2; allowed are dtypes with one number"):
+    with pytest.raises(
+        TypeError, match=r"Expected a dtype with one number per element, but got torch.float4_e2m1fn_x2"
+    ):
         codec.encode(packed, "fp16")
 
 
 @pytest.mark.parametrize(
     ("codes", "name", "error", "complaint"),
     [
-        ([256], "e4m3fn", ValueError, "codes hold 0x100; allowed in e4m3fn are 0 to 0xff"),
-        ([-1, 5], "fp16", ValueError, "codes hold -0x1; allowed in fp16 are 0 to 0xffff"),
-        (64, "e2m3fn", ValueError, "codes hold 0x40; allowed in e2m3fn are 0 to 0x3f"),
-        ([1.0], "fp16", TypeError, "codes are of type float64; allowed are integers from 0 to 0xffff"),
-        (["1"], "fp16", TypeError, "allowed are integers"),
-        (torch.tensor([1.0]), "fp16", TypeError, "codes are of type float32; allowed are integers"),
+        ([256], "e4m3fn", ValueError, "Expected codes of e4m3fn to be from 0 to 0xff, but got 0x100"),
+        ([-1, 5], "fp16", ValueError, "Expected codes of fp16 to be from 0 to 0xffff, but got -0x1"),
+        (64, "e2m3fn", ValueError, "Expected codes of e2m3fn to be from 0 to 0x3f, but got 0x40"),
+        ([1.0], "fp16", TypeError, "Expected codes to be integers from 0 to 0xffff, but got type float64"),
+        (["1"], "fp16", TypeError, "Expected codes to be integers from 0 to"),
+        (torch.tensor([1.0]), "fp16", TypeError, "Expected codes to be integers from 0 to "),
     ],
     ids=str,
 )
@@ -462,7 +531,7 @@ def test_what_decode_refuses(codes: object, name: str, error: type, complaint: s
 
 
 def test_decode_exact_refuses() -> None:
-    with pytest.raises(ValueError, match="code is 0x10000; allowed in fp16 are 0 to 0xffff"):
+    with pytest.raises(ValueError, match="Expected a code of fp16 to be from 0 to 0xffff, but got 0x10000"):
         exact.decode_exact(0x10000, "fp16")
 
 

@@ -220,30 +220,48 @@ def test_scales_considered_are_those_the_scaler_allows() -> None:
 def test_errors_name_the_argument() -> None:
     one = [torch.ones(1)]
     for share in (-0.1, 1, True):
-        with pytest.raises(ValueError, match=r"share is .*; allowed are numbers from 0 to below 1"):
+        with pytest.raises(ValueError, match=r"Expected share to be a number from 0 to below 1, but got "):
             advise_scale(one, share=share)
     for headroom in (-1, 1.5, True):
-        with pytest.raises(ValueError, match=r"headroom is .*; allowed are whole numbers from 0"):
+        with pytest.raises(ValueError, match=r"Expected headroom to be an integer of at least 0, but got "):
             advise_scale(one, headroom=headroom)  # type: ignore[arg-type]
     for nothing in ([], [torch.zeros(3)], [torch.tensor([INF])], torch.nn.Linear(1, 1)):
         with pytest.raises(ValueError, match=r"gradients hold no finite number but 0.*after backward\(\)"):
             advise_scale(nothing)
-    with pytest.raises(ValueError, match=r"scaled_by is 0.0; allowed are numbers from 2\^-126"):
+    with pytest.raises(
+        ValueError, match=r"Expected scaled_by to be a number from 2\^-126 to 2\^126, or a tensor of one, but got 0.0"
+    ):
         advise_scale(one, scaled_by=0.0)
-    with pytest.raises(ValueError, match=r"gradients are statistics for bf16; allowed are ones for fp16"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"Expected statistics for fp16, but got statistics for bf16: count for that format, or pass the gradients "
+            r"themselves"
+        ),
+    ):
         advise_scale(statistics(one, "bf16"))
-    with pytest.raises(ValueError, match=r"gradients are statistics at scale 3.0; allowed are ones at a power of two"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"Expected statistics at a power of two as scale, but got scale 3.0: with other scales, values are rounded "
+            r"before they are counted"
+        ),
+    ):
         advise_scale(statistics(one, "fp16", 3.0))
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match=r"optimizer has taken no step yet, so there are no updates"):
+    with pytest.raises(ValueError, match=r"Expected an optimizer that has taken a step, but got one without"):
         advise_scale(one, optimizer=optimizer)
-    with pytest.raises(ValueError, match=r"optimizer is given beside parameters and updates"):
+    with pytest.raises(ValueError, match=r"Expected optimizer, or parameters and updates, but got both"):
         advise_scale(one, optimizer=optimizer, updates={})
-    with pytest.raises(ValueError, match=r"of parameters and updates only one is given"):
+    with pytest.raises(ValueError, match=r"Expected both parameters and updates, or neither, but got one of them"):
         advise_scale(one, updates={})
-    with pytest.raises(ValueError, match=r"updates has 'a', of which parameters has no weight"):
+    with pytest.raises(
+        ValueError, match=r"Expected updates and parameters to have the same names, but got 'a' in updates only"
+    ):
         advise_scale(one, parameters={}, updates={"a": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"updates\['a'\] has shape \(2,\), its weight \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"Expected updates\['a'\] to have the shape of its weight, \(1,\), but got \(2,\)"
+    ):
         advise_scale(one, parameters={"a": torch.ones(1)}, updates={"a": torch.ones(2)})
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)

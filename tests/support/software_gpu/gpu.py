@@ -336,7 +336,7 @@ def install(target: str) -> SoftwareGPU:
     """
     global _installed
     if target not in TARGETS:
-        raise ValueError(f"target is {target!r}; allowed are {', '.join(TARGETS)}")
+        raise ValueError(f"Expected target to be one of {', '.join(TARGETS)}, but got {target!r}")
     library = build()
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)

@@ -32,13 +32,13 @@ def code(text: str) -> Code:
     found = _CODE.fullmatch(text) if len(text) <= 100 else None
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no code; allowed are hexadecimal (0x4100), binary (0b0100000100000000) and decimal (16640), "
-            "without a sign; halfstep encode takes numbers"
+            "expected a hexadecimal (0x4100), binary (0b0100000100000000) or decimal (16640) code without a sign, but "
+            f"got {text!r}: for numbers use halfstep encode"
         )
     kind = found.lastgroup or ""
     digits = found[kind].replace("_", "")
     if not digits:
-        raise argparse.ArgumentTypeError(f"{text!r} has no digits; allowed are codes such as 0x4100")
+        raise argparse.ArgumentTypeError(f"expected a code such as 0x4100, but got {text!r}, which has no digits")
     base, each = {"hexadecimal": (16, 4), "binary": (2, 1), "decimal": (10, 0)}[kind]
     return Code(text, int(digits, base), each * len(digits))
 
@@ -66,8 +66,8 @@ def width_of(given: Code) -> int:
         fitting = [width for width in widths() if width in (8, 16, 32, 64) and given.code < 1 << width]
     if not fitting:
         raise UsageError(
-            f"argument CODE: {given.text} has {max(given.shown, given.code.bit_length())} bits; "
-            f"allowed are codes of up to {widths()[-1]}"
+            f"argument CODE: expected up to {widths()[-1]} bits, but got {given.text}, which has "
+            f"{max(given.shown, given.code.bit_length())}"
         )
     return fitting[0]
 
@@ -111,9 +111,8 @@ def _chosen(given: Code, options: argparse.Namespace) -> list[Format]:
     for format in chosen:
         if given.code >= format.codes:
             raise UsageError(
-                f"argument CODE: {given.text} is no code of {format.name}, which has {format.bits} bits; allowed are "
-                f"0x0 to {format.codes - 1:#x}"
-                + ("; a wider one is chosen with --width or --format" if given.code < 1 << 64 else "")
+                f"argument CODE: expected a code of {format.name} from 0x0 to {format.codes - 1:#x}, but got "
+                f"{given.text}" + ("; a wider one is chosen with --width or --format" if given.code < 1 << 64 else "")
             )
     return chosen
 

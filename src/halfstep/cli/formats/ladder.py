@@ -19,7 +19,7 @@ def _small(text: str) -> Format:
     format = arguments.format_named(text)
     if format.bits > 8:
         raise argparse.ArgumentTypeError(
-            f"{format.name} has {format.codes:,} codes; allowed are formats of up to 8 bits"
+            f"expected a format of up to 8 bits, but got {format.name}, which has {format.codes:,} codes"
         )
     return format
 

@@ -91,7 +91,7 @@ def shortest(code: int, format: Format) -> str:
     value = decode_exact(code, format)
     if isinstance(value, float):
         raise ValueError(
-            f"code is {code:#x}, which is {value} in {format.name}; allowed are finite numbers other than -0"
+            f"expected the code of a finite number other than -0, but got {code:#x}, which is {value} in {format.name}"
         )
     if value == 0:
         return "0"

@@ -14,7 +14,7 @@ from halfstep.numerics.formats.table import Format
 SORTS = ("zero", "subnormal", "normal", "infinity", "nan")
 OUTCOMES = {
     "exact": "stored without error",
-    "rounded": "the number is none of the format's; one next to it is stored",
+    "rounded": "the number is not in the format; a neighbour is stored",
     "underflow": "became zero, and was not",
     "overflow": "became infinity, or NaN in a format without",
     "saturated": "beyond the largest number, which is stored instead",

@@ -36,10 +36,10 @@ RUNS = {
 }
 
 
-_DECAY = number(float, lambda x: x >= 0, "finite numbers from 0, such as 0.1")
-_RATE = number(float, lambda x: x > 0, "finite numbers above 0, such as 1e-3")
+_DECAY = number(float, lambda x: x >= 0, "a finite number of at least 0, such as 0.1")
+_RATE = number(float, lambda x: x > 0, "a finite number above 0, such as 1e-3")
 _SCALE = number(
-    float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "powers of two up to 2^127, such as 65536"
+    float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "a power of two up to 2^127, such as 65536"
 )
 
 
@@ -235,7 +235,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
     )
     if settings.warmup >= settings.steps:
         raise UsageError(
-            f"--warmup {settings.warmup} is not below --steps {settings.steps}; allowed are 0 to {settings.steps - 1}"
+            f"expected --warmup to be from 0 to {settings.steps - 1}, below --steps, but got {settings.warmup}"
         )
     layout = world.ExecutionOptions(
         shard_size=options.shard_size,

@@ -146,8 +146,8 @@ def read_corpus(path: str | Path | None, context: int) -> Corpus:
     least = 2 * (context + 1)
     if len(data) < least:
         raise DataError(
-            f"{wanted} holds {len(data)} bytes; allowed are at least {least}: one window of {context} + 1 bytes to "
-            "train on and one to validate on; pass more text, or a smaller --size"
+            f"expected at least {least} bytes (one window of {context} + 1 bytes to train on and one to validate on), "
+            f"but got {len(data)} in {wanted}: pass more text, or a smaller --size"
         )
     kept = max(int(len(data) * VALIDATION_SHARE), context + 1)
     name = "Python standard library" if path is None else str(path)

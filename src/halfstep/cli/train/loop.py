@@ -248,7 +248,8 @@ def read_checkpoint(path: Path, run: Run, settings: Settings, corpus: Corpus) ->
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
         raise checkpoint.CheckpointError(
-            f"{path} has format {state.get('format')!r}; allowed is {FORMAT!r}; pass one that halfstep train wrote"
+            f"Expected {path} to have format {FORMAT!r}, but got {state.get('format')!r}: pass a checkpoint that "
+            "halfstep train wrote"
         )
     made, wanted, step = state.get("plan"), plan(run, settings, corpus), state.get("step")
     missing = [name for name in CONTENT if name not in state]

@@ -106,7 +106,7 @@ class Precision:
     def on(cls, name: str, device: torch.device) -> Precision:
         """The precision called `name`, as `device` computes it."""
         if name not in DTYPES:
-            raise ValueError(f"precision is {name!r}; allowed are {', '.join(map(repr, DTYPES))}")
+            raise ValueError(f"Expected precision to be one of {', '.join(map(repr, DTYPES))}, but got {name!r}")
         return cls(name, DTYPES[name], emulated=name == "fp16" and device.type == "cpu")
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -102,8 +102,8 @@ def _environment(strategy: str) -> tuple[int, int, int]:
     if not (0 <= rank < size and 0 <= local < size):
         given = ", ".join(f"{name}={os.environ[name]}" for name in names[:3])
         raise LaunchError(
-            f"torchrun's variables are {given}; allowed are whole numbers, RANK and LOCAL_RANK from 0 to below "
-            "WORLD_SIZE: start with torchrun, which sets them"
+            "Expected torchrun's variables to be integers, RANK and LOCAL_RANK from 0 to below WORLD_SIZE, but got "
+            f"{given}: start with torchrun, which sets them"
         )
     return rank, size, local
 
@@ -149,8 +149,8 @@ def check(strategy: str, device: str, batch: int, heads: int, layout: ExecutionO
     ):
         if given and strategy not in those:
             raise LaunchError(
-                f"{option} with --strategy {strategy}; allowed is it with --strategy {' or '.join(those)}: "
-                "choose one of these, or leave it out"
+                f"expected --strategy {' or '.join(those)} with {option}, but got {strategy}: choose one of these, or "
+                f"leave {option} out"
             )
     if device == "cuda" and not torch.cuda.is_available():
         raise LaunchError("--device cuda, but torch finds no GPU on this machine; use --device cpu, or leave it out")
@@ -170,21 +170,20 @@ def check(strategy: str, device: str, batch: int, heads: int, layout: ExecutionO
         if heads % size:
             fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
             raise LaunchError(
-                f"--strategy tp divides the model's {heads} heads among {size} processes; allowed are "
-                f"{', '.join(fitting)}: pass one of these to torchrun's --nproc-per-node, or another --size"
+                f"expected {' or '.join(fitting)} processes with --strategy tp, which divides the model's {heads} "
+                f"heads, but got {size}: pass one of these to torchrun's --nproc-per-node, or another --size"
             )
         size = 1  # of the batch every rank sees all
     if size > 1 and batch % size:
         raise LaunchError(
-            f"--batch {batch} is the global batch and does not divide by {size} processes; "
-            f"allowed are multiples of {size}"
+            f"expected --batch, the global batch, to be a multiple of the {size} processes, but got {batch}"
         )
     parts = max(size, 1) * layout.accumulate
     if batch % parts:
         of = f"{size} processes times --accumulate" if size > 1 else "--accumulate"
         raise LaunchError(
-            f"--batch {batch} is the global batch and does not divide by {of} {layout.accumulate}; "
-            f"allowed are multiples of {parts}"
+            f"expected --batch, the global batch, to be a multiple of {parts} ({of} {layout.accumulate}), but got "
+            f"{batch}"
         )
     if device != "cpu" and torch.cuda.is_available() and local >= torch.cuda.device_count():
         raise LaunchError(
