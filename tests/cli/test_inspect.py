@@ -119,7 +119,7 @@ def test_parts_of_one_checkpoint_and_batches(
         (["zeros.pt", "--scale", "-1"], "argument --scale"),
         (
             ["zeros.pt", "--scale", "1000", "--advise"],
-            "expected --scale to be a power of two, such as 2^16, but got 1000",
+            "--advise: expected --scale to be a power of two, such as 2^16",
         ),
         (
             ["zeros.pt", "--limit", "x"],

@@ -129,7 +129,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({**ENTRY, "data_offsets": [8, 0]}, "expected two data_offsets within"),
         ({**ENTRY, "data_offsets": [-8, 0]}, "expected two data_offsets within"),
         ({**ENTRY, "data_offsets": [0]}, "expected two data_offsets within"),
-        ({"dtype": "F32", "shape": [2]}, "expected two data_offsets within the 0 bytes of data, but got None"),
+        ({"dtype": "F32", "shape": [2]}, "expected two data_offsets within the 8 bytes of data, but got None"),
     ],
 )
 def test_hostile_entries(entry: Any, said: str, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def _power_or_number(text: str) -> float:
     return checked_scale("scale", math.ldexp(1.0, int(found[1])) if found else float(text))
 
 
-_SCALE = number(_power_or_number, lambda scale: True, "numbers from 2^-126 to 2^126, as 65536 or 2^16")
+_SCALE = number(_power_or_number, lambda scale: True, "a number from 2^-126 to 2^126, such as 65536 or 2^16")
 
 
 def _format(text: str) -> str:

@@ -295,7 +295,7 @@ def test_offloaded_shards_lie_on_the_cpu(alone: None, offload: bool) -> None:
 @pytest.mark.parametrize(
     ("size", "words", "expected"),
     [
-        (2, "--strategy fsdp --compress fp16", "expected --strategy ddp or zero1 with --compress, but got fsdp"),
+        (2, "--strategy fsdp --compress fp16", "expected --strategy ddp or zero1 with --compress fp16, but got fsdp"),
         (
             1,
             "--cpu-offload",
