@@ -142,7 +142,7 @@ class PendingSave:
 
     def __init__(self, future: Future[Path], path: Path) -> None:
         self._future, self.path = future, path
-        self._told = False
+        self._reported = False
 
     def done(self) -> bool:
         """Whether it is over, well or not."""
@@ -160,7 +160,7 @@ class PendingSave:
         except concurrent.futures.TimeoutError as error:  # before Python 3.11 another class than TimeoutError
             raise TimeoutError(*error.args) from None
         finally:
-            self._told = self._future.done()
+            self._reported = self._future.done()
         return path
 
 
@@ -173,7 +173,7 @@ def finish_pending() -> None:
     while _pending:
         pending = _pending[0]
         try:
-            if not pending._told:
+            if not pending._reported:
                 pending.result()
         finally:
             if pending.done():
@@ -207,7 +207,7 @@ def save(
         path = folder / files.name_of(step)
         kept = io.BytesIO()
         try:
-            ranks.together(lambda: _keep(state, beside, kept))
+            ranks.together(lambda: _serialize_beside(state, beside, kept))
         except CheckpointError as error:
             raise CheckpointError(
                 f"cannot write checkpoint {path}: {error}; earlier checkpoints are untouched"
@@ -249,7 +249,7 @@ def _refuse_uneven_parts(tensors: Iterable[tuple[str, Any]]) -> None:
                 )
 
 
-def _keep(state: dict[str, Any], beside: dict[str, Any], kept: io.BytesIO) -> None:
+def _serialize_beside(state: dict[str, Any], beside: dict[str, Any], kept: io.BytesIO) -> None:
     """Write now what is kept beside the shards: it may change while a thread writes.
 
     Raises:
@@ -448,7 +448,7 @@ def read(
         rollback = Rollback(model, optimizer, scaler)
         try:
             with torch.no_grad(), _quiet():
-                for part in (load.prepare, load.compare, load.read, lambda: load.hand_over(rollback)):
+                for part in (load.prepare, load.compare, load.read, lambda: load.load_into_live(rollback)):
                     ranks.together(part)
         except BaseException as error:
             with torch.no_grad(), _quiet():
@@ -551,7 +551,7 @@ class _Load:
 
     def read(self) -> None:
         """Read everything into memory of its own."""
-        wanted = {self.names["model", name]: _fresh(value) for name, value in self.model_state.items()}
+        wanted = {self.names["model", name]: _read_target(value) for name, value in self.model_state.items()}
         if self.optimizer is not None:
             parameters: dict[str, torch.Tensor] = {}
             if not self.flat_parameters:
@@ -581,7 +581,7 @@ class _Load:
                 return torch.empty_like(parameters[name].detach(), dtype=known.properties.dtype)
         return torch.empty(known.size, dtype=known.properties.dtype, device="cpu")
 
-    def hand_over(self, rollback: Rollback) -> None:
+    def load_into_live(self, rollback: Rollback) -> None:
         """Give the tensors to the model, then to the optimizer, whose masters have the last word, then the scale."""
         fresh = {name: self.read_in[self.names["model", name]] for name in self.model_state}
         if self.flat_parameters:
@@ -613,14 +613,14 @@ class _Load:
             self.scaler.load_state_dict(self.beside["scaler"])
 
 
-def _fresh(value: Any) -> Any:
+def _read_target(value: Any) -> Any:
     """Where to read one of the model's tensors: on the CPU, cut as it is."""
     if not isinstance(value, torch.Tensor):
         return None
     if isinstance(value, ShardedTensor):  # FSDP1's, a copy already
         return value
     if isinstance(value, DTensor):
-        return DTensor(_fresh(value.to_local()), value._spec, requires_grad=False)
+        return DTensor(_read_target(value.to_local()), value._spec, requires_grad=False)
     return torch.empty_like(value, device="cpu", requires_grad=False)
 
 

@@ -29,7 +29,7 @@ _previous: dict[int, Callable[..., Any]] = {}
 _noted: list[int] = []
 
 
-def _note(number: int, frame: Any) -> None:
+def _note_signal(number: int, frame: Any) -> None:
     _noted.append(number)
 
 
@@ -59,14 +59,14 @@ def held(numbers: Collection[int] | None = None) -> Iterator[None]:
             handler = signal.getsignal(number)
             if callable(handler):
                 before[number] = handler
-                signal.signal(number, _note)
+                signal.signal(number, _note_signal)
         _previous.update(before)
         yield
     finally:
-        _give_back(before)
+        _restore_handlers(before)
 
 
-def _give_back(before: dict[int, Callable[..., Any]]) -> None:
+def _restore_handlers(before: dict[int, Callable[..., Any]]) -> None:
     raised: BaseException | None = None
     while True:
         try:  # a handler that is back may raise before the last one is

@@ -73,10 +73,10 @@ class Ranks:
         try:
             mine = function()
         except CheckpointException as failed:  # torch's, of all ranks, and no `Exception`
-            error = "; ".join(_told(one[0]) for one in failed.failures.values())
+            error = "; ".join(_error_text(one[0]) for one in failed.failures.values())
             cause = failed.failures.get(self.rank, [RuntimeError(error)])[0]
         except BaseException as failed:
-            error, cause = _told(failed), failed
+            error, cause = _error_text(failed), failed
         try:
             answers = self.all((mine, error))
         except RuntimeError as lost:  # a rank was killed
@@ -94,7 +94,7 @@ class Ranks:
         return self.together(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
     if isinstance(error, Exception) and not isinstance(error, LookupError) and str(error):

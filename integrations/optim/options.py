@@ -17,7 +17,7 @@ from halfstep.kernels.philox import check_seed
 
 MASTERS = ("auto", "full", "split", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-ROUNDINGS = ("nearest", "stochastic")
+STEP_ROUNDINGS = ("nearest", "stochastic")
 # Options that say how state lies in memory: a checkpoint does not change them.
 LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
 
@@ -89,8 +89,8 @@ def check_options(group: dict[str, Any]) -> None:
         raise ValueError(f"master_weights is {group['master_weights']!r}; allowed are {', '.join(map(repr, MASTERS))}")
     if group["state_dtype"] not in STATE_DTYPES:
         raise ValueError(f"state_dtype is {group['state_dtype']!r}; allowed are {', '.join(map(str, STATE_DTYPES))}")
-    if group["rounding"] not in ROUNDINGS:
-        raise ValueError(f"rounding is {group['rounding']!r}; allowed are {', '.join(map(repr, ROUNDINGS))}")
+    if group["rounding"] not in STEP_ROUNDINGS:
+        raise ValueError(f"rounding is {group['rounding']!r}; allowed are {', '.join(map(repr, STEP_ROUNDINGS))}")
     check_seed(group["seed"])
 
 

@@ -26,7 +26,7 @@ def mesh() -> Iterator[DeviceMesh]:
 def test_uneven_parts_are_refused_where_torch_misplaces_them(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(rows: int, *dims: int) -> None:
         value: DTensor = distribute_tensor(torch.zeros(rows, 6), mesh, [Shard(dim) for dim in dims])
-        checkpoint_sharded._keep({"model": {"up.weight": value}}, {}, io.BytesIO())
+        checkpoint_sharded._serialize_beside({"model": {"up.weight": value}}, {}, io.BytesIO())
 
     keep(6, 0, 0)
     monkeypatch.setattr(checkpoint_sharded, "UNEVEN_PARTS_SINCE", (99, 0))

@@ -42,11 +42,12 @@ def examples(chosen: Sequence[Format]) -> list[str]:
             f"2^{number_text.power_of_two(least)}",
             str(format.integer_range + 1),
         ]
-    told = {text: {_told(encoded(parse_number(text), format)) for format in chosen} for text in made if len(text) <= 12}
-    return [text for text, different in told.items() if len(different) > 1 or text in _EXAMPLES]
+    short = [text for text in made if len(text) <= 12]
+    outcomes = {text: {_outcome_and_value(encoded(parse_number(text), one)) for one in chosen} for text in short}
+    return [text for text, different in outcomes.items() if len(different) > 1 or text in _EXAMPLES]
 
 
-def _told(found: Encoded) -> tuple[str, object]:
+def _outcome_and_value(found: Encoded) -> tuple[str, object]:
     return found.outcome, None if found.stored is None else str(found.stored.value)
 
 
