@@ -79,3 +79,33 @@ def test_names_in_the_table_exist() -> None:
     for name in named - set(halfstep.__all__):
         pkgutil.resolve_name(f"halfstep.{name}")
     assert {"AdamW", "GradScaler", "softmax", "cast", "backend"} <= named
+
+
+FILE = re.compile(
+    r"(?<![\w/.<{-])(?:bench|docs|examples|integrations|kernels|numerics|src|tests)/[\w/]*\w\.(?:cpp|json|md|py)\b"
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in FILE.findall(text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"`([\w]+\.py)\b", text):  # by name alone: tests, and what they share
+        assert list((ROOT / "tests").rglob(name)), name
+
+
+def test_files_that_code_names_exist() -> None:
+    sources = [
+        path
+        for folder in ("bench", "integrations", "kernels", "numerics", "src")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert sources
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources
+        for name in FILE.findall(path.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    }
+    assert missing == set()
