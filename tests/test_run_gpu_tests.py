@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import run_gpu_tests
@@ -80,3 +82,22 @@ def test_tests_end_when_their_time_is_over(tmp_path: Path) -> None:
     assert time.monotonic() - start < 60
     assert result["not_run"] == 1
     assert [entry["outcome"] for entry in result["failed"]] == ["unfinished", "not run"]
+
+
+@pytest.mark.parametrize("failed", [[], [{"test": "test_b", "outcome": "failed", "message": "one is not two"}]])
+def test_the_outcome_is_written_and_is_the_exit_status(
+    failed: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits: list[float] = []
+
+    def run_tests(seconds: float, folder: Path, tests: Path, processes: int) -> dict[str, Any]:
+        assert folder.is_dir() and any(tests.rglob("test_gpu.py")) and processes == 3
+        limits.append(seconds)
+        return {"counts": {"passed": 2}, "failed": failed, "tests": {"test_a": ["passed", 0.5]}}
+
+    monkeypatch.setattr(run_gpu_tests, "run_tests", run_tests)
+    out = tmp_path / "a" / "b"
+    assert run_gpu_tests.main(["--out", str(out), "--minutes", "2", "--processes", "3"]) == bool(failed)
+    assert limits == [120.0] and capsys.readouterr().out == "2 passed\n"
+    assert ("FAILED test_b\none is not two" in (out / "tests.txt").read_text()) is bool(failed)
+    assert json.loads((out / "tests.json").read_text())["failed"] == failed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,3 +131,10 @@ def test_the_grids_span_what_they_should() -> None:
 
 def test_the_command_knows_all_groups_without_importing_torch() -> None:
     assert run.GROUP_NAMES == tuple(GROUPS)
+
+
+def test_pytest_benchmark_gets_every_case_and_provider() -> None:
+    pairs = runpy.run_path(str(Path(__file__).with_name("benchmarks.py")))["PAIRS"]
+    assert {case.group for case, _ in pairs} == set(GROUPS)
+    names = [f"{case.name}, {provider}" for case, provider in pairs]
+    assert len(names) == len(set(names)) > 100
