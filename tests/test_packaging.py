@@ -161,7 +161,7 @@ except RuntimeError as error:
 
 
 def test_the_audit_says_that_it_needs_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; from halfstep.bench import audit; print(audit.main([]))"
+    code = "import sys; sys.modules['triton'] = None; from halfstep.bench.audit import command; print(command.main([]))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, cwd="/"
     )
