@@ -56,21 +56,19 @@ bf16): split 18, no master 14. Random bits are computed, not read.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
-    FLOATS,
     TensorTable,
     address,
     check_addresses,
@@ -91,7 +89,6 @@ from halfstep.kernels.rounding import (
     stochastic_float32,
     to_float32,
 )
-from halfstep.kernels.variant import Variant
 
 CHUNK = 2048
 LANES = 256  # tensors per program of the prepare kernel
@@ -700,69 +697,3 @@ def launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None
 def step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
     """`launch`, and call what it returns."""
     launch(batch, groups, control)()
-
-
-def variant_name(layout: Layout) -> str:
-    """What the compile audit calls a layout."""
-    return ", ".join(
-        [
-            f"{TRITON_NAMES[layout.param]} param",
-            f"{TRITON_NAMES[layout.grad]} grad",
-            f"{TRITON_NAMES[layout.state]} state",
-            f"{('no', 'full', 'split')[layout.master]} master",
-            *(["amsgrad"] if layout.amsgrad else []),
-            *(["L2"] if layout.l2 else []),
-            *(["stochastic"] if layout.stochastic else []),
-        ]
-    )
-
-
-def variants() -> Iterator[Variant]:
-    """Every compiled form of the kernels, for the compile audit."""
-    f32, f16, bf16 = FLOATS
-    layouts = [Layout(f32, f32, f32, NO_MASTER, amsgrad, l2) for amsgrad, l2 in product((False, True), repeat=2)]
-    layouts += [Layout(f16, grad, f32, FULL_MASTER, False, False) for grad in (f16, f32)]
-    layouts += [Layout(bf16, grad, f32, master, False, False) for grad in (bf16, f32) for master in (0, 1, 2)]
-    layouts += [Layout(bf16, bf16, bf16, master, False, False) for master in (0, 2)]
-    layouts += [Layout(bf16, bf16, f32, SPLIT_MASTER, True, False)]
-    layouts += [Layout(param, param, f32, NO_MASTER, False, False, True) for param in (f16, bf16)]
-    layouts += [Layout(bf16, bf16, bf16, master, False, False, True) for master in (NO_MASTER, SPLIT_MASTER)]
-    layouts += [Layout(bf16, bf16, bf16, NO_MASTER, True, False, True)]
-    for layout in layouts:
-        p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
-        state = s * (3 if layout.amsgrad else 2)
-        weight = {NO_MASTER: (p, p), FULL_MASTER: (4, 4 + p), SPLIT_MASTER: (4, 4)}[layout.master]
-        yield Variant(
-            kernel=adam_kernel,
-            num_warps=_warps(layout),
-            name=variant_name(layout),
-            signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32", "hyper": "*fp32"},
-            constexprs=_constexprs(layout),
-            divisible_by_16=("rows", "chunk_tensor", "hyper"),
-            options={"num_stages": 1},
-            bytes_read=g + weight[0] + state,
-            bytes_written=weight[1] + state,
-        )
-    for clip in (False, True):
-        yield Variant(
-            kernel=prepare_kernel,
-            name="prepare" + (", clip" if clip else ""),
-            signature={
-                "rows": "*i64",
-                "tensors": "i32",
-                "tensor_group": "*i64",
-                "groups": "*fp64",
-                "hyper": "*fp32",
-                "grad_scale": "*fp32",
-                "found_inf": "*fp32",
-                "sum_of_squares": "*fp64",
-            },
-            constexprs={
-                "HAS_SCALE": True,
-                "HAS_FOUND": True,
-                "CLIP": clip,
-                "STEP_ROW": ADDRESSES + STEP,
-                "LANES": LANES,
-            },
-            divisible_by_16=("rows", "tensor_group", "groups", "hyper"),
-        )

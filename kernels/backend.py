@@ -130,11 +130,36 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 @functools.cache
+def _lanes(device: torch.device) -> int:
+    """How many threads a GPU runs in step: 32 or, on AMD's data center chips, 64."""
+    lanes: int = torch.cuda.get_device_properties(device).warp_size
+    return lanes
+
+
 def most_warps(device: torch.device) -> int:
-    """How many warps a program may have: a GPU launches up to `MOST_THREADS` threads, and runs 32 or, on AMD's data
-    center chips, 64 of them in step."""
-    lanes: int = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
+    """How many warps a program may have: a GPU launches up to `MOST_THREADS` threads."""
+    if device.type == "cuda":
+        return MOST_THREADS // _lanes(device)
+    lanes: int = 32 if INTERPRET else _stand_in().warp_size
     return MOST_THREADS // lanes
+
+
+def _stand_in() -> Any:
+    """Triton's description of the GPU that takes CPU tensors where kernels are not interpreted."""
+    return triton.runtime.driver.active.get_current_target()
+
+
+def by_address(tensor: torch.Tensor) -> Any:
+    """A tensor as an argument of which Triton's compiler for AMD learns the address alone.
+
+    Of a tensor below 2 GB it learns the size too, and turns loads into buffer instructions. On the way it loses what
+    ``tl.multiple_of`` said of a pointer, and every access is as narrow as an element (Triton 3.7).
+    """
+    if tensor.device.type == "cuda":
+        amd = torch.version.hip is not None
+    else:
+        amd = not INTERPRET and _stand_in().backend == "hip"
+    return triton.reinterpret(tensor, tensor.dtype) if amd else tensor
 
 
 TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,7 +50,6 @@ from halfstep.kernels.rounding import (
     round_float32,
     to_float32,
 )
-from halfstep.kernels.variant import Variant
 
 CHUNK = 4096
 SLOW_BLOCK = 512  # elements at a time where nothing can be said of the alignment: few registers, scalar accesses
@@ -719,49 +718,3 @@ def foreach_cast(
     if out is not None:
         torch.autograd.graph.increment_version(results)
     return results
-
-
-def _listed(source: torch.dtype, target: torch.dtype) -> list[tuple[str, bool]]:
-    """The roundings, and whether saturating, that the audit compiles for a pair; the others differ in a constant."""
-    modes = [("nearest", False)]
-    if source == torch.float32 and target in FP8:
-        modes.append(("nearest", True))
-    if source in (torch.float32, torch.bfloat16) and _mode(source, target, "stochastic") == STOCHASTIC:
-        modes += [("toward_zero", False), ("stochastic", False)]
-    return modes
-
-
-def variants() -> Iterator[Variant]:
-    """Every compiled form of the kernels that matters, for the compile audit."""
-    for source, target in _tables:
-        if source == target:
-            continue
-        for rounding, saturate in _listed(source, target):
-            constexprs = {
-                "SOURCE": _format(source),
-                "TARGET": _format(target),
-                "ROUNDING": ROUNDINGS.index(rounding),
-                "SATURATE": saturate,
-                "CHUNK": CHUNK,
-            }
-            how = "" if rounding == "nearest" else ", " + rounding.replace("_", " ")
-            name = f"{NAMES[source]} to {NAMES[target]}{how}{', saturating' if saturate else ''}"
-            seeds = {"seed_low": "i64", "seed_high": "i64"}
-            if rounding == "nearest" and not saturate:  # one tensor and many share all but the table
-                yield Variant(
-                    kernel=cast_kernel,
-                    name=name,
-                    signature={"source": "i64", "target": "i64", "numel": "i64", **seeds, "offset": "i64"},
-                    constexprs=constexprs,
-                    bytes_read=source.itemsize,
-                    bytes_written=target.itemsize,
-                )
-            yield Variant(
-                kernel=multi_cast_kernel,
-                name=f"list, {name}",
-                signature={"rows": "*i64", "chunk_tensor": "*i32", "tensors": "i32", **seeds},
-                constexprs=constexprs,
-                divisible_by_16=("rows", "chunk_tensor"),
-                bytes_read=source.itemsize,
-                bytes_written=target.itemsize,
-            )

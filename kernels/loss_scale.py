@@ -29,7 +29,6 @@ import torch
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl
 from halfstep.kernels.multi_tensor import address, check_addresses, has_memory, own_operations
-from halfstep.kernels.variant import Variant
 
 DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # places in `counts`
 
@@ -216,20 +215,3 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
         run(state, found_inf, rules)
     # The kernels write through addresses, which autograd cannot see.
     torch.autograd.graph.increment_version([state.scale, state.clean_steps, state.tolerance, state.skipped])
-
-
-def variants() -> list[Variant]:
-    """Every compiled form of the kernel, for the compile audit."""
-    signature = {"scale": "*fp32", "clean_steps": "*i32", "tolerance": "*i32", "skipped": "*fp32", "counts": "*i64"}
-    signature |= {"found_inf": "*fp32", "growth_bits": "i64", "backoff_bits": "i64"}
-    signature |= {"growth_interval": "i32", "hysteresis": "i32", "least": "fp32", "most": "fp32"}
-    return [
-        Variant(
-            kernel=loss_scale_kernel,
-            name="update" + ", refill on clean" * refill,
-            signature=signature,
-            constexprs={"REFILL_ON_CLEAN": refill},
-            num_warps=1,
-        )
-        for refill in (False, True)
-    ]

@@ -29,13 +29,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
     TableCache,
@@ -47,7 +47,6 @@ from halfstep.kernels.multi_tensor import (
     own_operations,
 )
 from halfstep.kernels.rounding import to_float32
-from halfstep.kernels.variant import Variant
 
 CHUNK = 16384  # of one program, so that its counts are handed over once for many elements
 BLOCK = 1024
@@ -384,34 +383,3 @@ def foreach_count_(
                 _launch(implementation, table, dtype, counts, grid, scale, inverted)
     torch.autograd.graph.increment_version([counts])
     return counts
-
-
-def variants() -> Iterator[Variant]:
-    """Every compiled form of the kernel, for the compile audit."""
-    for dtype, name in TRITON_NAMES.items():
-        for errors in (False, True):
-            yield Variant(
-                kernel=count_kernel,
-                name=f"{name}{' with errors' if errors else ''}",
-                signature={
-                    "rows": "*i64",
-                    "chunk_tensor": "*i32",
-                    "tensors": "i32",
-                    "scale": "*fp32",
-                    "counts": "*i64",
-                    "dropped": "i32",
-                    "emin": "i32",
-                    "emax": "i32",
-                    "overflow": "i32",
-                },
-                constexprs={
-                    "DTYPE": triton_dtype(dtype),
-                    "INVERTED": True,
-                    "ERRORS": errors,
-                    "CHUNK": CHUNK,
-                    "BLOCK": BLOCK,
-                },
-                divisible_by_16=("rows", "chunk_tensor", "counts"),
-                num_warps=WARPS,
-                bytes_read=dtype.itemsize,
-            )

@@ -29,14 +29,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import TRITON_NAMES, jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
     TableCache,
@@ -51,7 +51,6 @@ from halfstep.kernels.multi_tensor import (
 )
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import capturing, current_stream
-from halfstep.kernels.variant import Variant
 
 CHUNK = 4096
 LANES = 1024
@@ -672,51 +671,3 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         return Unscaled(found.found_inf, found.sum_of_squares.sqrt().float())
     norm = torch.empty((), dtype=torch.float32, device=device)
     return Unscaled(check(tensors, factor, write=True, norm=norm, in_memory=True).found_inf, norm)
-
-
-def variants() -> Iterator[Variant]:
-    """Every compiled form of the kernels, for the compile audit."""
-    for dtype, name in TRITON_NAMES.items():
-        for kind in ("check", "unscale"):
-            write = kind == "unscale"
-            yield Variant(
-                kernel=check_kernel,
-                name=f"{name} {kind}",
-                signature={
-                    "rows": "*i64",
-                    "chunk_tensor": "*i32",
-                    "tensors": "i32",
-                    "inv_scale": "*fp32",
-                    "flags": "*i32",
-                    "sums": "*fp64",
-                },
-                constexprs={
-                    "DTYPE": triton_dtype(dtype),
-                    "SCALED": 1 if write else 3,
-                    "WRITE": write,
-                    "CHUNK": CHUNK,
-                },
-                divisible_by_16=("rows", "chunk_tensor"),
-                num_warps=CHECK_WARPS,
-                bytes_read=dtype.itemsize,
-                bytes_written=dtype.itemsize * write,
-            )
-    yield Variant(
-        kernel=finish_kernel,
-        name="finish",
-        signature={
-            "sums": "*fp64",
-            "chunks": "i32",
-            "flags": "*i32",
-            "tensors": "i32",
-            "found_inf": "*fp32",
-            "sum_of_squares": "*fp64",
-            "norm": "*fp32",
-            "flags_out": "*i32",
-            "tally": "*i32",
-            "step": "*i64",
-        },
-        constexprs={"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": True},
-        divisible_by_16=("sums", "flags", "flags_out", "tally"),
-        num_warps=FINISH_WARPS,
-    )

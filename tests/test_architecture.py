@@ -145,8 +145,8 @@ def test_the_check_for_timing_loops_can_fail(source: str) -> None:
     assert clocks_read(source)
 
 
-# Modules of `bench/cases` are named after the kernels that they measure.
-SHARED_MODULES = {"__init__", "command", "adam", "cast", "unscale"}
+# Modules of `bench/cases` and `bench/audit/families` are named after the kernels that they measure.
+SHARED_MODULES = {"__init__", "command", "adam", "cast", "unscale", "loss_scale", "softmax", "statistics"}
 # `Layout` is a public name of the planner and a kernel's; the others are told apart by their rooms.
 SHARED_CLASSES = {"Layout", "Format", "Row"}
 

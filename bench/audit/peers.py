@@ -1,9 +1,7 @@
 """The Triton kernels of installed peers, as variants for the compile audit.
 
-Each peer's own launcher is called on tensors without storage, and what it would have launched is noted instead: kernel,
-block size, warps and all other settings are therefore those the installed version computes for the case, and not a copy
-that ages. Of what Triton derives from the arguments at launch, the variants keep the types, divisibility by 16 and the
-integers that equal 1; pointers count as aligned, which is how torch allocates.
+Each peer's own launcher is called on tensors without storage, whose pointers count as aligned, which is how torch
+allocates. Kernel, block size, warps and all other settings are those that the installed version computes for the case.
 
 A peer's floor is the least traffic for its own layout of the same job: quantised moments make it lower than ours, a
 compensation term higher. Peers are optional, and nothing of halfstep imports them: they come with
@@ -16,13 +14,11 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from halfstep.kernels.variant import Variant
+from halfstep.bench.audit.launches import Variant, recording
 
 ROWS, COLUMNS = 4096, 4096  # of the softmax
 PARAMETERS = 1 << 24  # of the AdamW step
@@ -104,59 +100,6 @@ JOBS = (
 )
 
 
-@contextmanager
-def _noting() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """Note every launch of a Triton kernel, with its arguments, instead of launching it."""
-    from triton.runtime.jit import JITFunction
-
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launches.append((kernel, args, kwargs))
-
-    launch = JITFunction.run
-    JITFunction.run = note
-    try:
-        yield launches
-    finally:
-        JITFunction.run = launch
-
-
-def _variant(job: Job, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-    """What Triton would have compiled for a launch."""
-    from triton.runtime.jit import mangle_type
-
-    names = list(kernel.arg_names)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    signature, constexprs, divisible_by_16 = {}, {}, []
-    for parameter in kernel.params:
-        if parameter.name not in given:
-            if not parameter.has_default:
-                raise TypeError(f"{kernel.__name__} was launched without its argument {parameter.name!r}")
-            given[parameter.name] = parameter.default
-        value = given[parameter.name]
-        integer = isinstance(value, int) and not isinstance(value, bool) and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (integer and value == 1):
-            constexprs[parameter.name] = value
-            continue
-        signature[parameter.name] = mangle_type(value)
-        if isinstance(value, torch.Tensor) or (integer and value % 16 == 0):
-            divisible_by_16.append(parameter.name)
-    options = {name: value for name, value in kwargs.items() if name not in names}
-    return Variant(
-        kernel=kernel,
-        name=job.name,
-        signature=signature,
-        constexprs=constexprs,
-        divisible_by_16=tuple(divisible_by_16),
-        num_warps=options.pop("num_warps", 4),
-        exact=False,
-        bytes_read=job.bytes_read,
-        bytes_written=job.bytes_written,
-        options=options,
-    )
-
-
 @dataclass(frozen=True)
 class Found:
     """The variants of the installed peers, whose each is, and one line for each peer or case that is left out."""
@@ -184,11 +127,12 @@ def find() -> Found:
             left_out += [line] if line not in left_out else []
             continue
         try:
-            with _noting() as launches:
+            with recording("sm_90") as launches:
                 job.launch()
             if not launches:
                 raise RuntimeError("it launched no Triton kernel")
-            variants.append(_variant(job, *launches[-1]))
+            kernel, least = launches[-1].kernel, (job.bytes_read, job.bytes_written)
+            variants.append(Variant(kernel, job.name, job.launch, *least, exact=False, index=-1))
             peers.append(job.peer)
         except Exception as error:  # a peer's next version may do anything, and the others still count
             left_out.append(

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.bench.audit import machine_code, peers
+from halfstep.bench.audit.launches import Launch, Variant, gpu_target, recorded
 
 PEERS = "halfstep.bench.audit.peers"
 FAMILIES = tuple(
-    f"halfstep.kernels.{family}" for family in ("adam", "cast", "loss_scale", "softmax", "statistics", "unscale")
+    f"halfstep.bench.audit.families.{family}"
+    for family in ("adam", "cast", "loss_scale", "softmax", "statistics", "unscale")
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -95,43 +97,6 @@ def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) ->
     return blocks * num_warps / max_warps
 
 
-def gpu_target(name: str) -> Any:
-    """Triton's description of a target such as ``"sm_90"`` or ``"gfx942"``."""
-    from triton.backends.compiler import GPUTarget
-
-    if name.startswith("sm_"):
-        return GPUTarget("cuda", int(name[3:]), 32)
-    # AMD's data center chips (gfx9) run 64 lanes in step, its graphics chips (gfx10 and later) 32.
-    return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
-
-
-def compile_variant(variant: Any, target: str) -> Any:
-    """Compile one `halfstep.kernels.variant.Variant` ahead of time. Returns Triton's compiled kernel, not loaded."""
-    import triton
-    from triton.compiler import ASTSource
-
-    names = list(variant.kernel.arg_names)
-    given = {*variant.signature, *variant.constexprs}
-    if given != set(names):
-        raise ValueError(
-            f"Expected variant {variant.name!r} to name exactly the arguments of the kernel, {names}, but got "
-            f"{sorted(given)}: correct its signature or constexprs"
-        )
-    source = ASTSource(
-        fn=variant.kernel,
-        signature={name: variant.signature.get(name, "constexpr") for name in names},
-        constexprs=variant.constexprs,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible_by_16},
-    )
-    described = gpu_target(target)
-    options = {
-        "num_warps": variant.warps(described.warp_size),
-        "enable_fp_fusion": not variant.exact,
-        **variant.options,
-    }
-    return triton.compile(source, target=described, options=options)
-
-
 def _disassembled(cubin: bytes) -> tuple[str, str]:
     """SASS and resource usage of `cubin`, kept in Triton's cache: nvdisasm takes longer than all the rest."""
     import triton
@@ -150,7 +115,7 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
     return text, usage
 
 
-def _inspect(row: Row, variant: Any, compiled: Any) -> None:
+def _inspect(row: Row, variant: Variant, launch: Launch, compiled: Any) -> None:
     """Fill `row` from the compiled kernel."""
     from halfstep.kernels.backend import MOST_THREADS
 
@@ -176,7 +141,7 @@ def _inspect(row: Row, variant: Any, compiled: Any) -> None:
         taken = machine_code.amd_resources(text)
         inexact = machine_code.amd_inexact(compiled.asm["llir"], text)
         row.occupancy = machine_code.amd_occupancy(text, compiled.metadata.shared, warps)
-    elements = variant.elements or machine_code.tile_elements(ttgir)
+    elements = math.prod(map(launch.constant, variant.tile)) if variant.tile else machine_code.tile_elements(ttgir)
     if elements:
         row.bytes_read, row.bytes_written = (
             sum(access.bits // 8 for access in counted if access.writes is writes) * threads / elements
@@ -197,7 +162,7 @@ def _inspect(row: Row, variant: Any, compiled: Any) -> None:
 
 
 @functools.cache
-def _listed(module: str) -> list[Any]:
+def _listed(module: str) -> list[Variant]:
     """The variants of a module.
 
     Raises:
@@ -211,7 +176,7 @@ def _listed(module: str) -> list[Any]:
         ) from error
     except AttributeError as error:
         raise ValueError(
-            f"--module {module}: {error}; it needs a function variants(), see kernels/variant.py"
+            f"--module {module}: {error}; it needs a function variants(), see bench/audit/launches.py"
         ) from error
     if not variants:
         raise ValueError(f"--module {module}: its variants() lists nothing, so there is nothing to audit")
@@ -219,7 +184,7 @@ def _listed(module: str) -> list[Any]:
 
 
 def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
-    """Compile and inspect one variant for one target; runs in a worker process."""
+    """Launch, compile and inspect one variant for one target; runs in a worker process."""
     module, index, target = job
     variant = _listed(module)[index]
     floor = variant.bytes_read + variant.bytes_written
@@ -237,7 +202,8 @@ def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
         floor_ms={machine: 1e12 * floor / rate for machine, rate in BANDWIDTH.get(target, {}).items()},
     )
     try:
-        _inspect(row, variant, compile_variant(variant, target))
+        launch = recorded(variant, target)
+        _inspect(row, variant, launch, launch.compile(target))
     except Exception as error:  # whatever the compiler raises is the finding, and the other variants still count
         lines = str(error).strip().splitlines() or [""]
         row.problems.append(f"does not compile: {type(error).__name__}: {lines[-1]}")

@@ -26,11 +26,9 @@ from the lowest finite number instead of -inf is what keeps blocks of -inf from 
 Files: ``reference.py`` is the specification in plain torch. ``dispatch.py`` chooses between it, C++ (``softmax.cpp``,
 called by ``cpu.py``) and Triton: ``row_kernels.py`` for the last dimension, launched by ``row_launches.py``, and
 ``strided.py`` for other dimensions. Both compute with ``blocks.py`` and see tensors and masks as ``layout.py`` says.
-``operators.py`` registers operators and derivatives with torch, ``public.py`` checks arguments, ``audit_variants.py``
-lists what the compile audit builds.
+``operators.py`` registers operators and derivatives with torch, ``public.py`` checks arguments.
 """
 
-from halfstep.kernels.softmax.audit_variants import variants
 from halfstep.kernels.softmax.public import log_softmax, softmax
 
-__all__ = ["log_softmax", "softmax", "variants"]
+__all__ = ["log_softmax", "softmax"]

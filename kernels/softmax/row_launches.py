@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels.backend import most_warps, on_device
+from halfstep.kernels.backend import by_address, most_warps, on_device
 from halfstep.kernels.multi_tensor import DTYPE_CODES, address
 from halfstep.kernels.softmax.layout import Rows, mask_operand
 from halfstep.kernels.softmax.row_kernels import (
@@ -101,22 +101,23 @@ def _launch(
     count, columns = sizes[:2]
     reach = columns + max(fixed["LINE"] - 1, 0)  # lanes from the boundary below a row to its end, at most
     fixed |= {"WIDE": count >= 2**30}
-    result, device = tensors[-1], tensors[-1].device
+    device = tensors[-1].device
+    operands: list[Any] = [*map(by_address, tensors)] if fixed["LINE"] else [*tensors]
     with on_device(device):
         if reach <= one_pass:
             tile, block, warps = tile_shape(reach, per_warp, most_warps(device))
             fixed |= {"ROWS": tile, "BLOCK": block, "num_warps": warps}
-            tile_kernel[(-(-count // tile),)](*tensors, *sizes, scale, **fixed)
+            tile_kernel[(-(-count // tile),)](*operands, *sizes, scale, **fixed)
             return
         fixed |= {"BLOCK": block, "num_warps": LOOP_WARPS}
         pieces, span = _pieces(count, reach, device)
         if pieces == 1:
-            long_kernel[(count,)](*tensors, result, *sizes, 1, 1, scale, **fixed, STAGE=0, PIECES=1)
+            long_kernel[(count,)](*operands, operands[-1], *sizes, 1, 1, scale, **fixed, STAGE=0, PIECES=1)
             return
         partial = torch.empty(partials * count * pieces, dtype=torch.float32, device=device)
         for stage in (1, 2):
             long_kernel[(count * pieces,)](
-                *tensors, partial, *sizes, pieces, span, scale, **fixed, STAGE=stage, PIECES=MOST_PIECES
+                *operands, partial, *sizes, pieces, span, scale, **fixed, STAGE=stage, PIECES=MOST_PIECES
             )
 
 

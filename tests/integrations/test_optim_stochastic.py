@@ -18,7 +18,7 @@ from oracles import bits
 from sharded_noise import gradient
 
 import halfstep
-from halfstep.kernels import adam
+from halfstep.bench.audit.families import adam as audited_adam
 
 BF16 = torch.bfloat16
 LEAST = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic"}
@@ -120,13 +120,13 @@ def test_the_layouts_of_the_table_move_its_bytes() -> None:
         (torch.float16, (("master_weights", None),), "stochastic"): 22,
         (BF16, (("master_weights", None), ("state_dtype", BF16)), "stochastic"): 14,
     }
-    audited = {variant.name: variant.bytes_read + variant.bytes_written for variant in adam.variants()}
+    audited = {variant.name: variant.bytes_read + variant.bytes_written for variant in audited_adam.variants()}
     for (dtype, options, rounding), bytes_moved in wanted.items():
         parameter = torch.nn.Parameter(torch.ones(8, dtype=dtype))
         optimizer = halfstep.AdamW([parameter], rounding=rounding, **dict(options))
         train(optimizer, [parameter], range(1))
         ((batch, _),) = optimizer._plan.batches
-        assert audited[adam.variant_name(batch.batch.layout)] == bytes_moved
+        assert audited[audited_adam.name(batch.batch.layout)] == bytes_moved
 
 
 def test_exact_weights_never_move_and_small_steps_arrive() -> None:

@@ -152,13 +152,13 @@ def test_a_program_has_1024_threads_at_most(monkeypatch: pytest.MonkeyPatch, lan
         return SimpleNamespace(warp_size=lanes)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    module.most_warps.cache_clear()
+    module._lanes.cache_clear()
     try:
         assert [module.most_warps(GPU), module.most_warps(GPU)] == [most, most]
         assert asked == [GPU]
         assert module.most_warps(CPU) == 32
     finally:
-        module.most_warps.cache_clear()
+        module._lanes.cache_clear()
 
 
 def test_jit_leaves_functions_alone_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

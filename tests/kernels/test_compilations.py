@@ -1,8 +1,8 @@
 """How often kernels are compiled: once per code path, not once per length, number of tensors or option.
 
-Triton compiles a kernel anew for each integer argument that is 1, that 16 divides, or that takes 64 bits. Here its own
-binding and specialisation run in a process of their own; each launch is told apart as Triton's cache would, and dropped
-before anything is compiled, so that no compiler and no GPU is needed.
+Triton compiles a kernel anew for each integer argument that is 1, that 16 divides, or that takes 64 bits. Here launches
+are recorded in a process of their own, and told apart as Triton's cache would; nothing is compiled, so that no compiler
+and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -19,29 +19,8 @@ pytest.importorskip("triton")
 LAUNCHES = """
 import json
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from halfstep.kernels import backend
-
-
-class Driver:
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = get_current_stream = lambda self, *device: 0
-
-
-forms = {}
-
-
-def compile_nothing(key, fn, **rest):
-    forms.setdefault(fn.name.rpartition(".")[2], set()).add(str(key))
-    return True
-
-
-triton.runtime.driver.set_active(Driver())
-triton.knobs.runtime.jit_cache_hook = compile_nothing
-backend.TAKES_CPU_TENSORS = True
-backend.backend("triton")
 import halfstep
+from halfstep.bench.audit.launches import recording
 from halfstep.kernels.softmax import dispatch
 
 LENGTHS = [*range(1, 41), 48, 64]
@@ -121,8 +100,11 @@ jobs = {
 }
 result = {}
 for name, job in jobs.items():
-    forms.clear()
-    job()
+    forms = {}
+    with recording("sm_90") as launches:
+        job()
+    for launch in launches:
+        forms.setdefault(launch.kernel.__name__, set()).add(launch.key)
     result[name] = {kernel: len(keys) for kernel, keys in forms.items()}
 print(json.dumps(result))
 """

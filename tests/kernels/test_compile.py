@@ -185,7 +185,7 @@ def test_the_table_in_the_documentation_is_that_of_the_bounds() -> None:
 def test_what_promises_the_references_bits_says_so() -> None:
     """The audit looks for contractions only where `exact` is set, so leaving it out would pass unseen."""
     for family in ("adam", "cast", "loss_scale", "statistics", "unscale"):
-        for variant in importlib.import_module(f"halfstep.kernels.{family}").variants():
+        for variant in importlib.import_module(f"halfstep.bench.audit.families.{family}").variants():
             assert variant.exact, f"{family} {variant.name}"
 
 

@@ -37,6 +37,7 @@ NOT_ASKED = {
     "v_mbcnt_lo_u32_b32": "lanes",
     "v_mbcnt_hi_u32_b32": "lanes",
     "v_readlane_b32": "lanes",
+    "v_writelane_b32": "lanes",
     "v_readfirstlane_b32": "lanes",
     "v_exp_f32": "an approximation",
     "v_log_f32": "an approximation",

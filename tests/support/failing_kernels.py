@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
+import torch
+
+from halfstep.bench.audit.launches import Variant
 from halfstep.kernels.backend import jit, tl
-from halfstep.kernels.variant import Variant
 
 
 @jit
@@ -63,24 +67,18 @@ def transpose_kernel(x, y, BLOCK: tl.constexpr):
     tl.store(y + columns[:, None] * 128 + rows[None, :], tl.trans(tile))
 
 
-def _variant(kernel: object, name: str, **fields: object) -> Variant:
-    return Variant(
-        kernel=kernel,
-        name=name,
-        signature={"x": "*fp32", "y": "*fp32"},
-        constexprs={"BLOCK": fields.pop("block", 1024)},
-        divisible_by_16=("x", "y"),
-        **fields,  # type: ignore[arg-type]
-    )
+def _variant(kernel: Any, name: str, block: int = 1024, **options: Any) -> Variant:
+    x, y = (torch.empty(16, dtype=torch.float32, device="cpu") for _ in range(2))
+    return Variant(kernel, name, partial(kernel[(1,)], x, y, BLOCK=block, **{"enable_fp_fusion": False, **options}))
 
 
 def variants() -> Iterator[Variant]:
     """What the audit must reject; "too many of 64 lanes" and "shared" pass on sm_90, "approximate" and "spills" on
     gfx942."""
-    yield _variant(multiply_add_kernel, "contracted", options={"enable_fp_fusion": True})
+    yield _variant(multiply_add_kernel, "contracted", enable_fp_fusion=True)
     yield _variant(explicit_fma_kernel, "fused by hand")
     yield _variant(approximate_kernel, "approximate")
     yield _variant(mistyped_kernel, "mistyped")
-    yield _variant(crowded_kernel, "spills", block=16384, options={"maxnreg": 64})
+    yield _variant(crowded_kernel, "spills", block=16384, maxnreg=64)
     yield _variant(copy_kernel, "too many of 64 lanes", block=16384, num_warps=32)
     yield _variant(transpose_kernel, "shared", block=32768, num_warps=16)

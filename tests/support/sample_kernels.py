@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
-from halfstep.kernels.backend import jit, tl
-from halfstep.kernels.variant import Variant
+import torch
+
+from halfstep.bench.audit.launches import Variant
+from halfstep.kernels.backend import by_address, jit, tl
 
 
 @jit
@@ -98,36 +102,28 @@ def strided_kernel(x, y, stride, BLOCK: tl.constexpr):
     tl.store(y + offsets, tl.load(y + offsets) + tl.load(x + offsets * stride))
 
 
-def _plain(kernel: object, name: str, signature: dict[str, str], read: float, written: float) -> Variant:
-    return Variant(
-        kernel=kernel,
-        name=name,
-        signature=signature,
-        constexprs={"BLOCK": 2048},
-        divisible_by_16=tuple(
-            argument for argument, kind in signature.items() if kind.startswith("*") and kind != "*u8"
-        ),
-        bytes_read=read,
-        bytes_written=written,
-    )
+def _empty(dtype: torch.dtype = torch.float32, misaligned: bool = False) -> torch.Tensor:
+    return torch.empty(2049, dtype=dtype, device="cpu")[int(misaligned) :]
+
+
+def _variant(kernel: Any, name: str, read: float, written: float, *arguments: Any, **constants: Any) -> Variant:
+    launch = partial(kernel[(1,)], *arguments, **constants, BLOCK=2048, enable_fp_fusion=False)
+    return Variant(kernel, name, launch, read, written)
+
+
+def _masked(x: torch.Tensor, mask: torch.Tensor, y: torch.Tensor) -> None:
+    masked_kernel[(1,)](x, by_address(mask), y, BLOCK=2048, enable_fp_fusion=False)
 
 
 def variants() -> Iterator[Variant]:
     """What the audit compiles."""
+    table, size, x, y = _empty(torch.int64), _empty(torch.int64), _empty(), _empty()
+    some = 7  # of which the compiler learns nothing
     for dtype, name in ((tl.bfloat16, "bf16"), (tl.float16, "fp16")):
-        yield Variant(
-            kernel=table_kernel,
-            name=name,
-            signature={"table": "*i64", "sizes": "*i64", "scale": "*fp32"},
-            constexprs={"DTYPE": dtype, "BLOCK": 2048},
-            divisible_by_16=("table", "sizes"),
-            bytes_read=6,
-            bytes_written=4,
-        )
-    pair = {"x": "*fp32", "y": "*fp32"}
-    yield _plain(loop_kernel, "loop", {**pair, "n": "i32"}, 4, 4)
-    yield _plain(two_pass_kernel, "two passes", {**pair, "n": "i32"}, 8, 4)
-    yield _plain(tail_kernel, "tail", {**pair, "n": "i32"}, 4, 4)
-    yield _plain(masked_kernel, "masked", {"x": "*fp32", "mask": "*u8", "y": "*fp32"}, 5, 4)
-    yield _plain(convert_kernel, "converted", {"x": "*fp16", "y": "*fp32"}, 2, 4)
-    yield _plain(strided_kernel, "strided", {**pair, "stride": "i32"}, 8, 4)
+        yield _variant(table_kernel, name, 6, 4, table, size, x, DTYPE=dtype)
+    yield _variant(loop_kernel, "loop", 4, 4, x, y, some)
+    yield _variant(two_pass_kernel, "two passes", 8, 4, x, y, some)
+    yield _variant(tail_kernel, "tail", 4, 4, x, y, some)
+    yield Variant(masked_kernel, "masked", partial(_masked, x, _empty(torch.uint8, misaligned=True), y), 5, 4)
+    yield _variant(convert_kernel, "converted", 2, 4, _empty(torch.float16), y)
+    yield _variant(strided_kernel, "strided", 8, 4, x, y, some)

@@ -9,7 +9,6 @@ import pytest
 
 from halfstep.bench.audit import command, machine_code, rows
 from halfstep.bench.audit.machine_code import Access
-from halfstep.kernels.variant import Variant
 
 
 @pytest.mark.parametrize("target", ["sm_9", "sm_75", "H100", "gfx", "sm_90; rm"])
@@ -31,26 +30,13 @@ def test_a_bad_number_of_jobs_is_refused(jobs: str, capsys: pytest.CaptureFixtur
             "halfstep.kernels.nothing",
             "by dotted name, but got halfstep.kernels.nothing: No module named 'halfstep.kernels.nothing'",
         ),
-        ("halfstep.kernels.variant", "has no attribute 'variants'; it needs a function variants()"),
+        ("halfstep.bench.audit.launches", "has no attribute 'variants'; it needs a function variants()"),
     ],
 )
 def test_a_module_without_variants_is_refused(module: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=re.escape(module)) as raised:
         rows.audit([module], ["sm_90"], jobs=1)
     assert complaint in str(raised.value)
-
-
-def test_a_variant_must_name_every_argument() -> None:
-    pytest.importorskip("triton")
-
-    class Kernel:
-        arg_names = ("x", "BLOCK")
-
-    variant = Variant(kernel=Kernel(), name="half named", signature={"x": "*fp32"}, constexprs={})
-    with pytest.raises(
-        ValueError, match=r"Expected variant 'half named' to name exactly the arguments .*'BLOCK'.*, but got \['x'\]"
-    ):
-        rows.compile_variant(variant, "sm_90")
 
 
 @pytest.mark.parametrize(

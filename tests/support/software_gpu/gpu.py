@@ -238,7 +238,7 @@ class SoftwareGPU:
 
     def note_lines(self, *arguments: Any, LINE: int, **others: Any) -> None:
         """Called by Triton before a launch of `READ_WHOLE_LINES`: how long a line of each tensor is."""
-        tensors = [thing for thing in arguments if isinstance(thing, torch.Tensor)] if LINE else []
+        tensors = [thing for thing in arguments if hasattr(thing, "data_ptr")] if LINE else []
         lines = [(tensor.data_ptr(), LINE * tensor.element_size()) for tensor in tensors]
         self._lines = np.array(lines, np.uint64).reshape(-1, 2)
 
@@ -356,15 +356,12 @@ def install(target: str) -> SoftwareGPU:
         use_stubbed_driver(int(target.removeprefix("sm_")))
 
     from halfstep.kernels import adam, backend, cast, loss_scale, rounding, statistics, unscale  # noqa: F401
-    from halfstep.kernels.softmax import row_launches, strided
+    from halfstep.kernels.softmax import row_launches
 
     assert not rounding.INTERPRETED, "halfstep was imported under TRITON_INTERPRET=1; the software GPU comes first"
     for name in READ_WHOLE_LINES:
         getattr(row_launches, name).add_pre_run_hook(gpu.note_lines)
     backend.TAKES_CPU_TENSORS = True
-    if target.startswith("gfx"):  # of CPU tensors halfstep believes that 32 lanes run in step
-        for module in (backend, row_launches, strided):
-            module.most_warps = lambda device: backend.MOST_THREADS // 64
     gc.collect()
     gc.freeze()  # what is here by now holds no tensor of a test, and `_adopt` need not look at it
     return gpu

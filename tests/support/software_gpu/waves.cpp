@@ -163,6 +163,10 @@ void read_lane(Wave &w, const WaveInstruction &i) {
     w.scalars[i.operands[0].index] = w.vector(i.operands[1])[*words(w, i.operands[2]).low % WAVE];
 }
 
+void write_lane(Wave &w, const WaveInstruction &i) {
+    w.vector(i.operands[0])[*words(w, i.operands[2]).low % WAVE] = *words(w, i.operands[1]).low;
+}
+
 // The bits of the mask below this lane, counted onto a sum.
 template <int HIGH> void count_below(Wave &w, const WaveInstruction &i) {
     Words mask = words(w, i.operands[1]), sum = words(w, i.operands[2]);
@@ -201,6 +205,7 @@ void fill() {
     table["buffer_atomic_add_x2"] = {atomic<u64, buffer_address, decltype(sum)>};
     table["v_readfirstlane_b32"] = {read_first_lane, 2};
     table["v_readlane_b32"] = {read_lane, 3};
+    table["v_writelane_b32"] = {write_lane, 3};
     table["v_mbcnt_lo_u32_b32"] = {count_below<0>, 3};
     table["v_mbcnt_hi_u32_b32"] = {count_below<1>, 3};
     enter_branch("s_branch", [](Wave &) { return true; });

@@ -1,0 +1,75 @@
+"""Adam's kernels: each layout that the optimizer makes, and the kernel that prepares a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+
+import halfstep
+from halfstep.bench.audit.launches import Variant
+from halfstep.kernels import adam
+from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT_MASTER, Layout
+from halfstep.kernels.backend import TRITON_NAMES
+from halfstep.kernels.multi_tensor import FLOATS, TensorTable
+
+
+def name(layout: Layout) -> str:
+    """What the audit calls a layout."""
+    return ", ".join(
+        [
+            f"{TRITON_NAMES[layout.param]} param",
+            f"{TRITON_NAMES[layout.grad]} grad",
+            f"{TRITON_NAMES[layout.state]} state",
+            f"{('no', 'full', 'split')[layout.master]} master",
+            *(["amsgrad"] if layout.amsgrad else []),
+            *(["L2"] if layout.l2 else []),
+            *(["stochastic"] if layout.stochastic else []),
+        ]
+    )
+
+
+def _step(layout: Layout) -> None:
+    """One tensor of a layout: everything but its dtypes and options is the same for all tensors."""
+    table = TensorTable(
+        [64], adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS, adam.CHUNK, torch.device("cpu")
+    )
+    hyper = torch.empty(1, adam.HYPER_COLUMNS, dtype=torch.float32, device="cpu")
+    groups = torch.empty(1, adam.GROUP_COLUMNS, dtype=torch.float64, device="cpu")
+    of_group = torch.zeros(1, dtype=torch.int64, device="cpu")
+    adam.step(adam.Batch(layout, table, [], of_group, hyper), groups, adam.Control())
+
+
+def _amp_step(clip: bool) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(64, device="cpu"))
+    parameter.grad = torch.zeros_like(parameter)
+    scaler = halfstep.GradScaler("cpu")
+    scaler.scale(torch.zeros((), device="cpu"))
+    scaler.step(halfstep.AdamW([parameter], max_grad_norm=1.0 if clip else None))
+
+
+def _layouts() -> list[Layout]:
+    f32, f16, bf16 = FLOATS
+    layouts = [Layout(f32, f32, f32, NO_MASTER, amsgrad, l2) for amsgrad, l2 in product((False, True), repeat=2)]
+    layouts += [Layout(f16, grad, f32, FULL_MASTER, False, False) for grad in (f16, f32)]
+    layouts += [Layout(bf16, grad, f32, master, False, False) for grad in (bf16, f32) for master in (0, 1, 2)]
+    layouts += [Layout(bf16, bf16, bf16, master, False, False) for master in (0, 2)]
+    layouts += [Layout(bf16, bf16, f32, SPLIT_MASTER, True, False)]
+    layouts += [Layout(param, param, f32, NO_MASTER, False, False, True) for param in (f16, bf16)]
+    layouts += [Layout(bf16, bf16, bf16, master, False, False, True) for master in (NO_MASTER, SPLIT_MASTER)]
+    layouts += [Layout(bf16, bf16, bf16, NO_MASTER, True, False, True)]
+    return layouts
+
+
+def variants() -> Iterator[Variant]:
+    """Each layout once, with the bytes of the table in kernels/adam.py."""
+    for layout in _layouts():
+        p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
+        state = s * (3 if layout.amsgrad else 2)
+        weight = {NO_MASTER: (p, p), FULL_MASTER: (4, 4 + p), SPLIT_MASTER: (4, 4)}[layout.master]
+        launch = partial(_step, layout)
+        yield Variant(adam.adam_kernel, name(layout), launch, g + weight[0] + state, weight[1] + state)
+    yield Variant(adam.prepare_kernel, "prepare", partial(_amp_step, False))
+    yield Variant(adam.prepare_kernel, "prepare, clip", partial(_amp_step, True))

@@ -1,0 +1,37 @@
+"""The cast's kernels: every pair of formats, one tensor and a list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import permutations
+
+import torch
+
+import halfstep
+from halfstep.bench.audit.launches import Variant
+from halfstep.kernels.cast import DTYPES, FP8, NAMES, cast_kernel, multi_cast_kernel
+
+
+def _options(source: torch.dtype, target: torch.dtype) -> list[tuple[str, bool]]:
+    """The roundings, and whether saturating, that are built for a pair; the others differ in a constant."""
+    options = [("nearest", False)]
+    if source == torch.float32 and target in FP8:
+        options.append(("nearest", True))
+    if source in (torch.float32, torch.bfloat16) and target != torch.float32:
+        options += [("toward_zero", False), ("stochastic", False)]
+    return options
+
+
+def variants() -> Iterator[Variant]:
+    """One tensor to nearest, and a list in every way: the two share all but the table."""
+    for source, target in permutations(DTYPES, 2):
+        x, y = (torch.empty(64, dtype=source, device="cpu") for _ in range(2))
+        for rounding, saturate in _options(source, target):
+            how = "" if rounding == "nearest" else ", " + rounding.replace("_", " ")
+            name = f"{NAMES[source]} to {NAMES[target]}{how}{', saturating' if saturate else ''}"
+            least = source.itemsize, target.itemsize
+            if rounding == "nearest" and not saturate:
+                yield Variant(cast_kernel, name, partial(halfstep.cast, x, target), *least)
+            many = partial(halfstep.foreach_cast, [x, y], target, rounding=rounding, saturate=saturate)
+            yield Variant(multi_cast_kernel, f"list, {name}", many, *least)

@@ -1,0 +1,186 @@
+"""The softmax kernels: each code path once or twice, where registers are tightest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.bench.audit.launches import Variant
+from halfstep.kernels.softmax import strided
+from halfstep.kernels.softmax.row_kernels import (
+    backward_long_kernel,
+    backward_tile_kernel,
+    forward_long_kernel,
+    forward_tile_kernel,
+)
+from halfstep.kernels.softmax.row_launches import BACKWARD_ONE_PASS, FORWARD_ONE_PASS
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "u8": torch.bool}
+_STAGES = ("", "first half of pieces", "second half of pieces")
+LONG, ODD = 1 << 20, (1 << 20) + 3
+
+
+def _empty(dtype: str, *shape: int) -> torch.Tensor:
+    """Of memory that nothing touches."""
+    return torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
+
+
+def _named(*words: str) -> str:
+    return " ".join(filter(None, words))
+
+
+def _softmax(log: bool, *args: Any, **options: Any) -> torch.Tensor:
+    return (halfstep.log_softmax if log else halfstep.softmax)(*args, **options)
+
+
+def _softmax_backward(grad: torch.Tensor, y: torch.Tensor, dim: int, causal: bool, log: bool, target: str) -> None:
+    torch.ops.halfstep.softmax_backward(grad, y, dim, 1.0, causal, log, _DTYPES[target])
+
+
+def _forward(
+    kernel: Any,
+    columns: int,
+    source: str,
+    target: str,
+    mask: str = "",
+    causal: bool = False,
+    log: bool = False,
+    stage: int = 0,
+    in_step: bool = True,
+) -> Variant:
+    """`kernel`: the one that a row of so many columns must reach. `mask`: its dtype. `stage`: of a row in pieces, 1 or
+    2. `in_step`: rows of all operands begin equally far from a boundary of 16 bytes."""
+    # A mask for all heads; as many queries as have every row of x begin as far from a boundary as that of the mask.
+    x = _empty(source, *((1, 1) if stage else (2, 2, 8)), columns + 3 * (not in_step))[..., :columns]
+    masks = _empty(mask, 2, 1, 8, columns) if mask else None
+    passes = 2 if kernel is forward_long_kernel and not stage else 1
+    # Out of step a mask is read an element at a time, which is not counted.
+    beside = _DTYPES[mask].itemsize if mask and in_step else 0
+    words = [f"{columns} {source}->{target}", f"{mask} mask" * bool(mask), "causal" * causal, "log" * log]
+    return Variant(
+        kernel,
+        _named(*words, _STAGES[stage], "out of step" * (not in_step)),
+        partial(_softmax, log, x, mask=masks, causal=causal, dtype=_DTYPES[target]),
+        bytes_read=float((_DTYPES[source].itemsize + beside) * passes),
+        bytes_written=0.0 if stage == 1 else _DTYPES[target].itemsize,
+        exact=False,
+        tile=("BLOCK",) if kernel is forward_long_kernel else ("ROWS", "BLOCK"),
+        index=max(stage - 1, 0),
+    )
+
+
+def _backward(
+    kernel: Any, columns: int, source: str, target: str, causal: bool = False, log: bool = False, stage: int = 0
+) -> Variant:
+    """As `_forward`."""
+    grad, y = (_empty(source, *((1, 1) if stage else (2, 2, 8)), columns) for _ in range(2))
+    passes = 2 if kernel is backward_long_kernel and not stage else 1
+    return Variant(
+        kernel,
+        _named(f"{columns} {source}->{target}", "causal" * causal, "log" * log, _STAGES[stage]),
+        partial(_softmax_backward, grad, y, -1, causal, log, target),
+        bytes_read=2.0 * _DTYPES[source].itemsize * passes,
+        bytes_written=0.0 if stage == 1 else _DTYPES[target].itemsize,
+        exact=False,
+        tile=("BLOCK",) if kernel is backward_long_kernel else ("ROWS", "BLOCK"),
+        index=max(stage - 1, 0),
+    )
+
+
+def _strided_forward(
+    columns: int,
+    across: int,
+    source: str,
+    target: str,
+    mask: str = "",
+    log: bool = False,
+    transposed: bool = False,
+    passes: int = 1,
+) -> Variant:
+    """Over the first of two dimensions; `transposed`: over the last one of a transposed x."""
+    x = _empty(source, columns, across)
+    masks = _empty(mask, columns, across) if mask else None
+    if transposed:
+        x = x.t()
+    words = [f"{columns} apart, {across} across {source}->{target}", f"{mask} mask" * bool(mask), "log" * log]
+    return Variant(
+        strided.forward_strided_kernel,
+        _named(*words, "transposed" * transposed),
+        partial(_softmax, log, x, -1 if transposed else 0, mask=masks, dtype=_DTYPES[target]),
+        bytes_read=float((_DTYPES[source].itemsize + bool(mask)) * passes),
+        bytes_written=_DTYPES[target].itemsize,
+        exact=False,
+    )
+
+
+def _strided_backward(
+    columns: int, inner: int, source: str, target: str, log: bool = False, passes: int = 1
+) -> Variant:
+    grad, y = (_empty(source, columns, inner) for _ in range(2))
+    return Variant(
+        strided.backward_strided_kernel,
+        _named(f"{columns} apart, {inner} across {source}->{target}", "log" * log),
+        partial(_softmax_backward, grad, y, -2, False, log, target),
+        bytes_read=2.0 * _DTYPES[source].itemsize * passes,
+        bytes_written=_DTYPES[target].itemsize,
+        exact=False,
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """Rows of each kind of tile and loop, other dimensions, and the same backward."""
+    yield _forward(forward_tile_kernel, 64, "bf16", "bf16")
+    yield _forward(forward_tile_kernel, 333, "bf16", "bf16")
+    yield _forward(forward_tile_kernel, 512, "fp32", "fp32")
+    yield _forward(forward_tile_kernel, 512, "bf16", "bf16", causal=True)
+    yield _forward(forward_tile_kernel, 4096, "bf16", "bf16")
+    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS, "fp32", "fp32")
+    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS, "bf16", "bf16", causal=True)
+    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS, "bf16", "bf16", mask="u8")
+    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS, "fp16", "fp32", mask="fp32", log=True)
+    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS - 17, "bf16", "fp32", log=True)
+    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS - 17, "fp32", "fp32", causal=True)
+    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS - 17, "bf16", "bf16", mask="u8")
+    yield _forward(forward_long_kernel, 50257, "bf16", "bf16")
+    yield _forward(forward_long_kernel, 50257, "bf16", "bf16", in_step=False)
+    yield _forward(forward_long_kernel, 50257, "bf16", "bf16", mask="u8", in_step=False)
+    yield _forward(forward_long_kernel, 50257, "bf16", "fp32", log=True)
+    yield _forward(forward_long_kernel, 50257, "bf16", "bf16", mask="bf16", causal=True)
+    yield _forward(forward_long_kernel, LONG, "fp32", "bf16", log=True)
+    yield _forward(forward_long_kernel, LONG, "bf16", "bf16", causal=True)
+    yield _forward(forward_long_kernel, LONG, "bf16", "bf16", mask="bf16")
+    yield _forward(forward_long_kernel, LONG, "bf16", "bf16", stage=1)
+    yield _forward(forward_long_kernel, LONG, "bf16", "bf16", stage=2)
+    yield _forward(forward_long_kernel, ODD, "bf16", "bf16", causal=True, stage=1)
+    yield _forward(forward_long_kernel, ODD, "bf16", "fp32", causal=True, log=True, stage=2)
+    yield _strided_forward(64, 4096, "bf16", "bf16")
+    yield _strided_forward(1024, 4096, "fp32", "bf16", log=True)
+    yield _strided_forward(1024, 4096, "bf16", "bf16", mask="u8")
+    yield _strided_forward(8192, 4096, "bf16", "bf16", mask="u8", passes=2)
+    yield _strided_forward(8192, 4096, "fp32", "fp32", log=True, passes=2)
+    yield _strided_forward(512, 4096, "bf16", "bf16", transposed=True)
+    yield _backward(backward_tile_kernel, 64, "bf16", "bf16")
+    yield _backward(backward_tile_kernel, 333, "bf16", "bf16")
+    yield _backward(backward_tile_kernel, 512, "fp32", "fp32")
+    yield _backward(backward_tile_kernel, 512, "bf16", "bf16", causal=True, log=True)
+    yield _backward(backward_tile_kernel, 4096, "bf16", "bf16")
+    yield _backward(backward_tile_kernel, BACKWARD_ONE_PASS, "fp32", "fp16", log=True)
+    yield _backward(backward_tile_kernel, BACKWARD_ONE_PASS, "bf16", "bf16", causal=True)
+    yield _backward(backward_tile_kernel, BACKWARD_ONE_PASS - 17, "fp32", "fp32")
+    yield _backward(backward_tile_kernel, BACKWARD_ONE_PASS - 17, "bf16", "bf16", causal=True, log=True)
+    yield _backward(backward_long_kernel, 50257, "bf16", "bf16")
+    yield _backward(backward_long_kernel, 50257, "fp32", "bf16", causal=True, log=True)
+    yield _backward(backward_long_kernel, LONG, "fp32", "fp32")
+    yield _backward(backward_long_kernel, LONG, "bf16", "bf16", causal=True, log=True)
+    yield _backward(backward_long_kernel, LONG, "bf16", "bf16", stage=1)
+    yield _backward(backward_long_kernel, LONG, "bf16", "bf16", stage=2)
+    yield _backward(backward_long_kernel, ODD, "bf16", "bf16", causal=True, log=True, stage=1)
+    yield _backward(backward_long_kernel, ODD, "bf16", "bf16", causal=True, log=True, stage=2)
+    yield _strided_backward(64, 4096, "bf16", "bf16")
+    yield _strided_backward(512, 4096, "fp32", "fp32", log=True)
+    yield _strided_backward(8192, 4096, "bf16", "bf16", passes=2)
+    yield _strided_backward(8192, 4096, "fp32", "fp32", log=True, passes=2)

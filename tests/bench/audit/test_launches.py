@@ -1,0 +1,119 @@
+"""What is recorded of a launch is what Triton would compile for it, and nothing is left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.runtime.jit import JITFunction
+
+from halfstep.bench.audit.launches import Launch, Variant, recorded, recording
+from halfstep.kernels import backend
+
+
+def _kernel(x, y, scale, n, stride, flag, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
+    pass
+
+
+def _other(x, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
+    pass
+
+
+KERNEL: Any = JITFunction(_kernel)
+OTHER: Any = JITFunction(_other)
+DIVISIBLE = ["tt.divisibility", 16]
+
+
+def launch(**changes: Any) -> None:
+    x = torch.empty(64, dtype=torch.bfloat16, device="cpu")
+    y = torch.empty(65, dtype=torch.uint8, device="cpu")[1:]
+    arguments = {"x": x, "y": y, "scale": 0.5, "n": 64, "stride": 1, "flag": None, **changes}
+    KERNEL[(1,)](**arguments, BLOCK=1024, num_warps=8, num_stages=2, enable_fp_fusion=False)
+
+
+def variant(call: Any = launch, kernel: Any = KERNEL, index: int = 0) -> Variant:
+    return Variant(kernel, "a variant", call, index=index)
+
+
+def known(recorded: Launch) -> dict[str, list[list[Any]]]:
+    return {recorded.kernel.arg_names[position]: found for (position,), found in recorded.attributes.items() if found}
+
+
+def test_a_launch_is_what_triton_makes_of_the_arguments() -> None:
+    found = recorded(variant(), "sm_90")
+    assert found.kernel is KERNEL
+    assert found.signature == {
+        "x": "*bf16",
+        "y": "*u8",
+        "scale": "fp32",
+        "n": "i32",
+        "stride": "constexpr",
+        "flag": "constexpr",
+        "BLOCK": "constexpr",
+    }
+    assert found.constants == {(4,): 1, (5,): None, (6,): 1024}
+    assert found.constant("BLOCK") == 1024
+    assert known(found) == {"x": [DIVISIBLE], "n": [DIVISIBLE]}, "y begins off a boundary"
+    assert {name: found.options[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")} == {
+        "num_warps": 8,
+        "num_stages": 2,
+        "enable_fp_fusion": False,
+    }
+
+
+def test_integers_keep_what_triton_specialises_on() -> None:
+    found = recorded(variant(lambda: launch(n=1 << 40, stride=17, flag=True)), "sm_90")
+    assert (found.signature["n"], found.signature["stride"]) == ("i64", "i32")
+    assert found.constants == {(6,): 1024}
+
+
+def test_what_a_target_learns_more_is_recorded_for_it() -> None:
+    found = recorded(variant(), "gfx942")
+    assert known(found)["x"] == [DIVISIBLE, ["tt.pointer_range", 32]], "below 2 GB AMD's buffer instructions reach it"
+
+
+def test_the_launchers_see_the_target_that_is_recorded_for() -> None:
+    seen = []
+    for target in ("sm_90", "gfx942"):
+        with recording(target):
+            seen.append((backend.most_warps(torch.device("cpu")), backend.chosen(), backend.TAKES_CPU_TENSORS))
+    assert seen == [(32, "triton", True), (32 if backend.INTERPRET else 16, "triton", True)]
+
+
+def test_nothing_is_left_behind() -> None:
+    def state() -> tuple[Any, ...]:
+        return (
+            dict(vars(triton.runtime.driver)),
+            triton.knobs.runtime.jit_cache_hook,
+            backend.chosen(),
+            backend.TAKES_CPU_TENSORS,
+        )
+
+    before = state()
+    with pytest.raises(ZeroDivisionError), recording("sm_90"):
+        launch()
+        raise ZeroDivisionError
+    assert state() == before
+
+
+def test_the_launch_that_is_meant_is_found() -> None:
+    def several() -> None:
+        x = torch.empty(16, dtype=torch.float32, device="cpu")
+        for block in (1, 2, 4):
+            OTHER[(1,)](x, BLOCK=block)
+            launch()
+
+    blocks = [recorded(variant(several, OTHER, index), "sm_90").constant("BLOCK") for index in (0, 1, 2, -1)]
+    assert blocks == [1, 2, 4, 4]
+    assert recorded(variant(several), "sm_90").kernel is KERNEL
+    with pytest.raises(
+        RuntimeError, match="variant 'a variant' to reach _other at least 4 times, but it did so 3 times"
+    ):
+        recorded(variant(several, OTHER, 3), "sm_90")
+    with pytest.raises(RuntimeError, match="to reach _other at least 1 times, but it did so 0 times"):
+        recorded(variant(launch, OTHER, -1), "sm_90")
