@@ -32,7 +32,7 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
     """
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise RuntimeError(
-            f"torch is {torch.__version__}; allowed are versions with Tensor.grad_dtype: update torch, or do without "
+            f"Expected a torch with Tensor.grad_dtype, but got {torch.__version__}: update torch, or do without "
             "keep_reduced_gradients"
         )
     groups = []
@@ -43,7 +43,8 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
                 groups.append(group)
     if not groups:
         raise ValueError(
-            "model has no module sharded by FSDP2; allowed are models after torch.distributed.fsdp.fully_shard(model)"
+            "Expected model to have a module sharded by FSDP2, but got none: call "
+            "torch.distributed.fsdp.fully_shard(model) first"
         )
     for group in groups:
         _keep(group)
@@ -62,14 +63,14 @@ def _groups(module: FSDPModule) -> list[Any]:
 def _check(name: str, group: Any) -> None:
     if not hasattr(group, "_init_mp_dtypes") or not hasattr(group, "mp_policy"):  # torch 2.15: one for each parameter
         raise RuntimeError(
-            f"torch is {torch.__version__}, whose FSDP2 keeps its dtypes elsewhere; allowed are versions up to 2.14: "
-            "do without keep_reduced_gradients"
+            f"Expected torch 2.14 or earlier, but got {torch.__version__}, whose FSDP2 stores its dtypes elsewhere: do "
+            "without keep_reduced_gradients"
         )
     reduce_dtype = group.mp_policy.reduce_dtype
     dtypes = {param.sharded_param.dtype for param in group.fsdp_params}
     if reduce_dtype != torch.float32 and dtypes != {torch.float32}:
         raise ValueError(
-            f"reduce_dtype of module {name!r} is {reduce_dtype}; allowed is torch.float32: shard it with "
+            f"Expected reduce_dtype of module {name!r} to be torch.float32, but got {reduce_dtype}: shard it with "
             "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         )
 

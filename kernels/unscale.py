@@ -615,10 +615,10 @@ def _checked_factor(value: torch.Tensor | float | None, device: torch.device) ->
         return Factor(ctypes.c_float(float(value)).value)
     if value.numel() != 1:
         raise ValueError(
-            f"inv_scale has shape {tuple(value.shape)}; allowed is one number: a float or a one-element tensor"
+            f"Expected inv_scale to be one number, a float or a one-element tensor, but got shape {tuple(value.shape)}"
         )
     if value.is_complex() or value.dtype == torch.bool:
-        raise TypeError(f"inv_scale has dtype {value.dtype}; allowed are real dtypes")
+        raise TypeError(f"Expected inv_scale to have a real dtype, but got {value.dtype}")
     if value.dtype == torch.float32 and value.device == device:
         return Factor(value.detach().resolve_neg().reshape(()))
     return Factor(value.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True))
@@ -638,6 +638,13 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
     Raises:
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
         ValueError: the tensors are on different devices, or `inv_scale` is not one number.
+
+    Examples:
+        >>> found = halfstep.foreach_check([torch.tensor([3.0]), torch.tensor([4.0])])
+        >>> found.found_inf, found.sum_of_squares
+        (tensor(0.), tensor(25., dtype=torch.float64))
+        >>> halfstep.foreach_check([torch.ones(2), torch.tensor([float("inf")])]).flags
+        tensor([0, 1], dtype=torch.int32)
     """
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
@@ -660,6 +667,12 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
     Raises:
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
         ValueError: the tensors are on different devices, or `inv_scale` is not one number.
+
+    Examples:
+        >>> gradients = [torch.tensor([6.0, 8.0])]
+        >>> found_inf, norm = halfstep.foreach_unscale_(gradients, 0.5)
+        >>> gradients, norm
+        ([tensor([3., 4.])], tensor(5.))
     """
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:

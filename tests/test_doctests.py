@@ -87,14 +87,10 @@ def test_every_example_of_the_files_is_run() -> None:
     for module in modules_with_examples():
         source = Path(inspect.getfile(importlib.import_module(module))).read_text(encoding="utf-8")
         written = source.count(">>> ")
-        assert sum(text.count(">>> ") for text in docstrings(module).values()) == written, module
+        assert sum(text.count(">>> ") for text in docstrings(module).values()) >= written, module
 
 
-# Their modules are being rewritten.
-WITHOUT = {f"halfstep.{name}" for name in ("Adam", "AdamW", "GradScaler", "foreach_check", "foreach_unscale_")}
-
-
-@pytest.mark.parametrize("name", sorted(set(PUBLIC) - WITHOUT))
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_an_example(name: str) -> None:
     value = PUBLIC[name]
     text = value.__doc__ if inspect.isclass(value) or callable(value) else type(value).__doc__

@@ -62,9 +62,9 @@ def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
     inner = [dim for dim in cut if dim != first]
     if tuple(shape) != held or uneven or len(inner) > 1 or any(p.is_partial() for p in placements):
         raise ValueError(
-            f"{where} has placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}, and rounding is "
-            "'stochastic'; allowed are shards that are a range of rows, of one other dimension, or of both: shard "
-            "evenly, or use rounding='nearest'"
+            f"Expected {where} to be sharded by a range of rows, of one other dimension, or of both with "
+            f"rounding='stochastic', but got placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}: "
+            "shard evenly, or use rounding='nearest'"
         )
     beyond = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     base = sum(start * stride for start, stride in zip(offset, beyond, strict=True))

@@ -48,13 +48,13 @@ def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], count:
         where = f"'master_param' in the state of parameter {index}"
         if parameter.dtype != torch.bfloat16:
             raise ValueError(
-                f"{where} has dtype torch.int16, a remainder of a bfloat16 weight, and the parameter has dtype "
-                f"{parameter.dtype}; allowed is bfloat16: load model and optimizer in bfloat16, then convert"
+                f"Expected a bfloat16 parameter for {where}, the remainder of a bfloat16 weight, but got "
+                f"{parameter.dtype}: load model and optimizer in bfloat16, then convert"
             )
         if master.shape != parameter.shape:
             raise ValueError(
-                f"{where} has shape {tuple(master.shape)}; allowed is {tuple(parameter.shape)}: "
-                "the checkpoint is of another model, or its parameters stand in another order"
+                f"Expected {where} to have shape {tuple(parameter.shape)}, but got {tuple(master.shape)}: the "
+                "checkpoint is of another model, or its parameters are in another order"
             )
         weight = local(parameter.detach())
         master = like(parameter, join_master(weight, local(master).to(weight.device)))
@@ -79,8 +79,8 @@ def matched_groups(
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(
-            "loaded state dict has a different number of parameter groups: "
-            f"{len(saved_groups)}; allowed is {len(groups)}, as in this optimizer"
+            f"loaded state dict has a different number of parameter groups: expected {len(groups)}, but got "
+            f"{len(saved_groups)}"
         )
     result, owners = [], {}
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
@@ -93,15 +93,16 @@ def matched_groups(
             )
         if not saved.get("bias_correction", True):
             raise ValueError(
-                f"bias_correction is {saved['bias_correction']} in group {number} of the checkpoint; allowed is True: "
-                "train on with the optimizer that saved it"
+                f"Expected bias_correction to be True in group {number} of the checkpoint, but got "
+                f"{saved['bias_correction']}: continue with the optimizer that saved it"
             )
         names, here = saved.get("param_names"), group.get("param_names")
         if names and here and names != here and sorted(names) == sorted(here):
             first = next(place for place, pair in enumerate(zip(names, here, strict=True)) if pair[0] != pair[1])
             raise ValueError(
-                f"the parameters of group {number} stand in another order in the checkpoint: parameter {first} is "
-                f"{names[first]!r} there, {here[first]!r} here; allowed is the same order: make the optimizer in it"
+                f"Expected the parameters of group {number} in the order of the checkpoint, but parameter {first} is "
+                f"{names[first]!r} there and {here[first]!r} here: create the optimizer with the parameters in that "
+                "order"
             )
         known = {name: value for name, value in saved.items() if name not in FOREIGN_OPTIONS}
         merged = {**group, **known, **{name: group[name] for name in kept}, "params": group["params"]}
@@ -238,12 +239,12 @@ class CanonicalState(OptimizerState):
                 if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                     raise ValueError(
-                        f"{key!r} in the {where} has shape {shape}; allowed is {tuple(parameter.shape)}: "
-                        "the checkpoint is of another model, or its parameters stand in another order"
+                        f"Expected {key!r} in the {where} to have shape {tuple(parameter.shape)}, but got {shape}: the "
+                        "checkpoint is of another model, or its parameters are in another order"
                     )
                 if not value.is_floating_point():
                     raise ValueError(
-                        f"{key!r} in the {where} has dtype {value.dtype}; allowed are floating-point dtypes"
+                        f"Expected {key!r} in the {where} to have a floating-point dtype, but got {value.dtype}"
                     )
                 dtype = torch.float32 if key == "master" else group["state_dtype"]
                 state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)

@@ -294,8 +294,8 @@ class _AdamBase(CanonicalState):
 _ARGUMENTS = """
 
     Args:
-        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may mix.
-            One given twice in a group is warned of, as in torch, and stepped once.
+        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may be
+            mixed. As in torch, a parameter given twice in a group raises a warning; it is stepped once.
         lr: learning rate; a float, or a one-element tensor that is read on the device.
         betas: decay rates of the two moments, each from 0 to below 1.
         eps: added to the root of the second moment.
@@ -307,20 +307,30 @@ _ARGUMENTS = """
 {extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
             ``"full"`` (fp32 copy, 4 B), ``None`` (round the weight every step), or ``"auto"``: split for bf16, full
             for fp16. fp32 parameters need none.
-        state_dtype: of the moments: fp32, or bf16. Rounded to nearest, a bf16 second moment with beta2 near 1 stops
-            moving once its steps fall below half an ulp: with bf16 use ``rounding="stochastic"``.
-        rounding: ``"nearest"``, or ``"stochastic"``: bf16 moments and 16-bit parameters without a master are rounded to
-            either neighbour with the probability that makes the mean right. fp32 numbers and masters are not rounded,
-            so where there is nothing else the steps are those of ``"nearest"``. The bits depend on the seed, the
-            parameter's number, its step and the element's place in the whole parameter; with FSDP1, whose flat shards
-            do not say where they lie, in the shard.
-        seed: of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the groups' options.
+        state_dtype: dtype of the moments, fp32 or bf16. Rounded to nearest, a bf16 second moment with beta2 near 1
+            stops changing once its updates are below half an ulp: use ``rounding="stochastic"`` with bf16.
+        rounding: ``"nearest"`` or ``"stochastic"``. Stochastic rounding rounds bf16 moments and 16-bit parameters
+            without a master to either neighbour, with probabilities that make the mean exact. It does not change fp32
+            numbers and masters. The random bits depend on the seed, the parameter's position in the optimizer, its
+            step and the element's index in the whole parameter (with FSDP1, whose flat shards do not record their
+            positions, in the shard).
+        seed: seed of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the options of the groups.
         max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
 
     Raises:
         ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
-        TypeError: a parameter that requires a gradient is not a dense fp32, fp16 or bf16 tensor, or `seed` not an
+        TypeError: a parameter that requires a gradient is not a dense fp32, fp16 or bf16 tensor, or `seed` is not an
             integer. Frozen parameters may be of any kind.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        >>> optimizer = halfstep.{name}([weight], lr=1e-4)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> weight.data  # the step is too small for bf16
+        tensor([1., 1., 1.], dtype=torch.bfloat16)
+        >>> optimizer.masters()[weight]  # the fp32 master has taken it
+        tensor([0.9999, 0.9999, 0.9999])
 """
 
 
@@ -370,6 +380,7 @@ class Adam(_AdamBase, torch.optim.Adam):
         + _ARGUMENTS.format(
             decay="L2 penalty: ``weight_decay`` times the weight is added to the gradient",
             extra="        decoupled_weight_decay: decay the weight as AdamW does.\n",
+            name="Adam",
         )
     )
 
@@ -422,6 +433,8 @@ class AdamW(Adam, torch.optim.AdamW):
     __doc__ = (
         "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
         + _ARGUMENTS.format(
-            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step", extra=""
+            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step",
+            extra="",
+            name="AdamW",
         )
     )

@@ -44,9 +44,9 @@ def check_number(value: Any, message: str, allowed: str, fits: Callable[[float],
             return
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ValueError(f"{message}: {value!r}; allowed are {allowed}")
+        raise ValueError(f"{message}: {value!r}; expected {allowed}")
     if not math.isfinite(value) or not fits(float(value)):
-        raise ValueError(f"{message}: {value}; allowed are {allowed}")
+        raise ValueError(f"{message}: {value}; expected {allowed}")
 
 
 def check_options(group: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def check_options(group: dict[str, Any]) -> None:
         if lr.numel() != 1:
             raise ValueError(f"Tensor lr must be 1-element; its shape is {tuple(lr.shape)}")
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas is {betas!r}; allowed is a pair of numbers from 0 to below 1")
+        raise ValueError(f"Expected betas to be a pair of numbers from 0 to below 1, but got {betas!r}")
     tensors = [isinstance(beta, torch.Tensor) for beta in betas]
     if any(tensors) and not all(tensors):
         raise ValueError("betas must be either both floats or both Tensors")
@@ -75,41 +75,47 @@ def check_options(group: dict[str, Any]) -> None:
             if beta.numel() != 1:
                 raise ValueError(f"Tensor betas[{index}] must be 1-element; its shape is {tuple(beta.shape)}")
         message = f"Invalid beta parameter at index {index}"
-        check_number(beta, message, "numbers from 0 to below 1", lambda x: 0.0 <= x < 1.0)
-    check_number(lr, "Invalid learning rate", "finite numbers from 0", lambda x: x >= 0)
-    check_number(group["eps"], "Invalid epsilon value", "finite numbers from 0", lambda x: x >= 0)
-    check_number(group["weight_decay"], "Invalid weight_decay value", "finite numbers from 0", lambda x: x >= 0)
+        check_number(beta, message, "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0)
+    check_number(lr, "Invalid learning rate", "a finite number of at least 0", lambda x: x >= 0)
+    check_number(group["eps"], "Invalid epsilon value", "a finite number of at least 0", lambda x: x >= 0)
+    check_number(group["weight_decay"], "Invalid weight_decay value", "a finite number of at least 0", lambda x: x >= 0)
     if group["foreach"] and group["fused"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together; neither changes what is computed here")
     if group["differentiable"]:
         if group["fused"]:
             raise RuntimeError("`fused` does not support `differentiable`; use torch.optim for a differentiable step")
-        raise ValueError("differentiable is True; allowed is False: use torch.optim for a differentiable step")
+        raise ValueError("Expected differentiable to be False, but got True: use torch.optim for a differentiable step")
     if group["master_weights"] not in MASTERS:
-        raise ValueError(f"master_weights is {group['master_weights']!r}; allowed are {', '.join(map(repr, MASTERS))}")
+        raise ValueError(
+            f"Expected master_weights to be one of {', '.join(map(repr, MASTERS))}, but got {group['master_weights']!r}"
+        )
     if group["state_dtype"] not in STATE_DTYPES:
-        raise ValueError(f"state_dtype is {group['state_dtype']!r}; allowed are {', '.join(map(str, STATE_DTYPES))}")
+        raise ValueError(
+            f"Expected state_dtype to be one of {', '.join(map(str, STATE_DTYPES))}, but got {group['state_dtype']!r}"
+        )
     if group["rounding"] not in STEP_ROUNDINGS:
-        raise ValueError(f"rounding is {group['rounding']!r}; allowed are {', '.join(map(repr, STEP_ROUNDINGS))}")
+        raise ValueError(
+            f"Expected rounding to be one of {', '.join(map(repr, STEP_ROUNDINGS))}, but got {group['rounding']!r}"
+        )
     check_seed(group["seed"])
 
 
 def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | None) -> None:
     if parameter.layout != torch.strided:
-        raise TypeError(f"{where} has layout {parameter.layout}; allowed are dense parameters")
+        raise TypeError(f"Expected {where} to be dense, but got layout {parameter.layout}")
     if parameter.dtype not in DTYPE_CODES:
         raise TypeError(
-            f"{where} has dtype {parameter.dtype}; allowed are float32, float16 and bfloat16: "
-            "use torch.optim for other dtypes"
+            f"Expected {where} to have dtype float32, float16 or bfloat16, but got {parameter.dtype}: use torch.optim "
+            "for other dtypes"
         )
     if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         raise ValueError(
-            f"{where} has shape {tuple(parameter.shape)} and strides {parameter.stride()}: several elements share one "
-            "number; allowed is memory of its own for each: use .contiguous()"
+            f"Expected each element of {where} to have memory of its own, but got shape {tuple(parameter.shape)} and "
+            f"strides {parameter.stride()}: use .contiguous()"
         )
     if master_weights == "split" and parameter.dtype == torch.float16:
         raise ValueError(
-            f"{where} is float16 and master_weights is 'split'; allowed for float16 are 'full', 'auto' and None"
+            f"Expected master_weights to be 'full', 'auto' or None for float16, but got 'split' for {where}"
         )
 
 

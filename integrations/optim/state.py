@@ -104,18 +104,18 @@ def step_count(saved: Any, where: str) -> torch.Tensor:
     device, value = torch.device("cpu"), saved
     if isinstance(saved, torch.Tensor):
         if saved.numel() != 1:
-            raise ValueError(f"'step' in the {where} has shape {tuple(saved.shape)}; allowed is one number")
+            raise ValueError(f"Expected 'step' in the {where} to be one number, but got shape {tuple(saved.shape)}")
         held = local(saved.detach())
         if not has_memory(held):
             return held.reshape(()).to(torch.float32, copy=True)
         device, value = held.device, held.item()
     value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"'step' in the {where} is {value!r}; allowed are whole numbers from 0")
+        raise ValueError(f"Expected 'step' in the {where} to be an integer of at least 0, but got {value!r}")
     if value != int(value) or float(np.float32(value)) != value:
         raise ValueError(
-            f"'step' in the {where} is {value!r}, which is no step count in fp32; allowed are whole numbers from 0 "
-            "that fp32 holds: all up to 16,777,216"
+            f"Expected 'step' in the {where} to be an integer that fp32 represents, such as all up to 16,777,216, but "
+            f"got {value!r}"
         )
     return torch.full((), float(value), dtype=torch.float32, device=device)
 
@@ -244,8 +244,8 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         for index, parameter in enumerate(chosen):
             if id(parameter) not in own:
                 raise ValueError(
-                    f"parameters[{index}] has shape {tuple(parameter.shape)} and dtype {parameter.dtype} and is not in "
-                    "this optimizer; allowed are the parameters that it was given"
+                    f"Expected parameters[{index}] to be a parameter of this optimizer, but got another of shape "
+                    f"{tuple(parameter.shape)} and dtype {parameter.dtype}"
                 )
         self._note_agreed()
         for parameter in chosen:

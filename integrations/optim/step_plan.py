@@ -160,9 +160,9 @@ def _batches(
             known = optimizer.state.get(parameter)
             if known is None or not is_complete(known, master_of(parameter, group["master_weights"]), group):
                 raise RuntimeError(
-                    f"{where} has no complete state yet and the step is recorded into a CUDA graph, each replay of "
-                    "which would make it anew; allowed are parameters with state: take a step with the same "
-                    "parameters and options before the capture"
+                    f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, "
+                    "which each replay would create again: take a step with the same parameters and options before "
+                    "the capture"
                 )
         state = optimizer._complete_state(parameter, group)
         layout = layout_of(parameter, grad.dtype, group)
@@ -176,8 +176,8 @@ def _batches(
         if layout.stochastic:
             if not addressable:
                 raise TypeError(
-                    f"{where} is a {type(local(parameter)).__name__} without memory of its own, and rounding is "
-                    "'stochastic'; allowed is rounding='nearest'"
+                    f"Expected rounding to be 'nearest' for {where}, a {type(local(parameter)).__name__} without "
+                    "memory of its own, but got 'stochastic'"
                 )
             names[index] = (stream_of[id(parameter)], *place_of(parameter, where), group["seed"])
         kinds.setdefault((local(parameter).device, layout, addressable), []).append(index)
@@ -200,12 +200,14 @@ def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, grou
     """Raise unless a parameter can be stepped with its gradient."""
     if grad.layout != torch.strided:
         raise RuntimeError(
-            f"{where} has a gradient of layout {grad.layout}; allowed are dense gradients: "
-            "use torch.optim.SparseAdam, or sparse=False in the embedding"
+            f"Expected {where} to have a dense gradient, but got layout {grad.layout}: use torch.optim.SparseAdam, or "
+            "sparse=False in the embedding"
         )
     check_parameter(parameter, where, group["master_weights"])
     if grad.dtype not in DTYPE_CODES:
-        raise TypeError(f"{where} has a gradient of dtype {grad.dtype}; allowed are float32, float16 and bfloat16")
+        raise TypeError(
+            f"Expected {where} to have a gradient of dtype float32, float16 or bfloat16, but got {grad.dtype}"
+        )
 
 
 def _fitting(
@@ -220,7 +222,7 @@ def _fitting(
 ) -> torch.Tensor:
     """A state tensor as it can stand beside its parameter in one launch: itself, or a copy in the parameter's order."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"state {key!r} of {where} is a {type(value).__name__}; allowed is a tensor")
+        raise TypeError(f"Expected state {key!r} of {where} to be a tensor, but got a {type(value).__name__}")
     held, own = local(value), local(parameter)
     master = torch.int16 if layout.master == adam.SPLIT_MASTER else torch.float32
     dtype = {"step": torch.float32, "master": master}.get(key, group["state_dtype"])
@@ -228,8 +230,8 @@ def _fitting(
     fits = held.numel() == 1 if key == "step" else held.shape == own.shape
     if held.dtype != dtype or held.device != own.device or not fits:
         raise ValueError(
-            f"state {key!r} of {where} is {tuple(held.shape)} {held.dtype} on {held.device}; allowed is {shape} "
-            f"{dtype} on {own.device}: move it back, or load it with load_state_dict"
+            f"Expected state {key!r} of {where} to be {shape} {dtype} on {own.device}, but got {tuple(held.shape)} "
+            f"{held.dtype} on {held.device}: move it back, or load it with load_state_dict"
         )
     if not addressable or key == "step":
         return value
@@ -238,8 +240,8 @@ def _fitting(
         return value
     if recording:
         raise RuntimeError(
-            f"state {key!r} of {where} lies in another order than the parameter and the step is recorded into "
-            "a CUDA graph; allowed is the same order: take a step before the capture"
+            f"Expected state {key!r} of {where} to have the strides of the parameter when a step is captured in a CUDA "
+            "graph, but got others: take a step before the capture"
         )
     # Lay the elements out as the kernels walk them.
     copy = torch.empty_strided(like_this.shape, like_this.stride(), dtype=held.dtype, device=held.device)

@@ -64,25 +64,25 @@ class _Option(NamedTuple):
             ValueError: it is none, or out of range.
         """
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not self.fits(value):
-            raise ValueError(f"{name} is {value!r}; allowed are {self.allowed}")
+            raise ValueError(f"Expected {name} to be {self.allowed}, but got {value!r}")
         return self.kind(value)
 
 
 def _whole(least: int) -> _Option:
-    return _Option(f"whole numbers from {least}", lambda x: x >= least and x == int(x), int)
+    return _Option(f"an integer of at least {least}", lambda x: x >= least and x == int(x), int)
 
 
 def _between(low: float, high: float, allowed: str) -> _Option:
     return _Option(allowed.format(low, high), lambda x: low <= x <= high)
 
 
-GROWTH_FACTOR = _Option("finite numbers above 1", lambda x: x > 1)
-BACKOFF_FACTOR = _Option("numbers between 0 and 1, both excluded", lambda x: 0 < x < 1)
+GROWTH_FACTOR = _Option("a finite number above 1", lambda x: x > 1)
+BACKOFF_FACTOR = _Option("a number between 0 and 1, both excluded", lambda x: 0 < x < 1)
 COUNT = _whole(1)
-TRACKER = _Option(f"whole numbers from 0 to {2**31 - 1}", lambda x: 0 <= x < 2**31 and x == int(x), int)
-MAX_NORM = _Option("finite numbers above 0", lambda x: x > 0)
-ANY_SCALE = _between(SMALLEST_SCALE, LARGEST_SCALE, "numbers from {} to {}")
-SAVED_SCALE = ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed}: start with a fresh scaler instead")
+TRACKER = _Option(f"an integer from 0 to {2**31 - 1}", lambda x: 0 <= x < 2**31 and x == int(x), int)
+MAX_NORM = _Option("a finite number above 0", lambda x: x > 0)
+ANY_SCALE = _between(SMALLEST_SCALE, LARGEST_SCALE, "a number from {} to {}")
+SAVED_SCALE = ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed} (start with a fresh scaler instead)")
 NO_GRADIENT = "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
 # What a state holds: torch's five, and one of ours.
 SAVED = {
@@ -176,6 +176,17 @@ class GradScaler(torch.amp.GradScaler):
         themselves (``fused=True`` does) make `step` read one flag from the device, as torch's scaler does.
         After `step`, ``.grad`` still holds the scaled gradients; `unscale_` or `write_back` unscale them in place.
         An fp16 gradient unscaled in place is rounded to fp16 again; inside the step it is not.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+        >>> optimizer = halfstep.AdamW([weight], lr=0.1)
+        >>> scaler = halfstep.GradScaler("cpu", init_scale=2.0**16)
+        >>> loss = (weight.float() * 2).sum()
+        >>> scaler.scale(loss).backward()  # 2 * 2^16 overflows fp16
+        >>> _ = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> weight.data, scaler.get_scale()  # the step was skipped, and the scale halved
+        (tensor([1., 1.], dtype=torch.float16), 32768.0)
     """
 
     def __init__(
@@ -195,7 +206,9 @@ class GradScaler(torch.amp.GradScaler):
         process_group: Any = None,
     ) -> None:
         if hysteresis_refill not in ("growth", "clean_step"):
-            raise ValueError(f"hysteresis_refill is {hysteresis_refill!r}; allowed are 'growth' and 'clean_step'")
+            raise ValueError(
+                f"Expected hysteresis_refill to be 'growth' or 'clean_step', but got {hysteresis_refill!r}"
+            )
         if enabled:
             growth_factor = GROWTH_FACTOR.checked("growth_factor", growth_factor)
             backoff_factor = BACKOFF_FACTOR.checked("backoff_factor", backoff_factor)
@@ -206,7 +219,7 @@ class GradScaler(torch.amp.GradScaler):
                     ANY_SCALE.checked(name, value)
             low = SMALLEST_SCALE if min_scale is None else min_scale
             high = max(USUAL_MAX_SCALE, init_scale) if max_scale is None else max_scale
-            init_scale = _between(low, high, "numbers from min_scale {} to max_scale {}").checked(
+            init_scale = _between(low, high, "a number from min_scale {} to max_scale {}").checked(
                 "init_scale", init_scale
             )
             self._min_scale, self._max_scale = float(low), float(high)
@@ -225,8 +238,7 @@ class GradScaler(torch.amp.GradScaler):
         # On ranks outside a new group torch hands out something else.
         if process_group is not None and not hasattr(process_group, "size"):
             raise ValueError(
-                f"process_group is {process_group!r}, which is no group of this rank; allowed are groups that it "
-                "belongs to, and None"
+                f"Expected process_group to be None or a group that contains this rank, but got {process_group!r}"
             )
         self._process_group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
         self._write_back = write_back
@@ -282,9 +294,9 @@ class GradScaler(torch.amp.GradScaler):
             other = state["checker"].optimizer()
             if other is not None and not own.isdisjoint(map(id, parameters_of(other))):
                 raise RuntimeError(
-                    f"optimizer is a {type(optimizer).__qualname__} with parameters whose gradients were unscaled or "
-                    f"clipped for a {type(other).__qualname__} since the last update(); allowed is one object for "
-                    "unscale_, clip_grad_norm_ and step: a wrapper, or the optimizer in it"
+                    "Expected one object for unscale_, clip_grad_norm_ and step, but got a "
+                    f"{type(optimizer).__qualname__} after a {type(other).__qualname__} with the same parameters since "
+                    "the last update(): pass the wrapper, or the optimizer in it, to all of them"
                 )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -467,7 +479,7 @@ class GradScaler(torch.amp.GradScaler):
         self._updates += 1
         if new_scale is not None:
             if not isinstance(new_scale, torch.Tensor):
-                own = _between(self._min_scale, self._max_scale, "numbers from min_scale {} to max_scale {}")
+                own = _between(self._min_scale, self._max_scale, "a number from min_scale {} to max_scale {}")
                 new_scale = own.checked("new_scale", new_scale)
             super().update(new_scale)
             scale.clamp_(self._min_scale, self._max_scale)
@@ -494,10 +506,9 @@ class GradScaler(torch.amp.GradScaler):
             if _clip_is_due(state) and not state["verdict"].found_inf.item():
                 optimizer = state["checker"].optimizer()
                 raise RuntimeError(
-                    f"clip_grad_norm_ was called for an optimizer ({type(optimizer).__qualname__}) that this scaler "
-                    "has not stepped since: its gradients are neither unscaled nor clipped; allowed is "
-                    "scaler.step(optimizer) before update(); to leave a step out, use scaler.unscale_ and "
-                    "torch.nn.utils.clip_grad_norm_"
+                    "Expected scaler.step(optimizer) between clip_grad_norm_ and update(), but got none for "
+                    f"{type(optimizer).__qualname__}, whose gradients are neither unscaled nor clipped: to leave a "
+                    "step out, use scaler.unscale_ and torch.nn.utils.clip_grad_norm_"
                 )
 
     def _agreed(self, overflow: torch.Tensor) -> torch.Tensor:
@@ -597,7 +608,8 @@ class GradScaler(torch.amp.GradScaler):
             missing = [key for key in super().state_dict() if key not in state_dict]
             if missing:
                 raise KeyError(
-                    f"scaler state lacks {', '.join(missing)}; allowed is what GradScaler.state_dict() returns"
+                    "Expected the state of a scaler, as GradScaler.state_dict() returns it, but got one without "
+                    f"{', '.join(missing)}"
                 )
             state_dict = {
                 key: option.checked(key, state_dict[key]) for key, option in SAVED.items() if key in state_dict

@@ -186,7 +186,7 @@ def _joined(parts: Sequence[Placement], world: World) -> tuple[frozenset[int], t
         reached = _grid(world.rank, lines)
         if reached is None or not every <= reached or max(reached) >= world.size:
             raise RuntimeError(
-                f"the optimizer's parameters lie on the ranks {', '.join(str(sorted(line)) for line in lines)}, which "
+                f"the optimizer's parameters are on the ranks {', '.join(str(sorted(line)) for line in lines)}, which "
                 f"are not dimensions of one mesh, so no sum over them counts each once; {REMEDY}"
             )
         ranks, groups = reached, tuple(known[line] for line in lines)

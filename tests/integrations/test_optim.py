@@ -661,7 +661,8 @@ def test_fp32_checkpoint_of_torch_continues_under_bf16_parameters_with_fp32_mome
         (lambda s: s["state"][1].pop("exp_avg"), "state of parameter 1 lacks 'exp_avg'"),
         (
             lambda s: s["state"][1].update(exp_avg=torch.ones(7)),
-            r"'exp_avg' in the state of parameter 1 has shape \(7,\); allowed is \(64,\)",
+            r"Expected 'exp_avg' in the state of parameter 1 to have shape \(64,\), but got \(7,\): the checkpoint is "
+            r"of another model, or its parameters are in another order",
         ),
         (
             lambda s: s["state"][3].update(master=torch.ones(2, 2)),
@@ -669,10 +670,10 @@ def test_fp32_checkpoint_of_torch_continues_under_bf16_parameters_with_fp32_mome
         ),
         (
             lambda s: s["state"][0].update(exp_avg=torch.ones(3, 5, dtype=torch.int32)),
-            "dtype torch.int32; allowed are floating-point",
+            "to have a floating-point dtype, but got torch.int32",
         ),
         (lambda s: s["state"][0].update(step=torch.ones(2)), r"'step' in the state of parameter 0 has shape \(2,\)"),
-        (lambda s: s["param_groups"].append({}), "different number of parameter groups: 2; allowed is 1"),
+        (lambda s: s["param_groups"].append({}), "different number of parameter groups: expected 1, but got 2"),
         (
             lambda s: s["param_groups"][0]["params"].pop(),
             "doesn't match the size of optimizer's group: group 0 has 5 parameters there, 6 here",
@@ -717,21 +718,29 @@ def test_copies_go_on_alike(copier: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"lr": float("nan")}, ValueError, "Invalid learning rate: nan; allowed are finite numbers from 0"),
+        ({"lr": float("nan")}, ValueError, "Invalid learning rate: nan; expected a finite number of at least 0"),
         ({"lr": float("inf")}, ValueError, "Invalid learning rate: inf"),
         ({"lr": "fast"}, ValueError, "Invalid learning rate: 'fast'"),
         ({"eps": -1.0}, ValueError, "Invalid epsilon value: -1.0"),
         ({"betas": (0.9, 1.5)}, ValueError, "Invalid beta parameter at index 1: 1.5"),
-        ({"betas": 0.9}, ValueError, "betas is 0.9; allowed is a pair"),
+        ({"betas": 0.9}, ValueError, "Expected betas to be a pair of numbers from 0 to below 1, but got 0.9"),
         ({"weight_decay": float("inf")}, ValueError, "Invalid weight_decay value: inf"),
-        ({"differentiable": True}, ValueError, "differentiable is True; allowed is False: use torch.optim"),
-        ({"master_weights": "half"}, ValueError, "master_weights is 'half'; allowed are 'auto', 'full', 'split', None"),
+        (
+            {"differentiable": True},
+            ValueError,
+            "Expected differentiable to be False, but got True: use torch.optim for a differentiable step",
+        ),
+        (
+            {"master_weights": "half"},
+            ValueError,
+            "Expected master_weights to be one of 'auto', 'full', 'split', None, but got 'half'",
+        ),
         (
             {"state_dtype": torch.float16},
             ValueError,
-            "state_dtype is torch.float16; allowed are torch.float32, torch.bfloat16",
+            "Expected state_dtype to be one of torch.float32, torch.bfloat16, but got torch.float16",
         ),
-        ({"rounding": "up"}, ValueError, "rounding is 'up'; allowed are 'nearest', 'stochastic'"),
+        ({"rounding": "up"}, ValueError, "Expected rounding to be one of 'nearest', 'stochastic', but got 'up'"),
         ({"seed": -1}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got -1"),
         ({"seed": 2**63}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got 9223372036854775808"),
         ({"seed": 1.0}, TypeError, "Expected seed to be an integer from 0 to 2^63 - 1, but got 1.0, a float"),
@@ -750,17 +759,23 @@ def test_bad_options_name_the_value_and_what_is_allowed(options: Any, error: Any
             torch.ones(2, dtype=torch.float64),
             {},
             TypeError,
-            "parameter 0 of group 0 has dtype torch.float64; allowed are float32",
+            "Expected parameter 0 of group 0 to have dtype float32, float16 or bfloat16, but got torch.float64: use "
+            "torch.optim for other dtypes",
         ),
-        (torch.ones(2, dtype=torch.complex64), {}, TypeError, "dtype torch.complex64"),
+        (torch.ones(2, dtype=torch.complex64), {}, TypeError, "but got torch.complex64"),
         (
             torch.ones(2).half(),
             {"master_weights": "split"},
             ValueError,
-            "float16 and master_weights is 'split'; allowed for float16",
+            "Expected master_weights to be 'full', 'auto' or None for float16, but got 'split'",
         ),
-        (torch.ones(2).to_sparse(), {}, TypeError, "layout torch.sparse_coo; allowed are dense"),
-        (torch.ones(1).expand(3), {}, ValueError, "strides (0,): several elements share one number"),
+        (torch.ones(2).to_sparse(), {}, TypeError, "to be dense, but got layout torch.sparse_coo"),
+        (
+            torch.ones(1).expand(3),
+            {},
+            ValueError,
+            "each element of parameter 0 of group 0 to have memory of its own, but got shape (3,) and strides (0,)",
+        ),
     ],
 )
 def test_bad_parameters_are_refused_when_the_optimizer_is_made(
@@ -792,7 +807,7 @@ def test_errors_in_a_step_come_before_any_weight_is_touched(spoil: str) -> None:
         parameters[1].grad = torch.ones(4).to_sparse()
         expected, message = (
             RuntimeError,
-            "layout torch.sparse_coo; allowed are dense gradients: use torch.optim.SparseAdam",
+            "to have a dense gradient, but got layout torch.sparse_coo: use torch.optim.SparseAdam",
         )
     elif spoil == "lr":
         optimizer.param_groups[0]["lr"] = float("nan")
@@ -858,6 +873,6 @@ def test_a_gradient_that_turns_sparse_later_is_refused() -> None:
     optimizer.step()
     before = parameter.detach().clone()
     parameter.grad = torch.ones(3, 4).to_sparse()
-    with pytest.raises(RuntimeError, match="has a gradient of layout"):
+    with pytest.raises(RuntimeError, match="to have a dense gradient, but got layout"):
         optimizer.step()
     assert same_bits(parameter.detach(), before)

@@ -317,11 +317,8 @@ def test_parts_that_lie_in_no_range_are_refused(ranks: list[dict[str, Any]]) -> 
         first, second = result["refused"]
         assert "placements (Shard(dim=1), Shard(dim=2)) on a mesh of shape (2, 2)" in first
         for message in (first, second):
-            assert message.startswith("parameter 0 with a gradient (group 0) has placements ")
-            assert message.endswith(
-                "and rounding is 'stochastic'; allowed are shards that are a range of rows, of one other dimension, or "
-                "of both: shard evenly, or use rounding='nearest'"
-            )
+            assert message.startswith("Expected parameter 0 with a gradient (group 0) to be sharded by a range of rows")
+            assert message.endswith("on a mesh of shape (2, 2): shard evenly, or use rounding='nearest'")
 
 
 # ------------------------------------------------------------------------------------------------------------ clipping

@@ -180,9 +180,9 @@ def test_a_first_step_is_not_captured() -> None:
         with pytest.raises(RuntimeError) as raised:
             captured(optimizer.step)
         assert str(raised.value) == (
-            "parameter 0 with a gradient (group 0) has no complete state yet and the step is recorded into a CUDA "
-            "graph, each replay of which would make it anew; allowed are parameters with state: take a step with the "
-            "same parameters and options before the capture"
+            "Expected parameter 0 with a gradient (group 0) to have its state before a step is captured in a CUDA "
+            "graph, but got none, which each replay would create again: take a step with the same parameters and "
+            "options before the capture"
         )
         assert parameter not in optimizer.state
         optimizer.step()

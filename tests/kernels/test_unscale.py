@@ -504,22 +504,22 @@ def test_a_second_call_sees_new_values_at_the_same_address() -> None:
         (
             lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.ones(2)),
             ValueError,
-            "inv_scale has shape (2,); allowed is one number: a float or a one-element tensor",
+            "Expected inv_scale to be one number, a float or a one-element tensor, but got shape (2,)",
         ),
         (
             lambda: halfstep.foreach_check([torch.ones(1)], inv_scale=torch.empty(0)),
             ValueError,
-            "inv_scale has shape (0,); allowed is one number: a float or a one-element tensor",
+            "Expected inv_scale to be one number, a float or a one-element tensor, but got shape (0,)",
         ),
         (
             lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.tensor(True)),
             TypeError,
-            "inv_scale has dtype torch.bool; allowed are real dtypes",
+            "Expected inv_scale to have a real dtype, but got torch.bool",
         ),
         (
             lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.tensor(1j)),
             TypeError,
-            "inv_scale has dtype torch.complex64; allowed are real dtypes",
+            "Expected inv_scale to have a real dtype, but got torch.complex64",
         ),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_folder_of_torch_alone_is_read_without_checksums_but_not_without_its_f
     (path / SHARD).unlink()
     _refused(path, f"its file {SHARD} is missing")
     (path / ".metadata").unlink()
-    _refused(path, "neither manifest.json nor .metadata: it is no checkpoint")
+    _refused(path, "neither manifest.json nor .metadata: it is not a checkpoint")
 
 
 def test_torchs_optimizer_is_saved_and_loaded_as_well_and_ours_continues_it(tmp_path: Path) -> None:
@@ -192,7 +192,9 @@ def test_torchs_optimizer_is_saved_and_loaded_as_well_and_ours_continues_it(tmp_
 
 
 def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path) -> None:
-    with pytest.raises(checkpoint.CheckpointError, match=r"rank 0 does not see .*nowhere, .* folders that all ranks"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"Expected a folder that all ranks share, but rank 0 does not see .*nowhere"
+    ):
         checkpoint_sharded._write_shards(tmp_path / "nowhere", {}, io.BytesIO(), checkpoint_sharded.Ranks())
     record = {SHARD: {"bytes": 5, "sha256": ""}}
     own = unfinished_saves.UnfinishedSave(tmp_path)
@@ -264,7 +266,9 @@ def test_no_code_is_run_from_a_folder(tmp_path: Path) -> None:
     model, optimizer = _training(1.0)
     path = tmp_path / "theirs"
     optimizer.param_groups[0]["note"] = Evil()
-    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.param_groups\[0\]\.note is a .*Evil, which load"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"optimizer\.param_groups\[0\]\.note to be .* but got a .*Evil, which load"
+    ):
         checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer)
     dcp.save(checkpoint_sharded.state_of(model, optimizer), checkpoint_id=path, no_dist=True)
     fresh, other = _training(0.0)
@@ -279,9 +283,9 @@ def test_no_code_is_run_from_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"asynchronous": True}, "asynchronous is given and model is None"),
+        ({"asynchronous": True}, "Expected model to be given together with asynchronous, but got None"),
         ({"optimizer": 1}, "Expected model to be given together with optimizer, but got None: pass model="),
-        ({"scaler": 1}, "scaler is given and model is None"),
+        ({"scaler": 1}, "Expected model to be given together with scaler, but got None"),
     ],
 )
 def test_what_needs_the_model_is_refused_without(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:

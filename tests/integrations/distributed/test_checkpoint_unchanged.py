@@ -148,7 +148,7 @@ FAILURES: dict[str, tuple[Callable[[Path, attacks.Bases], None], str]] = {
     "no moment": (_without("optimizer", "state", "weight", "exp_avg_sq"), "lacks 'exp_avg_sq'"),
     "no step": (_without("optimizer", "state", "weight", "step"), "lacks 'step'"),
     "moment's shape": (_entry("exp_avg", torch.zeros(7)), "'exp_avg' in the state"),
-    "moment's dtype": (_entry("exp_avg", torch.zeros(3, 4, dtype=torch.int64)), "allowed are floating-point"),
+    "moment's dtype": (_entry("exp_avg", torch.zeros(3, 4, dtype=torch.int64)), "to have a floating-point dtype"),
     "moment's type": (_entry("exp_avg", "x"), "'exp_avg' in the state"),
     "step's shape": (_entry("step", torch.zeros(2)), "'step'"),
     "step's type": (_entry("step", "later"), "step"),

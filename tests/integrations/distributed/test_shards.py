@@ -97,7 +97,10 @@ def test_what_cannot_be_kept_is_refused(ranks: list[dict[str, Any]], monkeypatch
     for rank in ranks:
         whole, in_bf16 = rank["refused"]
         assert "no module sharded by FSDP2" in whole and "fully_shard(model)" in whole
-        assert "reduce_dtype of module '' is None; allowed is torch.float32" in in_bf16
+        assert (
+            "Expected reduce_dtype of module '' to be torch.float32, but got None: shard it with "
+            "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+        ) in in_bf16
         assert "MixedPrecisionPolicy(reduce_dtype=torch.float32)" in in_bf16
 
     class Other(FSDPModule):

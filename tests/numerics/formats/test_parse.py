@@ -84,7 +84,7 @@ def test_specials() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "'' is not a number: it is empty. Choose from decimals (1e-400), hexadecimal floats (0x1.8p-3), inf, nan"),
+        ("", "'' is not a number: it is empty. Write decimals (1e-400), hexadecimal floats (0x1.8p-3), inf, nan"),
         ("abc", "'abc' is not understood"),
         ("0.1f", "'f' is not understood"),
         ("1,5", "',5' is not understood"),

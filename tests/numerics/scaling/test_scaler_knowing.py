@@ -202,8 +202,12 @@ def test_a_schedule_restarts_from_its_state() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "scaler", "message"),
     [
-        (object(), halfstep.GradScaler("cpu"), "scheduler is a object; allowed are objects with a method step()"),
-        (None, None, "scheduler is a NoneType"),
+        (
+            object(),
+            halfstep.GradScaler("cpu"),
+            "Expected scheduler to be an object with a method step(), but got a object",
+        ),
+        (None, None, "but got a NoneType"),
     ],
 )
 def test_what_is_no_scheduler_is_refused(scheduler: Any, scaler: Any, message: str) -> None:
@@ -214,7 +218,7 @@ def test_what_is_no_scheduler_is_refused(scheduler: Any, scaler: Any, message: s
 
 def test_torchs_scaler_is_refused_by_the_schedule() -> None:
     _, optimizer, _ = training([1.0])
-    with pytest.raises(TypeError, match=r"allowed is halfstep\.GradScaler"):
+    with pytest.raises(TypeError, match=r"Expected scaler to be a halfstep\.GradScaler, but got a GradScaler"):
         SkipAwareScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1), torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]
 
 
@@ -305,7 +309,7 @@ def test_clipping_after_unscaling_and_without_a_scaler() -> None:
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, INF, NAN, True])
 def test_a_bad_limit_is_refused(max_norm: Any) -> None:
     scaler, optimizer, _ = training([1.0])
-    with pytest.raises(ValueError, match="allowed are finite numbers above 0"):
+    with pytest.raises(ValueError, match="Expected max_norm to be a finite number above 0, but got"):
         scaler.clip_grad_norm_(optimizer, max_norm)
 
 
@@ -339,7 +343,7 @@ def test_gradients_after_a_step_are_scaled_unless_asked_for(write_back: bool, cl
 def test_an_unknown_refill_is_refused() -> None:
     with pytest.raises(ValueError) as caught:
         halfstep.GradScaler("cpu", hysteresis_refill="never")
-    assert str(caught.value) == "hysteresis_refill is 'never'; allowed are 'growth' and 'clean_step'"
+    assert str(caught.value) == "Expected hysteresis_refill to be 'growth' or 'clean_step', but got 'never'"
 
 
 @pytest.mark.parametrize(("refill", "scale"), [("growth", 4.0), ("clean_step", 8.0)])
