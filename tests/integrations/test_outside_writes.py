@@ -261,7 +261,10 @@ def test_refresh_master_refuses_tensors_that_are_not_its_own() -> None:
     model, optimizer = trained("split")
     before = masters(optimizer)
     stranger = torch.nn.Parameter(torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"parameters\[1\] has shape \(2, 3\) and dtype torch.float32 and is not"):
+    with pytest.raises(
+        ValueError,
+        match=r"Expected parameters\[1\] to be a parameter of this optimizer, but got another of shape \(2, 3\)",
+    ):
         optimizer.refresh_master([model[0].weight, stranger])
     assert same(masters(optimizer), before)
 

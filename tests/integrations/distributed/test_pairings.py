@@ -31,7 +31,7 @@ OUTCOMES = {
     ("torch.optim.AdamW(fused=True)", "ShardedGradScaler", "FSDP1", False): DIVERGES,
     **{("torch.optim.AdamW(fused=True)", "ShardedGradScaler", strategy, True): RAISES_LATE for strategy in STRATEGIES},
 }
-REFUSED = "scaler is a torch.amp.GradScaler and the optimizer's parameters are sharded by FullyShardedDataParallel"
+REFUSED = "for parameters sharded by FullyShardedDataParallel, but got torch.amp.GradScaler: it does not combine"
 CELLS = list(itertools.product(OPTIMIZERS, SCALERS, STRATEGIES, (False, True)))
 
 
@@ -63,8 +63,8 @@ def test_all_ranks_agree_or_all_are_told_what_to_use(ranks: list[Any], key: tupl
     found = outcome([rank[key] for rank in ranks], ranks[0]["control"], strategy in SHARDED)
     expected = OUTCOMES.get(key, RIGHT)
     if expected == RAISES:
-        assert all(re.match(REFUSED, rank[key]["error"]) for rank in ranks)
-        assert all("halfstep.GradScaler and torch.distributed.fsdp" in rank[key]["error"] for rank in ranks)
+        assert all(re.search(REFUSED, rank[key]["error"]) for rank in ranks)
+        assert all("halfstep.GradScaler or torch.distributed.fsdp" in rank[key]["error"] for rank in ranks)
     ours = optimizer.startswith("halfstep") or scaler.startswith("halfstep")
     assert not (ours and expected in (DIVERGES, RAISES_LATE)), "nothing of ours may"
     installed = importlib.metadata.version("torch")

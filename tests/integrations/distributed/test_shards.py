@@ -96,7 +96,9 @@ def test_scaler_norm_and_step_see_the_kept_gradients(ranks: list[dict[str, Any]]
 def test_what_cannot_be_kept_is_refused(ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in ranks:
         whole, in_bf16 = rank["refused"]
-        assert "no module sharded by FSDP2" in whole and "fully_shard(model)" in whole
+        assert (
+            "Expected model to have a module sharded by FSDP2, but got none" in whole and "fully_shard(model)" in whole
+        )
         assert (
             "Expected reduce_dtype of module '' to be torch.float32, but got None: shard it with "
             "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
@@ -109,7 +111,7 @@ def test_what_cannot_be_kept_is_refused(ranks: list[dict[str, Any]], monkeypatch
 
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     monkeypatch.setattr(model, "named_modules", lambda: [("", object.__new__(Other))])
-    with pytest.raises(RuntimeError, match="FSDP2 keeps its dtypes elsewhere"):
+    with pytest.raises(RuntimeError, match="FSDP2 stores its dtypes elsewhere"):
         fsdp.keep_reduced_gradients(model)
 
 
