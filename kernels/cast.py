@@ -39,6 +39,7 @@ from halfstep.kernels.multi_tensor import (
     is_plain,
     own_operations,
 )
+from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.philox import check_seed, consecutive_words, reference_words, words_of
 from halfstep.kernels.rounding import (
     FORMATS,
@@ -441,7 +442,9 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: b
     plain = plain and (source.dtype == target.dtype or torch.float32 in (source.dtype, target.dtype))
     if implementation != "reference":
         check_addresses(source, target)
-    if implementation == "reference" or (plain and chosen() == "auto"):
+    if plain and chosen() == "auto":
+        target.copy_(source)
+    elif implementation == "reference":
         _reference(source, target, mode, saturate, seed, 0, offset)
     elif implementation == "triton":
         with on_device(source.device):
@@ -452,18 +455,10 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: b
         _native(ctypes.addressof(rows), None, 1, chunks, source.dtype, target.dtype, mode, saturate, seed)
 
 
-# ------------------------------------------------------------------------------------------- registration and autograd
-
-_library = torch.library.Library("halfstep", "FRAGMENT")
-# The seed is a tensor on the CPU: a drawn one is then an operation of its own in a traced graph, which nothing merges
-# with another draw or repeats in the backward pass.
-_library.define(
-    "cast(Tensor x, ScalarType dtype, str rounding='nearest', bool saturate=False, Tensor? seed=None, "
-    "SymInt offset=0) -> Tensor"
-)
+# ----------------------------------------------------------------------------------------------------------- operator
 
 
-def _cast_op(
+def _computed(
     x: torch.Tensor,
     dtype: torch.dtype,
     rounding: str = "nearest",
@@ -490,7 +485,7 @@ def _cast_op(
     return target
 
 
-def _cast_fake(
+def _fake(
     x: torch.Tensor,
     dtype: torch.dtype,
     rounding: str = "nearest",
@@ -503,19 +498,50 @@ def _cast_fake(
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-_library.impl("cast", _cast_op, "CompositeExplicitAutograd")
-torch.library.register_fake("halfstep::cast", _cast_fake, lib=_library)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.source, ctx.target = inputs[0].dtype, output.dtype
 
 
-def _cast_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.dtype = inputs[0].dtype
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return _cast(grad, ctx.source, "nearest", False, None, 0), None, None, None, None, None
 
 
-def _cast_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return torch.ops.halfstep.cast(grad, ctx.dtype), None, None, None, None, None
+def _tangent(ctx: Any, tangent: torch.Tensor, *rest: None) -> torch.Tensor:
+    return _cast(tangent, ctx.target, "nearest", False, None, 0)
 
 
-torch.library.register_autograd("halfstep::cast", _cast_backward, setup_context=_cast_setup, lib=_library)
+def _batch(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rounding: str,
+    saturate: bool,
+    seed: torch.Tensor | None,
+    offset: int,
+) -> tuple[torch.Tensor, int]:
+    x = batch_first(x, in_dims[0], info.batch_size)
+    if seed is None or not info.batch_size:
+        return _cast(x, dtype, rounding, saturate, seed, offset), 0
+    # Each sample is a tensor of its own, whose noise goes by its own indices.
+    seeds = [seed] * info.batch_size if in_dims[4] is None else seed.unbind(in_dims[4])
+    samples = [_cast(one, dtype, rounding, saturate, of, offset) for one, of in zip(x, seeds, strict=True)]
+    return torch.stack(samples), 0
+
+
+# The seed is a tensor on the CPU: a drawn one is then an operation of its own in a traced graph, which nothing merges
+# with another draw or repeats in the backward pass.
+_cast = Op(
+    "cast(Tensor x, ScalarType dtype, str rounding='nearest', bool saturate=False, Tensor? seed=None, "
+    "SymInt offset=0) -> Tensor",
+    operands=1,
+    compute=_computed,
+    fake=_fake,
+    save=_save,
+    differentiate=_differentiate,
+    tangent=_tangent,
+    batch=_batch,
+)
 
 # ------------------------------------------------------------------------------------------------------------- public
 
@@ -614,8 +640,7 @@ def cast(
         if rounding == "stochastic":
             with nullcontext() if is_plain(x) else own_operations([x]):
                 token = _drawn() if seed is None else torch.tensor(seed, dtype=torch.int64, device="cpu")
-        result: torch.Tensor = torch.ops.halfstep.cast(x, dtype, rounding, saturate, token, offset)
-        return result
+        return _cast(x, dtype, rounding, saturate, token, offset)
     if out.shape != x.shape or out.dtype != dtype or out.device != x.device:
         raise ValueError(
             f"Expected out to be {tuple(x.shape)} {dtype} on {x.device}, "

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels.softmax.operators import differentiable_forward
+from halfstep.kernels.softmax import operators
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -88,8 +88,8 @@ def _checked(
     if mask is not None:
         _check_mask(x, mask)
     if ndim == 0:
-        return differentiable_forward(x.reshape(1), mask, -1, scale, False, log, dtype).reshape(())
-    return differentiable_forward(x, mask, dim, scale, bool(causal), log, dtype)
+        return operators.softmax(x.reshape(1), mask, -1, scale, False, log, dtype).reshape(())
+    return operators.softmax(x, mask, dim, scale, bool(causal), log, dtype)
 
 
 def softmax(

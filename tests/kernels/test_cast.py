@@ -360,7 +360,7 @@ def test_lists_and_out_are_not_differentiable() -> None:
     with pytest.raises(ValueError) as raised:
         halfstep.cast(x, FP16, out=out)
     assert str(raised.value) == (
-        "out is given and a gradient is required; leave out= away, or cast under torch.no_grad()"
+        "Expected no gradient to be required with out=, but one is: leave out= out, or cast under torch.no_grad()"
     )
 
 
