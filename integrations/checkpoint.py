@@ -91,23 +91,23 @@ def save(
     """Write the checkpoint of `step`, then remove all but the newest `keep` up to this step.
 
     Args:
-        folder: where the run's checkpoints lie; made if missing. With `model`, all ranks must see the same one.
-        step: steps done, ≥ 0.
-        state: tensors, numbers, strings, lists and dicts: what ``torch.load(weights_only=True)`` can read. Without
-            `model` this is the checkpoint, and one process calls this: rank 0. With it, it is kept beside the shards
-            as the first rank gives it.
-        keep: how many to leave, this one included, ≥ 1.
-        model: single, under DDP, FSDP1, FSDP2, tensor parallelism or several of them. All ranks call this, and each
-            writes its shards.
-        optimizer: over the model's parameters.
-        scaler: with a ``state_dict()``; its state is kept.
-        asynchronous: copy everything to the CPU, return, and write in a thread while training goes on. At most one save
-            is under way: the next `save` or `load` waits for it, and raises if it failed.
-        process_group: the ranks that save together, for instance one pipeline's; None for all.
+        folder: folder of the run's checkpoints, created if missing. With `model`, all ranks must see the same folder.
+        step: number of completed steps, ≥ 0.
+        state: tensors, numbers, strings, lists and dicts that ``torch.load(weights_only=True)`` can read. Without
+            `model`, this is the checkpoint, and only rank 0 calls `save`. With `model`, the state of the first rank is
+            stored beside the shards.
+        keep: number of checkpoints to keep, including this one, ≥ 1.
+        model: a plain model, or one under DDP, FSDP1, FSDP2, tensor parallelism or several of these. All ranks call
+            `save`, and each writes its shards.
+        optimizer: optimizer of the model's parameters.
+        scaler: an object with a ``state_dict()``, which is stored.
+        asynchronous: copy everything to the CPU, return, and write the files in a thread while training continues. Only
+            one save runs at a time: the next `save` or `load` waits for it, and raises if it failed.
+        process_group: the ranks that save together, such as those of one pipeline. Default: all.
 
     Returns:
-        The checkpoint's path: when this returns, it is on disk. If `asynchronous`, a `PendingSave`, whose ``result()``
-        waits for it; call that before ``destroy_process_group``.
+        The path of the checkpoint, which is on disk when the call returns. If `asynchronous`, a `PendingSave`, whose
+        ``result()`` waits for the save; call it before ``destroy_process_group``.
 
     Raises:
         CheckpointError: it could not be written, on all ranks alike. Earlier checkpoints are untouched.
@@ -180,27 +180,27 @@ def load(
     scaler: Any = None,
     process_group: Any = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint, after proving that it is complete and unchanged.
+    """Read a checkpoint, after verifying that it is complete and unchanged.
 
-    One file is read onto the CPU and returned. A folder of shards is read into `model`, `optimizer` and `scaler` by all
-    ranks together, whatever topology saved it; masters and moments have the bits that were saved. Folders that torch
-    alone has written (``torch.distributed.checkpoint.save`` of ``{"model": ..., "optimizer": ...}``) are read as well;
-    they have no checksums.
+    One file is read to the CPU and returned. A folder of shards is read into `model`, `optimizer` and `scaler` by all
+    ranks together, whatever topology saved it; masters and moments have the saved bits. Folders written by torch
+    (``torch.distributed.checkpoint.save`` of ``{"model": ..., "optimizer": ...}``) can be read too; they have no
+    checksums.
 
     Args:
-        path: of the checkpoint; ``newest(folder)`` finds the last.
-        model, optimizer, scaler: for shards: of the same names, shapes and groups as those saved. Options of the
-            optimizer that say how state lies in memory stay as they are.
-        process_group: the ranks that load together; None for all.
+        path: path of the checkpoint; ``newest(folder)`` finds the latest.
+        model, optimizer, scaler: for a folder of shards; with the same names, shapes and groups as those saved. The
+            options of the optimizer that describe the layout in memory are not changed.
+        process_group: the ranks that load together. Default: all.
 
     Returns:
         The ``state`` that was saved; {} if there was none.
 
     Raises:
-        CheckpointError: missing, unreadable, truncated, damaged by even one bit, with a shard missing or of another
-            checkpoint; the message names the file and the newest other checkpoint in the folder that is good. Or it is
-            of another model or optimizer. On all ranks alike; nothing was changed.
-        ValueError: shards without `model`, or one file with it.
+        CheckpointError: the checkpoint is missing, unreadable, truncated or damaged, even by one bit; a shard is
+            missing or belongs to another checkpoint; or the checkpoint is of another model or optimizer. All ranks raise, and
+            nothing is changed. The message names the file and the newest other good checkpoint in the folder.
+        ValueError: a folder of shards without `model`, or one file with it.
 
     Examples:
         >>> from halfstep.integrations import checkpoint

@@ -53,26 +53,27 @@ class AmpReport:
 
 
 class AmpMonitor:
-    """Counts gradients every `every` steps, on their device and without a wait; `report` says what they come to.
+    """Count gradients every `every` steps, on their device and without a wait; `report` summarizes the counts.
 
-    Call `step` after ``backward()`` and before ``optimizer.step()``, or have it called: ``monitor.attach(optimizer)``.
-    Gradients that a loss scaler has scaled are counted as they are without the scale, whatever it was at the time.
-    Counts of all steps are added up, so that what is held does not grow: 6.8 KB per parameter.
+    Call `step` after ``backward()`` and before ``optimizer.step()``, or call ``monitor.attach(optimizer)`` once. The
+    current loss scale is divided out of scaled gradients. The counts of all steps are added, so the memory does not
+    grow: 6.8 KB per parameter.
 
     Args:
-        model_or_named_parameters: a module, or (name, parameter) pairs. Those that need no gradient are left out.
+        model_or_named_parameters: a module, or (name, parameter) pairs. Parameters that do not require a gradient are
+            ignored.
         scaler: `halfstep.GradScaler` or `torch.amp.GradScaler`; None if the loss is not scaled.
-        every: steps from one count to the next; the first step is counted.
-        format: what gradients are to be held in.
+        every: number of steps from one count to the next; the first step is counted.
+        format: the format of the gradients.
 
     Raises:
-        TypeError: something is not a tensor.
-        ValueError: `every` is not a whole number from 1, a name is there twice, or the format cannot be counted for.
+        TypeError: an element is not a tensor.
+        ValueError: `every` is not an integer of at least 1, a name occurs twice, or the format cannot be counted.
 
     Note:
-        A gradient in fp16 has been rounded by then: what was flushed in the backward pass counts as zero. Of sharded
-        parameters each rank counts its own shards; statistics of ranks can be added. While a CUDA graph is captured
-        nothing is counted.
+        Gradients in fp16 are already rounded: values flushed in the backward pass count as zero. Each rank counts its
+        own shards of sharded parameters; statistics of ranks can be added. Nothing is counted while a CUDA graph is
+        captured.
 
     Examples:
         >>> model = torch.nn.Linear(4, 1)
@@ -103,16 +104,17 @@ class AmpMonitor:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self._steps = self._collected = 0
         self._counts: dict[torch.device, torch.Tensor] = {}
 
     # -------------------------------------------------------------------------------------------------------- counting
 
     def attach(self, optimizer: torch.optim.Optimizer) -> AmpMonitor:
-        """Call `step` before each step of an optimizer, until `detach`. Of several, attach one. Returns itself.
+        """Call `step` before each step of an optimizer, until `detach`. Returns the monitor.
 
-        An optimizer that the scaler does not call, because of an overflow, is not seen to step.
+        If there are several optimizers, attach one. Steps that the scaler skips without calling the optimizer are not
+        counted.
         """
         self._handles.append(optimizer.register_step_pre_hook(lambda of, args, kwargs: self.step(of)))
         return self
@@ -124,11 +126,11 @@ class AmpMonitor:
         self._handles.clear()
 
     def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Count the gradients as they are, if it is time to.
+        """Count the current gradients, if this step is to be counted.
 
         Args:
-            optimizer: whose step is coming. With it gradients that ``scaler.unscale_(optimizer)`` has already unscaled
-                are recognised; without it they are taken to be scaled if there is a scaler.
+            optimizer: the optimizer that is about to step. If given, gradients that ``scaler.unscale_(optimizer)`` has
+                already unscaled are recognized; otherwise gradients are assumed to be scaled if there is a scaler.
         """
         self._steps += 1
         if (self._steps - 1) % self.every == 0:
@@ -211,7 +213,7 @@ class AmpMonitor:
     # ------------------------------------------------------------------------------------------------------- reporting
 
     def statistics(self) -> Statistics:
-        """Of the unscaled gradients of all steps counted so far. Waits for the device when read."""
+        """The statistics of the unscaled gradients of all counted steps. Reading them waits for the device."""
         names = list(self._parameters)
         dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in self._parameters.values()]
         tables = list(self._counts.values()) or [torch.zeros(len(names), width(False), dtype=torch.int64, device="cpu")]

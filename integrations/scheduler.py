@@ -12,17 +12,16 @@ OWN = ("scheduler", "scaler", "_skips_counted", "_updates_seen", "_holds")
 
 
 class SkipAwareScheduler(LRScheduler):
-    """Steps a scheduler only for steps of the optimizer that the scaler did not skip.
+    """Step a learning rate scheduler only for optimizer steps that the scaler did not skip.
 
-    Call `step` after every ``scaler.update()``, wherever the wrapped scheduler's own would have been called. It
-    advances if any step was taken since the last call, so a schedule stepped once per epoch, or by a metric, stands
-    still only if all steps in between were skipped. Further calls before the next ``update()`` do as the first:
-    Accelerate steps a schedule once per process. The host never waits: on a CPU it knows at once whether the step was
-    skipped, so the schedule is exact. On a GPU news of a skip arrives a step or two later; until then the step counts
-    as taken, and the schedule then stands still once.
+    Call `step` after every ``scaler.update()``, where you would call the wrapped scheduler's `step`. It advances if any
+    step was taken since the last call, so a schedule stepped once per epoch, or by a metric, is held only if all steps
+    in between were skipped. Further calls before the next ``update()`` do the same as the first, because Accelerate
+    steps a schedule once per process. The host never waits. On a CPU it knows immediately whether the step was skipped,
+    so the schedule is exact. On a GPU it learns of a skip a step or two later; until then the step counts as taken, and
+    the schedule is then held once.
 
-    It is an `LRScheduler`, and every attribute but `scheduler` and `scaler` is the wrapped scheduler's, to read and to
-    write.
+    It is an `LRScheduler`. All attributes except `scheduler` and `scaler` are those of the wrapped scheduler.
 
     Args:
         scheduler: any of torch's schedulers, or an object with a method ``step()``.

@@ -43,16 +43,16 @@ _chosen = _checked(os.environ.get("HALFSTEP_BACKEND", "auto"), "environment vari
 
 
 class backend:
-    """Choose the implementation for every halfstep function, at once or for a block.
+    """Choose the implementation of all halfstep functions, permanently or for a block.
 
-    ``halfstep.backend("reference")`` switches from here on; ``with halfstep.backend("reference"):`` switches back at
-    the end of the block. The environment variable ``HALFSTEP_BACKEND`` sets the choice a process starts with.
+    ``halfstep.backend("reference")`` switches from now on; ``with halfstep.backend("reference"):`` switches back at the
+    end of the block. The environment variable ``HALFSTEP_BACKEND`` sets the initial choice of a process.
 
     Args:
         name: ``"auto"`` (Triton on GPUs, compiled C++ on CPUs, the reference elsewhere), ``"reference"``, ``"triton"``.
 
     Raises:
-        ValueError: for any other name.
+        ValueError: `name` is not one of these.
 
     Examples:
         >>> with halfstep.backend("reference"):

@@ -595,33 +595,34 @@ def cast(
     out: torch.Tensor | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    """Cast a tensor to another format, rounding once. Same bits on every device.
+    """Cast a tensor to another format, rounding once. The bits are the same on every device.
 
-    Differentiable: whatever the rounding forward, the gradient is cast back to ``x.dtype``, to nearest and without
-    saturation. Autograd gives a tensor a gradient of its own dtype, so through an FP8 tensor, as with ``x.to``, the
-    gradient is FP8 too and should have been scaled to fit.
+    Differentiable: the gradient is cast back to ``x.dtype``, to nearest and without saturation, whatever the rounding
+    of the forward pass. As with ``x.to``, autograd gives an FP8 tensor an FP8 gradient, which should be scaled to fit.
 
     Args:
         x: any shape and strides; fp32, fp16, bf16, float8_e4m3fn or float8_e5m2.
-        dtype: one of the same.
-        rounding: ``"nearest"`` (ties to even), ``"toward_zero"``, or ``"stochastic"``: up or down with probabilities
-            that make the expectation `x` itself, in the subnormal range too. Values that `dtype` holds never move.
-        saturate: overflow and infinities become the largest finite number, and the result holds no infinity. Without
-            it overflow becomes infinity, or NaN in float8_e4m3fn, which has no infinity. NaN stays NaN either way.
-        seed: for ``"stochastic"``, 0 to 2^63 - 1; by default drawn from torch's CPU generator, so that
-            ``torch.manual_seed`` governs it. The noise of an element depends on the seed and on its index, row by row,
-            alone: strides, device and launch change nothing.
-        out: where to write; shape of `x`, dtype `dtype`, same device, not overlapping `x`. Not differentiable.
-        offset: index of the first element of `x` in the tensor that it is part of, up to 2^60 - 1: with one seed,
-            ``cast(x[a:b], offset=a)`` is ``cast(x)[a:b]`` for a flat `x`.
+        dtype: one of the same dtypes.
+        rounding: ``"nearest"`` (ties to even), ``"toward_zero"``, or ``"stochastic"`` (up or down at random, with
+            probabilities that make the expectation `x`, also for subnormal numbers; values that `dtype` represents
+            never change).
+        saturate: if True, overflow and infinities become the largest finite number. Otherwise overflow becomes
+            infinity, or NaN in float8_e4m3fn, which has no infinity. NaN stays NaN in both cases.
+        seed: seed of stochastic rounding, 0 to 2^63 - 1. Default: drawn from torch's CPU generator, so that
+            ``torch.manual_seed`` controls it. The noise of an element depends only on the seed and on its row-major
+            index, not on strides, device or launch.
+        out: output tensor with the shape of `x` and dtype `dtype` on the same device, not overlapping `x`. Not
+            differentiable.
+        offset: index of the first element of `x` in the tensor that it is part of, up to 2^60 - 1. With the same seed,
+            ``cast(x[a:b], offset=a)`` equals ``cast(x)[a:b]`` for a flat `x`.
 
     Returns:
-        A new tensor (a copy even if the dtype is already right) with the strides of `x` if those are dense, or `out`.
+        A new tensor, even if `x` already has `dtype`, with the strides of `x` if those are dense; or `out`.
 
     Raises:
         TypeError: `x`, `dtype`, `seed` or `offset` is not of the types above.
-        ValueError: unknown `rounding`, `seed` with another rounding than stochastic or out of range, `offset` out of
-            range, or `out` does not fit.
+        ValueError: `rounding` is unknown, `seed` is out of range or given without stochastic rounding, `offset` is out
+            of range, or `out` has another shape, dtype or device.
 
     Examples:
         >>> halfstep.cast(torch.tensor([1.0, 65519.0, 65520.0]), torch.float16)
@@ -669,12 +670,13 @@ def foreach_cast(
 
     Args:
         tensors: fp32, fp16, bf16, float8_e4m3fn and float8_e5m2 tensors of any shapes on one device; may be empty.
-        dtype: one of the same.
+        dtype: one of the same dtypes.
         rounding, saturate: as in `cast`.
-        seed: as in `cast`. Each tensor has noise of its own, which depends on its place in the list and not on the
-            other tensors; a list of one gets that of `cast`.
-        out: where to write, one tensor per input with its shape and dtype `dtype`, any strides; must not overlap.
-        offsets: one number per tensor, the `offset` of `cast`; by default all 0.
+        seed: as in `cast`. Each tensor has its own noise, which depends on its position in the list and not on the
+            other tensors. A list of one tensor gets the noise of `cast`.
+        out: output tensors, one per input, with the shape of the input, dtype `dtype` and any strides. They must not
+            overlap.
+        offsets: for each tensor the `offset` of `cast`. Default: all 0.
 
     Returns:
         The new tensors, or those of `out`, in order.

@@ -36,7 +36,7 @@ NUMEL, FIRST_CHUNK, ADDRESSES = 0, 1, 2  # rows
 PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 _address = torch.Tensor.data_ptr
-# An address from here on is none that an offset from 0 could give. One below it may be either and is looked at closer.
+# No offset from 0 reaches this address. Lower addresses may be real or offsets and are examined further.
 _BEYOND_OFFSETS = 2**40
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -268,7 +268,7 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it `is_flat`, else a row-major copy of its values."""
+    """The tensor itself if it `is_flat`, otherwise a row-major copy of its values."""
     return tensor if is_flat(tensor) else tensor.resolve_neg().contiguous()
 
 

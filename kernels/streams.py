@@ -41,7 +41,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """A number for the current stream of `device`; 0 where there are none."""
+    """A number that identifies the current stream of `device`; 0 for devices without streams."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 

@@ -629,11 +629,11 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
 
     Args:
         grads: fp32, fp16 and bf16 tensors of any shapes and strides on one device; may be empty.
-        inv_scale: if given, what is checked and summed is ``grad * inv_scale`` in fp32, still without writing; a float
-            or a one-element tensor on any device.
+        inv_scale: a float or a one-element tensor on any device. If given, ``grad * inv_scale`` in fp32 is checked and
+            summed; the gradients are not written.
 
     Returns:
-        `Verdict`: ``(found_inf, sum_of_squares, flags)`` on the device; nothing waits for it.
+        `Verdict`: ``(found_inf, sum_of_squares, flags)`` on the device. The call does not wait for the device.
 
     Raises:
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
@@ -653,16 +653,17 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
 
 
 def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float) -> Unscaled:
-    """Multiply a list of tensors by `inv_scale` in place, and check the result, in the same pass.
+    """Multiply a list of tensors by `inv_scale` in place and check the result, in one pass.
 
-    The product is formed in fp32 and rounded once to each tensor's dtype; the check and the norm see what was stored.
+    The product is computed in fp32 and rounded once to the dtype of the tensor; the check and the norm use the stored
+    values.
 
     Args:
         grads: fp32, fp16 and bf16 tensors of any shapes on one device; may be empty.
         inv_scale: a float or a one-element tensor on any device.
 
     Returns:
-        `Unscaled`: ``(found_inf, norm)``, 0-dim tensors on the device; nothing waits for it.
+        `Unscaled`: ``(found_inf, norm)``, 0-dim tensors on the device. The call does not wait for the device.
 
     Raises:
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.

@@ -103,26 +103,30 @@ def softmax(
 ) -> torch.Tensor:
     """``softmax(scale * x + mask)`` over one dimension, computed in fp32, in one pass over memory.
 
-    A row with nothing to keep is 0 with gradient 0, where torch gives NaN. NaN in stays NaN out. The result is
-    contiguous. Differentiable any number of times; works in ``torch.compile``, ``torch.func.grad`` and ``vmap``.
-    Unlike torch's, it keeps the input's dtype under autocast: pass ``dtype=torch.float32`` for fp32 results.
+    A fully masked row is 0 with gradient 0, where torch gives NaN. A NaN in the input stays NaN. The result is
+    contiguous. Differentiable any number of times; works with ``torch.compile``, ``torch.func.grad`` and ``vmap``.
+    Unlike torch's softmax, it keeps the dtype of the input under autocast: pass ``dtype=torch.float32`` for fp32
+    results.
 
     Args:
         x: fp32, fp16 or bf16, any shape and strides. fp64 is computed in fp64 by the plain torch reference.
-        dim: the dimension that sums to one.
-        scale: a finite number, multiplied in fp32.
-        mask: broadcastable to ``x.shape``. Boolean: True keeps. Floating: added to ``scale * x``, may require grad.
+        dim: the dimension along which the result sums to 1.
+        scale: a finite number; `x` is multiplied by it in fp32.
+        mask: a tensor that broadcasts to ``x.shape``. A boolean mask keeps elements that are True. A floating-point
+            mask is added to ``scale * x`` and may require a gradient.
         causal: keep element ``[..., i, j]`` only for ``j <= i``, counted from the upper left corner as in
-            ``scaled_dot_product_attention(is_causal=True)``; what is dropped is not read. Needs ``dim`` to be the last.
-        dtype: of the result; that of `x` by default.
+            ``scaled_dot_product_attention(is_causal=True)``. Masked elements are not read. Requires that `dim` is the
+            last dimension.
+        dtype: dtype of the result. Default: that of `x`.
 
     Returns:
         A tensor of the shape of `x`.
 
     Raises:
-        TypeError: a dtype or type that is not allowed.
-        IndexError: `dim` out of range.
-        ValueError: `scale` not finite; `mask` of another device or shape; `causal` with another `dim` than the last.
+        TypeError: an argument has an unsupported type or dtype.
+        IndexError: `dim` is out of range.
+        ValueError: `scale` is not finite, `mask` has another device or does not broadcast, or `causal` is True and
+            `dim` is not the last dimension.
 
     Examples:
         >>> halfstep.softmax(torch.zeros(2, 3), causal=True)
@@ -145,10 +149,10 @@ def log_softmax(
     causal: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The logarithm of `softmax`, same arguments, accurate where softmax itself underflows.
+    """The logarithm of `softmax`, with the same arguments, accurate where softmax itself underflows.
 
-    What is masked is -inf, and so is a whole row with nothing to keep. A result of -inf is a constant: a gradient that
-    reaches it is ignored, so masked elements and rows get gradient 0.
+    Masked elements and fully masked rows are -inf. A result of -inf is a constant: its gradient is ignored, so masked
+    elements and rows have gradient 0.
 
     Examples:
         >>> halfstep.log_softmax(torch.tensor([0.0, -200.0]))

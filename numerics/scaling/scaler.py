@@ -150,32 +150,32 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: device type of the scale, ``"cuda"`` or ``"cpu"``.
-        init_scale: the first S.
-        growth_factor: S is multiplied by this after `growth_interval` clean steps; above 1.
-        backoff_factor: S is multiplied by this after an overflow; between 0 and 1.
-        growth_interval: clean steps in a row before S grows.
-        enabled: if False, every method passes through.
-        min_scale: S never falls below this. Default: 2^-126, the least whose inverse is finite.
-        max_scale: S never rises above this. Default: 2^126, or `init_scale` if that is larger.
-        hysteresis: S backs off at the overflow of this number; each still skips its step.
-        hysteresis_refill: when the overflows tolerated are counted anew: ``"growth"``, when S grows (Megatron-LM and
-            DeepSpeed), or ``"clean_step"``, after any clean step (apex, DeepSpeed's ``consecutive_hysteresis``).
-        write_back: leave unscaled gradients in ``.grad`` after `step`, as torch's fused optimizers do; a further write
-            of every gradient. By default `step` only reads them.
-        process_group: a further group (or a 1-D device mesh), whose ranks hold other parameters of the same model
-            although nothing shows it (pipeline stages, experts as plain tensors): they skip together, and norms are
-            over the parameters of all.
-            Plain tensors are counted on each of its ranks, so where they are copied too (pipeline stages under
-            DistributedDataParallel) it must hold one rank of each stage only.
+        init_scale: the initial scale.
+        growth_factor: factor by which the scale grows after `growth_interval` steps without overflow; above 1.
+        backoff_factor: factor by which the scale shrinks after an overflow; between 0 and 1.
+        growth_interval: number of consecutive steps without overflow before the scale grows.
+        enabled: if False, all methods pass through.
+        min_scale: the smallest scale. Default: 2^-126, the smallest with a finite inverse.
+        max_scale: the largest scale. Default: 2^126, or `init_scale` if that is larger.
+        hysteresis: number of overflows before the scale shrinks. Each overflow skips its step.
+        hysteresis_refill: when the count of overflows restarts: ``"growth"``, when the scale grows (Megatron-LM and
+            DeepSpeed), or ``"clean_step"``, after any step without overflow (apex, DeepSpeed's
+            ``consecutive_hysteresis``).
+        write_back: leave unscaled gradients in ``.grad`` after `step`, as torch's fused optimizers do. This writes
+            every gradient once more; by default `step` only reads them.
+        process_group: an additional group (or a 1-D device mesh) whose ranks hold other parameters of the same model
+            without showing it (pipeline stages, experts as plain tensors). Its ranks skip together, and norms are over
+            the parameters of all ranks. Plain tensors are counted on each rank of the group, so where they are copies
+            (pipeline stages under DistributedDataParallel) it must contain only one rank of each stage.
 
     Raises:
         ValueError: a number is out of its range, or this rank is not in `process_group`.
 
     Note:
-        `step` with an optimizer of halfstep waits for nothing. Other optimizers that do not take the found_inf flag
-        themselves (``fused=True`` does) make `step` read one flag from the device, as torch's scaler does.
-        After `step`, ``.grad`` still holds the scaled gradients; `unscale_` or `write_back` unscale them in place.
-        An fp16 gradient unscaled in place is rounded to fp16 again; inside the step it is not.
+        With a halfstep optimizer, `step` never waits for the device. With other optimizers that do not handle the
+        found_inf flag themselves (those with ``fused=True`` do), `step` reads one flag from the device, as torch's
+        scaler does. After `step`, ``.grad`` still holds the scaled gradients; `unscale_` or `write_back` unscale them
+        in place. An fp16 gradient unscaled in place is rounded to fp16 again; inside the step it is not.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))

@@ -204,26 +204,27 @@ def advise_scale(
     updates: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> ScaleAdvice:
-    """Advise a loss scale, and say whether the format's range and bf16's precision are enough. Waits for the device.
+    """Recommend a loss scale, and report whether a format's range and precision suffice. Waits for the device.
 
     Args:
-        gradients: a module (its ``.grad``), gradients as `halfstep.statistics` takes tensors, or its answer, at
-            whatever power of two, or ``AmpMonitor.statistics()``.
-        format: what gradients are to be held in.
-        share: how much of a gradient's numbers may be flushed to zero, and how many of the updates may be lost.
+        gradients: a module (its ``.grad`` are used), gradients in any form that `halfstep.statistics` accepts, its
+            result at any power of two, or ``AmpMonitor.statistics()``.
+        format: the format of the gradients.
+        share: the largest share of values of a gradient that may be flushed to zero, and of updates that may be lost.
         headroom: bits by which gradients may grow before they overflow.
-        scaled_by: what the gradients are already multiplied by, such as ``scaler.get_scale()``.
-        parameters, updates: weights, and what a step subtracts from them (learning rate included), by the same names:
-            says how many updates weights in bf16, and in the format, would lose without a master.
-        optimizer: instead of these: takes both from its parameters and state, after a step; see
+        scaled_by: the scale that the gradients are already multiplied by, such as ``scaler.get_scale()``.
+        parameters, updates: weights, and what a step subtracts from them (including the learning rate), by the same
+            names. If given, the result reports how many updates weights in bf16, and in the format, would lose without
+            a master.
+        optimizer: alternatively, an optimizer after a step, from whose parameters and state both are computed; see
             `halfstep.numerics.statistics.updates.last_updates`.
 
     Returns:
         `ScaleAdvice`; print it.
 
     Raises:
-        ValueError: an argument is out of range, or no gradient holds a finite number but 0.
-        TypeError: something is not a tensor that can be counted.
+        ValueError: an argument is out of range, or no gradient has a finite nonzero value.
+        TypeError: an element is not a tensor that can be counted.
 
     Examples:
         >>> gradients = {"w": torch.tensor([1e-8, 1e-4, 0.5])}

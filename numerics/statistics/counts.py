@@ -406,20 +406,21 @@ def statistics(
     Args:
         tensors: a tensor, a dict of tensors (nested ones get dotted names), a list of tensors or of (name, tensor)
             pairs, or a module. fp64, fp32, fp16, bf16 and FP8, on any devices, of any strides. fp64 and FP8 are copied
-            to fp32 first; fp64 without losing what rounding needs, save that errors are to 2^-23. Of a DTensor this
-            rank's shard is counted, of a sparse tensor what it stores.
+            to fp32 first; for fp64 the counts are still exact, and the errors are accurate to 2^-23. For a DTensor,
+            this rank's shard is counted; for a sparse tensor, its stored values.
         format: a name or dtype that `halfstep.formats` knows, with at least one mantissa bit and within fp32's range.
-        scale: what to multiply by: a number from 2^-126 to 2^126, or a one-element tensor, such as a loss scaler's.
-        of: ``"gradients"`` counts the ``.grad`` of each tensor instead; those without one are left out.
-        errors: also count relative rounding errors, which takes about twice as long.
+        scale: the factor to multiply by: a number from 2^-126 to 2^126, or a one-element tensor, such as the scale of a
+            loss scaler.
+        of: ``"parameters"`` counts the tensors themselves, ``"gradients"`` the ``.grad`` of those that have one.
+        errors: whether to count relative rounding errors too, which takes about twice as long.
 
     Returns:
-        `Statistics`. Nothing waits for the device until it is read.
+        `Statistics`. The call does not wait for the device; reading the result does.
 
     Raises:
-        TypeError: something is not a tensor of these dtypes.
-        ValueError: format, scale or `of` is out of range, or a name is there twice.
-        halfstep.numerics.formats.table.UnknownFormat: no such format.
+        TypeError: an element is not a tensor of these dtypes.
+        ValueError: `format`, `scale` or `of` is out of range, or a name occurs twice.
+        halfstep.numerics.formats.table.UnknownFormat: `format` is unknown.
 
     Examples:
         >>> weights = {"w": torch.tensor([0.0, 1e-9, 1e-6, 1.0, 1e6])}
