@@ -55,7 +55,6 @@ bf16): split 18, no master 14. Random bits are computed, not read.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -646,32 +645,31 @@ def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
 
 
 def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
-    library = native.library("adam")
-    assert library is not None and batch.table is not None
+    assert batch.table is not None
     table, layout = batch.table, batch.layout
 
-    def at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-        return ctypes.c_void_p(None if tensor is None else address(tensor))
+    def at(tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else address(tensor)
 
     return partial(
-        library.halfstep_adam,
-        *map(ctypes.c_void_p, table.places),
-        ctypes.c_int64(table.tensors),
-        ctypes.c_int64(table.chunks),
+        native.functions("adam").halfstep_adam,
+        *table.places,
+        table.tensors,
+        table.chunks,
         at(batch.groups),
         at(groups),
         at(batch.hyper),
         at(control.grad_scale),
         at(control.found_inf),
         at(control.sum_of_squares),
-        ctypes.c_int32(DTYPE_CODES[layout.param]),
-        ctypes.c_int32(DTYPE_CODES[layout.grad]),
-        ctypes.c_int32(DTYPE_CODES[layout.state]),
-        ctypes.c_int32(layout.master),
-        ctypes.c_int32(layout.amsgrad),
-        ctypes.c_int32(layout.l2),
-        ctypes.c_int32(layout.stochastic),
-        ctypes.c_int32(native.threads()),
+        DTYPE_CODES[layout.param],
+        DTYPE_CODES[layout.grad],
+        DTYPE_CODES[layout.state],
+        layout.master,
+        layout.amsgrad,
+        layout.l2,
+        layout.stochastic,
+        native.threads(),
     )
 
 

@@ -371,14 +371,8 @@ def _triton_list(
     )
 
 
-@functools.cache
-def _entry(library: ctypes.CDLL) -> Any:
-    """The C++ function, told the types of its arguments."""
-    function = library.halfstep_cast
-    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    function.argtypes = [pointer, pointer, long, long, integer, integer, integer, integer, ctypes.c_uint64, integer]
-    function.restype = None
-    return function
+# One tensor as a table: rows as in multi_tensor.py.
+_OneTensor = ctypes.c_int64 * (ADDRESSES + 4)
 
 
 def _native(
@@ -392,10 +386,8 @@ def _native(
     saturate: bool,
     seed: int,
 ) -> None:
-    library = native.library("cast")
-    assert library is not None
-    threads = native.threads()
-    _entry(library)(rows, chunk_tensor, tensors, chunks, CODES[source], CODES[target], mode, saturate, seed, threads)
+    codes, threads = (CODES[source], CODES[target]), native.threads()
+    native.functions("cast").halfstep_cast(rows, chunk_tensor, tensors, chunks, *codes, mode, saturate, seed, threads)
 
 
 def _cast_lists(
@@ -450,7 +442,7 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: b
         with on_device(source.device):
             _triton_one(source, target, mode, saturate, seed, offset)
     else:
-        rows = (ctypes.c_int64 * (ADDRESSES + 4))(numel, 0, address(source), address(target), 0, offset)
+        rows = _OneTensor(numel, 0, address(source), address(target), 0, offset)
         chunks = (numel + CHUNK - 1) // CHUNK
         _native(ctypes.addressof(rows), None, 1, chunks, source.dtype, target.dtype, mode, saturate, seed)
 

@@ -19,7 +19,6 @@ Beside them three numbers are kept: how many steps were decided, how many were s
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from dataclasses import dataclass
@@ -167,17 +166,8 @@ def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     )
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
-    library = native.library("loss_scale")
-    assert library is not None
-    pointer, factor, count, bound = ctypes.c_void_p, ctypes.c_double, ctypes.c_int32, ctypes.c_float
-    library.halfstep_loss_scale.argtypes = [pointer] * 6 + [factor] * 2 + [count] * 3 + [bound] * 2
-    return library
-
-
 def _native(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
-    _library().halfstep_loss_scale(
+    native.functions("loss_scale").halfstep_loss_scale(
         address(state.scale),
         address(state.clean_steps),
         address(state.tolerance),

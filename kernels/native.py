@@ -21,6 +21,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -288,9 +289,42 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+_TYPES = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+_DECLARATION = re.compile(r"^(?:extern \"C\" )?void (halfstep_\w+)\(([^)]*)\) \{", re.MULTILINE)
+
+
+def declare(loaded: ctypes.CDLL, source: str) -> ctypes.CDLL:
+    """Tell the functions of a library, ``void halfstep_...``, the types that its source declares for their arguments.
+
+    A call then takes Python's numbers, and an address or None for a pointer.
+
+    Raises:
+        KeyError: an argument is neither a pointer nor of one of the types above.
+    """
+    for name, arguments in _DECLARATION.findall(source):
+        function = getattr(loaded, name)
+        kinds = [argument.rpartition(" ")[0].strip() for argument in arguments.split(",")]
+        function.argtypes = [ctypes.c_void_p if kind.endswith("*") else _TYPES[kind] for kind in kinds]
+        function.restype = None
+    return loaded
+
+
+def functions(family: str) -> ctypes.CDLL:
+    """`library` of a family that has one, as who asked `backend.resolve` knows."""
+    found = library(family)
+    assert found is not None
+    return found
+
+
 @functools.cache
 def library(family: str) -> ctypes.CDLL | None:
-    """The compiled `family.cpp`, or None, with one warning that says why and what to do."""
+    """The compiled `family.cpp`, its functions declared, or None, with one warning that says why and what to do."""
     source = next(_HERE.rglob(f"{family}.cpp"), None)
     if source is None:
         return None
@@ -306,4 +340,4 @@ def library(family: str) -> ctypes.CDLL | None:
             stacklevel=3,
         )
         return None
-    return result
+    return declare(result, source.read_text())

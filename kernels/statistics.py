@@ -27,7 +27,6 @@ int64, and sums of integers are the same in any order.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -246,16 +245,6 @@ def count_kernel(
 _tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in DTYPE_CODES}
 
 
-@functools.cache
-def _entry(library: ctypes.CDLL) -> Any:
-    """The C++ function, told the types of its arguments."""
-    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    function = library.halfstep_count
-    function.argtypes = [pointer, pointer, long, long, pointer, *[integer] * 7, pointer, long, integer]
-    function.restype = None
-    return function
-
-
 def _launch(
     implementation: str,
     table: TensorTable,
@@ -286,9 +275,7 @@ def _launch(
             enable_fp_fusion=False,
         )
         return
-    library = native.library("statistics")
-    assert library is not None
-    _entry(library)(
+    native.functions("statistics").halfstep_count(
         *table.places,
         table.tensors,
         table.chunks,

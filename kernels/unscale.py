@@ -31,7 +31,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -363,17 +363,6 @@ class _Scratches(threading.local):
 _scratches = _Scratches()
 
 
-@functools.cache
-def _entries(library: ctypes.CDLL) -> tuple[Any, Any]:
-    """The two C++ functions, told the types of their arguments."""
-    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    check, finish = library.halfstep_check, library.halfstep_check_finish
-    check.argtypes = [pointer, pointer, long, long, pointer, *[integer] * 3, pointer, pointer, integer]
-    finish.argtypes = [pointer, long, pointer, long, *[pointer] * 6]
-    check.restype = finish.restype = None
-    return check, finish
-
-
 def _launch_triton(
     table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
 ) -> None:
@@ -408,9 +397,7 @@ def _launch_native(
     if factor is not None and isinstance(factor.value, torch.Tensor):
         by = address(factor.value)
     flags, sums = checked_addresses((scratch.flags, scratch.sums))
-    library = native.library("unscale")
-    assert library is not None
-    _entries(library)[0](
+    native.functions("unscale").halfstep_check(
         *table.places,
         table.tensors,
         table.chunks,
@@ -450,10 +437,10 @@ def _gather(
             enable_fp_fusion=False,
         )
         return
-    library = native.library("unscale")
-    assert library is not None
     sums, flags, *rest = addresses
-    _entries(library)[1](sums, chunks, flags, slots, *rest, *(() if tally else (None, None)))
+    native.functions("unscale").halfstep_check_finish(
+        sums, chunks, flags, slots, *rest, *(() if tally else (None, None))
+    )
 
 
 def _finish_in_torch(out: Verdict, norm: torch.Tensor | None, tally: Tally | None) -> None:

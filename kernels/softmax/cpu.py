@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 
@@ -15,23 +14,6 @@ _NO_MASK, _BOOLEAN = -1, 3
 _Geometry = ctypes.c_int64 * 12
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
-    library = native.library("softmax")
-    assert library is not None
-    pointer, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-    library.halfstep_softmax.argtypes = [pointer] * 4 + [f32] + [i32] * 5
-    # Tensors, three sizes, scale, log, dtypes of the last tensors, threads.
-    for function, tensors, dtypes in (
-        (library.halfstep_softmax_rows, 2, 2),
-        (library.halfstep_softmax_backward, 3, 2),
-        (library.halfstep_softmax_strided, 2, 1),
-        (library.halfstep_softmax_strided_backward, 3, 1),
-    ):
-        function.argtypes = [pointer] * tensors + [i64] * 3 + [f32] + [i32] * (2 + dtypes)
-    return library
-
-
 def forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
     """Rows of any strides, with a mask or without. `queries`: rows of one causal matrix, 0 for none."""
     x, mask = rows.x, rows.mask
@@ -39,7 +21,7 @@ def forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) 
     kind = _NO_MASK if mask is None else _BOOLEAN if mask.dtype == torch.bool else DTYPE_CODES[mask.dtype]
     dtypes = DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype], kind
     mask_address = None if mask is None else address(mask)
-    _library().halfstep_softmax(
+    native.functions("softmax").halfstep_softmax(
         address(x), mask_address, address(y), ctypes.addressof(geometry), scale, log, *dtypes, native.threads()
     )
 
@@ -48,7 +30,7 @@ def plain_forward(x: torch.Tensor, y: torch.Tensor, scale: float, queries: int, 
     """Contiguous and without a mask, which for small tensors saves half of the host time."""
     columns = x.shape[-1]
     rows, dtypes = x.numel() // columns, (DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype])
-    _library().halfstep_softmax_rows(
+    native.functions("softmax").halfstep_softmax_rows(
         address(x), address(y), rows, columns, queries, scale, log, *dtypes, native.threads()
     )
 
@@ -57,7 +39,7 @@ def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float
     """Contiguous rows."""
     columns = y.shape[-1]
     rows, dtypes = y.numel() // columns, (DTYPE_CODES[y.dtype], DTYPE_CODES[dx.dtype])
-    _library().halfstep_softmax_backward(
+    native.functions("softmax").halfstep_softmax_backward(
         address(grad), address(y), address(dx), rows, columns, queries, scale, log, *dtypes, native.threads()
     )
 
@@ -65,7 +47,7 @@ def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float
 def strided_forward(x: torch.Tensor, y: torch.Tensor, sizes: tuple[int, int, int], scale: float, log: bool) -> None:
     """The middle dimension of contiguous (outer, columns, inner) tensors of one dtype."""
     dtype, threads = DTYPE_CODES[y.dtype], native.threads()
-    _library().halfstep_softmax_strided(address(x), address(y), *sizes, scale, log, dtype, threads)
+    native.functions("softmax").halfstep_softmax_strided(address(x), address(y), *sizes, scale, log, dtype, threads)
 
 
 def strided_backward(
@@ -73,6 +55,6 @@ def strided_backward(
 ) -> None:
     """The middle dimension of contiguous (outer, columns, inner) tensors of one dtype."""
     dtype, threads = DTYPE_CODES[dx.dtype], native.threads()
-    _library().halfstep_softmax_strided_backward(
+    native.functions("softmax").halfstep_softmax_strided_backward(
         address(grad), address(y), address(dx), *sizes, scale, log, dtype, threads
     )

@@ -15,9 +15,8 @@ What is not finite or overflows is rare and written afterwards, by index.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -323,27 +322,13 @@ def random_words(first: int, count: int, seed: int) -> Array:
 def compiled_words(first: int, count: int, seed: int) -> Array:
     """The same by the C++ of kernels/philox.cpp."""
     words: Array = np.empty(count, np.uint32)
-    draw = _entry()
-    assert draw is not None
-    draw(seed, first, count, words.ctypes.data)
+    native.functions("philox").halfstep_words(seed, first, count, words.ctypes.data)
     return words
-
-
-@cache
-def _entry() -> Any:
-    """The C++ function, told the types of its arguments; None without a compiler."""
-    library = native.library("philox")
-    if library is None:
-        return None
-    draw = library.halfstep_words
-    draw.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    draw.restype = None
-    return draw
 
 
 def _words_for(size: int) -> Callable[[int, int, int], Array]:
     """What draws the words of so many elements: compiling takes seconds once, so only many are worth it."""
-    return compiled_words if size >= WORTH_COMPILING and _entry() is not None else random_words
+    return compiled_words if size >= WORTH_COMPILING and native.library("philox") is not None else random_words
 
 
 def flushing() -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -440,3 +442,45 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
     assert native.cache_folder() == Path("/c/halfstep")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert native.cache_folder() == Path.home() / ".cache" / "halfstep"
+
+
+def test_functions_take_what_their_source_declares(toy: Path) -> None:
+    toy.write_text(
+        """#include <cstdint>
+extern "C" void halfstep_one(const double* from, double* to, int64_t count,
+                             float factor, int32_t signs) {
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i] * factor * (signs ? -1 : 1);
+}
+extern "C" {
+void halfstep_two(uint64_t seed, uint64_t* to) { *to = seed; }
+}
+"""
+    )
+    library = native.functions("toy")
+    pointer = ctypes.c_void_p
+    assert library.halfstep_one.argtypes == [pointer, pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_int32]
+    assert library.halfstep_two.argtypes == [ctypes.c_uint64, pointer]
+    assert library.halfstep_one.restype is library.halfstep_two.restype is None
+    numbers, seed = (ctypes.c_double * 2)(1.5, -2.0), ctypes.c_uint64()
+    library.halfstep_one(ctypes.addressof(numbers), ctypes.addressof(numbers), 2, 2.0, True)
+    assert list(numbers) == [-3.0, 4.0]
+    library.halfstep_two(2**64 - 1, ctypes.addressof(seed))
+    assert seed.value == 2**64 - 1
+    with pytest.raises(ctypes.ArgumentError):
+        library.halfstep_two("7", None)
+
+
+def test_an_argument_of_no_known_type_is_refused(toy: Path) -> None:
+    toy.write_text(SOURCE + 'extern "C" void halfstep_toy(short number) {}\n')
+    with pytest.raises(KeyError, match="short"):
+        native.library("toy")
+
+
+@pytest.mark.parametrize("family", ["adam", "cast", "loss_scale", "philox", "softmax", "statistics", "unscale"])
+def test_no_function_is_called_without_types(family: str) -> None:
+    (source,) = native._HERE.rglob(f"{family}.cpp")
+    exported = set(re.findall(r"\bvoid (halfstep_\w+)\(", source.read_text()))
+    library = native.functions(family)
+    assert exported
+    for name in exported:
+        assert getattr(library, name).argtypes, name

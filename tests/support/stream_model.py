@@ -193,8 +193,6 @@ class Model:
         }
         fake["CUDAGraph"].get_currently_capturing_graph = staticmethod(lambda: self.current.graph)  # type: ignore
         enter(mock.patch.multiple(torch.cuda, **fake))
-        library = loss_scale._library()  # it is cached: the library itself
-        enter(mock.patch.object(loss_scale, "_library", lambda: _Library(self, library)))
         for module in FAMILIES:
             enter(mock.patch.object(module, "resolve", partial(self._resolve, module.resolve)))
             if hasattr(module, "native"):
@@ -227,7 +225,7 @@ class Model:
                 libraries[name] = _Library(self, native.library(name))
             return libraries[name]
 
-        return mock.Mock(wraps=native, library=library, threads=lambda *own: 1)
+        return mock.Mock(wraps=native, library=library, functions=library, threads=lambda *own: 1)
 
     def _grouping(self) -> Callable[..., Any]:
         """torch's own grouping by device, which is C++ and takes the device's tensors for the CPU's."""
@@ -520,8 +518,6 @@ def _forget() -> None:
         for cache in module._tables.values():
             cache._tables.clear()
     unscale._scratches.drop()
-    for cached in (unscale._entries, cast._entry, statistics._entry):
-        cached.cache_clear()
 
 
 def _host(device: Any) -> torch.device:

@@ -54,6 +54,13 @@ def load(library: str) -> ctypes.CDLL:
     return ctypes.CDLL(library)
 
 
+@functools.cache
+def load_casts(library: str) -> ctypes.CDLL:
+    """Another compilation of cast.cpp."""
+    source = Path(native.__file__).resolve().parent / "cast.cpp"
+    return native.declare(ctypes.CDLL(library), source.read_text())
+
+
 @jit
 def split_join_kernel(values, weights, remainders, back, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -159,7 +166,7 @@ def walk_casts(library: str | None, target: torch.dtype, rounding: str, start: i
         rounding: ``"nearest"`` or ``"toward_zero"``; the latter is the former, less one code where that is larger.
     """
     if library is not None:
-        native.library = lambda family: load(library)  # type: ignore[assignment]  # this process is the walk's own
+        native.library = lambda family: load_casts(library)  # type: ignore[assignment]  # this process is the walk's own
     size, nans = 2**17, 0
     infinity = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float8_e5m2: 0x7C, torch.float8_e4m3fn: 0x7E}
     sign = 1 << (8 * target.itemsize - 1)
