@@ -198,8 +198,8 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint is missing, unreadable, truncated or damaged, even by one bit; a shard is
-            missing or belongs to another checkpoint; or the checkpoint is of another model or optimizer. All ranks raise, and
-            nothing is changed. The message names the file and the newest other good checkpoint in the folder.
+            missing or belongs to another checkpoint; or the checkpoint is of another model or optimizer. All ranks
+            raise, and nothing is changed. The message names the file and the newest other good checkpoint there.
         ValueError: a folder of shards without `model`, or one file with it.
 
     Examples:

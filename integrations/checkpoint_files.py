@@ -232,7 +232,7 @@ def remedy(path: Path) -> str:
     good = [old for _, old in checkpoints(path.parent) if old != path and complaint(old) is None]
     if good:
         return f"{good[-1]} is good: continue from that, or delete the damaged one"
-    return "no other checkpoint in that folder is good: delete it and start anew, or restore it from a copy"
+    return "no other checkpoint in that folder is good: delete it and start a new run, or restore it from a copy"
 
 
 def missing(path: Path) -> CheckpointError:

@@ -493,7 +493,7 @@ class _Load:
         if not isinstance(self.beside.get("state") or {}, dict):
             raise CheckpointError(f"what {BESIDE} holds as the state is a {type(self.beside['state']).__name__}")
         if self.scaler is not None and self.beside.get("scaler") is None:
-            raise CheckpointError("it holds no state of a scaler; pass scaler=None, and the scale begins anew")
+            raise CheckpointError("it holds no state of a scaler: pass scaler=None to start from the initial scale")
         self.names = {tuple(place): name for name, place in self.reader.metadata.planner_data.items()}
         self.model_state: dict[str, Any] = get_model_state_dict(self.model)
         if self.optimizer is not None:

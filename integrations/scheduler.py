@@ -50,7 +50,7 @@ class SkipAwareScheduler(LRScheduler):
     scaler: GradScaler
 
     def __init__(self, scheduler: LRScheduler, scaler: GradScaler) -> None:
-        # Not the base class's: it would step the optimizer's schedule anew.
+        # Not the base class's: it would step the optimizer's schedule again.
         if not callable(getattr(scheduler, "step", None)):
             raise TypeError(
                 f"Expected scheduler to be an object with a method step(), but got a {type(scheduler).__name__}"
@@ -120,4 +120,4 @@ class SkipAwareScheduler(LRScheduler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._start()  # a copy of a scaler counts anew
+        self._start()  # a copy of a scaler counts again

@@ -319,7 +319,7 @@ def multi_cast_kernel(
 def _disguised(value: int) -> int:
     """A number below 2^60 as an odd negative one of 64 bits.
 
-    Triton compiles a kernel anew for an integer of another width, for 1 and for multiples of 16; this is none of them.
+    Triton compiles a kernel again for an integer of another width, for 1 and for multiples of 16; this is none of them.
     """
     return 2 * value + 1 - 2**62
 

@@ -5,7 +5,7 @@ row of addresses per operand (a gradient, a moment, ...). Beside it stands, per 
 belongs to. A program (or a CPU thread) takes a chunk, looks up its tensor, and works on at most `chunk` elements of it.
 
 The table is built once per set of tensors and refreshed in place: only rows whose addresses moved are written again.
-Each belongs to one stream, and one that is made while a CUDA graph is captured to that graph, which fills it anew at
+Each belongs to one stream, and one that is made while a CUDA graph is captured to that graph, which fills it again at
 each replay: streams.py has the rules.
 
 Every address that a kernel is given is taken here, and refused where it would be none: a wrapper subclass, a fake

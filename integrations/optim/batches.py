@@ -131,7 +131,7 @@ class LaunchGroup:
             return False
         for operand in self.keys:
             now = self._state(operand)
-            # On plain tensors: the same objects. Shards are taken anew each time, and only where they lie tells.
+            # On plain tensors: the same objects. Shards are taken again each time, and only where they lie tells.
             if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):
                 return False
             if list(map(_address, now)) != self._contents[operand]:
@@ -230,7 +230,7 @@ class OperationsGroup(LaunchGroup):
     def prepare(
         self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
     ) -> list[partial[Any]]:
-        # Taken anew: `parameter.data` may have been replaced.
+        # Taken again: `parameter.data` may have been replaced.
         self.held = self.batch.lists[adam.PARAM] = [local(parameter.detach()) for parameter in self.parameters]
         self.take_outside_writes()
         self.batch.lists[adam.GRAD] = list(map(local, grads))

@@ -197,7 +197,7 @@ class CanonicalState(OptimizerState):
         fresh: dict[Any, Any] = defaultdict(dict)
         fresh.update((key, value) for key, value in state_dict["state"].items() if key not in owners)
         fresh.update((parameter, state) for parameter, (state, _) in loaded.items())
-        # Everything fits. What was derived from the state before goes first: without it all is found out anew.
+        # Everything fits. What was derived from the state before goes first: without it all is found out again.
         self._forget()
         pairs = ((local(p.detach()), weight) for p, (_, weight) in loaded.items() if weight is not None)
         writes = [partial(held.copy_, local(weight)) for held, weight in pairs]

@@ -256,7 +256,7 @@ class _AdamBase(CanonicalState):
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         else:
             scale, found_inf = decision.scale, decision.verdict.found_inf
-            # Of gradients that were unscaled in place, and may have been changed since, the sum is formed anew.
+            # Of gradients that were unscaled in place, and may have been changed since, the sum is formed again.
             if decision.scale is not None or decision.max_norm is not None:
                 squares = decision.verdict.sum_of_squares
         if limit is None:

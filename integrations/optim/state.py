@@ -44,7 +44,7 @@ class Agreed(NamedTuple):
         return cls(version_of(parameter), _address_of(local(parameter)), parameter.dtype)
 
     def may_be_written(self, parameter: torch.Tensor) -> bool:
-        """Whether other code may have written the parameter since; not if its dtype changed, as the master is more precise."""
+        """Whether other code may have written the parameter since. A change of dtype does not count."""
         if parameter.dtype != self.dtype:
             return False
         return (self.version, self.address) != (version_of(parameter), _address_of(local(parameter)))

@@ -49,7 +49,7 @@ class StepPlan:
         self.limit: float | None = None
         self._layouts = _layouts(optimizer.param_groups)
         self._grads = _kinds(grads)
-        # Somebody may clear the state, or put another in its place, to start anew.
+        # Somebody may clear the state, or put another in its place, to start again.
         self._state, self._entries = optimizer.state, len(optimizer.state)
         self._options: list[tuple[Any, ...]] = []
         self._tables: dict[torch.device, tuple[list[list[float]] | None, torch.Tensor]] = {}

@@ -13,7 +13,7 @@ below: LINE elements lie between the boundaries (0 where the compiler sees that 
 touches a page without one, and what is not the row's is set aside; lines that are the row's are stored whole, the few
 elements at its two ends one by one.
 
-Triton compiles a kernel anew for an integer that is 1 and for one that 16 divides. Of columns and strides it learns
+Triton compiles a kernel again for an integer that is 1 and for one that 16 divides. Of columns and strides it learns
 so where accesses can be wide. Of the numbers that are not to be specialised, which change with every batch and
 sequence length, it would learn nothing.
 """

@@ -567,7 +567,7 @@ class GradScaler(torch.amp.GradScaler):
         """Which parameters overflowed, with Inf or NaN, how often and since when. Waits for the device.
 
         It is noted on the device in the launch that gathers each check, at no further cost. With sharded parameters
-        each rank knows of its own shards. A pickled scaler starts anew.
+        each rank knows of its own shards. A pickled scaler starts again.
 
         Args:
             named_parameters: ``model.named_parameters()``, for names. Without it, an optimizer that was given names
@@ -647,7 +647,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         if self._enabled and self._hysteresis_tracker is not None:
             state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker.item())
-        # Made anew with the scale, at first use.
+        # Made again with the scale, at first use.
         return {
             **state,
             "_hysteresis_tracker": None,

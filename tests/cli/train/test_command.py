@@ -373,7 +373,7 @@ def test_the_batch_must_divide_and_single_must_be_alone(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (("--size", "tiny"), "pass --size nano --lr 0.005, or start anew with another --out"),
+        (("--size", "tiny"), "pass --size nano --lr 0.005, or start a new run with another --out"),
         (("--size", "tiny"), "size is 'tiny' and was 'nano'"),
         (
             ("--precision", "compare"),

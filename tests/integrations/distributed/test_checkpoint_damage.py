@@ -222,7 +222,7 @@ def test_another_model_groups_or_precision_are_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(checkpoint.CheckpointError, match=words):
             checkpoint.load(path, model=model, optimizer=halfstep.AdamW(groups))
-    with pytest.raises(checkpoint.CheckpointError, match="no state of a scaler; pass scaler=None"):
+    with pytest.raises(checkpoint.CheckpointError, match="no state of a scaler: pass scaler=None"):
         checkpoint.load(path, model=model, scaler=halfstep.GradScaler("cpu"))
     weights_only = checkpoint.save(tmp_path / "weights", 1, model=model)
     with pytest.raises(checkpoint.CheckpointError, match="no state of an optimizer; pass optimizer=None"):

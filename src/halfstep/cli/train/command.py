@@ -98,7 +98,7 @@ def _parser() -> Parser:
         const="",
         metavar="PATH",
         help="continue from the newest checkpoint in --out, or from PATH: a checkpoint, or a folder with some "
-        "(default: start anew)",
+        "(default: start a new run)",
     )
     return parser
 
@@ -152,7 +152,7 @@ def _resumed(
     if not any(found.values()):
         raise UsageError(
             f"--resume, but there is no checkpoint below {out / 'checkpoints'} for precision {options.precision!r}; "
-            "drop --resume to start anew (with --save-every N to write some), or pass the --out they are in"
+            "drop --resume to start again (with --save-every N to write some), or pass the --out they are in"
         )
     return {
         run.name: loop.read_checkpoint(found[run.name][-1][1], run, settings, corpus) for run in runs if found[run.name]
@@ -257,7 +257,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
             f"on {place.device}, {place.size} process{'es' * (place.size > 1)}"
         )
         if world.restarts():
-            what = "continuing" if resumed else "no checkpoint to continue from, starting anew"
+            what = "continuing" if resumed else "no checkpoint to continue from, starting again"
             display.note(f"processes restarted by torchrun, time {world.restarts()}: {what}")
         for run in runs:
             with display.run(run.name):

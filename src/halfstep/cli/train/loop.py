@@ -256,14 +256,14 @@ def read_checkpoint(path: Path, run: Run, settings: Settings, corpus: Corpus) ->
     if missing or not isinstance(made, dict) or type(step) is not int or not 0 <= step:
         raise checkpoint.CheckpointError(
             f"{path} is not as halfstep train wrote it: {', '.join(missing) or 'its plan or step'} is "
-            f"{'missing' if missing else 'something else'}; continue from another checkpoint, or start anew"
+            f"{'missing' if missing else 'something else'}; continue from another checkpoint, or start a new run"
         )
     differing = [name for name in wanted if made.get(name) != wanted[name]]
     if differing:
         given = ", ".join(f"{name} is {_shown(wanted[name])} and was {_shown(made.get(name))}" for name in differing)
         options = " ".join(_option(name, made.get(name)) for name in differing)
         raise checkpoint.CheckpointError(
-            f"cannot resume from {path}: {given}; pass {options}, or start anew with another --out"
+            f"cannot resume from {path}: {given}; pass {options}, or start a new run with another --out"
         )
     return state
 
@@ -452,7 +452,7 @@ class Trainer:
                 raise
             raise checkpoint.CheckpointError(
                 f"the checkpoint of step {state['step']} of {self.run.name} is not as halfstep train wrote it "
-                f"({type(error).__name__}: {str(error)[:200]}); continue from another one, or start anew"
+                f"({type(error).__name__}: {str(error)[:200]}); continue from another one, or start a new run"
             ) from error
 
     def _restore(self, state: dict[str, Any]) -> None:
