@@ -116,7 +116,7 @@ def test_a_restart_takes_the_newest_checkpoint_and_a_first_start_does_not(
     ]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main(words) == 0
-    assert "time 1: no checkpoint to continue from, starting anew" in capsys.readouterr().out
+    assert "time 1: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out
     whole = report(out)
     files = checkpoint.checkpoints(out / "checkpoints" / "bf16")
     files[-1][1].unlink()
@@ -138,4 +138,4 @@ def test_without_checkpoints_a_restart_begins_anew(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     words = ["train", *"--size nano --steps 2 --batch 4 --out".split(), str(tmp_path / "out"), "--data", str(text)]
     assert main(words) == 0
-    assert "time 2: no checkpoint to continue from, starting anew" in capsys.readouterr().out
+    assert "time 2: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out

@@ -257,7 +257,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
             f"on {place.device}, {place.size} process{'es' * (place.size > 1)}"
         )
         if world.restarts():
-            what = "continuing" if resumed else "no checkpoint to continue from, starting again"
+            what = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
             display.note(f"processes restarted by torchrun, time {world.restarts()}: {what}")
         for run in runs:
             with display.run(run.name):
