@@ -333,6 +333,22 @@ def _own_operations_step(batch: Batch, groups: torch.Tensor, control: Control) -
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 
+if tl is not None:  # what stands above, as kernels read it
+    _LR, _BETA1, _BETA2, _EPS, _DECAY, _MAXIMIZE, _DECOUPLED, _MAX_NORM = map(
+        tl.constexpr, (LR, BETA1, BETA2, EPS, DECAY, MAXIMIZE, DECOUPLED, MAX_NORM)
+    )
+    _GSCALE, _DECAY_FACTOR, _W1, _W2, _ROOT, _EPS_, _STEP_SIZE, _SKIP, _BETA1_, _BETA2_ = map(
+        tl.constexpr, (GSCALE, DECAY_FACTOR, W1, W2, ROOT, EPS_, STEP_SIZE, SKIP, BETA1_, BETA2_)
+    )
+    _GROUP_COLUMNS, _HYPER_COLUMNS = tl.constexpr(GROUP_COLUMNS), tl.constexpr(HYPER_COLUMNS)
+    _ADDRESSES, _GRAD, _PARAM, _EXTRA, _M, _V, _TOP, _STEP = map(
+        tl.constexpr, (ADDRESSES, GRAD, PARAM, EXTRA, M, V, TOP, STEP)
+    )
+    _STREAM, _BASE, _INNER, _INNER_WHOLE, _SEED = map(tl.constexpr, (STREAM, BASE, INNER, INNER_WHOLE, SEED))
+    _NO_MASTER, _FULL_MASTER, _SPLIT_MASTER = map(tl.constexpr, (NO_MASTER, FULL_MASTER, SPLIT_MASTER))
+    _MAX = tl.constexpr(MAX)
+
+
 @jit
 def _power_block(base, exponent):
     result = tl.full(base.shape, 1.0, tl.float64)
@@ -347,15 +363,14 @@ def prepare_kernel(
     rows,  # int64 (2 + operands, tensors): see multi_tensor.py
     tensors,  # number of tensors
     tensor_group,  # int64 (tensors,): row of `groups`
-    groups,  # fp64 (groups, 8): what the host sets
-    hyper,  # fp32 (tensors, 10): what the elements need
+    groups,  # fp64 (groups, GROUP_COLUMNS): what the host sets
+    hyper,  # fp32 (tensors, HYPER_COLUMNS): what the elements need
     grad_scale,  # fp32 scalar, read if HAS_SCALE
     found_inf,  # fp32 scalar, read if HAS_FOUND
     sum_of_squares,  # fp64 scalar, read if CLIP
     HAS_SCALE: tl.constexpr,
     HAS_FOUND: tl.constexpr,
     CLIP: tl.constexpr,
-    STEP_ROW: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Advance the step counts and fill `hyper`; one lane per tensor."""
@@ -364,38 +379,40 @@ def prepare_kernel(
     skip = 0.0
     if HAS_FOUND:
         skip = (tl.load(found_inf) != 0).to(tl.float32)
-    step_at = tl.load(rows + STEP_ROW * tensors + tensor, mask=here, other=0).to(tl.pointer_type(tl.float32))
+    step_at = tl.load(rows + (_ADDRESSES + _STEP) * tensors + tensor, mask=here, other=0).to(
+        tl.pointer_type(tl.float32)
+    )
     step = tl.load(step_at, mask=here, other=1.0) + (1.0 - skip)
     tl.store(step_at, step, mask=here)
     count = tl.minimum(tl.maximum(step, 1.0), 1073741824.0).to(tl.int64)
-    group = groups + tl.load(tensor_group + tensor, mask=here, other=0) * 8
-    lr = tl.load(group, mask=here, other=0.0)
-    beta1 = tl.load(group + 1, mask=here, other=0.0)
-    beta2 = tl.load(group + 2, mask=here, other=0.0)
-    eps = tl.load(group + 3, mask=here, other=0.0)
-    decay = tl.load(group + 4, mask=here, other=0.0)
-    maximize = tl.load(group + 5, mask=here, other=0.0)
-    decoupled = tl.load(group + 6, mask=here, other=0.0)
+    group = groups + tl.load(tensor_group + tensor, mask=here, other=0) * _GROUP_COLUMNS
+    lr = tl.load(group + _LR, mask=here, other=0.0)
+    beta1 = tl.load(group + _BETA1, mask=here, other=0.0)
+    beta2 = tl.load(group + _BETA2, mask=here, other=0.0)
+    eps = tl.load(group + _EPS, mask=here, other=0.0)
+    decay = tl.load(group + _DECAY, mask=here, other=0.0)
+    maximize = tl.load(group + _MAXIMIZE, mask=here, other=0.0)
+    decoupled = tl.load(group + _DECOUPLED, mask=here, other=0.0)
     one = tl.full((LANES,), 1.0, tl.float64)
     scale = one
     if HAS_SCALE:
         scale = one / tl.load(grad_scale).to(tl.float64)
     if CLIP:
         norm = tl.sqrt(one * tl.load(sum_of_squares))
-        clip = tl.load(group + 7, mask=here, other=0.0) / (norm + 1e-6)
+        clip = tl.load(group + _MAX_NORM, mask=here, other=0.0) / (norm + 1e-6)
         # Written as a choice so that a NaN norm stays NaN.
         scale = scale * tl.where(clip > 1.0, 1.0, clip)
-    out = hyper + tensor * 10
-    tl.store(out, tl.where(maximize != 0, -scale, scale).to(tl.float32), mask=here)
-    tl.store(out + 1, tl.where(decoupled != 0, lr * decay, decay).to(tl.float32), mask=here)
-    tl.store(out + 2, (1.0 - beta1).to(tl.float32), mask=here)
-    tl.store(out + 3, (1.0 - beta2).to(tl.float32), mask=here)
-    tl.store(out + 4, (one / tl.sqrt(1.0 - _power_block(beta2, count))).to(tl.float32), mask=here)
-    tl.store(out + 5, eps.to(tl.float32), mask=here)
-    tl.store(out + 6, (lr / (1.0 - _power_block(beta1, count))).to(tl.float32), mask=here)
-    tl.store(out + 7, tl.zeros((LANES,), tl.float32) + skip, mask=here)
-    tl.store(out + 8, beta1.to(tl.float32), mask=here)
-    tl.store(out + 9, beta2.to(tl.float32), mask=here)
+    out = hyper + tensor * _HYPER_COLUMNS
+    tl.store(out + _GSCALE, tl.where(maximize != 0, -scale, scale).to(tl.float32), mask=here)
+    tl.store(out + _DECAY_FACTOR, tl.where(decoupled != 0, lr * decay, decay).to(tl.float32), mask=here)
+    tl.store(out + _W1, (1.0 - beta1).to(tl.float32), mask=here)
+    tl.store(out + _W2, (1.0 - beta2).to(tl.float32), mask=here)
+    tl.store(out + _ROOT, (one / tl.sqrt(1.0 - _power_block(beta2, count))).to(tl.float32), mask=here)
+    tl.store(out + _EPS_, eps.to(tl.float32), mask=here)
+    tl.store(out + _STEP_SIZE, (lr / (1.0 - _power_block(beta1, count))).to(tl.float32), mask=here)
+    tl.store(out + _SKIP, tl.zeros((LANES,), tl.float32) + skip, mask=here)
+    tl.store(out + _BETA1_, beta1.to(tl.float32), mask=here)
+    tl.store(out + _BETA2_, beta2.to(tl.float32), mask=here)
 
 
 @jit
@@ -422,17 +439,17 @@ def _rounded(x, word, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @jit
 def _adam_block(
-    grad,
+    grad,  # int64 addresses of the operands, and what follows
     param,
     extra,
     first,
     second,
     top,
-    start,
-    offsets,
+    start,  # of the chunk, in elements
+    offsets,  # from there
     mask,
     word,  # random uint32, looked at if STOCHASTIC
-    hyper,
+    hyper,  # of the tensor
     PARAM_T: tl.constexpr,
     GRAD_T: tl.constexpr,
     STATE_T: tl.constexpr,
@@ -450,18 +467,18 @@ def _adam_block(
     at_first = _pointer(first, STATE_T, HINT) + start + offsets
     at_second = _pointer(second, STATE_T, HINT) + start + offsets
     at_top = _pointer(top, STATE_T, HINT) + start + offsets
-    gscale = tl.load(hyper)
-    decay = tl.load(hyper + 1)
-    w1 = tl.load(hyper + 2)
-    w2 = tl.load(hyper + 3)
-    root = tl.load(hyper + 4)
-    eps = tl.load(hyper + 5)
-    step_size = tl.load(hyper + 6)
-    beta1 = tl.load(hyper + 8)
-    beta2 = tl.load(hyper + 9)
-    if MASTER == 2:
+    gscale = tl.load(hyper + _GSCALE)
+    decay = tl.load(hyper + _DECAY_FACTOR)
+    w1 = tl.load(hyper + _W1)
+    w2 = tl.load(hyper + _W2)
+    root = tl.load(hyper + _ROOT)
+    eps = tl.load(hyper + _EPS_)
+    step_size = tl.load(hyper + _STEP_SIZE)
+    beta1 = tl.load(hyper + _BETA1_)
+    beta2 = tl.load(hyper + _BETA2_)
+    if MASTER == _SPLIT_MASTER:
         w = join_float32(tl.load(at_param, mask=mask), tl.load(at_extra, mask=mask))
-    elif MASTER == 1:
+    elif MASTER == _FULL_MASTER:
         w = tl.load(at_extra, mask=mask)
     else:
         w = to_float32(tl.load(at_param, mask=mask))
@@ -471,9 +488,9 @@ def _adam_block(
     m = to_float32(tl.load(at_first, mask=mask))
     m = tl.where(w1 < 0.5, m + w1 * (g - m), g + beta1 * (m - g))
     square = g * g
-    square = tl.where(square > 3.4028234663852886e38, 3.4028234663852886e38, square)
+    square = tl.where(square > _MAX, _MAX, square)
     v = to_float32(tl.load(at_second, mask=mask))
-    v = tl.where(v > 3.4028234663852886e38, 3.4028234663852886e38, v)
+    v = tl.where(v > _MAX, _MAX, v)
     v = tl.where(w2 < 0.5, v + w2 * (square - v), square + beta2 * (v - square))
     tl.store(at_first, _rounded(m, word << 16, STATE_T, STOCHASTIC), mask=mask)
     stored = _rounded(v, word ^ (word << 16), STATE_T, STOCHASTIC)
@@ -488,14 +505,14 @@ def _adam_block(
     if not L2:
         d = d + tl.where(tl.abs(w) == float("inf"), 0.0, decay * w)
     w = w - d
-    if MASTER == 2:
+    if MASTER == _SPLIT_MASTER:
         weight, remainder = split_float32(w)
         tl.store(at_param, weight, mask=mask)
         tl.store(at_extra, remainder, mask=mask)
     else:
-        if MASTER == 1:
+        if MASTER == _FULL_MASTER:
             tl.store(at_extra, w, mask=mask)
-        tl.store(at_param, _rounded(w, word, PARAM_T, STOCHASTIC and MASTER == 0), mask=mask)
+        tl.store(at_param, _rounded(w, word, PARAM_T, STOCHASTIC and MASTER == _NO_MASTER), mask=mask)
 
 
 @jit
@@ -510,7 +527,7 @@ def adam_kernel(
     rows,  # int64 (2 + operands, tensors): see multi_tensor.py
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
-    hyper,  # fp32 (tensors, 10), from prepare_kernel
+    hyper,  # fp32 (tensors, HYPER_COLUMNS), from prepare_kernel
     PARAM_T: tl.constexpr,
     GRAD_T: tl.constexpr,
     STATE_T: tl.constexpr,
@@ -526,30 +543,30 @@ def adam_kernel(
     tensor = tl.load(chunk_tensor + chunk)
     numel = tl.load(rows + tensor)
     start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
-    table = rows + 2 * tensors + tensor
-    grad = tl.load(table)
-    param = tl.load(table + tensors)
-    extra = tl.load(table + 2 * tensors)
-    first = tl.load(table + 3 * tensors)
-    second = tl.load(table + 4 * tensors)
-    top = tl.load(table + 5 * tensors)
-    hyper += tensor * 10
-    if tl.load(hyper + 7) == 0:
+    table = rows + _ADDRESSES * tensors + tensor
+    grad = tl.load(table + _GRAD * tensors)
+    param = tl.load(table + _PARAM * tensors)
+    extra = tl.load(table + _EXTRA * tensors)
+    first = tl.load(table + _M * tensors)
+    second = tl.load(table + _V * tensors)
+    top = tl.load(table + _TOP * tensors)
+    hyper += tensor * _HYPER_COLUMNS
+    if tl.load(hyper + _SKIP) == 0:
         left = tl.minimum(numel - start, CHUNK).to(tl.int32)
         every = grad | param | extra | first | second | top
         wide = every % 16 == 0
         if STOCHASTIC:
-            step = tl.load(tl.load(table + 6 * tensors).to(tl.pointer_type(tl.float32)))
+            step = tl.load(tl.load(table + _STEP * tensors).to(tl.pointer_type(tl.float32)))
             step = tl.minimum(tl.maximum(step, 1.0), 1073741824.0).to(tl.int64)
-            stream = tl.load(table + 7 * tensors)
-            inner = tl.load(table + 9 * tensors)
-            inner_whole = tl.load(table + 10 * tensors)
-            seed = tl.load(table + 11 * tensors)
+            stream = tl.load(table + _STREAM * tensors)
+            inner = tl.load(table + _INNER * tensors)
+            inner_whole = tl.load(table + _INNER_WHOLE * tensors)
+            seed = tl.load(table + _SEED * tensors)
             row = start * 0
             if start >= inner:  # a 64-bit division costs more than the branch around it
                 row = start // inner
             column = start - row * inner
-            index = tl.load(table + 8 * tensors) + row * inner_whole + column
+            index = tl.load(table + _BASE * tensors) + row * inner_whole + column
             jump = inner_whole - inner
             # Within a chunk all that lies beyond it is equally far, so 32 bits say where runs end.
             to_end = tl.minimum(inner - column, 2 * CHUNK).to(tl.int32)
@@ -627,7 +644,6 @@ def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
             HAS_SCALE=control.grad_scale is not None,
             HAS_FOUND=control.found_inf is not None,
             CLIP=control.sum_of_squares is not None,
-            STEP_ROW=ADDRESSES + STEP,
             LANES=LANES,
             enable_fp_fusion=False,
         )

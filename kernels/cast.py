@@ -99,6 +99,7 @@ if tl is not None:
     _OF_FP16, _OF_BF16 = tl.constexpr(FORMATS[torch.float16]), tl.constexpr(FORMATS[torch.bfloat16])
     _OF_E4M3, _OF_E5M2 = tl.constexpr(FORMATS[torch.float8_e4m3fn]), tl.constexpr(FORMATS[torch.float8_e5m2])
     _SLOW_BLOCK = tl.constexpr(SLOW_BLOCK)
+    _SOURCE_ROW, _TARGET_ROW, _STREAM_ROW, _OFFSET_ROW = (tl.constexpr(ADDRESSES + operand) for operand in range(4))
 
 
 @jit
@@ -296,11 +297,11 @@ def multi_cast_kernel(
     start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
     index, stream = start, start
     if ROUNDING == _ROUND_STOCHASTIC:
-        stream = tl.load(rows + 4 * tensors + tensor)
-        index = start + tl.load(rows + 5 * tensors + tensor)
+        stream = tl.load(rows + _STREAM_ROW * tensors + tensor)
+        index = start + tl.load(rows + _OFFSET_ROW * tensors + tensor)
     _cast_chunk(
-        tl.load(rows + 2 * tensors + tensor) + start * (SOURCE.primitive_bitwidth // 8),
-        tl.load(rows + 3 * tensors + tensor) + start * (TARGET.primitive_bitwidth // 8),
+        tl.load(rows + _SOURCE_ROW * tensors + tensor) + start * (SOURCE.primitive_bitwidth // 8),
+        tl.load(rows + _TARGET_ROW * tensors + tensor) + start * (TARGET.primitive_bitwidth // 8),
         tl.minimum(numel - start, CHUNK).to(tl.int32),
         index,
         (_plain(seed_high) << 32) | _plain(seed_low),

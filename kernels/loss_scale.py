@@ -94,6 +94,10 @@ def _reference(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
 # ------------------------------------------------------------------------------------------------------------ kernel
 
 
+if tl is not None:
+    _DECIDED, _SKIPPED, _LAST_SKIPPED = map(tl.constexpr, (DECIDED, SKIPPED, LAST_SKIPPED))
+
+
 @jit
 def _times(value, bits):
     """An fp32 number times the fp64 number that the bits are, rounded to fp32."""
@@ -130,10 +134,10 @@ def loss_scale_kernel(
     tl.store(clean_steps, tl.where(grows, 0, clean))
     tl.store(tolerance, tl.where(grows, hysteresis, left))
     tl.store(skipped, overflow.to(tl.float32))
-    decided = tl.load(counts) + 1
-    tl.store(counts, decided)
-    tl.store(counts + 1, tl.load(counts + 1) + overflow.to(tl.int64))
-    tl.store(counts + 2, tl.where(overflow, decided, tl.load(counts + 2)))
+    decided = tl.load(counts + _DECIDED) + 1
+    tl.store(counts + _DECIDED, decided)
+    tl.store(counts + _SKIPPED, tl.load(counts + _SKIPPED) + overflow.to(tl.int64))
+    tl.store(counts + _LAST_SKIPPED, tl.where(overflow, decided, tl.load(counts + _LAST_SKIPPED)))
 
 
 # ---------------------------------------------------------------------------------------------------------- launchers

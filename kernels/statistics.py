@@ -36,6 +36,7 @@ import torch
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import (
+    ADDRESSES,
     DTYPE_CODES,
     TableCache,
     TensorTable,
@@ -139,6 +140,7 @@ if tl is not None:
     _ZERO, _INFINITE = tl.constexpr(ZERO * CLASSES), tl.constexpr(INFINITE * CLASSES)
     _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER * CLASSES)
     _CELLS, _ERROR_BINS = tl.constexpr(CELLS), tl.constexpr(ERROR_BINS)
+    _DATA_ROW, _COUNTS_ROW = tl.constexpr(ADDRESSES), tl.constexpr(ADDRESSES + 1)
     # Histograms are as long as a power of two; what is not to be counted goes to their last cell.
     _CELL_SLOTS, _ERROR_SLOTS = tl.constexpr(1024), tl.constexpr(256)
 
@@ -192,9 +194,9 @@ def count_kernel(
     tensor = tl.load(chunk_tensor + chunk)
     start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
     left = tl.minimum(tl.load(rows + tensor) - start, CHUNK).to(tl.int32)
-    address = tl.load(rows + 2 * tensors + tensor)
+    address = tl.load(rows + _DATA_ROW * tensors + tensor)
     WIDTH: tl.constexpr = _CELLS + _ERROR_BINS + 1 if ERRORS else _CELLS
-    row = counts + tl.load(rows + 3 * tensors + tensor) * WIDTH
+    row = counts + tl.load(rows + _COUNTS_ROW * tensors + tensor) * WIDTH
 
     factor = tl.load(scale)
     bits = factor.to(tl.int32, bitcast=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import forks
 import pytest
 
-from halfstep.kernels import native
+from halfstep.kernels import adam, cast, native
 
 pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
 
@@ -302,7 +302,7 @@ def test_a_compiler_may_come_with_arguments(toy: Path, tmp_path: Path, monkeypat
 
 FORK = """
 import os, sys, torch, halfstep
-from halfstep.kernels import native
+from halfstep.kernels import adam, cast, native
 torch.set_num_threads(2)
 generator = torch.Generator().manual_seed(0)
 xs = [torch.randn(20000, generator=generator) for _ in range(6)]  # fewer than torch hands to a second thread
@@ -484,3 +484,24 @@ def test_no_function_is_called_without_types(family: str) -> None:
     assert exported
     for name in exported:
         assert getattr(library, name).argtypes, name
+
+
+def names_in(source: str, opening: str) -> list[str]:
+    """The names that an enum or a struct of one type lists."""
+    (found,) = re.findall(re.escape(opening) + r"\s*([^}]*?);?\s*\}", (native._HERE / source).read_text())
+    return [name.strip() for name in found.split(",")]
+
+
+def test_cpp_has_the_columns_and_rows_of_python() -> None:
+    operands = names_in("adam.cpp", "enum Operand {")
+    assert [getattr(adam, name) for name in operands] == list(range(adam.STOCHASTIC_OPERANDS))
+    group = names_in("adam.cpp", "struct Group { double")
+    assert [getattr(adam, name.upper()) for name in group] == list(range(adam.GROUP_COLUMNS))
+    python = {"DECAY": "DECAY_FACTOR", "EPS": "EPS_", "BETA1": "BETA1_", "BETA2": "BETA2_"}  # of both tables
+    hyper = [name.upper() for name in names_in("adam.cpp", "struct Hyper { float")]
+    assert [getattr(adam, python.get(name, name)) for name in hyper] == list(range(adam.HYPER_COLUMNS))
+    rows = ["NUMEL", "FIRST_CHUNK", "SOURCE", "TARGET", "STREAM", "OFFSET"]
+    assert names_in("cast.cpp", "enum Row {") == rows
+    if cast.tl is not None:
+        kernel = (cast._SOURCE_ROW, cast._TARGET_ROW, cast._STREAM_ROW, cast._OFFSET_ROW)
+        assert [row.value for row in kernel] == [rows.index(name) for name in rows[2:]]
