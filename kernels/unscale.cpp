@@ -8,34 +8,47 @@ namespace {
 constexpr int64_t CHUNK = 4096;
 constexpr int64_t LANES = 1024;
 
-// The smallest power of two that holds n. Padding with zeros beyond it would change no bit of the tree sum.
-int64_t tree_width(int64_t n) {
-    int64_t width = 1;
-    while (width < n) width *= 2;
-    return width;
-}
-
-// Sum an array, as long as a power of two, by adding its second half to its first until one is left.
-template <typename T> T tree_sum(T* values, int64_t width) {
-    for (int64_t half = width / 2; half > 0; half /= 2) {
-        T* upper = values + half;
+// Sum values, a power of two of them, by adding neighbours until one is left.
+template <typename T> T sum_neighbours(T* values, int64_t width) {
+    for (width /= 2; width > 0; width /= 2) {
 #pragma GCC ivdep
-        for (int64_t i = 0; i < half; ++i) values[i] += upper[i];
+        for (int64_t i = 0; i < width; ++i) values[i] = values[2 * i] + values[2 * i + 1];
     }
     return values[0];
 }
 
+// Sum the first n of LENGTH values, as if the others were zero: halves, halves of these, then neighbours. Zeros change no
+// bit of a sum of squares.
+template <int64_t LENGTH, typename T> T tree_sum(T* values, int64_t n) {
+    constexpr int64_t quarter = LENGTH / 4;
+    if (n > quarter) {
+        for (int64_t i = n; i < LENGTH; ++i) values[i] = 0;
+        for (int64_t i = 0; i < quarter; ++i)
+            values[i] = (values[i] + values[i + 2 * quarter]) + (values[i + quarter] + values[i + 3 * quarter]);
+        return sum_neighbours(values, quarter);
+    }
+    int64_t width = 1;
+    while (width < n) width *= 2;
+    for (int64_t i = n; i < width; ++i) values[i] = 0;
+    return sum_neighbours(values, width);
+}
+
 template <typename T>
 void check_chunk(T* data, int64_t n, const float* inv_scale, bool write, int32_t* flag, double* sum) {
-    alignas(64) float y[CHUNK];
-    load(data, y, n);
-    if (inv_scale) {
-        const float factor = *inv_scale;
-        for (int64_t i = 0; i < n; ++i) y[i] = y[i] * factor;
-    }
-    if (write) {
-        store(y, data, n);
-        load(data, y, n);
+    alignas(64) float own[CHUNK];
+    const float* y = own;
+    if (std::is_same<T, float>::value && !inv_scale) {
+        y = (const float*)data;
+    } else {
+        load(data, own, n);
+        if (inv_scale) {
+            const float factor = *inv_scale;
+            for (int64_t i = 0; i < n; ++i) own[i] = own[i] * factor;
+        }
+        if (write) {
+            store(own, data, n);
+            load(data, own, n);
+        }
     }
     int32_t biggest = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -51,16 +64,25 @@ void check_chunk(T* data, int64_t n, const float* inv_scale, bool write, int32_t
     int32_t exponent = 254 - (biggest >> 23);
     exponent = exponent < 1 ? 1 : exponent;
     const float scale = from_bits(uint32_t(exponent) << 23);
-    const int64_t width = tree_width(n);
-    for (int64_t i = 0; i < n; ++i) {
-        float scaled = y[i] * scale;
-        y[i] = scaled * scaled;
+    const auto square = [scale](float x) {
+        const float scaled = x * scale;
+        return scaled * scaled;
+    };
+    float total;
+    if (n == CHUNK) {  // as `tree_sum` has it, without a pass to store the squares
+        constexpr int64_t quarter = CHUNK / 4;
+#pragma GCC ivdep
+        for (int64_t i = 0; i < quarter; ++i)
+            own[i] = (square(y[i]) + square(y[i + 2 * quarter])) + (square(y[i + quarter]) + square(y[i + 3 * quarter]));
+        total = sum_neighbours(own, quarter);
+    } else {
+        for (int64_t i = 0; i < n; ++i) own[i] = square(y[i]);
+        total = tree_sum<CHUNK>(own, n);
     }
-    for (int64_t i = n; i < width; ++i) y[i] = 0.0f;
     uint64_t back_bits = uint64_t(1023 + 2 * (127 - exponent)) << 52;
     double back;
     std::memcpy(&back, &back_bits, 8);
-    *sum = double(tree_sum(y, width)) * back;
+    *sum = double(total) * back;
 }
 
 }  // namespace
@@ -91,13 +113,13 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
                                       float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
                                       int32_t* tally, const int64_t* step) {
     alignas(64) double lanes[LANES];
-    const int64_t width = tree_width(chunks < LANES ? chunks : LANES);  // the other lanes hold zeros
-    for (int64_t i = 0; i < width; ++i) lanes[i] = 0.0;
+    const int64_t used = chunks < LANES ? chunks : LANES;  // the other lanes hold zeros
+    for (int64_t i = 0; i < used; ++i) lanes[i] = 0.0;
     for (int64_t start = 0; start < chunks; start += LANES) {
         const int64_t n = chunks - start < LANES ? chunks - start : LANES;
         for (int64_t i = 0; i < n; ++i) lanes[i] += sums[start + i];
     }
-    *sum_of_squares = tree_sum(lanes, width);
+    *sum_of_squares = tree_sum<LANES>(lanes, used);
     *norm = float(std::sqrt(*sum_of_squares));
     int32_t any = 0;
     for (int64_t i = 0; i < tensors; ++i) {

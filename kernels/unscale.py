@@ -14,10 +14,12 @@ integers, since a floating-point maximum drops NaN, and the norm alone would rai
 
 **Sum of squares, the same bits everywhere.** Each tensor is cut into chunks of 4096. A chunk is scaled by a power of
 two that brings its largest magnitude into [1, 4) (exactly: no square overflows, and those that underflow are too small
-to count), squared in fp32 and summed in a fixed tree: element i with element i + 2048, then i with i + 1024, and so on.
-The chunk's sum goes back to its scale in fp64, whose range holds every square of an fp32. The chunks' sums are added in
-fp64: 1024 lanes, lane j taking chunks j, j + 1024, ... in order, then the same tree over the lanes. Zeros pad a short
-chunk and change no bit. So 1e30 sums to 1e60 where fp32 has infinity, and 1e-30 to 1e-60 where it has 0.
+to count), squared in fp32 and summed in a fixed tree: element i with element i + 2048, then i with i + 1024, then
+neighbours, 2i with 2i + 1, until one is left. So a thread of a GPU, which holds neighbours from each quarter, does most
+of the tree in its registers, and a CPU adds the quarters as vectors. The chunk's sum goes back to its scale in fp64,
+whose range holds every square of an fp32. The chunks' sums are added in fp64: 1024 lanes, lane j taking chunks j,
+j + 1024, ... in order, then the same tree over the lanes. Zeros pad a short chunk and change no bit. So 1e30 sums to
+1e60 where fp32 has infinity, and 1e-30 to 1e-60 where it has 0.
 
 A call is one launch per dtype and one that gathers: chunks into the sum, flags into the answer. What lies between, one
 fp64 per chunk and one int32 per tensor, is kept per thread and stream and used again. The gathering launch leaves the
@@ -55,7 +57,7 @@ from halfstep.kernels.streams import capturing, current_stream
 CHUNK = 4096
 LANES = 1024
 UNROLLED = 8  # loads of all lanes under way at a time while gathering
-CHECK_WARPS = 8  # with 4, the bf16 check spills 3 registers on sm_100
+CHECK_WARPS = 4  # with 8, a third more instructions per element
 FINISH_WARPS = 8
 
 HAS_INF, HAS_NAN = 1, 2
@@ -119,10 +121,12 @@ class Unscaled(NamedTuple):
 
 
 def _tree_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum the last dimension, a power of two long, by adding its second half to its first until one is left."""
-    while values.shape[-1] > 1:
+    """Sum the last dimension, a power of two from 4: halves, halves of these, then neighbours until one is left."""
+    for _ in range(2):
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]
+    while values.shape[-1] > 1:
+        values = values[..., 0::2] + values[..., 1::2]
     return values[..., 0]
 
 
@@ -181,9 +185,11 @@ def _reference_sum(sums: torch.Tensor) -> torch.Tensor:
 @jit
 def _tree_sum_block(values, LENGTH: tl.constexpr):
     """Sum a block in the reference's order. A reduction over two elements has only one order."""
-    for level in tl.static_range(1, 16):  # LENGTH is at most 2^15
+    values = tl.sum(tl.reshape(values, (2, LENGTH // 2)), axis=0)
+    values = tl.sum(tl.reshape(values, (2, LENGTH // 4)), axis=0)
+    for level in tl.static_range(3, 16):  # LENGTH is at most 2^15
         if LENGTH >> level:
-            values = tl.sum(tl.reshape(values, (2, LENGTH >> level)), axis=0)
+            values = tl.sum(tl.reshape(values, (LENGTH >> level, 2)), axis=1)
     return tl.sum(values, axis=0)  # one is left
 
 
@@ -240,7 +246,6 @@ def check_kernel(
             stored = from_float32(y, DTYPE)
             tl.store(at, stored)
             y = to_float32(stored)
-        _check_block(y, flag, sums + chunk, CHUNK)
     else:
         # One element per thread and access, side by side. Vectors for the first part of a short chunk were tried: the
         # kernel then holds up to 40 registers more, for at most one chunk per tensor.
@@ -254,7 +259,7 @@ def check_kernel(
             y = to_float32(stored)
         # A lane beyond the end holds 0 * factor, which is NaN for an infinite factor.
         y = tl.where(offsets < left, y, 0.0)
-        _check_block(y, flag, sums + chunk, CHUNK)
+    _check_block(y, flag, sums + chunk, CHUNK)
 
 
 @functools.partial(jit, do_not_specialize=["chunks", "tensors"])

@@ -99,8 +99,17 @@ def test_sums_of_odd_sizes(dtype: torch.dtype) -> None:
             examine(grads([size], dtype, seed=size))
 
 
+def tree(values: np.ndarray) -> np.ndarray:
+    """The docstring's sum by hand: halves, halves of these, neighbours."""
+    for _ in range(2):
+        values = values[: len(values) // 2] + values[len(values) // 2 :]
+    while len(values) > 1:
+        values = np.array([values[2 * i] + values[2 * i + 1] for i in range(len(values) // 2)])
+    return values[0]
+
+
 def test_the_sum_is_what_the_docstring_says() -> None:
-    """The tree by hand, in numpy: element i with i + half, fp32 within a chunk, fp64 across."""
+    """In numpy: fp32 within a chunk, fp64 across."""
     (tensor,) = grads([CHUNK + 100], FP32)
     values, total = tensor.numpy(), np.float64(0)
     for start in range(0, len(values), CHUNK):
@@ -109,10 +118,13 @@ def test_the_sum_is_what_the_docstring_says() -> None:
         _, exponent = np.frexp(np.abs(chunk).max())
         power = np.float32(2.0) ** np.float32(1 - exponent)
         squares = (chunk * power) ** 2
-        while len(squares) > 1:
-            squares = squares[: len(squares) // 2] + squares[len(squares) // 2 :]
-        total = total + np.float64(squares[0]) / np.float64(power) ** 2
+        total = total + np.float64(tree(squares)) / np.float64(power) ** 2
     assert check_by("reference", [tensor]).sum_of_squares.item() == total
+    sums = np.random.default_rng(0).lognormal(0, 20, 2 * LANES + 77)
+    lanes = np.zeros(LANES)
+    for start in range(0, len(sums), LANES):
+        lanes[: len(sums[start : start + LANES])] += sums[start : start + LANES]
+    assert unscale._reference_sum(torch.from_numpy(sums)).item() == tree(lanes)
 
 
 @pytest.mark.parametrize("exponent", [-149, -148, -140, -127, -126, -125, -75, -64, 0, 63, 64, 100, 126, 127])
