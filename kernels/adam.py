@@ -69,7 +69,7 @@ from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
     TensorTable,
-    address,
+    addresses_of,
     check_addresses,
     has_memory,
     own_operations,
@@ -663,21 +663,15 @@ def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
 def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
     assert batch.table is not None
     table, layout = batch.table, batch.layout
-
-    def at(tensor: torch.Tensor | None) -> int | None:
-        return None if tensor is None else address(tensor)
-
+    places = addresses_of(
+        *(batch.groups, groups, batch.hyper, control.grad_scale, control.found_inf, control.sum_of_squares)
+    )
     return partial(
         native.functions("adam").halfstep_adam,
         *table.places,
         table.tensors,
         table.chunks,
-        at(batch.groups),
-        at(groups),
-        at(batch.hyper),
-        at(control.grad_scale),
-        at(control.found_inf),
-        at(control.sum_of_squares),
+        *places,
         DTYPE_CODES[layout.param],
         DTYPE_CODES[layout.grad],
         DTYPE_CODES[layout.state],

@@ -27,7 +27,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl
-from halfstep.kernels.multi_tensor import address, check_addresses, has_memory, own_operations
+from halfstep.kernels.multi_tensor import all_have_memory, check_addresses, checked_addresses, own_operations
 
 DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # places in `counts`
 
@@ -172,12 +172,7 @@ def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
 
 def _native(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     native.functions("loss_scale").halfstep_loss_scale(
-        address(state.scale),
-        address(state.clean_steps),
-        address(state.tolerance),
-        address(state.skipped),
-        address(state.counts),
-        address(found_inf),
+        *checked_addresses((state.scale, state.clean_steps, state.tolerance, state.skipped, state.counts, found_inf)),
         rules.growth_factor,
         rules.backoff_factor,
         rules.growth_interval,
@@ -188,7 +183,6 @@ def _native(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     )
 
 
-@torch.no_grad()
 def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     """Move the scale after one step, in place.
 
@@ -200,12 +194,15 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     Raises:
         TypeError: a tensor has neither memory nor, as fake and meta ones have, operations of its own.
     """
-    if not (has_memory(state.scale) and has_memory(found_inf)):
-        with own_operations([state.scale, found_inf]):
+    if not all_have_memory([state.scale, found_inf]):
+        with torch.no_grad(), own_operations([state.scale, found_inf]):
             _reference(state, found_inf, rules)
         return
-    run = {"reference": _reference, "native": _native, "triton": _triton}[resolve(state.scale.device, "loss_scale")]
-    with on_device(state.scale.device):
-        run(state, found_inf, rules)
+    implementation = resolve(state.scale.device, "loss_scale")
+    if implementation == "native":
+        _native(state, found_inf, rules)
+    else:
+        with torch.no_grad(), on_device(state.scale.device):
+            (_triton if implementation == "triton" else _reference)(state, found_inf, rules)
     # The kernels write through addresses, which autograd cannot see.
     torch.autograd.graph.increment_version([state.scale, state.clean_steps, state.tolerance, state.skipped])

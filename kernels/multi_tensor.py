@@ -219,6 +219,12 @@ def checked_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return addresses
 
 
+def addresses_of(*tensors: torch.Tensor | None) -> list[int | None]:
+    """`address` of each that is not None."""
+    found = iter(checked_addresses([tensor for tensor in tensors if tensor is not None]))
+    return [None if tensor is None else next(found) for tensor in tensors]
+
+
 class TableCache(threading.local):
     """The last few tables of one kernel family, so that the same tensors step after step build and send nothing.
 

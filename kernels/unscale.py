@@ -581,8 +581,8 @@ def _run_kernels(
             else:
                 own = [places[index] for index in indices]
                 tables.append((_tables[dtype].table([tensors[index] for index in indices], numbers=[own]), dtype))
-        total = sum(table.chunks for table, _ in tables)
-        scratch = _scratches.take(device, total, out.flags.numel())
+        chunks = sum([table.chunks for table, _ in tables])
+        scratch = _scratches.take(device, chunks, out.flags.numel())
         launch = _launch_triton if implementation == "triton" else _launch_native
         chunks = 0
         try:

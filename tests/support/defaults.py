@@ -29,7 +29,7 @@ import torch
 import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.kernels import unscale
-from halfstep.kernels.rounding import ENCODE_ROUNDINGS
+from halfstep.kernels.rounding import ROUNDINGS
 from halfstep.kernels.unscale import Factor, Tally
 from halfstep.numerics.formats import codec
 from halfstep.numerics.statistics.updates import last_updates
@@ -130,14 +130,14 @@ def casts(data: Data) -> Iterator[Any]:
     x = data.normal(5, 133, scale=100.0)
     for source, target in itertools.product((F32, F16, BF16, *FP8), repeat=2):
         given = halfstep.cast(x, source)
-        for rounding, saturate in itertools.product(ENCODE_ROUNDINGS, (False, True)):
+        for rounding, saturate in itertools.product(ROUNDINGS, (False, True)):
             seed = 5 if rounding == "stochastic" else None
             yield halfstep.cast(given, target, rounding=rounding, saturate=saturate, seed=seed)
     torch.manual_seed(3)
     yield halfstep.cast(x, BF16, rounding="stochastic")
     yield halfstep.cast(x, BF16, out=torch.empty(5, 133, dtype=BF16, device="cpu"))
     lists = data.lists()
-    for rounding in ENCODE_ROUNDINGS:
+    for rounding in ROUNDINGS:
         yield halfstep.foreach_cast(lists, FP8[1], rounding=rounding)
     leaf = x.clone().requires_grad_()
     halfstep.cast(leaf, F16).sum().backward()
