@@ -74,7 +74,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "cast list": ("multi_cast_kernel", (*GUARDS, *PLACES, *SUMS, "branch turned round")),
     "cast list wide": ("multi_cast_kernel", (*GUARDS, *PLACES, "branch turned round")),
     "check bf16": ("check_kernel", ("barrier removed", *PLACES, *SUMS, GUARDS[0], "branch turned round")),
-    "check fp32": ("finish_kernel", ("barrier removed", GUARDS[0], "stride doubled")),
+    "check of many": ("finish_kernel", ("barrier removed", GUARDS[0], "stride doubled")),
     "unscale bf16": ("check_kernel", ("barrier removed", *GUARDS, *PLACES)),
     "adam split": ("adam_kernel", (*GUARDS, *PLACES, *SUMS, "branch turned round")),
     "adam full fp16": ("adam_kernel", (*GUARDS, *PLACES)),

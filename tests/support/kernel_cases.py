@@ -52,6 +52,12 @@ def _gradients(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     return [normal(n, dtype, n + seed) for n in (1, 15, 4099, 513)] + [wide[1:4000]]
 
 
+def _check_many(seed: int) -> list[torch.Tensor]:
+    """So many chunks that what gathers them has numbers in several warps."""
+    answer = halfstep.foreach_check([normal(3, FP32, 1000 * seed + n) for n in range(300)])
+    return [answer.found_inf, answer.flags, answer.sum_of_squares]
+
+
 def _check(dtype: torch.dtype, spoiled: bool = False) -> Run:
     def run(seed: int) -> list[torch.Tensor]:
         grads = _gradients(dtype, seed)
@@ -139,6 +145,7 @@ CASES = {
     "cast list wide": Case(_lists(E4M3, FP16)),
     "check bf16": Case(_check(BF16)),
     "check fp32": Case(_check(FP32)),
+    "check of many": Case(_check_many),
     "check fp16 with overflow": Case(_check(FP16, spoiled=True)),
     "unscale bf16": Case(_unscale(BF16)),
     "adam split": Case(_adam(BF16)),
