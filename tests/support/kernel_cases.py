@@ -52,6 +52,16 @@ def _gradients(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     return [normal(n, dtype, n + seed) for n in (1, 15, 4099, 513)] + [wide[1:4000]]
 
 
+def _check_extremes(seed: int) -> list[torch.Tensor]:
+    """All lanes must hear of the one large number, wherever it is: scaled by the largest of the others, its square
+    overflows."""
+    grads = [normal(4096, BF16, seed + n) for n in range(24)]
+    for n, grad in enumerate(grads):
+        grad[3 + 85 * n] = 2.0**100
+    answer = halfstep.foreach_check(grads)
+    return [answer.found_inf, answer.flags, answer.sum_of_squares]
+
+
 def _check_many(seed: int) -> list[torch.Tensor]:
     """So many chunks that what gathers them has numbers in several warps."""
     answer = halfstep.foreach_check([normal(3, FP32, 1000 * seed + n) for n in range(300)])
@@ -146,6 +156,7 @@ CASES = {
     "check bf16": Case(_check(BF16)),
     "check fp32": Case(_check(FP32)),
     "check of many": Case(_check_many),
+    "check of extremes": Case(_check_extremes),
     "check fp16 with overflow": Case(_check(FP16, spoiled=True)),
     "unscale bf16": Case(_unscale(BF16)),
     "adam split": Case(_adam(BF16)),
