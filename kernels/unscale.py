@@ -57,7 +57,7 @@ from halfstep.kernels.streams import capturing, current_stream
 CHUNK = 4096
 LANES = 1024
 UNROLLED = 8  # loads of all lanes under way at a time while gathering
-CHECK_WARPS = 4  # with 8, a third more instructions per element
+CHECK_WARPS = 4  # with 8, 18.9 instead of 10.8 instructions per bf16 element
 FINISH_WARPS = 8
 
 HAS_INF, HAS_NAN = 1, 2
