@@ -40,7 +40,7 @@ RECORDED_WITH = audit_bounds.load(BOUNDS).triton
 recorded = pytest.mark.skipif(
     triton.__version__ != RECORDED_WITH, reason=f"holds numbers of triton {RECORDED_WITH}; this is {triton.__version__}"
 )
-PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
+TABLES = Path(__file__).parents[2] / "docs" / "performance_tables.md"
 
 # (rule, kernel, pattern of the variant's name): why the rule does not hold there.
 EXCEPTIONS = {
@@ -176,7 +176,7 @@ def test_no_variant_leaves_its_recorded_bounds(
 
 
 def test_the_table_in_the_documentation_is_that_of_the_bounds() -> None:
-    text = PERFORMANCE.read_text()
+    text = TABLES.read_text()
     start, end = audit_markdown.between(audit_markdown.OURS, text)
     rows = audit_markdown.from_bounds(audit_bounds.load(BOUNDS).entries)
     assert text[start:end] == audit_markdown.table(rows), "make bounds writes it"

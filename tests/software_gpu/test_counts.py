@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import triton
-from software_gpu.counts import cases, class_of, counted
+from software_gpu.counts import TABLE, cases, class_of, counted, markdown
 from software_gpu.gpu import SoftwareGPU
 
-RECORD = json.loads((Path(__file__).parents[1] / "kernels" / "instruction_counts.json").read_text())
+from halfstep.bench.audit.markdown import between
+
+ROOT = Path(__file__).parents[2]
+RECORD = json.loads((ROOT / "tests" / "kernels" / "instruction_counts.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["foreach_check bf16", "AdamW bf16 split", "softmax bf16, 333 columns"])
@@ -22,6 +25,12 @@ def test_the_record_holds(machine: SoftwareGPU, name: str) -> None:
 
 def test_every_case_is_recorded() -> None:
     assert all(set(recorded) == set(cases()) for recorded in RECORD["targets"].values())
+
+
+def test_the_table_in_the_documentation_is_that_of_the_record() -> None:
+    text = (ROOT / "docs" / "performance_tables.md").read_text()
+    start, end = between(TABLE, text)
+    assert text[start:end] == markdown(RECORD, "sm_90"), "make bounds writes it"
 
 
 def test_sectors_are_used() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ CLASSES = {
 }
 SIZE = 2**20
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-BEGIN, END = "<!-- counts -->", "<!-- /counts -->"
+TABLE = "executed counts"
 
 
 def class_of(opcode: str) -> str:
@@ -179,9 +178,9 @@ def main() -> int:
     if given.record:
         given.record.write_text(json.dumps(record, indent=1) + "\n")
     if given.markdown:
-        page = given.markdown.read_text()
-        table = f"{BEGIN}\n{markdown(record, 'sm_90')}\n{END}"
-        given.markdown.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: table, page, flags=re.DOTALL))
+        from halfstep.bench.audit.markdown import write
+
+        write(TABLE, markdown(record, "sm_90"), given.markdown)
     return 0
 
 
