@@ -34,7 +34,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-_HEADER = _HERE / "native.h"
 _EXACT = ["-std=c++17", "-O3", "-fno-fast-math", "-fPIC", "-shared", "-ffp-contract=off"]
 _EXACT += ["-fno-math-errno", "-fno-trapping-math"]
 _logger = logging.getLogger("halfstep")
@@ -221,7 +220,8 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
         return f"no C++ compiler found (CXX is {os.environ.get('CXX')!r}; looked for g++, clang++, c++)"
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
     made_by = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
-    parts = [source.read_bytes(), _HEADER.read_bytes(), repr(made_by).encode()]
+    headers = [header.read_bytes() for header in sorted(_HERE.glob("*.h"))]  # whichever of them it includes
+    parts = [source.read_bytes(), *headers, repr(made_by).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     name = f"{family}-{key}"
     folder = cache_folder()

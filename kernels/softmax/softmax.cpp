@@ -1,46 +1,25 @@
 // Softmax and log-softmax, forward and backward: the CPU twin of the Triton kernels, same rules, not the same bits (exp).
 //
-// Written on W-lane vectors (GCC and Clang vector extensions), because a reduction in plain C++ may not be reordered and
-// so does not vectorise without flags that also give up NaN and Inf. Intrinsics are used where they save much.
+// Written on the vectors of lanes.h, because a reduction in plain C++ may not be reordered and so does not vectorise
+// without flags that also give up NaN and Inf. Intrinsics are used where they save much.
 //
 // A row is walked two or three times, from the caches: maximum; exponentials and their sum, kept as fp32 in the output
 // row or a scratch row; product with the reciprocal of the sum.
-#include "../native.h"
+#define HALFSTEP_FLUSHES_BF16  // subnormal results may become 0: the bound allows it
+#include "../lanes.h"
 #include <cfloat>
 #include <limits>
 #include <memory>
 #include <type_traits>
-#if defined(__ARM_NEON) && defined(__aarch64__)
-#include <arm_neon.h>
-#endif
 
 using namespace halfstep;
 
 namespace {
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-constexpr int W = 16;
-#define HALFSTEP_AVX512 1
-#elif defined(__AVX__)
-constexpr int W = 8;
-#else
-constexpr int W = 4;
-#endif
-
-typedef float V __attribute__((vector_size(4 * W)));
-typedef int32_t I __attribute__((vector_size(4 * W)));
-typedef uint32_t U __attribute__((vector_size(4 * W)));
-typedef uint16_t H __attribute__((vector_size(2 * W)));
-typedef uint8_t B __attribute__((vector_size(W)));
-
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr int64_t BLOCK = 64 * W;  // fp32 sums run over so many elements, then go on in fp64: the error stays a few ulps
 
-inline V splat(float x) { return x - V{}; }
-inline V select(I take, V a, V b) { return (V)(((I)a & take) | ((I)b & ~take)); }
 #if defined(HALFSTEP_AVX512)
-// a > b ? a : b. Drops a NaN in `a`; the exponential brings it back.
-inline V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
 // `value` where x is not below `limit` (a NaN is not), else 0.
 inline V unless_below(V x, V limit, V value) {
     return (V)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)limit, _CMP_NLT_UQ), (__m512)value);
@@ -51,7 +30,6 @@ inline V unless_constant(V p, V value) {
         _mm512_cmp_ps_mask((__m512)p, (__m512)splat(-INF), _CMP_NEQ_UQ), (__m512)value);
 }
 #else
-inline V larger(V a, V b) { return select(a > b, a, b); }
 inline V unless_below(V x, V limit, V value) { return (V)((I)value & ~(x < limit)); }
 inline V unless_constant(V p, V value) { return (V)((I)value & (p != splat(-INF))); }
 #endif
@@ -110,97 +88,6 @@ inline V exp_negative(V x) {
     return unless_below(whole, lowest, p * power);
 }
 
-// ------------------------------------------------------------------------- W elements, or the first k, to and from fp32
-
-// GCC 12 makes several instructions of what is one.
-#if defined(HALFSTEP_AVX512)
-inline U zero_extend(H x) { return (U)_mm512_cvtepu16_epi32((__m256i)x); }
-inline H lower_half(U x) { return (H)_mm512_cvtepi32_epi16((__m512i)x); }
-#else
-inline U zero_extend(H x) { return __builtin_convertvector(x, U); }
-inline H lower_half(U x) { return __builtin_convertvector(x, H); }
-#endif
-
-template <typename T> struct Lanes;
-template <> struct Lanes<float> { using type = V; };
-template <> struct Lanes<f16> { using type = H; };
-template <> struct Lanes<bf16> { using type = H; };
-
-template <typename T> inline V unpack(typename Lanes<T>::type raw);
-template <> inline V unpack<float>(V raw) { return raw; }
-template <> inline V unpack<bf16>(H raw) { return (V)(zero_extend(raw) << 16); }
-template <> inline V unpack<f16>(H raw) {
-#if defined(HALFSTEP_AVX512)
-    return (V)_mm512_cvtph_ps((__m256i)raw);
-#elif defined(__F16C__)
-    return (V)_mm256_cvtph_ps((__m128i)raw);
-#else
-    V out;
-    for (int i = 0; i < W; ++i) out[i] = widen(f16{raw[i]});
-    return out;
-#endif
-}
-
-template <typename T> inline typename Lanes<T>::type pack(V x);
-template <> inline V pack<float>(V x) { return x; }
-template <> inline H pack<bf16>(V x) {
-#if defined(HALFSTEP_AVX512) && defined(__AVX512BF16__)
-    return (H)_mm512_cvtneps_pbh((__m512)x);  // takes fp32 subnormals for 0, which is within our bound
-#else
-    U b = (U)x, rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16, quiet = ((b >> 16) & 0x8000u) | 0x7fc0u;
-    U nan = (U)(x != x);
-    return lower_half((rounded & ~nan) | (quiet & nan));
-#endif
-}
-template <> inline H pack<f16>(V x) {
-#if defined(HALFSTEP_AVX512)
-    return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__F16C__)
-    return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-#else
-    H out;
-    for (int i = 0; i < W; ++i) out[i] = narrow<f16>(x[i]).bits;
-    return out;
-#endif
-}
-
-template <typename T> inline V get(const T* from) {
-    typename Lanes<T>::type raw;
-    std::memcpy(&raw, from, sizeof raw);
-    return unpack<T>(raw);
-}
-template <typename T> inline void put(T* to, V x) {
-    auto raw = pack<T>(x);
-    std::memcpy(to, &raw, sizeof raw);
-}
-// The first k lanes, k < W; the others are 0.
-template <typename T> inline V get_some(const T* from, int64_t k) {
-#if defined(HALFSTEP_AVX512)
-    __mmask16 some = __mmask16((1u << k) - 1u);
-    if constexpr (sizeof(T) == 4) return (V)_mm512_maskz_loadu_ps(some, from);
-    else return unpack<T>((typename Lanes<T>::type)_mm256_maskz_loadu_epi16(some, from));
-#else
-    typename Lanes<T>::type raw{};
-    std::memcpy(&raw, from, size_t(k) * sizeof(T));
-    return unpack<T>(raw);
-#endif
-}
-template <typename T> inline void put_some(T* to, V x, int64_t k) {
-    auto raw = pack<T>(x);
-#if defined(HALFSTEP_AVX512)
-    __mmask16 some = __mmask16((1u << k) - 1u);
-    if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(to, some, (__m512)raw);
-    else _mm256_mask_storeu_epi16(to, some, (__m256i)raw);
-#else
-    std::memcpy(to, &raw, size_t(k) * sizeof(T));
-#endif
-}
-inline I first_lanes(int64_t k) {
-    I index;
-    for (int i = 0; i < W; ++i) index[i] = i;
-    return index < (int32_t(k) - I{});
-}
-
 // ------------------------------------------------------------------------------------------------------------ one row
 
 enum MaskKind : int32_t { NO_MASK = -1, MASK_F32 = F32, MASK_F16 = F16, MASK_BF16 = BF16, MASK_BOOL = 3 };
@@ -236,12 +123,6 @@ struct Mask {
     }
 };
 
-// Call step(i) for each full vector of [0, n) and rest(i, k) for the k < W elements left.
-template <typename Step, typename Rest> inline void walk(int64_t n, Step&& step, Rest&& rest) {
-    int64_t i = 0;
-    for (; i + W <= n; i += W) step(i);
-    if (i < n) rest(i, n - i);
-}
 // The same with step(i, lane), where `lane` goes round 0 to 3: four accumulators, so that an addition or maximum need not
 // wait for the last. Worth its code where there is little else to do.
 template <typename Step, typename Rest> inline void walk_by_four(int64_t n, Step&& step, Rest&& rest) {

@@ -40,9 +40,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     source = folder / "toy.cpp"
     source.write_text(SOURCE)
-    (folder / "native.h").write_bytes(native._HEADER.read_bytes())
+    for header in native._HERE.glob("*.h"):
+        (folder / header.name).write_bytes(header.read_bytes())
     monkeypatch.setattr(native, "_HERE", folder)
-    monkeypatch.setattr(native, "_HEADER", folder / "native.h")
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     native.library.cache_clear()
@@ -77,18 +77,19 @@ def test_a_family_is_compiled_once_and_then_loaded(toy: Path, tmp_path: Path, mo
     assert library is not None and library.answer() == 42
 
 
-@pytest.mark.parametrize("what", ["source", "header", "flags", "cpu", "compiler"])
+@pytest.mark.parametrize("what", ["source", "native.h", "lanes.h", "flags", "cpu", "compiler"])
 def test_what_changes_the_result_makes_another_library(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    if what == "header":
-        toy.write_text('#include "native.h"\n' + SOURCE)
+    if what.endswith(".h"):
+        toy.write_text(f'#include "{what}"\n' + SOURCE)
     native.library("toy")
     native.library.cache_clear()
     if what == "source":
         toy.write_text(SOURCE.replace("42", "43"))
-    elif what == "header":
-        native._HEADER.write_text(native._HEADER.read_text() + "// changed\n")
+    elif what.endswith(".h"):
+        header = toy.parent / what
+        header.write_text(header.read_text() + "// changed\n")
     elif what == "flags":
         monkeypatch.setattr(native, "_EXACT", [*native._EXACT, "-g"])
     elif what == "cpu":
