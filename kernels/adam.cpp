@@ -1,5 +1,6 @@
 // Adam and AdamW over lists of tensors: the CPU twin of kernels/adam.py, same bits. The arithmetic is described there.
-#include "native.h"
+#include "lanes.h"
+#include <type_traits>
 
 using namespace halfstep;
 
@@ -10,7 +11,7 @@ constexpr int64_t BLOCK = 256;   // elements converted and updated at a time: al
 constexpr float MAX = 3.4028234663852886e38f;
 
 enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2 };
-enum Operand { GRAD, PARAM, EXTRA, M, V, TOP, STEP, STREAM, BASE, INNER, INNER_WHOLE, SEED };
+enum Operand { GRAD, PARAM, EXTRA, FIRST, SECOND, TOP, STEP, STREAM, BASE, INNER, INNER_WHOLE, SEED };
 enum { GROUP_COLUMNS = 8, HYPER_COLUMNS = 10 };
 
 struct Hyper { float gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2; };
@@ -68,10 +69,6 @@ void prepare(const int64_t* rows, int64_t tensors, const int64_t* tensor_group, 
     }
 }
 
-inline float average(float old_value, float new_value, float weight, float beta, bool near_old) {
-    return near_old ? old_value + weight * (new_value - old_value) : new_value + beta * (old_value - new_value);
-}
-
 // fp32 rounded stochastically to a number of format F, still in fp32.
 template <typename F> inline float roughened(float x, uint32_t word);
 template <> inline float roughened<BFloat16>(float x, uint32_t word) {
@@ -97,111 +94,251 @@ void random_words_of(const int64_t* table, int64_t tensors, int64_t start, int64
     }
 }
 
-// The update of up to BLOCK elements in local fp32 arrays. NOISY: the moments are bf16, rounded stochastically here.
-template <bool AMSGRAD, bool L2, bool NOISY>
-void update(const Hyper& h, int64_t n, const float* __restrict g_, float* __restrict w_, float* __restrict m_,
-            float* __restrict v_, float* __restrict top_, const uint32_t* __restrict words) {
+// Where the fp32 weight is kept: in the parameter itself, in a master beside it, or half in it and half in a remainder.
+template <typename T> struct Alone {
+    T* param;
+    static Alone at(int64_t param, int64_t, int64_t start) { return {(T*)param + start}; }
+    V get(int64_t i) const { return halfstep::get(param + i); }
+    V get_some(int64_t i, int64_t k) const { return halfstep::get_some(param + i, k); }
+    void put(int64_t i, V w) const { halfstep::put(param + i, w); }
+    void put_some(int64_t i, V w, int64_t k) const { halfstep::put_some(param + i, w, k); }
+};
+template <typename T> struct Full {
+    T* param;
+    float* master;
+    static Full at(int64_t param, int64_t extra, int64_t start) { return {(T*)param + start, (float*)extra + start}; }
+    V get(int64_t i) const { return halfstep::get(master + i); }
+    V get_some(int64_t i, int64_t k) const { return halfstep::get_some(master + i, k); }
+    void put(int64_t i, V w) const {
+        halfstep::put(master + i, w);
+        halfstep::put(param + i, w);
+    }
+    void put_some(int64_t i, V w, int64_t k) const {
+        halfstep::put_some(master + i, w, k);
+        halfstep::put_some(param + i, w, k);
+    }
+};
+struct Split {
+    bf16* param;
+    bf16* remainder;  // an int16, moved as 16 bits
+    static Split at(int64_t param, int64_t extra, int64_t start) { return {(bf16*)param + start, (bf16*)extra + start}; }
+    static V join(V high, V low) {
+        const U above = (U)high, extended = (U)((I)low >> 16), whole = above + extended;
+        return (V)select(is_nan((V)whole), above, whole);
+    }
+    V get(int64_t i) const { return join(halfstep::get(param + i), halfstep::get(remainder + i)); }
+    V get_some(int64_t i, int64_t k) const {
+        return join(halfstep::get_some(param + i, k), halfstep::get_some(remainder + i, k));
+    }
+    static void halves(V w, H& high, H& low) {
+        const U b = (U)w, nan = (b >> 16) | 0x7fc0u, above = select(is_nan(w), nan, (b + 0x8000u) >> 16);
+        high = lower_half(above);
+        low = lower_half(select(is_nan(w), U{}, b - (above << 16)));
+    }
+    void put(int64_t i, V w) const {
+        H high, low;
+        halves(w, high, low);
+        put_raw(param + i, high);
+        put_raw(remainder + i, low);
+    }
+    void put_some(int64_t i, V w, int64_t k) const {
+        H high, low;
+        halves(w, high, low);
+        put_raw_some(param + i, high, k);
+        put_raw_some(remainder + i, low, k);
+    }
+};
+
+// A moving average, from whichever end is nearer.
+inline V average(V old_value, V new_value, V weight, V beta, bool near_old) {
+    return near_old ? old_value + weight * (new_value - old_value) : new_value + beta * (old_value - new_value);
+}
+
+// A bf16 moment rounded stochastically, still in fp32, by the lower 16 bits of `words`.
+inline V noisy(V x, U words) {
+    U code = (magnitude(x) + (words & 0xffffu)) & 0xffff0000u;
+    code = select((I)(code > 0x7f7f0000u), splat_bits(0x7f800000u), code);
+    code = select(is_nan(x), splat_bits(0x7fc00000u), code);
+    return (V)(code | ((U)x & 0x80000000u));
+}
+
+// The update of n elements, each read and written once. NOISY: the moments are rounded by `words`.
+template <bool AMSGRAD, bool L2, bool NOISY, typename Weight, typename G, typename S>
+void update(const Hyper& h, int64_t n, Weight weight, const G* grad, S* first, S* second, S* top,
+            const uint32_t* words) {
     const bool near_m = h.w1 < 0.5f, near_v = h.w2 < 0.5f;
-    const float gscale = h.gscale, decay = h.decay, w1 = h.w1, w2 = h.w2, root = h.root, eps = h.eps;
-    const float step_size = h.step_size, beta1 = h.beta1, beta2 = h.beta2;
-    for (int64_t i = 0; i < n; ++i) {
-        const float w = w_[i];
-        float g = g_[i] * gscale;
+    const V gscale = splat(h.gscale), decay = splat(h.decay), w1 = splat(h.w1), w2 = splat(h.w2), most = splat(MAX);
+    const V factor = splat(h.root), eps = splat(h.eps), step_size = splat(h.step_size), infinite = splat(INFINITY);
+    const V beta1 = splat(h.beta1), beta2 = splat(h.beta2);
+    // The new weight from the old one; m, v and highest become what is stored.
+    const auto step = [&](V w, V g, V& m, V& v, V& highest, U word) {
+        g = g * gscale;
         if (L2) g = g + decay * w;
-        const float m = average(m_[i], g, w1, beta1, near_m);
-        float square = g * g;
-        square = square > MAX ? MAX : square;
-        float v = v_[i];
-        v = v > MAX ? MAX : v;
-        v = average(v, square, w2, beta2, near_v);
-        m_[i] = NOISY ? roughened<BFloat16>(m, words[i] << 16) : m;
-        v_[i] = NOISY ? roughened<BFloat16>(v, words[i] ^ (words[i] << 16)) : v;
+        const V mean = m = average(m, g, w1, beta1, near_m);
+        V square = v = average(smaller(most, v), smaller(most, g * g), w2, beta2, near_v);
+        if (NOISY) {
+            m = noisy(m, word);
+            v = noisy(v, (word >> 16) ^ word);
+        }
         if (AMSGRAD) {
-            if (NOISY) v = v_[i];
-            v = (v > top_[i]) | (v != v) ? v : top_[i];
-            top_[i] = v;
+            if (NOISY) square = v;
+            square = highest = select((square > highest) | is_nan(square), square, highest);
         }
-        float d = step_size * (m / (std::sqrt(v) * root + eps));
-        if (!L2) {
-            const float decayed = decay * w;
-            d = d + ((bits_of(w) & 0x7fffffffu) == 0x7f800000u ? 0.0f : decayed);
-        }
-        w_[i] = w - d;
-    }
+        V d = step_size * (mean / (root(square) * factor + eps));
+        if (!L2) d = d + (V)((I)(decay * w) & ((V)magnitude(w) != infinite));
+        return w - d;
+    };
+    walk(
+        n,
+        [&](int64_t i) {
+            V m = get(first + i), v = get(second + i), highest{};
+            U word{};
+            if (AMSGRAD) highest = get(top + i);
+            if (NOISY) std::memcpy(&word, words + i, sizeof word);
+            const V w = step(weight.get(i), get(grad + i), m, v, highest, word);
+            put(first + i, m);
+            put(second + i, v);
+            if (AMSGRAD) put(top + i, highest);
+            weight.put(i, w);
+        },
+        [&](int64_t i, int64_t k) {
+            V m = get_some(first + i, k), v = get_some(second + i, k), highest{};
+            U word{};
+            if (AMSGRAD) highest = get_some(top + i, k);
+            if (NOISY) std::memcpy(&word, words + i, size_t(k) * sizeof *words);
+            const V w = step(weight.get_some(i, k), get_some(grad + i, k), m, v, highest, word);
+            put_some(first + i, m, k);
+            put_some(second + i, v, k);
+            if (AMSGRAD) put_some(top + i, highest, k);
+            weight.put_some(i, w, k);
+        });
 }
-
-inline void join(const bf16* weight, const int16_t* remainder, float* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t high = uint32_t(weight[i].bits) << 16, b = high + uint32_t(int32_t(remainder[i]));
-        to[i] = from_bits((b & 0x7fffffffu) > 0x7f800000u ? high : b);
-    }
-}
-
-inline void split(const float* from, bf16* weight, int16_t* remainder, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-        const uint32_t b = bits_of(from[i]);
-        const bool nan = (b & 0x7fffffffu) > 0x7f800000u;
-        const uint32_t high = nan ? (b >> 16) | 0x7fc0u : (b + 0x8000u) >> 16;
-        weight[i].bits = uint16_t(high);
-        remainder[i] = int16_t(uint16_t(nan ? 0u : b - (high << 16)));
-    }
-}
-
-// Conversions chosen once per call: a block amortises the indirect call, and every dtype is compiled once.
-using Load = void (*)(const void*, float*, int64_t);
-using Store = void (*)(const float*, void*, int64_t);
-template <typename T> void load_block(const void* from, float* to, int64_t n) { load((const T*)from, to, n); }
-template <typename T> void store_block(const float* from, void* to, int64_t n) { store(from, (T*)to, n); }
-constexpr Load LOAD[] = {load_block<float>, load_block<f16>, load_block<bf16>};
-constexpr Store STORE[] = {store_block<float>, store_block<f16>, store_block<bf16>};
-constexpr int64_t SIZE[] = {4, 2, 2};
 
 struct Layout { int32_t param, grad, state, master, stochastic; };
 
-template <bool AMSGRAD, bool L2, bool NOISY>
-void chunk_step(const Layout& layout, const int64_t* table, int64_t tensors, int64_t start, int64_t count,
-                const Hyper& hyper) {
-    alignas(64) float g[BLOCK], w[BLOCK], m[BLOCK], v[BLOCK], top[BLOCK];
+// Up to BLOCK elements of every operand in fp32, beside their random words.
+struct Block {
+    alignas(64) float grad[BLOCK], weight[BLOCK], first[BLOCK], second[BLOCK], top[BLOCK];
     alignas(64) uint32_t words[BLOCK];
-    for (int64_t done = start; done < start + count; done += BLOCK) {
-        const int64_t n = start + count - done < BLOCK ? start + count - done : BLOCK;
-        auto at = [&](Operand operand, int64_t size) { return (char*)table[operand * tensors] + done * size; };
-        const int64_t state_size = SIZE[layout.state];
-        char *param = at(PARAM, SIZE[layout.param]), *first = at(M, state_size), *second = at(V, state_size);
-        LOAD[layout.grad](at(GRAD, SIZE[layout.grad]), g, n);
-        LOAD[layout.state](first, m, n);
-        LOAD[layout.state](second, v, n);
-        if (AMSGRAD) LOAD[layout.state](at(TOP, state_size), top, n);
-        if (layout.master == SPLIT_MASTER) join((const bf16*)param, (const int16_t*)at(EXTRA, 2), w, n);
-        else if (layout.master == FULL_MASTER) load((const float*)at(EXTRA, 4), w, n);
-        else LOAD[layout.param](param, w, n);
-        if (layout.stochastic) random_words_of(table, tensors, done, n, words);
-        update<AMSGRAD, L2, NOISY>(hyper, n, g, w, m, v, top, words);
-        STORE[layout.state](m, first, n);
-        STORE[layout.state](v, second, n);
-        if (AMSGRAD) STORE[layout.state](top, at(TOP, state_size), n);
-        if (layout.master == SPLIT_MASTER) {
-            split(w, (bf16*)param, (int16_t*)at(EXTRA, 2), n);
-        } else {
-            if (layout.master == FULL_MASTER) store(w, (float*)at(EXTRA, 4), n);
-            else if (layout.stochastic && layout.param == F16) roughen<Float16>(w, words, n);
-            else if (layout.stochastic && layout.param == BF16) roughen<BFloat16>(w, words, n);
-            STORE[layout.param](w, param, n);
+};
+
+// The n elements from `start` on of a tensor of any layout.
+struct Staged {
+    const Layout& layout;
+    const int64_t* table;
+    int64_t tensors, start, n;
+
+    template <typename T> T* operand(Operand which) const { return (T*)table[which * tensors] + start; }
+    template <typename F> void with_weight(F&& f) const {
+        const int64_t param = table[PARAM * tensors], extra = table[EXTRA * tensors];
+        if (layout.master == SPLIT_MASTER) return f(Split::at(param, extra, start));
+        with_dtype(layout.param, [&](auto* type) {
+            using T = std::remove_pointer_t<decltype(type)>;
+            if (layout.master == FULL_MASTER) f(Full<T>::at(param, extra, start));
+            else f(Alone<T>::at(param, extra, start));
+        });
+    }
+    void read(Block& block, bool amsgrad) const {
+        with_dtype(layout.grad, [&](auto* type) {
+            load(operand<std::remove_pointer_t<decltype(type)>>(GRAD), block.grad, n);
+        });
+        with_dtype(layout.state, [&](auto* type) {
+            using T = std::remove_pointer_t<decltype(type)>;
+            load(operand<T>(FIRST), block.first, n);
+            load(operand<T>(SECOND), block.second, n);
+            if (amsgrad) load(operand<T>(TOP), block.top, n);
+        });
+        with_weight([&](auto weight) {
+            walk(n, [&](int64_t i) { put(block.weight + i, weight.get(i)); },
+                 [&](int64_t i, int64_t k) { put_some(block.weight + i, weight.get_some(i, k), k); });
+        });
+        if (layout.stochastic) random_words_of(table, tensors, start, n, block.words);
+    }
+    void write(Block& block, bool amsgrad) const {
+        with_dtype(layout.state, [&](auto* type) {
+            using T = std::remove_pointer_t<decltype(type)>;
+            store(block.first, operand<T>(FIRST), n);
+            store(block.second, operand<T>(SECOND), n);
+            if (amsgrad) store(block.top, operand<T>(TOP), n);
+        });
+        if (layout.stochastic && layout.master == NO_MASTER) {
+            if (layout.param == F16) roughen<Float16>(block.weight, block.words, n);
+            else if (layout.param == BF16) roughen<BFloat16>(block.weight, block.words, n);
         }
+        with_weight([&](auto weight) {
+            walk(n, [&](int64_t i) { weight.put(i, get(block.weight + i)); },
+                 [&](int64_t i, int64_t k) { weight.put_some(i, get_some(block.weight + i, k), k); });
+        });
+    }
+};
+
+// One chunk of any layout: block by block to fp32, update, and back.
+template <bool AMSGRAD, bool L2, bool NOISY>
+void staged_step(const Layout& layout, const int64_t* table, int64_t tensors, int64_t start, int64_t count,
+                 const Hyper& hyper) {
+    Block block;
+    for (int64_t done = 0; done < count; done += BLOCK) {
+        const Staged part{layout, table, tensors, start + done, count - done < BLOCK ? count - done : BLOCK};
+        part.read(block, AMSGRAD);
+        update<AMSGRAD, L2, NOISY>(hyper, part.n, Alone<float>{block.weight}, block.grad, block.first, block.second,
+                                   block.top, block.words);
+        part.write(block, AMSGRAD);
     }
 }
 
-template <bool AMSGRAD, bool L2, bool NOISY>
-void run(const Layout& layout, const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-         const Hyper* hyper, int32_t threads) {
+// Call f(weight, grad, state) with the types, as null pointers, of a layout that is compiled without staging: the usual
+// ones. Returns whether it is one.
+template <typename F> bool with_usual(const Layout& layout, F&& f) {
+    if (layout.stochastic) return false;
+    const auto is = [&](Dtype param, int32_t master, Dtype state) {
+        return layout.param == param && layout.grad == param && layout.master == master && layout.state == state;
+    };
+    if (is(F32, NO_MASTER, F32)) f((Alone<float>*)nullptr, (float*)nullptr, (float*)nullptr);
+    else if (is(BF16, SPLIT_MASTER, F32)) f((Split*)nullptr, (bf16*)nullptr, (float*)nullptr);
+    else if (is(BF16, SPLIT_MASTER, BF16)) f((Split*)nullptr, (bf16*)nullptr, (bf16*)nullptr);
+    else if (is(BF16, FULL_MASTER, F32)) f((Full<bf16>*)nullptr, (bf16*)nullptr, (float*)nullptr);
+    else if (is(F16, FULL_MASTER, F32)) f((Full<f16>*)nullptr, (f16*)nullptr, (float*)nullptr);
+    else return false;
+    return true;
+}
+
+// Call work(table column, first element, elements, hyper) for every chunk.
+template <typename Work>
+void spread(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks, const Hyper* hyper,
+            int32_t threads, Work&& work) {
+    (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 1)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t tensor = chunk_tensor[chunk];
         const int64_t start = (chunk - rows[tensors + tensor]) * CHUNK;
         const int64_t left = rows[tensor] - start;
-        chunk_step<AMSGRAD, L2, NOISY>(layout, rows + 2 * tensors + tensor, tensors, start,
-                                       left < CHUNK ? left : CHUNK, hyper[tensor]);
+        work(rows + 2 * tensors + tensor, start, left < CHUNK ? left : CHUNK, hyper[tensor]);
     }
+}
+
+template <bool AMSGRAD, bool L2>
+void run(const Layout& layout, const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
+         const Hyper* hyper, int32_t threads) {
+    const bool usual = with_usual(layout, [&](auto* weight, auto* grad, auto* state) {
+        using Weight = std::remove_pointer_t<decltype(weight)>;
+        using G = std::remove_pointer_t<decltype(grad)>;
+        using S = std::remove_pointer_t<decltype(state)>;
+        spread(rows, chunk_tensor, tensors, chunks, hyper, threads,
+               [=](const int64_t* table, int64_t start, int64_t n, const Hyper& h) {
+                   const auto at = [&](Operand operand) { return table[operand * tensors]; };
+                   const auto moment = [&](Operand operand) { return (S*)at(operand) + start; };
+                   update<AMSGRAD, L2, false>(h, n, Weight::at(at(PARAM), at(EXTRA), start), (const G*)at(GRAD) + start,
+                                              moment(FIRST), moment(SECOND), AMSGRAD ? moment(TOP) : nullptr, nullptr);
+               });
+    });
+    if (usual) return;
+    spread(rows, chunk_tensor, tensors, chunks, hyper, threads,
+           [=](const int64_t* table, int64_t start, int64_t n, const Hyper& h) {
+               if (layout.stochastic && layout.state == BF16)
+                   staged_step<AMSGRAD, L2, true>(layout, table, tensors, start, n, h);
+               else
+                   staged_step<AMSGRAD, L2, false>(layout, table, tensors, start, n, h);
+           });
 }
 
 }  // namespace
@@ -214,10 +351,7 @@ extern "C" void halfstep_adam(const int64_t* rows, const int32_t* chunk_tensor, 
     Hyper* table = (Hyper*)hyper;
     prepare(rows, tensors, tensor_group, (const Group*)groups, table, grad_scale, found_inf, sum_of_squares);
     if (found_inf && *found_inf != 0.0f) return;
-    constexpr decltype(&run<false, false, false>) RUN[] = {
-        run<false, false, false>, run<false, false, true>, run<false, true, false>, run<false, true, true>,
-        run<true, false, false>,  run<true, false, true>,  run<true, true, false>,  run<true, true, true>};
-    const bool noisy = stochastic && state == BF16;
-    RUN[4 * bool(amsgrad) + 2 * bool(l2) + noisy](Layout{param, grad, state, master, stochastic}, rows, chunk_tensor,
-                                                  tensors, chunks, table, threads);
+    constexpr decltype(&run<false, false>) RUN[] = {run<false, false>, run<false, true>, run<true, false>, run<true, true>};
+    RUN[2 * bool(amsgrad) + bool(l2)](Layout{param, grad, state, master, stochastic}, rows, chunk_tensor, tensors, chunks,
+                                      table, threads);
 }
