@@ -26,7 +26,7 @@ import torch
 
 from halfstep.bench import gpu_checks, run
 from halfstep.cli import command_line
-from halfstep.cli.command_line import Parser, UsageError, make_folder
+from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
 from halfstep.cli.numbers import above_zero
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,7 @@ def _output(command: list[str]) -> str | None:
 
 def _parser() -> Parser:
     parser = Parser("bench gpu", "Check and measure halfstep on this machine's GPU.")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
+    parser.add_argument("--out", type=a_path, required=True, metavar="DIR", help="folder for the results")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
     parser.add_argument(
         "--minutes", type=above_zero, metavar="M", help="start no further case after so long (default: no limit)"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli import command_line
-from halfstep.cli.command_line import Parser, make_folder
+from halfstep.cli.command_line import Parser, a_path, make_folder
 from halfstep.cli.numbers import above_zero, whole
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _parser() -> Parser:
         "groups", nargs="*", choices=GROUP_NAMES, metavar="GROUP", help=f"of {', '.join(GROUP_NAMES)} (default: all)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="also write JSON, Markdown and pictures to DIR")
+    parser.add_argument("--out", type=a_path, metavar="DIR", help="also write JSON, Markdown and pictures to DIR")
     parser.add_argument(
         "--minutes", type=above_zero, metavar="M", help="start no further case after so long (default: no limit)"
     )

@@ -26,6 +26,7 @@ from halfstep.numerics.messages import printable
 
 NAMES_EACH = 16  # of a tensor that several containers hold
 LONGEST_NAME = 2000  # characters
+EXPECTED = "pass a checkpoint of torch.save or a safetensors file"
 LARGEST_HEADER = 100_000_000  # bytes; that of the format's own reader
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -65,7 +66,9 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
         with open(path, "rb") as file:
             start = file.read(4)
     except OSError as error:
-        raise TensorFileError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise TensorFileError(f"{path} cannot be read: {error.strerror or error}; {EXPECTED}") from error
+    if not start:
+        raise TensorFileError(f"{path} is empty; {EXPECTED}")
     if start == b"PK\x03\x04" or start[:1] == b"\x80" or path.suffix in (".pt", ".pth"):
         return _from_torch(path)
     return _from_safetensors(path)
@@ -95,7 +98,7 @@ def _from_torch(path: Path) -> dict[str, Any]:
         raise TensorFileError(f"{path} {error}") from error
     except Exception as error:  # what a damaged file says of itself may be anything, and so may what follows from it
         said = str(error) if isinstance(error, PickleError) else f"it cannot be decoded ({type(error).__name__})"
-        raise TensorFileError(f"{path} is not a checkpoint of torch.save, or is damaged: {said}") from error
+        raise TensorFileError(f"{path} is not a checkpoint of torch.save, or is damaged: {said}; {EXPECTED}") from error
     return {name: made[id(leaf)] for name, leaf in leaves.items()}
 
 
@@ -201,23 +204,22 @@ def _from_safetensors(path: Path) -> dict[str, torch.Tensor]:
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """The header, and where the tensors' bytes begin."""
     size = path.stat().st_size
-    known = "expected a safetensors file or one of torch.save"
     if size < 8:
-        raise TensorFileError(f"{path} is {size} bytes long, which no file of tensors is; {known}")
+        raise TensorFileError(f"{path} is {size} bytes long, which no file of tensors is; {EXPECTED}")
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, LARGEST_HEADER):
             raise TensorFileError(
                 f"{path} is not a file of tensors, or is truncated: as safetensors its header would be {length:,} "
-                f"bytes long, and the file is {size:,}; {known}"
+                f"bytes long, and the file is {size:,}; {EXPECTED}"
             )
         text = file.read(length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise TensorFileError(f"{path} has a header that is not JSON: {str(error)[:200]}; {known}") from error
+        raise TensorFileError(f"{path} has a header that is not JSON: {str(error)[:200]}; {EXPECTED}") from error
     if not isinstance(header, dict):
-        raise TensorFileError(f"{path} has a header that is not a JSON object; {known}")
+        raise TensorFileError(f"{path} has a header that is not a JSON object; {EXPECTED}")
     return header, 8 + length
 
 

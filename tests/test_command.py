@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -63,13 +64,18 @@ def test_an_interrupt_ends_without_a_traceback(
     assert capsys.readouterr().err == "halfstep: interrupted\n"
 
 
-@pytest.mark.parametrize("words", [["plan", "--params", "7e9", "--json"], ["train", "--help"]])
-def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("words", ["plan --params 7e9 --json", "plan --help", "--help", "--version", "bench --help"])
+def test_a_pipe_closed_by_its_reader_is_not_an_error(words: str, buffered: bool) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
         done = subprocess.run(
-            [sys.executable, "-m", "halfstep", *words], stdout=closed, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "halfstep", *words.split()],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"},
         )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -134,6 +140,10 @@ def test_an_unknown_option_is_answered_with_the_nearest(
         # numbers: negative, NaN, huge, none
         ("plan --params -3", "argument --params: expected an integer of at least 1, such as 7e9"),
         ("plan --params nan", "but got 'nan'"),
+        ("plan --params 7e9 --batch 0", "argument --batch: expected an integer of at least 1, but got '0'"),
+        ("plan --params 7e9 --gpus 0", "argument --gpus: expected integers of at least 1, such as 8 or"),
+        ("plan --params 7e9 --gpus 8,x", "such as 8 or 8,64, but got '8,x'"),
+        ("format ''", "unknown format ''; choose from fp64"),
         ("plan --params 7e9 --rank -1", "argument --rank: expected an integer of at least 0, but got '-1'"),
         ("plan --params 7e9 --step-ms inf", "argument --step-ms: expected a number above 0, but got 'inf'"),
         ("inspect x --limit -1", "argument --limit: expected an integer of at least 0, 0 for all, but got '-1'"),
@@ -153,13 +163,23 @@ def test_an_unknown_option_is_answered_with_the_nearest(
         ("plan --params 7e9 --out d.png", "argument --out: 'd.png' cannot be written: Is a directory"),
         ("inspect x --out f/x.png", "argument --out: 'f/x.png' cannot be written: Not a directory; pass a file in a"),
         ("ladder --out x.bmp", "argument --out: expected a file name ending in .png, .svg, .pdf"),
-        ("inspect nowhere.pt", "nowhere.pt cannot be read: No such file or directory"),
+        ("inspect nowhere.pt", "nowhere.pt cannot be read: No such file or directory; pass a checkpoint"),
+        ("inspect empty.pt", "empty.pt is empty; pass a checkpoint of torch.save or a safetensors file"),
+        ("inspect f.pt", "f.pt is not a checkpoint of torch.save, or is damaged: it cannot be decoded (KeyError); "),
+        ("inspect ''", "argument FILE: expected a path, but got ''"),
         ("inspect d.png", "d.png is a folder; give the file of tensors in it"),
         ("train --out f --steps 3", "--out f cannot be written to: it is a file; pass a folder that can"),
         ("train --data nowhere", "--data nowhere does not exist; pass a file"),
+        ("train --data ''", "argument --data: expected a path, but got ''"),
+        ("train --out ''", "argument --out: expected a path, but got ''"),
+        ("bench run --out ''", "argument --out: expected a path, but got ''"),
+        ("bench gpu --out ''", "argument --out: expected a path, but got ''"),
         ("bench run --out f", "--out f cannot be written to: it is a file; pass a folder that can"),
         ("bench audit --bounds nowhere", "argument --bounds: 'nowhere' does not exist; pass a file that can be read"),
         ("bench audit --bounds d.png", "argument --bounds: 'd.png' is a folder; pass a file that can be read"),
+        ("bench audit --bounds f", "expected f to be written by `halfstep bench audit --record`: JSONDecodeError"),
+        ("bench audit --markdown f", "--markdown f: the markers '<!-- compiled kernels: generated -->' and"),
+        ("bench audit --markdown no", "argument --markdown: 'no' does not exist; pass a file that can be read"),
         ("bench audit --record no/x", "argument --record: 'no/x' cannot be written: No such file or directory"),
         # commands
         ("help plam", "unknown command 'plam'; did you mean 'plan'? Choose from bench, compare"),
@@ -170,10 +190,21 @@ def test_what_is_wrong_gets_one_line(
     words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("f").write_text("kept")
+    for name, content in (("f", "kept"), ("f.pt", "x"), ("empty.pt", "")):
+        Path(name).write_text(content)
     Path("d.png").mkdir()
-    assert said in _one_line(capsys, *words.split())
-    assert sorted(os.listdir()) == ["d.png", "f"] and Path("f").read_text() == "kept"
+    assert said in _one_line(capsys, *shlex.split(words))
+    assert sorted(os.listdir()) == ["d.png", "empty.pt", "f", "f.pt"] and Path("f").read_text() == "kept"
+
+
+def test_a_file_without_permission_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bounds.json"
+    path.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    found = _one_line(capsys, "bench", "predict", "--counts", str(path))
+    assert f"argument --counts: '{path}' cannot be read: Permission denied; pass a file that can be read" in found
 
 
 @pytest.mark.parametrize("name", NAMES)

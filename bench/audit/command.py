@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from halfstep.bench.audit import bounds as audit_bounds
@@ -170,6 +169,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--markdown",
+        type=lambda text: text if text == "-" else input_file(text),
         nargs="?",
         const="-",
         metavar="FILE",
@@ -263,7 +263,7 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
             if arguments.markdown == "-":
                 print(markdown.table(members), end="\n\n")
             else:
-                markdown.write(name, markdown.table(members), Path(arguments.markdown))
+                markdown.write(name, markdown.table(members), arguments.markdown)
     return 1 if failing or left else 0
 
 
@@ -271,6 +271,11 @@ def main(argv: Sequence[str]) -> int:
     """Run ``halfstep bench audit`` with the arguments `argv`. Returns the exit status: 0 if every variant passes."""
 
     def command(arguments: argparse.Namespace) -> int:
+        # Wrong files are refused before minutes are spent on compiling.
+        if arguments.bounds:
+            audit_bounds.load(arguments.bounds)
+        if arguments.markdown not in (None, "-"):
+            markdown.check(markdown.OURS, arguments.markdown)
         status = _without_interpreter(argv)
         if status is not None:
             return status

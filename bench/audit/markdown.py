@@ -77,8 +77,8 @@ def between(name: str, text: str) -> tuple[int, int]:
     return text.index(begin) + len(begin), text.index(end)
 
 
-def write(name: str, content: str, path: Path) -> None:
-    """Replace the generated block `name` of the file `path`.
+def check(name: str, path: Path) -> tuple[str, str]:
+    """What stands in the file `path` before and after the generated block `name`.
 
     Raises:
         ValueError: the file cannot be read, or does not hold the block.
@@ -88,4 +88,14 @@ def write(name: str, content: str, path: Path) -> None:
         start, end = between(name, text)
     except (OSError, ValueError) as error:
         raise ValueError(f"--markdown {path}: {error}") from error
-    path.write_text(text[:start] + content + text[end:])
+    return text[:start], text[end:]
+
+
+def write(name: str, content: str, path: Path) -> None:
+    """Replace the generated block `name` of the file `path`.
+
+    Raises:
+        ValueError: the file cannot be read, or does not hold the block.
+    """
+    before, after = check(name, path)
+    path.write_text(before + content + after)

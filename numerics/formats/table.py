@@ -445,9 +445,9 @@ class _Formats(Mapping[str, Format]):
             if plain == prefix:
                 return f"format {text!r} is ambiguous: choose {_either(meant)}"
         near = difflib.get_close_matches(plain, self._names, n=1, cutoff=0.6)
-        hint = f"did you mean {self._names[near[0]].name!r}? " if near else ""
+        hint = f"did you mean {self._names[near[0]].name!r}? C" if near else "c"
         return (
-            f"unknown format {text!r}; {hint}Choose from {', '.join(self._rows)}, their aliases, and fields of your "
+            f"unknown format {text!r}; {hint}hoose from {', '.join(self._rows)}, their aliases, and fields of your "
             "own such as 'e5m7'"
         )
 

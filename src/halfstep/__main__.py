@@ -1,6 +1,6 @@
-"""The command ``halfstep``: one word chooses a sub-command, and only that one is imported.
+"""The command ``halfstep``: its first word or two choose a subcommand, and only the module of that one is imported.
 
-``halfstep --help`` and ``halfstep --version`` therefore need no torch and answer at once.
+``halfstep --help`` and ``halfstep --version`` therefore do not import torch and answer at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep._version import __version__
-from halfstep.cli.command_line import complain
+from halfstep.cli.command_line import complain, with_output
 from halfstep.cli.terminal import Terminal, terminal
 from halfstep.numerics.messages import instead
 
@@ -54,7 +54,7 @@ COMMANDS = (
 
 
 def _listed(commands: Sequence[_Command]) -> list[str]:
-    """A line for each command, or as many as the screen needs."""
+    """One line for each command, or several where the screen is narrow."""
     screen = terminal()
     width = max(len(" ".join(command.words)) for command in commands) + len("  halfstep   ")
     lines: list[str] = []
@@ -86,31 +86,43 @@ def _usage() -> str:
 
 
 def _unknown(words: Sequence[str]) -> str:
-    """What to say about words that are no command, with the nearest one that is."""
+    """The error message for words that are not a command, with the nearest one that is."""
     starts = {" ".join(command.words[: len(words)]) for command in COMMANDS}
     given = " ".join(words)
     return f"unknown command {given!r}; {instead(given, sorted(starts))}; see halfstep --help"
 
 
 def _shorten_openmp_spinning() -> None:
-    """Let OpenMP's threads sleep sooner between two operations, before torch loads and reads the setting.
+    """Make OpenMP's threads sleep sooner between two operations. Must run before torch loads and reads the setting.
 
-    By default they spin for milliseconds. A step of a small model is hundreds of short operations, so on a machine that
-    does anything else the threads mostly wait for one another's time slices: two cores with two other busy processes
-    took 254 ms per step, and 86 ms with this. A setting of the user's own is kept.
+    By default the threads spin for milliseconds. A step of a small model is hundreds of short operations, so on a
+    machine with other work the threads mostly wait for one another's time slices: on two cores shared with two busy
+    processes, a step took 254 ms, and 86 ms with this setting. A setting that the user made is kept.
     """
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0 fine, 1 failed, 2 wrong input, 128 + signal if interrupted."""
+    """Run the command line.
+
+    Returns:
+        The exit status: 0 for success, 1 for failure, 2 for wrong input, 128 + signal if interrupted.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if sys.stderr is None:  # closed, as by 2>&-; print would take standard output instead
+    if sys.stderr is None:  # closed by 2>&-; print would write to standard output instead
         sys.stderr = open(os.devnull, "w")
-    if sys.stdout is None:  # before hours are spent on what cannot be told
+    if sys.stdout is None:  # refused now, not after hours of computing a result that cannot be printed
         complain("halfstep", "standard output is closed; send it to a file, or to /dev/null")
         return 1
+    try:
+        return with_output("halfstep", lambda: _run(arguments))
+    except KeyboardInterrupt:
+        print("halfstep: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -124,11 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if tuple(arguments[:length]) == command.words:
             if command.words == ("train",):
                 _shorten_openmp_spinning()
-            try:
-                return int(importlib.import_module(command.module).main(arguments[length:]))
-            except KeyboardInterrupt:
-                print("halfstep: interrupted", file=sys.stderr)
-                return 130
+            return int(importlib.import_module(command.module).main(arguments[length:]))
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         print("\n".join(_listed(family)))

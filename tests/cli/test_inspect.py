@@ -107,7 +107,10 @@ def test_parts_of_one_checkpoint_and_batches(
     [
         (["nowhere.pt"], "nowhere.pt cannot be read: No such file or directory"),
         (["README"], "README is not a file of tensors, or is truncated: as safetensors its header would be"),
-        (["integers.pt"], "integers.pt: there are no floating-point tensors in it, only 1 of int64"),
+        (
+            ["integers.pt"],
+            "integers.pt: expected floating-point tensors, but got none, only 1 of int64",
+        ),
         (["zeros.pt", "--advise"], "gradients hold no finite number but 0"),
         (["zeros.pt", "zeros.pt"], "zeros.pt has a tensor 'a', and so has a file before it; inspect them one by one"),
         (["zeros.pt", "--format", "fp17"], "argument --format: unknown format 'fp17'; did you mean 'fp16'"),

@@ -140,7 +140,7 @@ def test_hostile_entries(entry: Any, said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is 0 bytes long, which no file of tensors is"),
+        (b"", "is empty; pass a checkpoint"),
         (b"1234567", "is 7 bytes long"),
         (struct.pack("<Q", 10) + b"{}", "its header would be 10 bytes long, and the file is 10"),
         (struct.pack("<Q", 2**63) + b"{}", "its header would be 9,223,372,036,854,775,808 bytes"),

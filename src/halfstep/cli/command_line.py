@@ -1,8 +1,8 @@
-"""What all commands share: how a command line is read, how it is refused, and what happens where output cannot go.
+"""What all commands share: parsing the command line, refusing wrong input, and handling output that cannot be written.
 
-Whatever is refused gets one line on standard error: what, its value, what is allowed or was probably meant; the exit
-status is 2.
-Nothing here loads a library, since a command that only looks something up must answer at once.
+Wrong input gets one line on standard error, which names the argument, its value and what is allowed or was probably
+meant, and exit status 2. This module imports no third-party library, since a command that only looks something up must
+answer at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfstep.cli.terminal import Terminal, terminal
 from halfstep.numerics.messages import instead, printable
 
 PICTURES = (".png", ".svg", ".pdf")
-# How a number begins; no option begins like a negative one.
+# The start of a number. No option starts like a negative number.
 _NUMBER = re.compile(r"[-+]?\s*(?:[\d.(∞]|inf|nan)", re.IGNORECASE)
 
 
@@ -35,8 +35,10 @@ class UsageError(ValueError):
 
 
 class _Help(argparse.HelpFormatter):
-    """argparse's, told the width: it would import shutil to ask for it, for every option there is. Line breaks in
-    descriptions are kept, and defaults are named."""
+    """argparse's formatter, with line breaks in descriptions kept and defaults shown.
+
+    The width is passed to it, because argparse would otherwise import shutil to find it out for every option.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=max(20, min(terminal().width, 100)))
@@ -63,8 +65,11 @@ class _Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but -2.5 and -inf are numbers, a typo is answered with what was probably meant, nothing is guessed from
-    a prefix, and what is wrong is raised as `UsageError`."""
+    """argparse's parser, with four changes.
+
+    Words such as -2.5 and -inf are numbers, a typo is answered with the nearest option, options cannot be abbreviated,
+    and errors are raised as `UsageError`.
+    """
 
     def __init__(self, command: str, description: str, epilog: str = "", usage: str | None = None) -> None:
         super().__init__(
@@ -89,7 +94,8 @@ class Parser(argparse.ArgumentParser):
         """
         prepared = self.prepared(words)
         end = prepared.index("--") if "--" in prepared else len(prepared)
-        for word in prepared[:end]:  # before argparse takes its value for an argument
+        # Unknown options are refused first; argparse would complain about the word after one instead.
+        for word in prepared[:end]:
             known = word.split("=")[0] if word.startswith("--") else word[:2]
             if word.startswith("-") and word != "-" and known not in self._option_string_actions:
                 raise UsageError(self._unknown(word))
@@ -99,8 +105,10 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def prepared(self, words: Sequence[str]) -> list[str]:
-        """The words with a space, which keeps argparse from taking it for an option, before each negative number, and
-        before every word with a minus after ``--``."""
+        """The words, with a space before each negative number and before each word that starts with "-" after ``--``.
+
+        The space keeps argparse from treating the word as an option; `_get_value` removes it.
+        """
         end = list(words).index("--") if "--" in words else len(words)
         return [
             f" {word}" if word.startswith("-") and (place > end or is_number(word)) else word
@@ -118,7 +126,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def _unknown(self, word: str) -> str:
-        """What to say of a word that nothing takes."""
+        """The error message for a word that no option or argument accepts."""
         if word.startswith("-"):
             options = [name for action in self._actions for name in action.option_strings]
             near = instead(word.split("=")[0], options, listed=False)
@@ -131,16 +139,23 @@ class Parser(argparse.ArgumentParser):
 # -------------------------------------------------------------------------------------------------------------- files
 
 
+def a_path(text: str) -> Path:
+    """An argparse type: any path. An empty one would be the current folder, which nobody means by it."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, but got ''")
+    return Path(text)
+
+
 def picture(text: str) -> Path:
-    """An argparse type: the file that a picture goes to."""
+    """An argparse type: the file that a picture is written to."""
     if Path(text).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"expected a file name ending in {', '.join(PICTURES)}, but got {text!r}")
     return output_file(text)
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a file that can be written, in a folder that is there."""
-    path = Path(text)
+    """An argparse type: a file that can be written, in an existing folder."""
+    path = a_path(text)
     for wrong, code in (
         (not path.parent.exists(), errno.ENOENT),
         (path.parent.exists() and not path.parent.is_dir(), errno.ENOTDIR),
@@ -156,18 +171,22 @@ def output_file(text: str) -> Path:
 
 def input_file(text: str) -> Path:
     """An argparse type: a file that can be read."""
-    path = Path(text)
+    path = a_path(text)
+    wrong = ""
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "is no file" if path.exists() else "does not exist"
-        raise argparse.ArgumentTypeError(f"{text!r} {what}; pass a file that can be read")
+        wrong = "is a folder" if path.is_dir() else "is not a file" if path.exists() else "does not exist"
+    elif not os.access(path, os.R_OK):
+        wrong = f"cannot be read: {os.strerror(errno.EACCES)}"
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{text!r} {wrong}; pass a file that can be read")
     return path
 
 
 def make_folder(path: Path, option: str = "--out") -> Path:
-    """Make a folder, and prove that it can be written to before time is spent on what goes there.
+    """Create a folder and check that files can be written to it, before time is spent on computing them.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the folder cannot be created or written to.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -189,41 +208,61 @@ def run(
     refused: tuple[type[Exception], ...] = (),
     speaks: bool = True,
 ) -> int:
-    """Parse and carry out. Returns the exit status: the command's; 2 for what is not allowed; 1 if output is not taken.
+    """Parse the command line and carry it out.
 
     Args:
-        parser: of the command.
-        argv: its words.
-        command: gets the options.
-        refused: what it raises, beside `UsageError`, with a text for the user.
-        speaks: whether to say what is wrong; of several processes with the same complaint, one does.
+        parser: the parser of the command.
+        argv: the arguments of the command.
+        command: receives the parsed options and returns the exit status; None stands for 0.
+        refused: exceptions besides `UsageError` whose text is meant for the user.
+        speaks: whether to print what is wrong. Of several processes with the same error, only one does.
+
+    Returns:
+        The exit status: what the command returned, 2 for wrong input, or that of `with_output`.
     """
+
     refusals: tuple[type[Exception], ...] = (UsageError, *refused)
+
+    def carry_out() -> int:
+        try:
+            return command(parser.parse(argv)) or 0
+        except refusals as error:
+            if speaks:
+                complain(parser.prog, str(error))
+            return 2
+
+    return with_output(parser.prog, carry_out)
+
+
+def with_output(prog: str, command: Callable[[], int]) -> int:
+    """Run `command` and flush standard output, so that an error of the output is reported here and not at exit.
+
+    Returns:
+        What `command` returned; 0 if the reader of a pipe closed it early, 1 if standard output cannot be written, and
+        2 if another file cannot be used.
+    """
     try:
-        status = command(parser.parse(argv))
-        sys.stdout.flush()
-        return status or 0
-    except refusals as error:
-        if speaks:
-            complain(parser.prog, str(error))
-        return 2
+        try:
+            return command()
+        finally:  # argparse ends the process after printing help, with output that may still be buffered
+            sys.stdout.flush()
     except BrokenPipeError:
-        discard_output()  # whoever read it has seen enough
+        discard_output()
         return 0
     except OSError as error:
         if error.filename is not None:
-            complain(parser.prog, f"{error.filename} cannot be used: {error.strerror}")
+            complain(prog, f"{error.filename} cannot be used: {error.strerror}")
             return 2
-        complain(parser.prog, f"standard output cannot be written: {error.strerror or error}")
+        complain(prog, f"standard output cannot be written: {error.strerror or error}")
         discard_output()
         return 1
 
 
 def complain(prog: str, text: str) -> None:
-    """The one line on standard error."""
+    """Print one line on standard error."""
     print(f"{prog}: error: {printable(text)}", file=sys.stderr)
 
 
 def discard_output() -> None:
-    """What is left must not be written at exit either."""
+    """Send what is still buffered for standard output to nowhere, so that Python does not fail to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 from halfstep.cli import tables
-from halfstep.cli.command_line import Parser, picture, run
+from halfstep.cli.command_line import Parser, a_path, picture, run
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import count, power, shortened
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
@@ -74,7 +74,7 @@ def _parser() -> Parser:
         epilog="examples: halfstep inspect model.safetensors    halfstep inspect grads.pt --scale 2^16 --advise",
     )
     add = parser.add_argument
-    add("files", metavar="FILE", nargs="+", type=Path, help="a checkpoint, or all parts of one")
+    add("files", metavar="FILE", nargs="+", type=a_path, help="a checkpoint, or all parts of one")
     add("--format", type=_format, default="fp16", metavar="NAME", help="fp16, bf16, e4m3fn, e5m7, ...")
     add("--scale", type=_SCALE, default=1.0, metavar="S", help="multiply by S first: a number or 2^16")
     add("--sort", choices=SORTS, default="size", help=f"which tensors come first: {', '.join(SORTS)}", metavar="BY")
@@ -105,7 +105,7 @@ def _read(files: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int
                 found[name] = _once(file, name, tensor)
     if not found:
         also = f", only {sum(left_out.values())} of {', '.join(left_out)}" if left_out else ""
-        raise TensorFileError(f"{', '.join(map(str, files))}: there are no floating-point tensors in it{also}")
+        raise TensorFileError(f"{', '.join(map(str, files))}: expected floating-point tensors, but got none{also}")
     return found, left_out
 
 

@@ -14,7 +14,7 @@ _SIZES = {"mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
 
 
 def number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
-    """An argparse type: a finite number of a kind that is fine."""
+    """An argparse type: a finite number that `kind` converts and `fine` accepts; `allowed` says which those are."""
 
     def parse(text: str) -> float:
         try:
@@ -29,7 +29,7 @@ def number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed:
 
 
 def whole(least: int, most: int = 2**63 - 1, note: str = "") -> Callable[[str], Any]:
-    """An argparse type: a whole number in a range."""
+    """An argparse type: a whole number from `least` to `most`. `note` follows in the error."""
     span = f"of at least {least}" if most == 2**63 - 1 else f"from {least} to {most}"
     return number(int, lambda value: least <= value <= most, f"an integer {span}{note}")
 
@@ -37,24 +37,32 @@ def whole(least: int, most: int = 2**63 - 1, note: str = "") -> Callable[[str], 
 above_zero = number(float, lambda value: value > 0, "a number above 0")
 
 
-def count(text: str) -> int:
-    """A whole number: 7e9, 7B, 1.5B, 7_000_000."""
+def _count(text: str) -> int:
+    """A whole number: 7e9, 7B, 1.5B, 7_000_000. Raises ValueError for anything else."""
     found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]+)?)([kmbgt]?)", text.strip().lower())
     value = Fraction(found[1].replace("_", "")) * _SUFFIXES.get(found[2], 1) if found else Fraction(0)
     if value < 1 or value.denominator != 1:
-        raise argparse.ArgumentTypeError(
-            f"expected an integer of at least 1, such as 7e9, 7B or 350M, but got {text!r}"
-        )
+        raise ValueError(text)
     return int(value)
 
 
+def count(example: str = "") -> Callable[[str], int]:
+    """An argparse type: a whole number of at least 1, also as 7e9, 7B or 350M. `example` follows in the error."""
+    return number(_count, lambda value: True, "an integer of at least 1" + example)
+
+
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between: 8, or 8,64,1024."""
-    return tuple(dict.fromkeys(count(each) for each in text.split(",")))
+    """An argparse type: whole numbers of at least 1, separated by commas."""
+    try:
+        return tuple(dict.fromkeys(map(_count, text.split(","))))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected integers of at least 1, such as 8 or 8,64, but got {text!r}"
+        ) from None
 
 
 def share_or_bytes(text: str) -> Fraction | int:
-    """A share of a card's memory, or bytes: 10%, 4GiB."""
+    """An argparse type: a share of a card's memory, such as 10%, or a size, such as 4GiB."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
     if not found:
         raise argparse.ArgumentTypeError(f"expected a share or a size, such as 10% or 4GiB, but got {text!r}")

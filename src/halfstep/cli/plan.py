@@ -53,7 +53,9 @@ def _parser() -> Parser:
         "or the shape of a transformer; only a shape has activations and gathered units.",
     )
     model = parser.add_argument_group("model")
-    model.add_argument("--params", type=count, metavar="N", help="parameters, as 7e9, 7B or 350M")
+    model.add_argument(
+        "--params", type=count(", such as 7e9, 7B or 350M"), metavar="N", help="parameters, as 7e9, 7B or 350M"
+    )
     model.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(MODELS)}")
     for name, text in (
         ("layers", "blocks"),
@@ -62,9 +64,9 @@ def _parser() -> Parser:
         ("vocab", "rows of embedding and head"),
         ("seq", "length of a sequence"),
     ):
-        model.add_argument(f"--{name}", type=count, metavar="N", help=text)
-    model.add_argument("--ffn", type=count, metavar="N", help="width of the MLP (default: 4 times the width)")
-    model.add_argument("--kv-heads", type=count, metavar="N", help="heads of keys and values (default: all)")
+        model.add_argument(f"--{name}", type=count(), metavar="N", help=text)
+    model.add_argument("--ffn", type=count(), metavar="N", help="width of the MLP (default: 4 times the width)")
+    model.add_argument("--kv-heads", type=count(), metavar="N", help="heads of keys and values (default: all)")
     model.add_argument("--gated", action="store_true", help="an MLP of three matrices, as in Llama")
     model.add_argument("--no-biases", action="store_true", help="linear layers without biases")
     model.add_argument("--norm", default=None, metavar="KIND", help="layer (default) or rms")
@@ -88,8 +90,10 @@ def _parser() -> Parser:
         help=f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single); with --compare strategies those to compare, "
         "as ddp,fsdp (default: all)",
     )
-    where.add_argument("--shard", type=count, metavar="N", help="GPUs of one group of hsdp")
-    where.add_argument("--tensor-parallel", "--tp", type=count, default=1, metavar="N", help="GPUs that share a layer")
+    where.add_argument("--shard", type=count(), metavar="N", help="GPUs of one group of hsdp")
+    where.add_argument(
+        "--tensor-parallel", "--tp", type=count(), default=1, metavar="N", help="GPUs that share a layer"
+    )
     where.add_argument("--sequence-parallel", action="store_true", help="and norms and dropouts too")
     where.add_argument("--offload", action="store_true", help="leave on the host what the strategy can leave there")
     where.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True")
@@ -108,8 +112,8 @@ def _parser() -> Parser:
     kept.add_argument("--amsgrad", action="store_true", help="keep max_exp_avg_sq too")
 
     step = parser.add_argument_group("step")
-    step.add_argument("--batch", type=count, metavar="N", help="sequences of one micro-batch on one GPU (default: 1)")
-    step.add_argument("--accumulate", type=count, default=1, metavar="N", help="micro-batches in a step (default: 1)")
+    step.add_argument("--batch", type=count(), metavar="N", help="sequences of one micro-batch on one GPU (default: 1)")
+    step.add_argument("--accumulate", type=count(), default=1, metavar="N", help="micro-batches in a step (default: 1)")
     step.add_argument(
         *("--checkpointing",),
         nargs="?",

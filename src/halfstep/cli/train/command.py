@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from halfstep.cli import tables
-from halfstep.cli.command_line import Parser, UsageError, make_folder, run
+from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder, run
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.train import data, loop, report, world
 from halfstep.cli.train.model import SIZES
@@ -62,7 +62,9 @@ def _parser() -> Parser:
         "(ZeRO-1), or tensor parallelism",
     )
     what.add_argument("--size", choices=list(SIZES), default="tiny", help="size of the model")
-    what.add_argument("--data", metavar="PATH", help="file or folder to read (default: this Python's standard library)")
+    what.add_argument(
+        "--data", type=a_path, metavar="PATH", help="file or folder to read (default: this Python's standard library)"
+    )
     what.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes a GPU if there is one"
     )
@@ -90,7 +92,9 @@ def _parser() -> Parser:
         "--compress", choices=world.COMPRESSIONS, default="none", help="what gradients are sent as (ddp, zero1)"
     )
     left = parser.add_argument_group("what is left behind")
-    left.add_argument("--out", metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
+    left.add_argument(
+        "--out", type=a_path, metavar="DIR", default="out/train", help="folder of the report and the checkpoints"
+    )
     left.add_argument("--save-every", type=whole(0), default=0, metavar="N", help="steps between checkpoints; 0: none")
     left.add_argument(
         "--resume",
@@ -126,7 +130,7 @@ def _resumed(
     options: argparse.Namespace, runs: Sequence[loop.Run], settings: loop.Settings, corpus: data.Corpus
 ) -> dict[str, dict[str, Any]]:
     """The checkpoint each run continues from, read and approved before any run starts."""
-    out = Path(options.out)
+    out = options.out
     found = {run.name: checkpoint.checkpoints(_folder(out, run)) for run in runs}
     if world.restarts() and options.save_every and (any(found.values()) or options.resume is None):
         return {
@@ -221,7 +225,7 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    out, runs = Path(options.out), RUNS[options.precision]
+    out, runs = options.out, RUNS[options.precision]
     settings = loop.Settings(
         size=options.size,
         steps=options.steps,
