@@ -1,8 +1,7 @@
 // Vectors of W fp32 lanes (GCC and Clang vector extensions) for the C++ kernels: arithmetic, formats, memory.
 //
 // Arithmetic on them is IEEE, lane by lane, as on single numbers. Intrinsics are used where a compiler makes several
-// instructions of what is one, and never change a bit, with one exception that a file has to ask for before it includes
-// this one: HALFSTEP_FLUSHES_BF16 lets the conversion to bf16 turn subnormal numbers into 0, in one instruction.
+// instructions of what is one, and never change a bit.
 #pragma once
 #include "native.h"
 #if defined(__ARM_NEON) && defined(__aarch64__)
@@ -94,12 +93,14 @@ template <> inline V unpack<f16>(H raw) {
 template <typename T> inline typename Lanes<T>::type pack(V x);
 template <> inline V pack<float>(V x) { return x; }
 template <> inline H pack<bf16>(V x) {
-#if defined(HALFSTEP_AVX512) && defined(__AVX512BF16__) && defined(HALFSTEP_FLUSHES_BF16)
-    return (H)_mm512_cvtneps_pbh((__m512)x);  // takes fp32 subnormals for 0
-#else
+#if defined(HALFSTEP_AVX512) && defined(__AVX512BF16__) && defined(__AVX512DQ__)
+    // One instruction, but it takes subnormal numbers for 0 and keeps the payload of a NaN.
+    constexpr int nan_or_subnormal = 0x01 | 0x20 | 0x80;
+    if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)x, nan_or_subnormal), 1))
+        return (H)_mm512_cvtneps_pbh((__m512)x);
+#endif
     U b = (U)x, rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16, quiet = ((b >> 16) & 0x8000u) | 0x7fc0u;
     return lower_half(select(is_nan(x), quiet, rounded));
-#endif
 }
 template <> inline H pack<f16>(V x) {
 #if defined(HALFSTEP_AVX512)
@@ -153,6 +154,33 @@ template <typename Step, typename Rest> inline void walk(int64_t n, Step&& step,
     int64_t i = 0;
     for (; i + W <= n; i += W) step(i);
     if (i < n) rest(i, n - i);
+}
+// The same with step(i, lane), where `lane` goes round 0 to 3: four accumulators, so that an addition or maximum need not
+// wait for the last. Worth its code where there is little else to do.
+template <typename Step, typename Rest> inline void walk_by_four(int64_t n, Step&& step, Rest&& rest) {
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W)
+        for (int lane = 0; lane < 4; ++lane) step(i + lane * W, lane);
+    for (; i + W <= n; i += W) step(i, 0);
+    if (i < n) rest(i, n - i);
+}
+
+// The sums of neighbours, those of a first: a[0] + a[1], a[2] + a[3], ..., b[0] + b[1], ...
+inline V neighbours(V a, V b) {
+#if defined(HALFSTEP_AVX512)
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return (V)_mm512_permutex2var_ps((__m512)a, even, (__m512)b) + (V)_mm512_permutex2var_ps((__m512)a, odd, (__m512)b);
+#elif defined(__AVX2__)
+    const __m256 sums = _mm256_hadd_ps((__m256)a, (__m256)b);  // halves of a and b in turn
+    return (V)_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xd8);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (V)vpaddq_f32((float32x4_t)a, (float32x4_t)b);
+#else
+    V sums;
+    for (int i = 0; i < W / 2; ++i) sums[i] = a[2 * i] + a[2 * i + 1], sums[i + W / 2] = b[2 * i] + b[2 * i + 1];
+    return sums;
+#endif
 }
 
 }  // namespace halfstep

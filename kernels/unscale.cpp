@@ -1,5 +1,6 @@
 // Unscale, non-finite check and sum of squares over a list of tensors: the CPU twin of kernels/unscale.py, same bits.
-#include "native.h"
+#include "lanes.h"
+#include <type_traits>
 
 using namespace halfstep;
 
@@ -10,11 +11,20 @@ constexpr int64_t LANES = 1024;
 
 // Sum values, a power of two of them, by adding neighbours until one is left.
 template <typename T> T sum_neighbours(T* values, int64_t width) {
+    if constexpr (std::is_same_v<T, float>)
+        for (; width >= 2 * W; width /= 2)
+            for (int64_t i = 0; i < width / 2; i += W) put(values + i, neighbours(get(values + 2 * i), get(values + 2 * i + W)));
     for (width /= 2; width > 0; width /= 2) {
 #pragma GCC ivdep
         for (int64_t i = 0; i < width; ++i) values[i] = values[2 * i] + values[2 * i + 1];
     }
     return values[0];
+}
+
+// Sum 2^LEVEL vectors, the first being leaf(first), by adding neighbours until one vector is left.
+template <int LEVEL, typename Leaf> inline V sum_vectors(int64_t first, Leaf&& leaf) {
+    if constexpr (LEVEL == 0) return leaf(first);
+    else return neighbours(sum_vectors<LEVEL - 1>(first, leaf), sum_vectors<LEVEL - 1>(first + (1 << (LEVEL - 1)), leaf));
 }
 
 // Sum the first n of LENGTH values, as if the others were zero: halves, halves of these, then neighbours. Zeros change no
@@ -33,50 +43,77 @@ template <int64_t LENGTH, typename T> T tree_sum(T* values, int64_t n) {
     return sum_neighbours(values, width);
 }
 
-template <typename T>
-void check_chunk(T* data, int64_t n, const float* inv_scale, bool write, int32_t* flag, double* sum) {
-    alignas(64) float own[CHUNK];
-    const float* y = own;
-    if (std::is_same<T, float>::value && !inv_scale) {
-        y = (const float*)data;
-    } else {
-        load(data, own, n);
-        if (inv_scale) {
-            const float factor = *inv_scale;
-            for (int64_t i = 0; i < n; ++i) own[i] = own[i] * factor;
-        }
-        if (write) {
-            store(own, data, n);
-            load(data, own, n);
-        }
-    }
-    int32_t biggest = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        int32_t magnitude = int32_t(bits_of(y[i]) & 0x7fffffffu);
-        biggest = magnitude > biggest ? magnitude : biggest;
-    }
-    if (biggest >= 0x7f800000) {
-        bool inf = false;
-        for (int64_t i = 0; i < n; ++i) inf |= (bits_of(y[i]) & 0x7fffffffu) == 0x7f800000u;
-        int32_t found = (inf ? 1 : 0) + (biggest > 0x7f800000 ? 2 : 0);
+// Flags and sum of squares of one chunk. SCALED: of its products with `factor`; WRITE: which are stored, and rounded.
+template <typename T, bool SCALED, bool WRITE>
+void check_chunk(T* data, int64_t n, float factor, int32_t* flag, double* sum) {
+    const V by = splat(factor);
+    // Twice over the chunk, the second time from the first-level cache: a scale must be known before squares are summed.
+    U biggest[4] = {};
+    const auto stored = [&](V x) {
+        if (SCALED) x = x * by;
+        return pack<T>(x);
+    };
+    walk_by_four(
+        n,
+        [&](int64_t i, int lane) {
+            V x = get(data + i);
+            if (WRITE) {
+                const auto raw = stored(x);
+                put_raw(data + i, raw);
+                x = unpack<T>(raw);
+            } else if (SCALED) {
+                x = x * by;
+            }
+            biggest[lane] = larger(biggest[lane], magnitude(x));
+        },
+        [&](int64_t i, int64_t k) {
+            V x = get_some(data + i, k);
+            if (WRITE) {
+                const auto raw = stored(x);
+                put_raw_some(data + i, raw, k);
+                x = unpack<T>(raw);
+            } else if (SCALED) {
+                x = x * by;
+            }
+            biggest[0] = larger(biggest[0], magnitude(x) & (U)first_lanes(k));  // beyond k: 0 * factor, which may be NaN
+        });
+    const U of_lanes = larger(larger(biggest[0], biggest[1]), larger(biggest[2], biggest[3]));
+    uint32_t most = 0;
+    for (int lane = 0; lane < W; ++lane) most = of_lanes[lane] > most ? of_lanes[lane] : most;
+    const auto value = [&](V x) { return SCALED && !WRITE ? x * by : x; };
+    if (most >= 0x7f800000u) {
+        I inf{};
+        walk(
+            n, [&](int64_t i) { inf |= (I)(magnitude(value(get(data + i))) == 0x7f800000u); },
+            [&](int64_t i, int64_t k) {
+                inf |= (I)(magnitude(value(get_some(data + i, k))) == 0x7f800000u) & first_lanes(k);
+            });
+        int32_t found = most > 0x7f800000u ? 2 : 0;
+        for (int lane = 0; lane < W; ++lane) found |= inf[lane] & 1;
         __atomic_fetch_or(flag, found, __ATOMIC_RELAXED);
     }
-    int32_t exponent = 254 - (biggest >> 23);
+    int32_t exponent = 254 - int32_t(most >> 23);
     exponent = exponent < 1 ? 1 : exponent;
-    const float scale = from_bits(uint32_t(exponent) << 23);
-    const auto square = [scale](float x) {
-        const float scaled = x * scale;
+    const V scale = splat(from_bits(uint32_t(exponent) << 23));
+    const auto square = [&](V x) {
+        const V scaled = value(x) * scale;
         return scaled * scaled;
     };
+    alignas(64) float own[CHUNK];
     float total;
     if (n == CHUNK) {  // as `tree_sum` has it, without a pass to store the squares
         constexpr int64_t quarter = CHUNK / 4;
-#pragma GCC ivdep
-        for (int64_t i = 0; i < quarter; ++i)
-            own[i] = (square(y[i]) + square(y[i + 2 * quarter])) + (square(y[i + quarter]) + square(y[i + 3 * quarter]));
-        total = sum_neighbours(own, quarter);
+        const auto quarters = [&](int64_t vector) {
+            const T* from = data + vector * W;
+            return (square(get(from)) + square(get(from + 2 * quarter))) +
+                   (square(get(from + quarter)) + square(get(from + 3 * quarter)));
+        };
+        for (int64_t i = 0; i < quarter / W; i += 8) put(own + i / 8 * W, sum_vectors<3>(i, quarters));
+        total = sum_neighbours(own, quarter / 8);
     } else {
-        for (int64_t i = 0; i < n; ++i) own[i] = square(y[i]);
+        walk(
+            n, [&](int64_t i) { put(own + i, square(get(data + i))); },
+            [&](int64_t i, int64_t k) { put_some(own + i, square(get_some(data + i, k)), k); });
         total = tree_sum<CHUNK>(own, n);
     }
     uint64_t back_bits = uint64_t(1023 + 2 * (127 - exponent)) << 52;
@@ -90,20 +127,18 @@ void check_chunk(T* data, int64_t n, const float* inv_scale, bool write, int32_t
 extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
                                const float* inv_scale, int32_t inverted, int32_t write, int32_t dtype, int32_t* flags,
                                double* sums, int32_t threads) {
-    float reciprocal;
-    if (inv_scale && inverted) {
-        reciprocal = 1.0f / *inv_scale;
-        inv_scale = &reciprocal;
-    }
+    const float factor = !inv_scale ? 1.0f : inverted ? 1.0f / *inv_scale : *inv_scale;
     with_dtype(dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
+        const auto one = !inv_scale ? check_chunk<T, false, false>
+                                    : write ? check_chunk<T, true, true> : check_chunk<T, true, false>;
 #pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 8)
         for (int64_t chunk = 0; chunk < chunks; ++chunk) {
             const int64_t tensor = chunk_tensor[chunk];
             const int64_t start = (chunk - rows[tensors + tensor]) * CHUNK;
             const int64_t left = rows[tensor] - start;
-            check_chunk((T*)rows[2 * tensors + tensor] + start, left < CHUNK ? left : CHUNK, inv_scale, write,
-                        flags + rows[3 * tensors + tensor], sums + chunk);
+            one((T*)rows[2 * tensors + tensor] + start, left < CHUNK ? left : CHUNK, factor,
+                flags + rows[3 * tensors + tensor], sums + chunk);
         }
     });
 }

@@ -5,7 +5,6 @@
 //
 // A row is walked two or three times, from the caches: maximum; exponentials and their sum, kept as fp32 in the output
 // row or a scratch row; product with the reciprocal of the sum.
-#define HALFSTEP_FLUSHES_BF16  // subnormal results may become 0: the bound allows it
 #include "../lanes.h"
 #include <cfloat>
 #include <limits>
@@ -123,15 +122,6 @@ struct Mask {
     }
 };
 
-// The same with step(i, lane), where `lane` goes round 0 to 3: four accumulators, so that an addition or maximum need not
-// wait for the last. Worth its code where there is little else to do.
-template <typename Step, typename Rest> inline void walk_by_four(int64_t n, Step&& step, Rest&& rest) {
-    int64_t i = 0;
-    for (; i + 4 * W <= n; i += 4 * W)
-        for (int lane = 0; lane < 4; ++lane) step(i + lane * W, lane);
-    for (; i + W <= n; i += W) step(i, 0);
-    if (i < n) rest(i, n - i);
-}
 // Call each(begin, end) on the blocks of [0, n).
 template <typename Each> inline void blocks(int64_t n, Each&& each) {
     for (int64_t begin = 0; begin < n; begin += BLOCK) each(begin, begin + BLOCK < n ? BLOCK : n - begin);

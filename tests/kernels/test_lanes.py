@@ -1,0 +1,130 @@
+"""The vectors of kernels/lanes.h against single numbers, with this machine's instructions and without them."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from halfstep.kernels import native
+
+WRAPPER = """
+#include "HEADER"
+using namespace halfstep;
+
+template <typename T> void rounded(const float* from, T* to, int64_t n) {
+    walk(n, [&](int64_t i) { put(to + i, get(from + i)); },
+         [&](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
+}
+template <typename T> void widened(const T* from, float* to, int64_t n) {
+    walk(n, [&](int64_t i) { put(to + i, get(from + i)); },
+         [&](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
+}
+extern "C" {
+int32_t width() { return W; }
+void round_bf16(const float* from, bf16* to, int64_t n) { rounded(from, to, n); }
+void round_f16(const float* from, f16* to, int64_t n) { rounded(from, to, n); }
+void widen_bf16(const bf16* from, float* to, int64_t n) { widened(from, to, n); }
+void widen_f16(const f16* from, float* to, int64_t n) { widened(from, to, n); }
+void roots(const float* from, float* to) { put(to, root(get(from))); }
+void larger_of(const float* a, const float* b, float* to) { put(to, larger(get(a), get(b))); }
+void smaller_of(const float* a, const float* b, float* to) { put(to, smaller(get(a), get(b))); }
+void sums(const float* a, const float* b, float* to) { put(to, neighbours(get(a), get(b))); }
+}
+"""
+FLAGS = {"as built": None, "AVX2": ["-march=x86-64-v3"], "portable": []}
+
+
+@pytest.fixture(scope="module", params=FLAGS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    command = native.compiler()
+    if command is None:
+        pytest.skip("needs a C++ compiler")
+    if request.param == "AVX2" and (platform.machine() != "x86_64" or "avx2" not in native._cpu_identity()):
+        pytest.skip("needs a CPU with AVX2")
+    folder = tmp_path_factory.mktemp("lanes")
+    source, target = folder / "wrapper.cpp", folder / "wrapper.so"
+    source.write_text(WRAPPER.replace("HEADER", str(Path(native.__file__).resolve().parent / "lanes.h")))
+    if FLAGS[request.param] is None:
+        complaint = native._build(source, target, command)
+        assert not complaint, complaint
+    else:
+        subprocess.run([*command, *native._EXACT, *FLAGS[request.param], str(source), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def at(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def every_kind(count: int) -> torch.Tensor:
+    """fp32 numbers of every sign and exponent, NaN with payloads among them, half of them ties in bf16."""
+    bits = torch.arange(2**16, dtype=torch.int64).repeat_interleave(count) << 16
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randint(2**16, bits.shape, generator=generator)
+    low[::2] = torch.tensor([0x8000, 0x7FFF, 0x8001, 0])[torch.arange(len(low[::2])) % 4]
+    return (bits + low).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_to_16_bits(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Alone among ordinary numbers, where a vector may be rounded by one instruction, and with its like."""
+    x = every_kind(8)
+    name = "round_bf16" if dtype == torch.bfloat16 else "round_f16"
+    for values in (x, x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))][:-3]):
+        got = torch.empty(len(values), dtype=dtype)
+        getattr(library, name)(at(values), at(got), ctypes.c_int64(len(values)))
+        want = values.to(dtype)
+        if dtype == torch.bfloat16:  # the quiet NaN of its sign
+            nan = torch.where(values.view(torch.int32) < 0, -64, 0x7FC0).short().view(torch.bfloat16)
+            want = torch.where(values.isnan(), nan, want)
+        else:
+            assert torch.equal(got.isnan(), values.isnan())
+            got, want = got[~got.isnan()], want[~want.isnan()]
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_in_fp32(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)[:-1]
+    got = torch.empty(len(every))
+    getattr(library, "widen_bf16" if dtype == torch.bfloat16 else "widen_f16")(
+        at(every), at(got), ctypes.c_int64(len(every))
+    )
+    assert torch.equal(got.isnan(), every.isnan())
+    keep = ~every.isnan()
+    assert torch.equal(got[keep].view(torch.int32), every.float()[keep].view(torch.int32))
+
+
+def test_roots_are_correctly_rounded(library: ctypes.CDLL) -> None:
+    width = library.width()
+    x = every_kind(1).abs()
+    for start in range(0, len(x), 997 * width):
+        part, got = x[start : start + width].clone(), torch.empty(width)
+        if len(part) < width:
+            break
+        library.roots(at(part), at(got))
+        assert np.array_equal(got.numpy(), np.sqrt(part.numpy()), equal_nan=True)
+
+
+def test_the_larger_and_the_smaller_keep_the_second_where_the_first_is_nan(library: ctypes.CDLL) -> None:
+    width, nan = library.width(), float("nan")
+    a = torch.tensor([nan, 1.0, nan, 2.0]).repeat(width // 4)
+    b = torch.tensor([1.0, nan, nan, 3.0]).repeat(width // 4)
+    for name, last in (("larger_of", 3.0), ("smaller_of", 2.0)):
+        got = torch.empty(width)
+        getattr(library, name)(at(a), at(b), at(got))
+        assert np.array_equal(got.numpy(), np.array([1.0, nan, nan, last] * (width // 4)), equal_nan=True)
+
+
+def test_neighbours_are_added_in_order(library: ctypes.CDLL) -> None:
+    width = library.width()
+    values = torch.arange(2 * width, dtype=torch.float32) ** 2
+    a, b, got = values[:width], values[width:], torch.empty(width)
+    library.sums(at(a), at(b), at(got))
+    assert torch.equal(got, values[0::2] + values[1::2])
