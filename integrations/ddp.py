@@ -1,12 +1,9 @@
-"""DistributedDataParallel: gradients sent in 16 bits, divided before they are rounded.
+"""DistributedDataParallel: communication hooks that send gradients in 16 bits and divide before they round.
 
-torch's ``fp16_compress_hook`` rounds each rank's gradient to fp16 and divides after that, so 70000 on one of two ranks
-is sent as infinity. The hooks here divide by the number of ranks first, in the gradient's dtype, and round once: 70000
-arrives as 35000, and only a mean beyond 65504 overflows. They run on every backend that adds their dtype; gloo and NCCL
-add both.
-
-    model.register_comm_hook(model.process_group, mean_in_fp16_hook)  # half the bytes of fp32 gradients
-    model.register_comm_hook(model.process_group, mean_in_bf16_hook)  # the same, with fp32's range, 8 bits of precision
+torch's ``fp16_compress_hook`` rounds each rank's gradient to fp16 and divides afterwards, so a gradient of 70000 on one
+of two ranks is sent as Inf. The hooks here first divide by the number of ranks, in the gradient's dtype, and round
+once: 70000 is sent as 35000, and only a mean above 65504 overflows. They need a backend that can sum the 16-bit dtype,
+as gloo and NCCL can.
 """
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the hooks' annotations with the types.
@@ -21,7 +18,7 @@ def _mean(dtype: torch.dtype, group: Any, bucket: dist.GradBucket) -> Future[tor
     group = dist.group.WORLD if group is None else group
     buffer = bucket.buffer()
     shrunk = torch.empty_like(buffer, dtype=dtype)
-    torch.mul(buffer, 1.0 / group.size(), out=shrunk)  # multiplied in fp32 and rounded once
+    torch.mul(buffer, 1.0 / group.size(), out=shrunk)  # multiplies in fp32, then rounds once
 
     def decompress(done: Future[Any]) -> torch.Tensor:
         found = done.value()
@@ -31,21 +28,55 @@ def _mean(dtype: torch.dtype, group: Any, bucket: dist.GradBucket) -> Future[tor
 
 
 def mean_in_fp16_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """The mean over ranks, sent and added in fp16.
+    """Average the gradients over the ranks of a process group, sent and summed in fp16.
+
+    Half the bytes of fp32 gradients, with 11 bits of precision and a largest number of 65504.
 
     Args:
         state: the process group; None for the default group.
-        bucket: of gradients.
+        bucket: the gradients that DDP reduces in one message.
+
+    Returns:
+        A future of the averaged gradients, in the dtype of the bucket.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from halfstep.integrations.ddp import mean_in_fp16_hook
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        >>> model.register_comm_hook(None, mean_in_fp16_hook)
+        >>> model(torch.tensor([[1.0001]])).sum().backward()
+        >>> model.module.weight.grad  # 1.0001 in fp16
+        tensor([[1.]])
+        >>> dist.destroy_process_group()
     """
     return _mean(torch.float16, state, bucket)
 
 
 def mean_in_bf16_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """The mean over ranks, sent and added in bf16.
+    """Average the gradients over the ranks of a process group, sent and summed in bf16.
+
+    Half the bytes of fp32 gradients, with the range of fp32 and 8 bits of precision.
 
     Args:
         state: the process group; None for the default group.
-        bucket: of gradients.
+        bucket: the gradients that DDP reduces in one message.
+
+    Returns:
+        A future of the averaged gradients, in the dtype of the bucket.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from halfstep.integrations.ddp import mean_in_bf16_hook
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        >>> model.register_comm_hook(None, mean_in_bf16_hook)
+        >>> model(torch.tensor([[1e6]])).sum().backward()
+        >>> model.module.weight.grad  # 1e6 in bf16; in fp16 it would be Inf
+        tensor([[999424.]])
+        >>> dist.destroy_process_group()
     """
     return _mean(torch.bfloat16, state, bucket)
 

@@ -1,8 +1,8 @@
-"""FSDP2: gradients that keep the bits of their reduction.
+"""FSDP2: reduced gradients that stay in fp32.
 
-With ``MixedPrecisionPolicy(reduce_dtype=torch.float32)`` the ranks' gradients are summed in fp32, and the sum is then
-rounded to the dtype of the sharded parameter: with bf16 parameters, to 8 bits. A master could take up those that are
-lost. `keep_reduced_gradients` leaves the sum as it is: ``.grad`` of a bf16 parameter is then fp32.
+With ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``, FSDP2 sums the ranks' gradients in fp32 and then rounds the
+sum to the dtype of the sharded parameter, which for bf16 leaves 8 bits of precision. An optimizer with fp32 masters
+could use the bits that are lost. `keep_reduced_gradients` keeps the sum: ``.grad`` of a bf16 parameter is then fp32.
 """
 
 from __future__ import annotations
@@ -14,21 +14,36 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def keep_reduced_gradients(model: torch.nn.Module) -> None:
-    """Have FSDP2 leave reduced gradients in fp32 instead of rounding them to the parameters' dtype.
+    """Make FSDP2 keep reduced gradients in fp32 instead of rounding them to the parameters' dtype.
 
-    Call it after ``fully_shard`` and before the first step. ``.grad`` of 16-bit parameters is then an fp32 DTensor over
-    the reduced buffer itself: scaler, clipping and optimizer all see the same fp32 numbers, gradient accumulation adds
-    in fp32, and nothing is copied. It costs 2 bytes more per parameter of the shard while gradients live; FSDP2 has the
-    fp32 buffer anyway until it is rounded. `halfstep.AdamW` takes gradients of another dtype than the parameter's;
-    torch's optimizers may not.
+    Call this after ``fully_shard`` and before the first step. ``.grad`` of 16-bit parameters is then an fp32 DTensor
+    that uses the memory of the reduced buffer: the scaler, clipping and the optimizer see the same fp32 numbers,
+    gradient accumulation adds in fp32, and nothing is copied. Gradients take 2 more bytes per parameter of the shard;
+    FSDP2 allocates the fp32 buffer in any case and would free it after rounding. `halfstep.AdamW` accepts gradients of
+    another dtype than the parameter's; torch's optimizers may not.
 
     Args:
-        model: with ``fully_shard`` applied to it or to parts of it, each with
-            ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``, HSDP and CPU offload included.
+        model: a model to which, or to parts of which, ``fully_shard`` was applied with
+            ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``. HSDP and CPU offload are supported.
 
     Raises:
-        ValueError: nothing in it is sharded by FSDP2, or a part reduces in another dtype; nothing was changed.
-        RuntimeError: this torch has no ``Tensor.grad_dtype``, or its FSDP2 is another one inside.
+        ValueError: FSDP2 shards no part of the model, or reduces a part in another dtype. Nothing was changed.
+        RuntimeError: this version of torch has no ``Tensor.grad_dtype``, or its FSDP2 has different internals.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        >>> from halfstep.integrations.fsdp import keep_reduced_gradients
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> model = torch.nn.Linear(4, 2).bfloat16()
+        >>> policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        >>> model = fully_shard(model, mesh=mesh, mp_policy=policy)
+        >>> keep_reduced_gradients(model)
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> model.weight.dtype, model.weight.grad.dtype
+        (torch.bfloat16, torch.float32)
+        >>> dist.destroy_process_group()
     """
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise RuntimeError(
@@ -51,17 +66,17 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
 
 
 def _groups(module: FSDPModule) -> list[Any]:
-    """The parameters that FSDP2 gathers and reduces together: one group for a module, several with several meshes."""
+    """The parameters that FSDP2 gathers and reduces together: one group per module, or one per mesh of a module."""
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
-    if several is None:  # older torch has one at most
+    if several is None:  # earlier versions of torch have at most one
         one = getattr(state, "_fsdp_param_group", None)
         several = [] if one is None else [one]
     return list(several)
 
 
 def _check(name: str, group: Any) -> None:
-    if not hasattr(group, "_init_mp_dtypes") or not hasattr(group, "mp_policy"):  # torch 2.15: one for each parameter
+    if not hasattr(group, "_init_mp_dtypes") or not hasattr(group, "mp_policy"):  # torch 2.15 has one per parameter
         raise RuntimeError(
             f"Expected torch 2.14 or earlier, but got {torch.__version__}, whose FSDP2 stores its dtypes elsewhere: do "
             "without keep_reduced_gradients"
@@ -80,10 +95,10 @@ def _keep(group: Any) -> None:
 
     def without_rounding() -> None:
         determine()
-        group._orig_dtype = None  # to which FSDP2 rounds
+        group._orig_dtype = None  # FSDP2 rounds to this dtype, if there is one
         for param in group.fsdp_params:
-            param.sharded_param.grad_dtype = None  # any
+            param.sharded_param.grad_dtype = None  # allows gradients of any dtype
 
-    # FSDP2 determines the dtypes before the first forward, and once more whenever parameters were moved or replaced.
+    # FSDP2 determines the dtypes before the first forward, and again whenever parameters were moved or replaced.
     group._init_mp_dtypes = without_rounding
     without_rounding()

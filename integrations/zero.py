@@ -1,8 +1,9 @@
-"""ZeRO-1: the state of a `ZeroRedundancyOptimizer`, gathered, and loaded into any number of ranks.
+"""ZeRO-1: gather the state of a `ZeroRedundancyOptimizer`, and load it on any number of ranks.
 
-torch's own ``load_state_dict`` puts the entries of a checkpoint into the local optimizer as they are, past its
-``load_state_dict``: an fp32 master would lie beside an optimizer that keeps a 16-bit remainder, and step counters would
-be moved to the CPU. Here each rank's part goes through the local optimizer's own methods.
+``ZeroRedundancyOptimizer.load_state_dict`` copies the entries of a checkpoint into the state of the local optimizer
+without calling the ``load_state_dict`` of that optimizer. An fp32 master would then be stored in an optimizer that
+expects a 16-bit remainder, and step counters would move to the CPU. The functions here pass each rank's part through
+the local optimizer's own methods.
 """
 
 from __future__ import annotations
@@ -23,11 +24,26 @@ def _parameters(groups: list[dict[str, Any]]) -> list[Any]:
 
 
 def state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
-    """What ``optimizer.optim.state_dict()`` would be if one process held everything. All ranks call this.
+    """Gather what ``optimizer.optim.state_dict()`` would be if one process held all parameters.
+
+    All ranks of the optimizer's process group must call this.
 
     Returns:
-        On the first rank of the optimizer's group the state of all parameters, whole and on the CPU, numbered as in the
-        optimizer's own groups. On the others ``state`` is empty.
+        On the first rank of the process group, the state of all parameters, unsharded and on the CPU, numbered as in
+        ``optimizer.param_groups``. On the other ranks, ``state`` is empty.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.optim import ZeroRedundancyOptimizer
+        >>> from halfstep.integrations import zero
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> optimizer = ZeroRedundancyOptimizer([weight], halfstep.AdamW, lr=0.5)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> zero.state_dict(optimizer)["state"][0]["master"]
+        tensor([0.4950, 0.4950])
+        >>> dist.destroy_process_group()
     """
     group = optimizer.process_group
     place = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer.param_groups))}
@@ -46,14 +62,30 @@ def state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
 
 
 def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
-    """Take this rank's part of a whole state: of `state_dict`, or of one optimizer over the same parameters.
+    """Load this rank's part of a complete state.
 
     Args:
-        optimizer: over the same parameters, in the same order and groups, on any number of ranks.
-        state: the same on every rank.
+        optimizer: an optimizer of the same parameters, in the same order and groups, on any number of ranks.
+        state: the result of `state_dict`, or the state of an unsharded optimizer of the same parameters. It must be the
+            same on every rank.
 
     Raises:
-        CheckpointError: it is of another number of parameters or groups, or damaged; nothing was changed.
+        CheckpointError: the state has another number of parameters or groups, or is damaged. Nothing was changed.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.optim import ZeroRedundancyOptimizer
+        >>> from halfstep.integrations import zero
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> one_process = halfstep.AdamW([weight], lr=0.5)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> one_process.step()
+        >>> optimizer = ZeroRedundancyOptimizer([weight], halfstep.AdamW)
+        >>> zero.load_state_dict(optimizer, one_process.state_dict())
+        >>> optimizer.param_groups[0]["lr"], zero.state_dict(optimizer)["state"][0]["exp_avg"]
+        (0.5, tensor([0.1000, 0.1000]))
+        >>> dist.destroy_process_group()
     """
     check_optimizer_state(state)
     parameters = _parameters(optimizer.param_groups)

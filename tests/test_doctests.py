@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.integrations import checkpoint
+from halfstep.integrations import checkpoint, ddp, fsdp, zero
 from halfstep.numerics import planning
 from halfstep.numerics.formats import codec, exact
 
@@ -27,6 +27,9 @@ PUBLIC = {
             codec: ("neighbours", "next_down", "next_up", "parse_number", "ulp"),
             exact: ("decode_exact", "encode_exact", "exact"),
             planning: ("Transformer", "card", "fit", "layout", "plan", "unit", "usable"),
+            ddp: ("mean_in_bf16_hook", "mean_in_fp16_hook"),
+            fsdp: ("keep_reduced_gradients",),
+            zero: ("load_state_dict", "state_dict"),
             checkpoint: ("checkpoints", "load", "load_model", "load_optimizer", "newest", "save", "with_masters"),
         }.items()
         for name in names

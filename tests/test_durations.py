@@ -104,6 +104,15 @@ def test_a_file_without_an_entry_may_take_any_time(project: Path) -> None:
     assert run(project, "--check-durations").returncode == 0
 
 
+def test_every_test_file_has_an_entry() -> None:
+    root = Path(__file__).resolve().parents[1]
+    files = {path.relative_to(root).as_posix() for path in (root / "tests").rglob("test_*.py")}
+    recorded = set(json.loads((root / "tests" / "durations.json").read_text())["files"])
+    missing = sorted(files - recorded)
+    assert not missing, f"record them: pytest --record-durations {' '.join(missing)}"
+    assert recorded <= files, "entries of files that do not exist"
+
+
 def test_what_is_recorded_is_what_is_held(project: Path) -> None:
     assert run(project, "--record-durations", "-n", "2").returncode == 0
     first = read(project)
