@@ -123,7 +123,7 @@ class _Writer(dcp.FileSystemWriter):
             for item in plan.items:
                 begin, data = stream.tell(), planner.resolve_data(item)
                 if isinstance(data, io.BytesIO):
-                    stream.write(data.getbuffer())
+                    stream.write(data.getvalue())
                 else:
                     data = data.detach().cpu()
                     # Of a view, not the whole that it is a view of.
@@ -345,7 +345,7 @@ def _write_shards(
         )
     if ranks.rank == 0:
         with writer.fs.create_stream(temporary / BESIDE, "wb") as file:
-            file.write(beside.getbuffer())
+            file.write(beside.getvalue())
             file.flush()
             os.fsync(file.fileno())
     return writer.fs.records

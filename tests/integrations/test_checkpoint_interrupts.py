@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -39,8 +40,6 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return wanted
 
 
-# Where it lands in torch's writer, a BytesIO goes while a view of it lives in the traceback; Python 3.13 reports that.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.BytesIO:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("number", [0, 3, 7])
 @pytest.mark.parametrize("shards", [False, True])
 def test_an_interrupt_between_two_parts_is_prompt_and_is_what_is_raised(
@@ -55,6 +54,7 @@ def test_an_interrupt_between_two_parts_is_prompt_and_is_what_is_raised(
         checkpoint.save(tmp_path, 2, state, **options)
     assert parts[0] > -200, "it was told at the next part, not at the end"
     assert [name for name in os.listdir(tmp_path) if not name.startswith("step-00000001")] == []
+    gc.collect()  # a view of a BytesIO in the traceback would crash Python before 3.12.3, and be reported from 3.13 on
     found = checkpoint.load(tmp_path / f"step-00000001{'' if shards else '.pt'}", **options)
     assert found.keys() == state.keys()
 

@@ -68,6 +68,7 @@ class Moment:
                 if thread is not None:
                     thread.start()
                 else:
+                    sys._getframe().f_trace_opcodes = self.opcodes  # before settrace: see interrupts.at_bytecode
                     sys.settrace(trace)
                 call()
                 inside = sent.is_set() and thread is None

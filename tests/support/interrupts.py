@@ -82,6 +82,7 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
         return trace
 
     enabled, functions, tracer = torch.is_grad_enabled(), torch._C._get_torch_function_state(), sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces bytecodes only if a frame asked before settrace
     sys.settrace(trace)
     try:
         action()
