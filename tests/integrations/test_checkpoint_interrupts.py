@@ -54,7 +54,7 @@ def test_an_interrupt_between_two_parts_is_prompt_and_is_what_is_raised(
         checkpoint.save(tmp_path, 2, state, **options)
     assert parts[0] > -200, "it was told at the next part, not at the end"
     assert [name for name in os.listdir(tmp_path) if not name.startswith("step-00000001")] == []
-    gc.collect()  # a view of a BytesIO in the traceback would crash Python before 3.12.3, and be reported from 3.13 on
+    gc.collect()  # a view of a BytesIO in the traceback would crash Python 3.12.1, and 3.13 would report it
     found = checkpoint.load(tmp_path / f"step-00000001{'' if shards else '.pt'}", **options)
     assert found.keys() == state.keys()
 
