@@ -259,8 +259,8 @@ def write(stream: Any, value: Any, where: str) -> None:
     pickler = _Pickler(text)
     pickler.dump(value)
     target = _Zip(stream)
-    # Not getbuffer(): an interrupt can leave that view in a traceback, and Python 3.12.1 crashes when the garbage collector
-    # finds it there. getvalue() does not copy either.
+    # Not getbuffer(): an interrupt can leave its view in a traceback, and Python 3.12.1 crashes when the garbage
+    # collector finds it there. getvalue() does not copy either.
     target.add("data.pkl", text.getvalue())
     target.add("byteorder", sys.byteorder.encode())
     for key, storage in enumerate(pickler.storages):
