@@ -37,6 +37,7 @@ from typing import Any
 
 from halfstep.cli.command_line import Parser, complain, run
 from halfstep.cli.numbers import above_zero, whole
+from halfstep.cli.terminal import Progress
 
 TENSOR_COUNTS = (1, 10, 100, 1_000, 10_000)
 NUMEL = 64  # elements per tensor: the host does not care, and torch's CPU operations stay short
@@ -526,22 +527,17 @@ def _run(options: argparse.Namespace) -> int:
         _worker(options.worker, options.tensors, options.seconds, options.job)
         return 0
 
-    from rich.console import Console
-    from rich.progress import Progress
+    try:
+        with Progress(0) as progress:
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("host cost", total=None)
-        try:
-            rows = measure(
-                options.tensors,
-                options.seconds,
-                options.job,
-                lambda done, of: bar.update(task, completed=done, total=of),
-            )
-        except RuntimeError as error:
-            bar.stop()
-            complain("halfstep bench host", str(error))
-            return 1
+            def tell(done: int, of: int) -> None:
+                progress.total = of
+                progress.show(done, "host cost")
+
+            rows = measure(options.tensors, options.seconds, options.job, tell)
+    except RuntimeError as error:
+        complain("halfstep bench host", str(error))
+        return 1
     print(json.dumps({"rows": rows}, indent=2) if options.json else markdown(rows))
     failed = [row for row in rows if row["problem"]]
     for row in failed:

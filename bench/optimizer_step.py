@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from halfstep.bench import timing
-from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, run
 from halfstep.cli.numbers import whole
+from halfstep.cli.terminal import Progress, ruled, terminal
 from halfstep.integrations.optim import AdamW
 
 MASTERS = ("split", "full")
@@ -86,19 +84,17 @@ def _parser() -> Parser:
 def _run(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [(tensors, layout) for tensors in (1, 100, 10_000) for layout in MASTERS]
-    errors = Console(stderr=True)
-    rows = [
-        measure(options.parameters, tensors, layout, options.rounds, device)
-        for tensors, layout in track(cases, "optimizer step", console=errors, transient=True)
-    ]
+    rows: list[dict[str, Any]] = []
+    with Progress(len(cases)) as progress:
+        for tensors, layout in cases:
+            progress.show(len(rows), f"{tensors:,} tensors, {layout} master")
+            rows.append(measure(options.parameters, tensors, layout, options.rounds, device))
     if options.json:
         print(json.dumps({"device": device.type, "parameters": options.parameters, "rows": rows}, indent=2))
         return 0
-    table = Table(title=f"Optimizer step, {options.parameters:,} bf16 parameters, fp32 masters, {device.type}")
-    for column in ("tensors", "master", "halfstep ms", "torch fused + copies ms", "ratio", "bytes moved, ratio"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
+    header = ("tensors", "master", "halfstep ms", "torch fused + copies ms", "ratio", "bytes moved, ratio")
+    cells = [
+        (
             f"{row['tensors']:,}",
             row["layout"],
             f"{row['halfstep_ms']:.1f}",
@@ -106,7 +102,11 @@ def _run(options: argparse.Namespace) -> int:
             f"{row['ratio']:.2f}",
             f"{row['bytes_ratio']:.2f}",
         )
-    tables.show(Console(), table)
+        for row in rows
+    ]
+    screen = terminal()
+    title = f"Optimizer step, {options.parameters:,} bf16 parameters, fp32 masters, {device.type}"
+    screen.show([*screen.title(title), *ruled(header, cells, [True] * len(header), screen)], sys.stdout)
     return 0
 
 

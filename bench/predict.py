@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from halfstep.bench.audit.rows import BANDWIDTH
-from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, UsageError, input_file, run
+from halfstep.cli.terminal import ruled, terminal
 
 COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
 SECTOR = 32  # bytes
@@ -100,6 +98,13 @@ def _parser() -> Parser:
     return parser
 
 
+def _cell(found: Prediction | None) -> str:
+    """Issue and shared memory in percent, with a star if one is above its limit."""
+    if found is None:
+        return ""
+    return f"{100 * found.issue:.0f} + {100 * found.shared:.0f}{' ' if found.within else '*'}"
+
+
 def _run(options: argparse.Namespace) -> int:
     try:
         counts = json.loads(options.counts.read_text(encoding="utf-8"))
@@ -117,22 +122,22 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps({"triton": counts["triton"], "predictions": [asdict(one) for one in predictions]}, indent=2))
         return 0
     limits = f"{ISSUE_LIMIT['H100']:.0%} ({ISSUE_LIMIT['B200']:.0%} on B200)"
-    table = Table(
-        title=f"Predicted from the PTX of Triton {counts['triton']}: issue + shared memory, % of the time of memory",
-        caption=f"* issue above {limits} or shared memory above {SHARED_LIMIT:.0%}",
-    )
-    table.add_column("case")
-    table.add_column("kernel")
-    table.add_column("bytes", justify="right")
-    for name in GPUS:
-        table.add_column(name, justify="right")
     rows: dict[tuple[str, str], dict[str, Prediction]] = {}
     for one in predictions:
         rows.setdefault((one.case, one.kernel), {})[one.gpu] = one
-    for (case, kernel), row in rows.items():
-        cells = [f"{100 * p.issue:.0f} + {100 * p.shared:.0f}{' ' if p.within else '*'}" for p in row.values()]
-        table.add_row(case, kernel, f"{next(iter(row.values())).bytes:.1f}", *cells)
-    tables.show(Console(), table)
+    cells = [
+        (
+            *case,
+            f"{next(iter(row.values())).bytes:.1f}",
+            *(_cell(row.get(name)) for name in GPUS),
+        )
+        for case, row in rows.items()
+    ]
+    screen = terminal()
+    title = f"Predicted from the PTX of Triton {counts['triton']}: issue + shared memory, % of the time of memory"
+    body = ruled(("case", "kernel", "bytes", *GPUS), cells, (False, False, *[True] * (1 + len(GPUS))), screen)
+    note = f"* issue above {limits} or shared memory above {SHARED_LIMIT:.0%}"
+    screen.show([*screen.title(title), *body, "", *screen.wrap(note)], sys.stdout)
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, a_path, make_folder
 from halfstep.cli.numbers import above_zero, whole
+from halfstep.cli.terminal import Progress, terminal
 
 if TYPE_CHECKING:
     from halfstep.bench.harness import Result
@@ -57,8 +59,6 @@ def run(
         What the figures depend on, and all results. Cases for which there was no time have none.
     """
     import torch
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from halfstep.bench import run_report
     from halfstep.bench.cases.catalogue import cases
@@ -73,20 +73,20 @@ def run(
     about["copy_gb_per_s"] = copy_gb_per_s(clock, COPY_BYTES[device.type])
     results: list[Result] = []
     found: dict[int, list[Result]] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(every))
+    with Progress(len(every)) as progress:
         for number, index in enumerate(range(len(every)) if minutes is None else _largest_first(every)):
             if minutes is not None and time.monotonic() - start > 60 * minutes:
                 about["left_out"] = len(every) - number
                 break
-
-            def say(doing: str) -> None:
-                progress.update(task, description=doing)
-
-            found[index] = measure(every[index], device, seconds=SECONDS[quick], clock=clock, progress=say)
+            found[index] = measure(
+                every[index],
+                device,
+                seconds=SECONDS[quick],
+                clock=clock,
+                progress=lambda doing: progress.show(text=doing),
+            )
             results = [result for _, measured in sorted(found.items()) for result in measured]
-            progress.advance(task)
+            progress.show(number + 1)
             if out is not None:
                 run_report.write_json(out / "results.json", about, results)
     return about, results
@@ -107,7 +107,6 @@ def _run(arguments: argparse.Namespace) -> int:
     # Before torch loads: its allocator else remarks on memory that the memory profile has not seen allocated.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
-    from rich.console import Console
 
     from halfstep.bench import run_report
     from halfstep.bench.harness import FAILED, WRONG, ours
@@ -115,28 +114,27 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     about, results = run(arguments.groups, arguments.quick, arguments.minutes, arguments.out)
-    errors = Console(stderr=True, soft_wrap=True)
+    errors = terminal(sys.stderr)
     if arguments.json:
         print(run_report.as_json(about, results))
     else:
-        console = Console()
-        run_report.print_tables(console if console.is_terminal else Console(width=160), about, results)
+        screen = terminal()
+        screen.show(run_report.table_lines(about, results, screen), sys.stdout)
+    notes = []
     if about["left_out"]:
-        errors.print(f"--minutes {arguments.minutes:g} were over: {about['left_out']} cases left out", style="yellow")
+        notes.append(f"--minutes {arguments.minutes:g} were over: {about['left_out']} cases left out")
     if arguments.out is not None:
         run_report.write_json(arguments.out / "results.json", about, results)
         (arguments.out / "table.md").write_text(run_report.markdown(about, results))
         try:
             run_report.draw(arguments.out, about, results)
-        except ImportError:
-            errors.print("no pictures: matplotlib is not installed; pip install 'halfstep[plots]'", style="yellow")
+        except ImportError as error:
+            notes.append(f"no pictures: {error}")
     bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]
-    for result in bad:
-        errors.print(
-            f"{result.operation}, {result.dtype}: {result.provider} {result.status}: {result.reason}",
-            style="red",
-            markup=False,
-        )
+    wrong = [f"{one.operation}, {one.dtype}: {one.provider} {one.status}: {one.reason}" for one in bad]
+    lines = [*(errors.paint(note, "note") for note in notes), *(errors.paint(line, "bad") for line in wrong)]
+    if lines:
+        errors.show(lines, sys.stderr)
     return 1 if bad else 0
 
 

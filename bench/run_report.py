@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import halfstep
 from halfstep.bench.harness import OK, UNAVAILABLE, Result, ours
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from halfstep.cli.terminal import Terminal, table
 
 ROOFLINE, STEP = "roofline.png", "step.png"
 
@@ -156,35 +154,25 @@ def headline(about: dict[str, Any]) -> str:
     return f"{versions}, {about['device']}{threads}, {about['date']}{quick}"
 
 
-def print_tables(console: Console, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """One table per operation and dtype."""
-    from rich.markup import escape
-    from rich.table import Table
-
+def table_lines(about: dict[str, Any], results: Sequence[Result], screen: Terminal) -> list[str]:
+    """One table per operation and dtype, and what the figures mean."""
+    lines: list[str] = []
     for title, group in by_operation(results):
         headings, rows = _table(group)
         if not rows:
             continue
-        table = Table(
-            title=escape(f"{title} ({_error_allowed(group)})"), title_justify="left", box=None, pad_edge=False
-        )
-        for position, heading in enumerate(headings):
-            table.add_column(heading, justify="left" if position == 1 else "right", no_wrap=position != 1)
-        before = None
+        shown, before = [], None
         for result, cells in rows:
+            first, provider, *figures = cells
+            style = "bad" if result.status != OK else "strong" if ours(result.provider) else None
             if result.status != OK:
-                cells[1] += f" ({result.status.upper()}: {result.reason})"
-            if before == cells[0]:
-                cells[0] = ""
-            else:
-                before = cells[0]
-            style = "red" if result.status != OK else "bold" if ours(result.provider) else None
-            table.add_row(*map(escape, cells), style=style)
-        console.print(table)
-        console.print()
-    console.print(escape(headline(about)))
-    for note in footnotes(about, results):
-        console.print(escape(note))
+                provider += f" ({result.status.upper()}: {result.reason})"
+            shown.append(["" if first == before else first, screen.paint(provider, style) if style else provider])
+            shown[-1] += figures
+            before = first
+        right = [column != 1 for column in range(len(headings))]
+        lines += [f"{title} ({_error_allowed(group)})", *table(headings, shown, right, gap=" "), ""]
+    return [*lines, headline(about), *(line for note in footnotes(about, results) for line in screen.wrap(note))]
 
 
 def markdown(about: dict[str, Any], results: Sequence[Result]) -> str:

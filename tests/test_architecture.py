@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("kernels", "numerics", "integrations", "cli", "bench")  # each may import itself and what stands before it
 FOLDERS = {layer: ROOT / ("src/halfstep/cli" if layer == "cli" else layer) for layer in LAYERS}
 LINKED = tuple(layer for layer in LAYERS if layer != "cli")
-PRESENTATION = {"rich", "matplotlib"}  # of the command line's and of reports of benchmarks
+PRESENTATION = {"matplotlib"}  # for the command line and the reports of benchmarks
 TEST_TOOLS = {"pytest", "hypothesis", "unittest"}
 KERNELS_MAY_IMPORT = {"torch", "numpy", "triton", "halfstep"} | set(sys.stdlib_module_names)
 
@@ -89,7 +89,11 @@ def test_imports_point_one_way(layer: str, path: Path) -> None:
         ("kernels", "import yaml", "yaml: kernels import torch, numpy and triton only"),
         ("numerics", "from matplotlib.figure import Figure", "matplotlib.figure: numerics computes results, cli shows"),
         ("bench", "def f():\n    import pytest", "pytest: test tools stand in tests/"),
-        ("integrations", "def f():\n    import rich", "rich: integrations computes results, cli shows them"),
+        (
+            "integrations",
+            "def f():\n    import matplotlib",
+            "matplotlib: integrations computes results, cli shows them",
+        ),
         (
             "numerics",
             "import importlib\nimportlib.import_module('halfstep.integrations.optim')",

@@ -29,6 +29,7 @@ from halfstep.bench.audit import markdown, peers
 from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
 from halfstep.cli.command_line import Parser, UsageError, input_file, output_file, run
 from halfstep.cli.numbers import whole
+from halfstep.cli.terminal import Progress, table, terminal
 
 # Set in a restarted process, so that one that still finds interpreted kernels stops instead of restarting for ever.
 _RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
@@ -44,83 +45,53 @@ def _against(value: float | None, floor: float) -> str:
     return f"{_number(value)} / {_number(floor)}"
 
 
+HEADER = (
+    *("kernel and variant", "target", "read/least", "written/least", "access bits", "regs", "spills", "shared"),
+    *("barriers", "conversions", "occupancy", "least ms per 10^9"),
+)
+
+
 def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
     """Print the rows as a table, what fails below it, and a verdict."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(soft_wrap=True) if sys.stdout.isatty() else Console(width=200)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("kernel and variant")
-    table.add_column("target")
-    for heading in (
-        "read/least",
-        "written/least",
-        "access bits",
-        "regs",
-        "spills",
-        "shared",
-        "barriers",
-        "conversions",
-    ):
-        table.add_column(heading, justify="right")
-    table.add_column("occupancy", justify="right")
-    table.add_column("least ms per 10^9")
+    screen = terminal()
+    cells = []
     for row in rows:
         widths = "+".join(f"{count}x{bits}" for bits, count in row["access_widths"].items()) or "-"
-        least = " ".join(f"{machine} {time_ms:.2f}" for machine, time_ms in row["floor_ms"].items())
-        table.add_row(
-            escape(f"{row['kernel']} {row['variant']}"),
-            row["target"],
-            _against(row["bytes_read"], row["floor_read"]),
-            _against(row["bytes_written"], row["floor_written"]),
-            widths,
-            *(_number(row[key]) for key in ("registers", "spills", "shared_bytes", "barriers", "layout_conversions")),
-            "-" if row["occupancy"] is None else f"{row['occupancy']:.0%}",
-            least,
-            style="red" if row["problems"] and not row["peer"] else None,
+        name = f"{row['kernel']} {row['variant']}"
+        cells.append(
+            (
+                screen.paint(name, "bad") if row["problems"] and not row["peer"] else name,
+                row["target"],
+                _against(row["bytes_read"], row["floor_read"]),
+                _against(row["bytes_written"], row["floor_written"]),
+                widths,
+                *(
+                    _number(row[key])
+                    for key in ("registers", "spills", "shared_bytes", "barriers", "layout_conversions")
+                ),
+                "-" if row["occupancy"] is None else f"{row['occupancy']:.0%}",
+                " ".join(f"{machine} {time_ms:.2f}" for machine, time_ms in row["floor_ms"].items()),
+            )
         )
-    console.print(table)
+    right = (False, False, *[True] * 9, False)
+    # Lines are not broken for a narrow screen: a row has more columns than would fit in any way that could be read.
+    lines = table(HEADER, cells, right)
     for row in rows:
         for problem in row["problems"]:
-            verdict, style = ("PEER", None) if row["peer"] else ("FAIL", "red")
-            line = f"{verdict} {row['kernel']} {row['variant']} on {row['target']}: {problem}"
-            console.print(escape(line), style=style)
+            verdict = "PEER" if row["peer"] else screen.paint("FAIL", "bad")
+            lines.append(f"{verdict} {row['kernel']} {row['variant']} on {row['target']}: {problem}")
     own = [row for row in rows if not row["peer"]]
     failing = _failing(rows)
     verdict = f"{len(failing)} of {len(own)} fail" if failing else f"all {len(own)} pass"
-    console.print(
+    lines.append(
         f"Bytes per element, from the machine code against the least the job needs. {verdict}, in {seconds:.0f} s."
     )
+    screen.show(lines, sys.stdout)
 
 
 def _failing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows that fail the audit."""
     return [row for row in rows if row["problems"] and not row["peer"]]
-
-
-class _Bar:
-    """A progress bar on standard error, once the work has taken two seconds."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._progress = Progress(console=Console(stderr=True), transient=True)
-        self._start = time.monotonic()
-        self._task: Any = None
-
-    def update(self, done: int, of: int) -> None:
-        if self._task is None and time.monotonic() - self._start > 2.0 and sys.stderr.isatty():
-            self._progress.start()
-            self._task = self._progress.add_task("compiling kernels", total=of)
-        if self._task is not None:
-            self._progress.update(self._task, completed=done)
-
-    def close(self) -> None:
-        if self._task is not None:
-            self._progress.stop()
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -223,11 +194,14 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     for line in peers_missing:
         print(line, file=sys.stderr)
 
-    start, bar = time.monotonic(), _Bar()
-    try:
-        rows = audit(modules, targets, arguments.jobs, bar.update)
-    finally:
-        bar.close()
+    start = time.monotonic()
+    with Progress(0, patience=2.0) as progress:
+
+        def tell(done: int, of: int) -> None:
+            progress.total = of
+            progress.show(done, "compiling kernels")
+
+        rows = audit(modules, targets, arguments.jobs, tell)
     own = [row for row in rows if not row["peer"]]
     failing = _failing(rows)
     if arguments.json:

@@ -227,10 +227,10 @@ def test_the_table_holds_every_part_and_message(
         assert max(map(len, printed.splitlines())) <= int(columns)
         assert "…" not in printed
         for part in one["parts"]:
-            line = next(line for line in printed.splitlines() if re.match(rf"│ {part['name']} +│", line))
+            line = next(line for line in printed.splitlines() if line.startswith(f"{part['name']}  "))
             assert ("≈" in line) == (not part["exact"])
         for message in one["communication"]:
-            assert re.search(rf"│ {message['what']} +│ {message['name']}", printed)
+            assert re.search(rf"^{message['what']}  +{message['name']}", printed, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("columns", ["80", "160"])
@@ -274,7 +274,7 @@ def test_strategies_on_several_numbers_of_gpus(
         printed = run(capsys, *common, "--gpus", "16,1024").splitlines()
         assert max(map(len, printed)) <= int(columns)
         assert printed[0].rstrip() == "124,439,808 parameters; halfstep, bf16; per GPU, GiB"
-        assert [line.split()[:4] for line in printed if line.startswith(" hsdp")] == [
+        assert [line.split()[:4] for line in printed if line.startswith("hsdp")] == [
             ["hsdp,", "shard", "8", "16"],
             ["hsdp,", "shard", "8", "1,024"],
         ]
@@ -371,6 +371,7 @@ def test_the_page_on_8_64_and_1024_gpus_shows_what_is_printed(
     blocks = re.findall(r"```console\n\$ halfstep plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, flags=re.DOTALL)
     assert len(blocks) == 2
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
     monkeypatch.chdir(tmp_path)
     for typed, shown in blocks:
         printed = run(capsys, *typed.replace("\\\n", " ").split())

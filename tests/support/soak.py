@@ -15,6 +15,7 @@ import json
 import platform
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +24,23 @@ import topologies
 import topology_ranks
 import topology_walk
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 import halfstep
+from halfstep.cli.terminal import Progress, ruled, terminal
 
 
 def rank_main(rank: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
     topology_ranks.quiet()
-    console = Console(stderr=True)
-    columns = TextColumn("faults"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=rank != 0 or not console.is_terminal) as progress:
-        task = progress.add_task("faults", total=options.faults)
-
+    with Progress(options.faults) if rank == 0 else nullcontext() as progress:
         told = 0
 
         def tell(done: int) -> None:
             nonlocal told
-            progress.update(task, completed=done)
-            if progress.disable and rank == 0 and done - told >= 500:
+            if progress is not None and sys.stderr.isatty():
+                progress.show(done, "faults")
+            elif progress is not None and done - told >= 500:
                 told = done
-                console.print(f"{done} of {options.faults} faults")
+                print(f"{done} of {options.faults} faults", file=sys.stderr)
 
         return topology_walk.random_faults(names, options.faults, options.seed, options.scaler == "torch", tell)
 
@@ -86,14 +82,19 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(result: dict[str, Any]) -> Table:
-    shown = Table(title=f"{result['faults']} faults, {result['steps']} steps, scaler of {result['scaler']}")
-    shown.add_column("topology")
-    for column in ("faults", "steps", "disagreements"):
-        shown.add_column(column, justify="right")
+def show(result: dict[str, Any]) -> None:
+    """Print a table of the topologies, and what went wrong."""
+    screen = terminal()
+    rows = [
+        (name, str(row["faults"]), str(row["steps"]), str(row["disagreements"]))
+        for name, row in result["topologies"].items()
+    ]
+    lines = screen.title(f"{result['faults']} faults, {result['steps']} steps, scaler of {result['scaler']}")
+    lines += ruled(("topology", "faults", "steps", "disagreements"), rows, (False, True, True, True), screen)
     for name, row in result["topologies"].items():
-        shown.add_row(name, str(row["faults"]), str(row["steps"]), str(row["disagreements"]))
-    return shown
+        lines += [screen.paint(f"{name}: {complaint}", "bad") for complaint in row["complaints"][:3]]
+    lines.append(f"{result['faults']} faults in {result['seconds']:.0f} s, {result['disagreements']} disagreements.")
+    screen.show(lines, sys.stdout)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,12 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     rows = merged(rank_processes.run(rank_main, topologies.WORLD, names, options, fresh=True))
     result = report(rows, options, time.monotonic() - began)
-    console = Console()
-    console.print(table(result))
-    for name, row in rows.items():
-        for complaint in row["complaints"][:3]:
-            console.print(f"{name}: {complaint}", style="red", markup=False)
-    console.print(f"{result['faults']} faults in {result['seconds']:.0f} s, {result['disagreements']} disagreements.")
+    show(result)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -12,22 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
-import time
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-from rich.table import Table
 
-from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, a_path, picture, run
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import count, power, shortened
+from halfstep.cli.terminal import RULE, Progress, Terminal, ruled, terminal
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
 from halfstep.numerics.formats.table import UnknownFormat, formats
 from halfstep.numerics.messages import percent
@@ -35,9 +31,9 @@ from halfstep.numerics.statistics.advice import advise_scale
 from halfstep.numerics.statistics.counts import KINDS, Row, Statistics, checked_scale, grid_of, statistics
 from halfstep.numerics.statistics.named_tensors import named_tensors
 
-PATIENCE = 2.0  # seconds without a word
+PATIENCE = 2.0  # seconds before progress is shown
 BATCH = 64 << 20  # bytes of tensors counted at a time, so that the bar moves
-WIDE = 140  # columns from which on there is room for all
+WIDE = 140  # columns of the screen that show all columns of the table
 
 SORTS = {
     "size": lambda row: -row.elements,
@@ -141,21 +137,14 @@ def _batches(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tenso
 
 
 def _count(tensors: dict[str, torch.Tensor], format: str, scale: float) -> Statistics:
-    """Statistics of all tensors, with a progress bar where it takes long and somebody is looking."""
-    start, found = time.monotonic(), None
-    console = Console(stderr=True)
-    progress = Progress(TextColumn("counting"), BarColumn(), DownloadColumn(), console=console, transient=True)
-    task = progress.add_task("", total=sum(tensor.nbytes for tensor in tensors.values()))
-    try:
+    """Statistics of all tensors, with a progress line on a terminal if counting takes long."""
+    found = None
+    with Progress(sum(tensor.nbytes for tensor in tensors.values()), PATIENCE) as progress:
         for batch in _batches(tensors):
             part = statistics(batch, format, scale).read()
             found = part if found is None else found + part
-            progress.advance(task, sum(tensor.nbytes for tensor in batch.values()))
-            if not progress.live.is_started and console.is_terminal and time.monotonic() - start > PATIENCE:
-                progress.start()
-    finally:
-        if progress.live.is_started:  # or it would print an empty line
-            progress.stop()
+            done = progress.done + sum(tensor.nbytes for tensor in batch.values())
+            progress.show(done, f"counting, {done / 2**30:.1f} GiB")
     assert found is not None
     return found
 
@@ -178,25 +167,19 @@ def _error(row: Row, q: float) -> str:
     return "-" if math.isnan(low) else f"{high:.2g}"
 
 
-def table(found: Statistics, rows: Sequence[Row], width: int) -> Table:
-    """The tensors and their total, in as many columns as there is room for."""
-    wide = width >= WIDE
+def table(found: Statistics, rows: Sequence[Row], screen: Terminal) -> list[str]:
+    """The tensors and their total, in as many columns as the screen has room for."""
+    wide = screen.width >= WIDE
     head = ["dtype"] * wide + ["size", "zero\n%", "flushed\n%", "subn.\n%", *["normal\n%"] * wide, "overfl.\n%"]
     head += ["Inf", "NaN", "magnitudes", "error\np50"] * wide + ["error\np99"] + ["largest\nerror"] * wide
-    lines = [_cells(row, wide) for row in (*rows, found.total)]
-    taken = sum(
-        3 + max(len(part) for line in (head, *lines) for part in line[column].split("\n"))
-        for column in range(len(head))
-    )
-    made = Table(caption=_caption(found), caption_justify="left", pad_edge=False)
-    made.add_column("tensor", no_wrap=True)
-    for name in head:
-        made.add_column(name, justify="right", no_wrap=True)
-    for row, cells in zip(rows, lines, strict=False):
-        made.add_row(shortened(row.name, max(12, width - taken - 2)), *cells)
-    made.add_section()
-    made.add_row("total", *lines[-1])
-    return made
+    cells = [_cells(row, wide) for row in (*rows, found.total)]
+    others = [max(len(part) for line in (head, *cells) for part in line[at].split("\n")) for at in range(len(head))]
+    room = max(12, screen.width - sum(others) - 2 * len(others))
+    named = [(shortened(row.name, room), *line) for row, line in zip(rows, cells, strict=False)]
+    return [
+        *ruled(("tensor", *head), [*named, RULE, ("total", *cells[-1])], (False, *[True] * len(head)), screen),
+        *screen.wrap(_caption(found)),
+    ]
 
 
 def _cells(row: Row, wide: bool) -> list[str]:
@@ -240,22 +223,19 @@ def _inspect(options: argparse.Namespace) -> int:
         content |= {} if advice is None else {"advice": advice.as_dict()}
         print(json.dumps(content, indent=1, allow_nan=False))
         return 0
-    console = Console(markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=160, markup=False)  # a pipe has no width; 80 columns would leave most of it out
     rows = sorted(found, key=SORTS[options.sort])
     shown = rows[: options.limit] if options.limit else rows
-    tables.show(console, table(found, shown, console.width))
+    screen = terminal()
+    lines = table(found, shown, screen)
     if len(shown) < len(rows):
-        console.print(f"{len(rows) - len(shown)} more tensors: --limit 0 shows all", highlight=False)
+        lines.append(f"{len(rows) - len(shown)} more tensors: --limit 0 shows all")
     if left_out:
-        console.print(
-            f"left out: {', '.join(f'{number} of {dtype}' for dtype, number in left_out.items())}", highlight=False
-        )
+        lines.append(f"left out: {', '.join(f'{number} of {dtype}' for dtype, number in left_out.items())}")
     if advice is not None:
-        console.print(str(advice), highlight=False, soft_wrap=True)
+        lines += str(advice).splitlines()
     if options.out is not None:
-        console.print(f"picture: {options.out}", highlight=False, soft_wrap=True)
+        lines.append(f"picture: {options.out}")
+    screen.show(lines, sys.stdout)
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from typing import Any
 from halfstep._version import __version__
 from halfstep.cli.command_line import Parser, picture, run
 from halfstep.cli.numbers import above_zero, count, counts, share_or_bytes, whole
+from halfstep.cli.terminal import terminal
 from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning import (
     CARDS,
@@ -333,12 +333,10 @@ def _plan(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps(content, indent=2, ensure_ascii=False))
     else:
-        from rich.console import Console
-
         from halfstep.cli import plan_tables
 
-        console = Console(width=None if "COLUMNS" in os.environ or sys.stdout.isatty() else 120)
-        plan_tables.show(console, content, shape_over_params=given.params if "model" in arguments else None)
+        screen = terminal()
+        screen.show(plan_tables.lines(content, screen, given.params if "model" in arguments else None), sys.stdout)
     if given.out is not None:
         from halfstep.cli import plan_picture
 

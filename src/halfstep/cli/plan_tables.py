@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from halfstep.cli.tables import show as show_table
+from halfstep.cli.terminal import RULE, Terminal, ruled
 from halfstep.numerics.planning.plans import GIB
 
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
@@ -56,46 +52,40 @@ def _counted(made: dict[str, Any]) -> str:
     return f"{made['parameters']:,} parameters; {made['layout']['name']} ({each:g} B each)"
 
 
-def _parts(made: dict[str, Any]) -> Table:
-    table = Table(title=escape(headline(made)), title_justify="left", title_style="bold")
-    table.add_column("part", no_wrap=True)
-    table.add_column("B/param", justify="right", no_wrap=True)
-    table.add_column("÷", justify="right", no_wrap=True)
-    table.add_column("per GPU", justify="right", no_wrap=True)
-    table.add_column("when", no_wrap=True)
-    table.add_column("", ratio=1)
+def _parts(made: dict[str, Any], screen: Terminal) -> list[str]:
+    rows: list[Sequence[str]] = []
     for part in made["parts"]:
-        table.add_row(
+        cells = (
             part["name"],
             _bytes_each(part["per_parameter"]),
             str(part["divisor"]) if part["divisor"] > 1 else "",
             ("" if part["exact"] else "≈ ") + size(part["bytes"]),
             _PHASES[part["phase"]] if part["place"] == "gpu" else "on the host",
-            escape(part["note"]),
-            style="dim" if part["place"] == "host" else None,
+            part["note"],
         )
-    table.add_section()
+        rows.append(cells)
+    rows.append(RULE)
     totals = made["totals"]
-    rows = [("always", totals["state"], "weights, gradients, states, buckets")]
-    rows += [("and in fwd, bwd", totals["backward"], "")] if totals["backward"] else []
-    rows += [("and in the step", totals["step"], "")] if totals["step"] else []
-    rows += (
+    sums = [("always", totals["state"], "weights, gradients, states, buckets")]
+    sums += [("and in fwd, bwd", totals["backward"], "")] if totals["backward"] else []
+    sums += [("and in the step", totals["step"], "")] if totals["step"] else []
+    sums += (
         [("peak", totals["peak"], "always, and the larger of the two")] if totals["backward"] or totals["step"] else []
     )
-    rows += [("on the host", totals["host"], "for this GPU")] if totals["host"] else []
-    for name, value, note in rows:
-        table.add_row(name, "", "", size(value), "", note, style="bold" if name in ("peak", "always") else None)
-    return table
+    sums += [("on the host", totals["host"], "for this GPU")] if totals["host"] else []
+    for name, value, note in sums:
+        style = "strong" if name in ("peak", "always") else None
+        name, shown = (screen.paint(text, style) if style else text for text in (name, size(value)))
+        rows.append((name, "", "", shown, "", note))
+    header = ("part", "B/param", "÷", "per GPU", "when", "")
+    lines = ruled(header, rows, (False, True, True, True, False, False), screen, folds=True)
+    return [*screen.title(headline(made)), *lines]
 
 
-def _messages(made: dict[str, Any]) -> Table:
-    table = Table(title="Sent by each GPU in a step", title_justify="left", title_style="bold")
-    for name, justify in (("what", "left"), ("operation", "left"), ("GPUs", "right"), ("times", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("B/param", justify="right", no_wrap=True)
-    table.add_column("in all", justify="right", no_wrap=True)
-    for each in made["communication"]:
-        table.add_row(
+def _messages(made: dict[str, Any], screen: Terminal) -> list[str]:
+    header = ("what", "operation", "GPUs", "times", "B/param", "in all")
+    rows = [
+        (
             each["what"],
             each["name"],
             str(each["ranks"]) if each["ranks"] > 1 else "",
@@ -103,7 +93,10 @@ def _messages(made: dict[str, Any]) -> Table:
             _bytes_each(each["per_parameter"]),
             size(each["bytes"]),
         )
-    return table
+        for each in made["communication"]
+    ]
+    lines = ruled(header, rows, (False, False, True, True, True, True), screen)
+    return ["", *screen.title("Sent by each GPU in a step"), *lines]
 
 
 def _work(made: dict[str, Any]) -> list[str]:
@@ -159,46 +152,37 @@ def _fit(found: dict[str, Any] | None) -> list[str]:
     return [f"The largest that fits: {value}{more}, at {size(best['totals']['peak'])}{note}."]
 
 
-def _comparison(content: dict[str, Any]) -> Table:
+def _comparison(content: dict[str, Any], screen: Terminal) -> list[str]:
     plans = content["plans"]
     unit, name = next(
         (unit, name)
         for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
         if max(made["totals"]["peak"] for made in plans) >= unit
     )
-    # Without lines between columns all of it stands in 80.
-    table = Table(
-        title=escape(f"{_common(content)}, {name}"),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column({"layouts": "layout", "strategies": "strategy"}[content["compare"]], overflow="fold")
     counts = numbers_of_gpus(content)
-    if len(counts) > 1:
-        table.add_column("GPUs", justify="right", no_wrap=True)
     hosted = any(made["totals"]["host"] for made in plans)
-    carded = plans[0]["card"] is not None
-    for head in ("weights", "gradients", "states", "always", "peak", "sent", *(["host"] if hosted else [])):
-        table.add_column(head, justify="right", no_wrap=True)
-    if carded:
-        table.add_column("fits", no_wrap=True)
+    header = [{"layouts": "layout", "strategies": "strategy"}[content["compare"]], *["GPUs"] * (len(counts) > 1)]
+    header += ["weights", "gradients", "states", "always", "peak", "sent", *["host"] * hosted]
+    right = [False] + [True] * (len(header) - 1)
+    if plans[0]["card"] is not None:
+        header, right = [*header, "fits"], [*right, False]
+    rows: list[Sequence[str]] = []
     for made in plans:
         by_name = {part["name"]: part["bytes"] for part in made["parts"]}
         states = sum(by_name.get(state, 0) for state in STATES)
         gradients = by_name["gradients"] + by_name.get("accumulated gradients", 0)
         cells = [by_name["weights"], gradients, states, made["totals"]["state"], made["totals"]["peak"]]
-        cells += [made["bytes_sent"], *([made["totals"]["host"]] if hosted else [])]
-        fits = [("yes" if made["card"]["fits"] else "no")] if carded else []
+        cells += [made["bytes_sent"], *[made["totals"]["host"]] * hosted]
+        fits = [] if made["card"] is None else ["yes" if made["card"]["fits"] else "no"]
         settings = made["settings"]
         first = [made["label"]]
         if len(counts) > 1:
             groups = f", shard {settings['shard']}" if settings["shard"] else ""
             first = [settings["strategy"] + groups, f"{settings['gpus']:,}"]
-        last = settings["gpus"] == counts[-1] and len(counts) > 1
-        table.add_row(*first, *(digits(cell / unit) if cell else "0" for cell in cells), *fits, end_section=last)
-    return table
+        rows.append([*first, *(digits(cell / unit) if cell else "0" for cell in cells), *fits])
+        if len(counts) > 1 and settings["gpus"] == counts[-1] and made is not plans[-1]:
+            rows.append([""] * len(header))
+    return [*screen.title(f"{_common(content)}, {name}"), *ruled(header, rows, right, screen)]
 
 
 def numbers_of_gpus(content: dict[str, Any]) -> list[int]:
@@ -225,19 +209,18 @@ def _common(content: dict[str, Any]) -> str:
     return f"{first['parameters']:,} parameters; {gpus if shared == 'single' else f'{shared} on {gpus}'}; per GPU"
 
 
-def show(console: Console, content: dict[str, Any], shape_over_params: int | None = None) -> None:
-    """Print the content of ``--json`` as tables.
+def lines(content: dict[str, Any], screen: Terminal, shape_over_params: int | None = None) -> list[str]:
+    """The content of ``--json`` as tables and sentences.
 
     Args:
-        shape_over_params: the number of parameters given beside a shape, which is planned instead.
+        content: what ``--json`` prints.
+        screen: what the output can show.
+        shape_over_params: the number of parameters that was given in addition to a shape. The shape is planned.
     """
     if content["compare"] is not None:
-        show_table(console, _comparison(content))
-        return
+        return _comparison(content, screen)
     (made,) = content["plans"]
-    show_table(console, _parts(made))
-    if made["communication"]:
-        show_table(console, _messages(made))
+    tables = [*_parts(made, screen), *(_messages(made, screen) if made["communication"] else []), ""]
     notes = [f"{each['what'].capitalize()}: {each['note']}." for each in made["communication"] if each["note"]]
     said = [*notes, *_work(made), *_card(made), *_fit(content["fit"])]
     if shape_over_params is not None and shape_over_params != made["parameters"]:
@@ -246,5 +229,4 @@ def show(console: Console, content: dict[str, Any], shape_over_params: int | Non
         said.append(f"{made['layout']['name']}: {made['layout']['note']}.")
     if made["settings"]["model"] is None:
         said.append("Without a shape, activations and gathered units are not known and not in it.")
-    for line in said:
-        console.print(line, markup=False, highlight=False)
+    return [*tables, *(line for sentence in said for line in screen.wrap(sentence))]

@@ -1,7 +1,7 @@
 """The texts of results: statistics of tensors, advice on a loss scale, overflows; and the functions that draw them.
 
 `numerics.presentation` calls these by name: ``str(result)``, ``result.table()`` and ``result.picture(path)``. Plain
-text, at most 80 columns, without rich.
+text, at most 80 columns.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from halfstep.cli.terminal import table
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 from halfstep.numerics.statistics.advice import ScaleAdvice
@@ -59,8 +60,7 @@ def statistics_table(found: Statistics, limit: int | None) -> str:
     lines = [head, *(_cells(row) for row in rows), _cells(found.total)]
     if not any(row.errors is not None for row in [*rows, found.total]):
         lines = [line[:-1] for line in lines]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    text = table(lines[0], lines[1:], [column > 0 for column in range(len(lines[0]))])
     if len(rows) < len(found):
         text.insert(-1, f"... and {len(found) - len(rows)} more that lose no more")
     total = found.total

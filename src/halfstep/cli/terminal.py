@@ -1,6 +1,6 @@
-"""Text for a terminal, a pipe or a file: colour, width, and characters the output can show.
+"""Text for a terminal, a pipe or a file: colours, width, tables, and the characters that the output can show.
 
-No library for this: importing one costs more than everything else an answer takes.
+No third-party library is used, since importing one would take longer than everything else that a lookup does.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, TextIO
 
-PIPE_WIDTH = 160  # columns of what is no terminal: nothing there folds, so a table may be as wide as it likes
+PIPE_WIDTH = 160  # columns of an output that is not a terminal, which breaks no lines
 
-# SGR parameters by meaning, of the sixteen colours every theme has.
+# SGR parameters by meaning, from the sixteen colours that every theme has.
 STYLES = {
     "sign": "31",
     "exponent": "32",
@@ -25,10 +26,11 @@ STYLES = {
     "faint": "2",
 }
 
-# What stands for a character where it cannot be shown; of one column each where columns matter.
+# Replacements for characters that cannot be shown. Those used in tables and pictures take one column too.
 _ASCII = str.maketrans(
     {"─": "-", "├": "|", "┤": "|", "┼": "+", "▲": "^", "●": "o", "≈": "~", "≤": "<=", "≥": ">=", "→": "->", "±": "+-"}
 )
+RULE: tuple[str, ...] = ()  # a row of a table that is drawn as a horizontal line
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -36,9 +38,9 @@ class Terminal(NamedTuple):
     """What a stream can show.
 
     Attributes:
-        width: columns.
-        colour: whether escape codes are wanted.
-        unicode: whether lines and arrows can be shown; ASCII stands for them otherwise.
+        width: number of columns.
+        colour: whether to write escape codes.
+        unicode: whether lines and arrows can be shown; otherwise they are replaced by ASCII.
     """
 
     width: int = PIPE_WIDTH
@@ -50,7 +52,7 @@ class Terminal(NamedTuple):
         return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if self.colour and text else text
 
     def show(self, lines: Sequence[str], stream: TextIO) -> None:
-        """Write lines, with what the stream's encoding has no character for replaced."""
+        """Write lines. Characters that the stream's encoding does not have are replaced."""
         text = "\n".join(line.rstrip() for line in lines) + "\n"
         if not self.unicode:
             text = text.translate(_ASCII)
@@ -59,7 +61,7 @@ class Terminal(NamedTuple):
         stream.flush()
 
     def wrap(self, text: str, indent: str = "") -> list[str]:
-        """A paragraph, folded at the width; `indent` goes before every line but the first."""
+        """Break a paragraph into lines of at most the width; `indent` precedes every line but the first."""
         lines, line = [], ""
         for word in text.split():
             joined = f"{line} {word}" if line.strip() else line + word
@@ -69,9 +71,13 @@ class Terminal(NamedTuple):
             line = joined
         return [*lines, line]
 
+    def title(self, text: str) -> list[str]:
+        """The lines above a table: a paragraph in bold type and an empty line."""
+        return [*(self.paint(line, "strong") for line in self.wrap(text)), ""]
+
 
 def visible(text: str) -> int:
-    """Columns that `text` takes, escape codes taking none."""
+    """The number of columns that `text` takes. Escape codes take none."""
     return len(_ESCAPE.sub("", text))
 
 
@@ -81,33 +87,134 @@ def pad(text: str, width: int, right: bool = False) -> str:
     return space + text if right else text + space
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], gap: str = "  ") -> list[str]:
-    """Aligned columns. `right` says for each column whether it is aligned to the right."""
-    widths = [max(visible(row[column]) for row in (header, *rows)) for column in range(len(header))]
+def _lines_of(row: Sequence[str], widths: Sequence[int], right: Sequence[bool], gap: str) -> list[str]:
+    """The lines of one row of a table, of whose cells each may have several; a rule for the row `RULE`."""
+    if not row:
+        return ["─" * (sum(widths) + len(gap) * (len(widths) - 1))]
+    cells = [cell.split("\n") for cell in row]
+    height = max(map(len, cells))
     return [
-        gap.join(pad(cell, width, at_right) for cell, width, at_right in zip(row, widths, right, strict=True)).rstrip()
-        for row in (header, *rows)
+        gap.join(
+            pad(cell[number] if number < len(cell) else "", width, at_right)
+            for cell, width, at_right in zip(cells, widths, right, strict=True)
+        ).rstrip()
+        for number in range(height)
     ]
+
+
+def _width_of(cell: str) -> int:
+    return max(map(visible, cell.split("\n")))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], gap: str = "  ") -> list[str]:
+    """The lines of a table with aligned columns.
+
+    Args:
+        header: the names of the columns. As in all cells, a line break starts another line of the same cell.
+        rows: the cells of each row, or `RULE` for a horizontal line.
+        right: for each column, whether it is aligned to the right.
+        gap: text between two columns.
+    """
+    every = (header, *rows)
+    widths = [max(_width_of(row[column]) for row in every if row) for column in range(len(header))]
+    return [line for row in every for line in _lines_of(row, widths, right, gap)]
 
 
 def fitted(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], width: int, gap: str = "  "
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[bool],
+    width: int,
+    gap: str = "  ",
+    folds: bool = False,
 ) -> list[str]:
-    """The same in a width: where it is too wide, in several tables beneath one another, the first column in each."""
-    whole = table(header, rows, right, gap)
-    columns = len(header)
-    if columns <= 2 or max(map(visible, whole)) <= width:
-        return whole
-    last = columns - 1
-    while last > 2 and max(map(visible, table(header[:last], [row[:last] for row in rows], right[:last], gap))) > width:
-        last -= 1
-    rest = [0, *range(last, columns)]
-    beneath = ([row[place] for place in rest] for row in (header, *rows))
+    """The lines of a table in at most `width` columns of the screen.
+
+    A table that is too wide becomes several tables one below the other, each with the first column.
+
+    Args:
+        header, rows, right, gap: see `table`.
+        width: columns of the screen.
+        folds: whether cells of the last column may be broken between words.
+    """
+    every = (header, *rows)
+    least = [max(_width_of(row[column]) for row in every if row) for column in range(len(header))]
+    if folds:
+        least[-1] = max((len(word) for row in every if row for word in row[-1].split()), default=0)
+    last, taken = min(2, len(header)), sum(least[:2]) + len(gap)
+    while last < len(header) and taken + len(gap) + least[last] <= width:
+        taken += len(gap) + least[last]
+        last += 1
+    if last == len(header):
+        if folds:
+            room = Terminal(max(width - (taken - least[-1]), least[-1]))
+            every = tuple([*row[:-1], "\n".join(room.wrap(row[-1]))] if row else row for row in every)
+        return table(every[0], every[1:], right, gap)
+    rest = [0, *range(last, len(header))]
+    beneath = [[row[place] for place in rest] if row else RULE for row in every]
     return [
         *table(header[:last], [row[:last] for row in rows], right[:last], gap),
         "",
-        *fitted(next(beneath), list(beneath), [right[place] for place in rest], width, gap),
+        *fitted(beneath[0], beneath[1:], [right[place] for place in rest], width, gap, folds),
     ]
+
+
+def ruled(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], screen: Terminal, folds: bool = False
+) -> list[str]:
+    """The lines of a table that fits the screen, with a rule below its header."""
+    return fitted([screen.paint(name, "strong") for name in header], [RULE, *rows], right, screen.width, folds=folds)
+
+
+class Progress:
+    """One line on standard error that shows how far work has come. It is shown on terminals only.
+
+    Args:
+        total: units of work.
+        patience: seconds before the line appears for the first time.
+        stream: where the line is written.
+    """
+
+    BAR = 20  # columns
+
+    def __init__(self, total: float, patience: float = 0.0, stream: TextIO | None = None) -> None:
+        self.total = total
+        self.done = 0.0
+        self.text = ""
+        self._stream = sys.stderr if stream is None else stream
+        self._screen = terminal(self._stream)
+        self._start = time.monotonic()
+        self._appears = self._start + patience
+        self._visible = False
+
+    def __enter__(self) -> Progress:
+        self.show()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clear()
+
+    def show(self, done: float | None = None, text: str | None = None) -> None:
+        """Write the line anew, with another number of units done or another text if they are given."""
+        self.done = self.done if done is None else done
+        self.text = self.text if text is None else text
+        now = time.monotonic()
+        if not self._stream.isatty() or now < self._appears:
+            return
+        share = min(1.0, self.done / self.total) if self.total else 0.0
+        filled = int(self.BAR * share)
+        left = f"{(now - self._start) * (1 / share - 1):,.0f} s left" if 0 < share < 1 else ""
+        line = f"{'#' * filled}{'.' * (self.BAR - filled)} {share:4.0%}  {self.text}  {left}"
+        self._stream.write(f"\r{line[: self._screen.width - 1]}\x1b[K")
+        self._stream.flush()
+        self._visible = True
+
+    def clear(self) -> None:
+        """Remove the line. The next `show` writes it again."""
+        if self._visible:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._visible = False
 
 
 def _set(name: str) -> bool:
@@ -115,7 +222,7 @@ def _set(name: str) -> bool:
 
 
 def _colour(stream: TextIO) -> bool:
-    """Whether to colour: https://no-color.org first, then what forces colour, then whether someone looks at it."""
+    """Whether to write colours: https://no-color.org first, then variables that force colours, then the stream."""
     if os.environ.get("NO_COLOR"):
         return False
     if _set("FORCE_COLOR") or _set("CLICOLOR_FORCE"):
@@ -124,9 +231,9 @@ def _colour(stream: TextIO) -> bool:
 
 
 def _unicode(stream: TextIO) -> bool:
-    """Whether lines can be drawn: the encoding has them, and the user did not ask for the plain C locale."""
+    """Whether lines can be drawn: the encoding has them, and the locale is not the plain C locale."""
     locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
-    if locale in ("C", "POSIX"):  # Python writes UTF-8 there all the same (PEP 540); the terminal may not read it
+    if locale in ("C", "POSIX"):  # Python writes UTF-8 even then (PEP 540), but the terminal may not read it
         return False
     try:
         "─├▲●≈≤→".encode(stream.encoding or "ascii")

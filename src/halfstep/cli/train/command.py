@@ -7,18 +7,16 @@ import math
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from halfstep.cli import tables
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder, run
 from halfstep.cli.numbers import number, whole
+from halfstep.cli.terminal import Progress, terminal
 from halfstep.cli.train import data, loop, report, world
 from halfstep.cli.train.model import SIZES
 from halfstep.integrations import checkpoint
@@ -164,34 +162,23 @@ def _resumed(
 
 
 class _Display:
-    """The live line on a terminal, a plain line every tenth of the way elsewhere, nothing on other ranks."""
+    """What is shown during training: a line kept up to date on a terminal, or a line after every tenth of the steps.
 
-    def __init__(self, console: Console, steps: int, quiet: bool) -> None:
-        self._console, self._steps, self._quiet = console, steps, quiet
-        self._progress = (
-            Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[line]}", markup=False),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            if console.is_terminal and not quiet
-            else None
-        )
-        self._task: Any = None
+    Ranks other than the first show nothing.
+    """
+
+    def __init__(self, steps: int, quiet: bool) -> None:
+        self._steps, self._quiet = steps, quiet
+        self._progress = Progress(steps, stream=sys.stdout) if sys.stdout.isatty() and not quiet else None
         self._next = 0.0
 
     @contextmanager
-    def run(self, name: str) -> Iterator[None]:
+    def run(self) -> Iterator[None]:
         self._next = 0.0
+        if self._progress is not None:
+            self._progress = Progress(self._steps, stream=sys.stdout)
         with self._progress or nullcontext():
-            if self._progress:
-                self._task = self._progress.add_task(name, total=self._steps, line="")
             yield
-            if self._progress:
-                self._progress.remove_task(self._task)
 
     def watch(self, trainer: loop.Trainer) -> None:
         history = trainer.history
@@ -201,21 +188,17 @@ class _Display:
         line = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
         if trainer.scaler is not None:
             line += f"  scale {history.scale[-1]:,.0f}  skipped {sum(history.skipped):.0f}"
-        if self._progress:
-            self._progress.update(self._task, completed=trainer.step, line=line)
-        elif not self._quiet and (trainer.step >= self._next or trainer.step == self._steps):
+        if self._progress is not None:
+            self._progress.show(trainer.step, f"{trainer.run.name}  {trainer.step}/{self._steps}  {line}")
+        elif trainer.step >= self._next or trainer.step == self._steps:
             self._next = (trainer.step * 10 // self._steps + 1) * self._steps / 10
-            self._console.print(f"{trainer.run.name}: step {trainer.step}/{self._steps}  {line}", highlight=False)
+            self.note(f"{trainer.run.name}: step {trainer.step}/{self._steps}  {line}")
 
     def note(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.clear()
         if not self._quiet:
-            self._console.print(text, highlight=False, soft_wrap=True)
-
-
-def _console() -> Console:
-    console = Console(markup=False)  # brackets in a path are not styles
-    # a pipe has no width; 80 columns would fold the table
-    return console if console.is_terminal else Console(width=160, markup=False)
+            terminal().show([text], sys.stdout)
 
 
 def _command(argv: Sequence[str]) -> str:
@@ -254,8 +237,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
     resumed = _resumed(options, runs, settings, corpus)
     results: list[loop.RunResult] = []
     with world.world(options.strategy, options.device, layout) as place, loop.Interrupt().listening() as interrupt:
-        console = _console()
-        display = _Display(console, settings.steps, quiet=place.rank != 0)
+        display = _Display(settings.steps, quiet=place.rank != 0)
         display.note(
             f"{corpus.name}: {corpus.size:,} bytes in {corpus.files:,} file{'s' * (corpus.files > 1)}; "
             f"on {place.device}, {place.size} process{'es' * (place.size > 1)}"
@@ -264,7 +246,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
             what = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
             display.note(f"processes restarted by torchrun, time {world.restarts()}: {what}")
         for run in runs:
-            with display.run(run.name):
+            with display.run():
                 if run.name in resumed:
                     display.note(f"{run.name}: continuing after step {resumed[run.name]['step']}")
                 result = loop.train(
@@ -294,7 +276,8 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
             results.append(result)
         if place.rank == 0:
             content = report.report(results, settings, corpus)
-            tables.show(console, report.table(content))
+            screen = terminal()
+            screen.show(report.table(content, screen), sys.stdout)
             for name, known in report.overflows(content).items():
                 display.note(f"{name}: {known}")
             for note in content["notes"]:

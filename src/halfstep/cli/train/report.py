@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from halfstep.cli.results import overflow_kind
 from halfstep.cli.results_picture import draw_exponents
+from halfstep.cli.terminal import Terminal, ruled
 from halfstep.cli.train.data import Corpus
 from halfstep.cli.train.loop import RunResult, Settings
 from halfstep.cli.train.model import SIZES
@@ -145,15 +145,10 @@ def _cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def table(content: dict[str, Any]) -> Table:
-    """The table that a command ends with."""
+def table(content: dict[str, Any], screen: Terminal) -> list[str]:
+    """The table that is printed after training."""
     head, rows = _cells(content)
-    made = Table(caption=sentence(content), caption_justify="left")
-    for number, name in enumerate(head):
-        made.add_column(name, justify="left" if number < 2 else "right", no_wrap=number > 0)
-    for row in rows:
-        made.add_row(*row)
-    return made
+    return [*ruled(head, rows, [number > 1 for number in range(len(head))], screen), *screen.wrap(sentence(content))]
 
 
 def sentence(content: dict[str, Any]) -> str:

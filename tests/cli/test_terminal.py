@@ -1,0 +1,74 @@
+"""Tables on narrow screens, and the progress line."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from halfstep.cli.terminal import RULE, Progress, Terminal, fitted, ruled, table
+
+ROWS = [("a", "12", "several words here"), RULE, ("total", "3\nmore", "")]
+
+
+def test_cells_with_several_lines_and_rules() -> None:
+    assert table(("name", "n\n%", "note"), ROWS, (False, True, False)) == [
+        "name      n  note",
+        "          %",
+        "a        12  several words here",
+        "───────────────────────────────",
+        "total     3",
+        "       more",
+    ]
+
+
+def test_the_last_column_folds_where_the_screen_ends() -> None:
+    lines = fitted(("name", "n", "note"), ROWS, (False, True, False), 22, folds=True)
+    assert lines == [
+        "name      n  note",
+        "a        12  several",
+        "             words",
+        "             here",
+        "────────────────────",
+        "total     3",
+        "       more",
+    ]
+
+
+def test_columns_that_do_not_fit_go_below() -> None:
+    lines = fitted(("name", "n", "note"), ROWS, (False, True, False), 22)
+    assert lines == [
+        *("name      n", "a        12", "───────────", "total     3", "       more", ""),
+        *("name   note", "a      several words here", "─────────────────────────", "total"),
+    ]
+
+
+def test_a_ruled_table_has_a_bold_header() -> None:
+    lines = ruled(("x", "y"), [("1", "2")], (True, True), Terminal(80, colour=True))
+    assert lines == ["\x1b[1mx\x1b[0m  \x1b[1my\x1b[0m", "────", "1  2"]
+
+
+class Screen(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Screen()
+    with Progress(4, stream=stream) as progress:
+        progress.show(1, "half of it")
+        progress.show(text="x" * 100)
+    lines = stream.getvalue().replace("\x1b[K", "").split("\r")
+    assert lines[1].startswith("." * 20 + "   0%")
+    assert lines[2].startswith("#" * 5 + "." * 15 + "  25%  half of it")
+    assert max(map(len, lines)) < 40 and lines[-1] == ""
+
+
+def test_progress_waits_and_is_for_terminals_only() -> None:
+    for stream, patience in ((Screen(), 60.0), (io.StringIO(), 0.0)):
+        with Progress(2, patience, stream) as progress:
+            progress.show(1, "x")
+        assert stream.getvalue() == ""
