@@ -44,8 +44,8 @@ def test_columns_that_do_not_fit_go_below() -> None:
 
 
 def test_a_ruled_table_has_a_bold_header() -> None:
-    lines = ruled(("x", "y"), [("1", "2")], (True, True), Terminal(80, colour=True))
-    assert lines == ["\x1b[1mx\x1b[0m  \x1b[1my\x1b[0m", "────", "1  2"]
+    lines = ruled(("x\n%", "y"), [("1", "2")], (True, True), Terminal(80, colour=True))
+    assert lines == ["\x1b[1mx\x1b[0m  \x1b[1my\x1b[0m", "\x1b[1m%\x1b[0m", "────", "1  2"]
 
 
 class Screen(io.StringIO):

@@ -48,8 +48,10 @@ class Terminal(NamedTuple):
     unicode: bool = True
 
     def paint(self, text: str, style: str) -> str:
-        """`text` in a style of `STYLES`, if colours are wanted."""
-        return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if self.colour and text else text
+        """`text` in a style of `STYLES`, line by line, if colours are wanted."""
+        if not self.colour:
+            return text
+        return "\n".join(f"\x1b[{STYLES[style]}m{line}\x1b[0m" if line else line for line in text.split("\n"))
 
     def show(self, lines: Sequence[str], stream: TextIO) -> None:
         """Write lines. Characters that the stream's encoding does not have are replaced."""
