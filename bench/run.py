@@ -129,7 +129,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             run_report.draw(arguments.out, about, results)
         except ImportError as error:
-            notes.append(f"no pictures: {error}")
+            notes.append(str(error))
     bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]
     wrong = [f"{one.operation}, {one.dtype}: {one.provider} {one.status}: {one.reason}" for one in bad]
     lines = [*(errors.paint(note, "note") for note in notes), *(errors.paint(line, "bad") for line in wrong)]

@@ -20,6 +20,7 @@ import torch
 
 import halfstep
 from halfstep.bench.harness import OK, UNAVAILABLE, Result, ours
+from halfstep.cli import figures
 from halfstep.cli.terminal import Terminal, table
 
 ROOFLINE, STEP = "roofline.png", "step.png"
@@ -245,15 +246,12 @@ def _draw_lines(axes: Any, results: Sequence[Result], value: Callable[[Result], 
     binary = first.axis != "tensors"
     axes.set_xscale("log", base=2 if binary else 10)
     axes.set_xlabel(first.axis if binary else f"tensors ({first.size['elements']:,} elements in all)".replace(",", " "))
-    axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    figures.tidy(axes, "both")
 
 
 def _figure(count: int, columns: int, title: str) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
-
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(4.4 * columns, HEAD + 3.0 * rows), dpi=110)
+    figure = figures.figure(4.4 * columns, HEAD + 3.0 * rows, layout=None)
     figure.text(0.012, 1 - 0.12 / figure.get_figheight(), title, ha="left", va="top", fontsize=10)
     panels = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
     return figure, panels
@@ -277,7 +275,7 @@ def _save(figure: Any, panels: list[Any], path: Path) -> None:
     )
     top = 0.65 + 0.22 * math.ceil(len(found) / across)
     figure.tight_layout(rect=(0, 0, 1, 1 - top / height))
-    figure.savefig(path)
+    figures.save(figure, path)
 
 
 def draw(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> list[Path]:

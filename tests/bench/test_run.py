@@ -116,7 +116,7 @@ def test_without_matplotlib_everything_but_the_pictures_is_written(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run.main(["cast", "--out", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "table.md"]
-    assert "no pictures: matplotlib is not installed" in capsys.readouterr().err
+    assert "pictures need matplotlib, which is not installed" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------------------- report

@@ -338,7 +338,7 @@ def test_without_matplotlib_the_message_says_what_to_install(
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     assert halfstep_main(["plan", "--params", "8", "--out", str(tmp_path / "bars.png")]) == 2
-    assert "--out needs matplotlib; type: pip install 'halfstep[plots]'" in capsys.readouterr().err
+    assert "argument --out: pictures need matplotlib, which is not installed: pip install" in capsys.readouterr().err
 
 
 def test_neither_torch_nor_matplotlib_is_loaded() -> None:

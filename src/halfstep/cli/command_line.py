@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from halfstep.cli.figures import MISSING
 from halfstep.cli.terminal import Terminal, terminal
 from halfstep.numerics.messages import instead, printable
 
@@ -150,6 +151,10 @@ def picture(text: str) -> Path:
     """An argparse type: the file that a picture is written to."""
     if Path(text).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"expected a file name ending in {', '.join(PICTURES)}, but got {text!r}")
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(MISSING)
     return output_file(text)
 
 

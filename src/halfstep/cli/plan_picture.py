@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from halfstep.cli.figures import figure, save, tidy
 from halfstep.cli.plan_tables import digits, gpus_of, numbers_of_gpus
 from halfstep.numerics.planning.plans import GIB
 
@@ -27,7 +28,6 @@ MEMORY_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("logits and loss", "#999999", ("logits", "loss")),
     ("step temporaries", "#000000", ("step temporaries",)),
 )
-_UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 ACROSS = 4  # entries of the legend side by side
 
 
@@ -49,14 +49,6 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-        from matplotlib.patches import Patch
-        from matplotlib.patheffects import withStroke
-    except ImportError as error:
-        raise ImportError("--out needs matplotlib; type: pip install 'halfstep[plots]'") from error
     plans = content["plans"]
     stacks = [stack(made) for made in plans]
     largest = max(max(made["totals"]["peak"] for made in plans), 1)
@@ -69,9 +61,12 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     scaled = len(numbers_of_gpus(content)) > 1
     places = _places(plans) if scaled else [float(row) for row in range(len(plans))]
     height = head + 0.6 + (0.26 if scaled else 0.32) * (places[-1] + 1)
-    below_head = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - head / height))
-    figure = Figure(figsize=(9.5, height), dpi=120, layout=below_head)
-    axes, *others = figure.subplots(1, 1 + scaled, squeeze=False, width_ratios=(5, 2)[: 1 + scaled])[0]
+    made_figure = figure(9.5, height)
+    from matplotlib.patches import Patch
+    from matplotlib.patheffects import withStroke
+
+    made_figure.get_layout_engine().set(rect=(0, 0, 1, 1 - head / height))  # the head is above the axes
+    axes, *others = made_figure.subplots(1, 1 + scaled, squeeze=False, width_ratios=(5, 2)[: 1 + scaled])[0]
     clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     for made, row, one in zip(plans, places, stacks, strict=True):
         start = 0.0
@@ -107,12 +102,11 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     handles: list[Any] = [Patch(color=colour, label=kind) for kind, colour in present]
     handles += axes.get_legend_handles_labels()[0] if drawn else []
     at = (0.005, 1 - 0.32 / height)
-    figure.legend(
+    made_figure.legend(
         handles=handles, loc="upper left", bbox_to_anchor=at, ncols=ACROSS, frameon=False, fontsize=8, borderpad=0
     )
-    figure.text(0.01, 1 - 0.1 / height, _title(content, gpu, drawn), fontsize=9.5, ha="left", va="top")
-    with rc_context({"svg.hashsalt": "halfstep"}):  # the same plan, the same file
-        figure.savefig(path, metadata=_UNDATED.get(path.suffix.lower()))
+    made_figure.text(0.01, 1 - 0.1 / height, _title(content, gpu, drawn), fontsize=9.5, ha="left", va="top")
+    save(made_figure, path, dpi=120)
 
 
 def _places(plans: list[dict[str, Any]]) -> list[float]:
@@ -128,10 +122,8 @@ def _plain(axes: Any, places: list[float], label: str) -> None:
     axes.set_ylim(places[-1] + 0.5, -0.5)
     axes.set_xlabel(label, fontsize=9)
     axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.grid(True, axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
+    tidy(axes, "x", ("top", "right", "left"))
 
 
 def _title(content: dict[str, Any], gpu: dict[str, Any] | None, drawn: bool) -> str:

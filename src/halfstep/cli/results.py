@@ -80,9 +80,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def statistics_picture(found: Statistics, path: str | Path) -> None:
     """`Statistics.picture`."""
-    from halfstep.cli import results_picture
+    from halfstep.cli import figures, results_picture
 
-    results_picture.save(results_picture.of_statistics(found), path)
+    figures.save(results_picture.of_statistics(found), path)
 
 
 # -------------------------------------------------------------------------------------------------------------- advice
@@ -130,9 +130,9 @@ def _range(low: float, high: float) -> str:
 
 def advice_picture(advice: ScaleAdvice, path: str | Path) -> None:
     """`ScaleAdvice.picture`."""
-    from halfstep.cli import results_picture
+    from halfstep.cli import figures, results_picture
 
-    results_picture.save(results_picture.of_advice(advice), path)
+    figures.save(results_picture.of_advice(advice), path)
 
 
 # ----------------------------------------------------------------------------------------------------------- overflows

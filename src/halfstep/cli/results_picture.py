@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.cli.figures import figure, tidy
 from halfstep.cli.results import shortened
 
 if TYPE_CHECKING:
@@ -35,27 +35,6 @@ MEANINGS = {
     "overflow": "overflow",
     "not finite": "Inf or NaN before",
 }
-
-
-def figure(width: float, height: float) -> Any:
-    """An empty figure that needs no display.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'halfstep[plots]'") from error
-    made = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(made)
-    return made
-
-
-def save(made: Any, path: str | Path) -> None:
-    """Write a figure in the format of the file's suffix."""
-    made.savefig(path, dpi=110)
 
 
 def _at(scale: float) -> str:
@@ -133,7 +112,7 @@ def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, s
         ylabel="% of all",
         title=f"Exponents of the {what} under the range of {form.name}{factor}",
     )
-    _tidy(axes, "y")
+    tidy(axes, "y")
 
 
 def draw_bars(axes: Any, rows: Sequence[Row], title: str) -> None:
@@ -152,15 +131,9 @@ def draw_bars(axes: Any, rows: Sequence[Row], title: str) -> None:
     axes.set_xlim(0, 100)
     axes.set_ylim(-0.6, max(len(rows), 1) - 0.4)
     axes.set(title=title, xlabel="% of elements")
-    _tidy(axes, "x")
+    tidy(axes, "x")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14 - 0.6 / max(4, len(rows))))
-
-
-def _tidy(axes: Any, grid: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color="#e5e5e5", linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def of_statistics(found: Statistics) -> Any:
@@ -215,7 +188,7 @@ def draw_scales(axes: Any, advice: ScaleAdvice) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(title="What each scale would lose of a gradient", xlabel="loss scale", ylabel="% of its numbers")
     axes.legend(frameon=False, fontsize=9, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.24))
-    _tidy(axes, "y")
+    tidy(axes, "y")
 
 
 def of_advice(advice: ScaleAdvice) -> Any:

@@ -89,7 +89,7 @@ def _folder(tmp_path: Path) -> str:
 def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = complaint("ladder", "--out", str(tmp_path / "x.png"))
-    assert "pictures need matplotlib; pip install 'halfstep[plots]'" in found
+    assert "argument --out: pictures need matplotlib, which is not installed: pip install 'halfstep[plots]'" in found
     assert list(tmp_path.iterdir()) == []
 
 

@@ -232,7 +232,7 @@ def test_without_matplotlib_all_else_is_written(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert _train(text, tmp_path / "out") == 0
     assert sorted(os.listdir(tmp_path / "out")) == ["report.html", "report.json"]
-    assert "matplotlib is not installed; pip install 'halfstep[plots]'" in capsys.readouterr().out
+    assert "no report.png: pictures need matplotlib, which is not installed: pip install" in capsys.readouterr().out
 
 
 def test_the_table_shows_the_entropy_beside_the_losses(

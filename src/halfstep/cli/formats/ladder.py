@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from halfstep.cli.command_line import PICTURES, picture
 from halfstep.cli.formats import arguments
-from halfstep.cli.formats.arguments import Answer, UsageError
+from halfstep.cli.formats.arguments import Answer
 from halfstep.cli.terminal import Terminal
 from halfstep.numerics.formats.table import Format
 
@@ -54,10 +54,7 @@ def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
 
     kinds = list(pictures.PICTURES) if options.kind == "all" else [options.kind]
     chosen = arguments.distinct(options.named + options.formats)
-    try:
-        pictures.draw(kinds, chosen, options.codes, options.out)
-    except ImportError as error:
-        raise UsageError(f"{error}: pictures need matplotlib; pip install 'halfstep[plots]'") from error
+    pictures.draw(kinds, chosen, options.codes, options.out)
     shown = [format.name for format in chosen]
     about = {"out": str(options.out), "kind": options.kind, "formats": shown, "codes": options.codes.name}
     found = [

@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from halfstep.cli.figures import figure, save, tidy
 from halfstep.cli.formats import number_text
 from halfstep.cli.formats.properties import fields, short
 from halfstep.cli.formats.shared_values import binade_values, lowest_exponent
@@ -37,8 +38,7 @@ def _axes_of_powers(axes: Any, lowest: int, highest: int) -> None:
     first = math.ceil(lowest * math.log10(2) / apart) * apart
     decimals = range(first, int(highest * math.log10(2)) + 1, apart)
     above.set_xticks(list(decimals), [f"$10^{{{tick}}}$" for tick in decimals])
-    axes.grid(axis="x", color="#e5e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
+    tidy(axes, "x", ("top", "right", "left"))
 
 
 def _span(formats: Sequence[Format]) -> tuple[int, int]:
@@ -167,18 +167,15 @@ def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Pa
     """Draw panels beneath one another, 1200 pixels wide, and write them.
 
     Args:
-        kinds: of `PICTURES`.
-        formats: of range and density.
-        small: of codes; 8 bits at most.
-        out: a file; its suffix is the format of the picture.
+        kinds: names from `PICTURES`, from top to bottom.
+        formats: the formats whose range and density are drawn.
+        small: the format whose codes are drawn; at most 8 bits.
+        out: the file. Its suffix decides the format of the picture.
 
     Raises:
-        ImportError: matplotlib is not there.
+        ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     heights = {
         "range": 1.3 + 0.32 * len(formats),
         "density": 1.3 + 0.32 * len(formats),
@@ -190,14 +187,8 @@ def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Pa
         "codes": lambda axes: draw_codes(axes, small),
     }
     chosen = [heights[kind] for kind in kinds]
-    # The same picture in the same bytes, and text that can be searched for.
-    with matplotlib.rc_context({"svg.hashsalt": "halfstep", "svg.fonttype": "none", "font.size": 10}):
-        figure = Figure(figsize=(12, sum(chosen)), layout="constrained")
-        for kind, axes in zip(
-            kinds, figure.subplots(len(kinds), squeeze=False, height_ratios=chosen)[:, 0], strict=True
-        ):
-            panels[kind](axes)
-            if kind != "codes":
-                axes.spines[["top", "right", "left"]].set_visible(False)
-        metadata = {"Date": None} if out.suffix == ".svg" else {}
-        figure.savefig(out, dpi=100, metadata=metadata)
+    made = figure(12, sum(chosen))
+    every = made.subplots(len(kinds), squeeze=False, height_ratios=chosen)[:, 0]
+    for kind, axes in zip(kinds, every, strict=True):
+        panels[kind](axes)
+    save(made, out, dpi=100)

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder, run
+from halfstep.cli.figures import MISSING
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.terminal import Progress, terminal
 from halfstep.cli.train import data, loop, report, world
@@ -284,7 +285,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
                 display.note(note)
             written = report.write(out, content)
             if not any(path.suffix == ".png" for path in written):
-                display.note("no report.png: matplotlib is not installed; pip install 'halfstep[plots]' to have it")
+                display.note(f"no report.png: {MISSING}")
             display.note("report: " + ", ".join(map(str, written)))
     return 1 if any(result.trouble for result in results) else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import importlib.metadata
+import io
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from halfstep.cli import figures
 from halfstep.cli.results import overflow_kind
 from halfstep.cli.results_picture import draw_exponents
 from halfstep.cli.terminal import Terminal, ruled
@@ -226,21 +228,17 @@ def _smooth(losses: Sequence[float | None], span: int) -> tuple[list[int], list[
 def picture(content: dict[str, Any]) -> bytes | None:
     """report.png: losses, loss scale, bytes per parameter, exponents of gradients. None without matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import to_rgb
-        from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, MaxNLocator
     except ImportError:
         return None
-    import io
 
     runs = content["runs"]
     colours = _colours(runs)
     scaled = [(run, colour) for run, colour in zip(runs, colours, strict=True) if run["scale"]]
     counted = _counted(content)
     height, rows = (13, 3) if counted else (9, 2)
-    figure = Figure(figsize=(13, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = figures.figure(13, height)
     grid = figure.add_gridspec(rows, 2)
     losses, closer, scales, sizes = (figure.add_subplot(grid[place // 2, place % 2]) for place in range(4))
     for place, run in enumerate(counted):
@@ -328,9 +326,7 @@ def picture(content: dict[str, Any]) -> bytes | None:
         sizes.set_xlim(-1.2, 1.2)
 
     for axes in (losses, closer, scales, sizes):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
-        axes.set_axisbelow(True)
+        figures.tidy(axes, "y")
     model, training, where = content["model"], content["training"], content["machine"]
     figure.suptitle(
         f"{model['parameters']:,} parameters, {training['batch']} windows of {model['context']} bytes per step, "
@@ -339,7 +335,7 @@ def picture(content: dict[str, Any]) -> bytes | None:
         fontsize=12,
     )
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
+    figures.save(figure, buffer)
     return buffer.getvalue()
 
 
@@ -373,7 +369,7 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
     body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     top = "".join(f"<th>{text(name)}</th>" for name in head)
     if png is None:
-        image = '<p class="note">No picture: matplotlib is not installed (pip install "halfstep[plots]").</p>'
+        image = f'<p class="note">No picture: {text(figures.MISSING)}</p>'
     else:
         source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
         image = f'<img alt="losses, loss scale, bytes per parameter" src="{source}">'

@@ -1,0 +1,45 @@
+"""What all pictures share: figures without a display, a common look, and files that depend on their content only.
+
+matplotlib is optional (the extra `plots`) and imported only when a picture is drawn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO, Any
+
+MISSING = "pictures need matplotlib, which is not installed: pip install 'halfstep[plots]'"
+# matplotlib would write the time into the file.
+_UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+
+
+def figure(width: float, height: float, layout: Any = "constrained") -> Any:
+    """An empty figure of a size in inches. It belongs to no window and to no global state of matplotlib.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+    made = Figure(figsize=(width, height), layout=layout, facecolor="white")
+    FigureCanvasAgg(made)
+    return made
+
+
+def save(made: Any, to: str | Path | IO[bytes], dpi: int = 110) -> None:
+    """Write a figure to a file in the format of its suffix, or as PNG to a stream. Text in SVG files stays text."""
+    from matplotlib import rc_context
+
+    kind = Path(to).suffix.lower() if isinstance(to, (str, Path)) else ".png"
+    with rc_context({"svg.hashsalt": "halfstep", "svg.fonttype": "none"}):
+        made.savefig(to, format=kind[1:], dpi=dpi, metadata=_UNDATED.get(kind))
+
+
+def tidy(axes: Any, grid: str, without: tuple[str, ...] = ("top", "right")) -> None:
+    """Remove sides of the box around `axes`, and draw grid lines of the axis `grid` behind the content."""
+    axes.spines[list(without)].set_visible(False)
+    axes.grid(axis=grid, color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
