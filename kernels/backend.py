@@ -1,11 +1,11 @@
-"""Which implementation runs: the switch, and the one place that knows whether Triton is there.
+"""Choice of the implementation of the kernels. This is the only module that knows whether Triton is installed.
 
 Every kernel family has up to three implementations with the same bits:
 
-* ``reference``: plain torch, any device. It is the specification.
-* ``native``: C++, CPU tensors only, compiled at first use (``native.py``). ``auto`` takes it on the CPU.
-* ``triton``: Triton, GPU tensors; with ``TRITON_INTERPRET=1`` also CPU tensors, which is how kernels are tested without
-  a GPU.
+* ``reference``: operations of torch, on any device. It is the specification.
+* ``native``: C++ for CPU tensors, compiled at first use (``native.py``). ``auto`` chooses it on the CPU.
+* ``triton``: Triton for GPU tensors. With ``TRITON_INTERPRET=1`` it also takes CPU tensors, which serves to test
+  kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from halfstep.kernels import native
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS, Windows, or simply not installed: the CPU path needs none of it
+except ImportError:  # not needed on the CPU; there is no Triton for macOS and Windows
     triton = None
     tl = None
 
 NAMES = ("auto", "reference", "triton")
-MOST_THREADS = 1024  # of a program, on every GPU
+MOST_THREADS = 1024  # threads that a program may have, on every GPU
 
 
 def _checked(name: object, source: str) -> str:
@@ -78,7 +78,7 @@ class backend:
 
 
 def chosen() -> str:
-    """The name last switched to: ``"auto"``, ``"reference"`` or ``"triton"``."""
+    """The current choice: ``"auto"``, ``"reference"`` or ``"triton"``."""
     return _chosen
 
 
@@ -108,8 +108,7 @@ def resolve(device: torch.device, family: str) -> str:
         if not on_gpu and not (TAKES_CPU_TENSORS and device.type == "cpu"):
             raise RuntimeError(
                 f"Expected GPU tensors for backend 'triton', but got tensors on {str(device)!r}: use backend('auto'), "
-                "or "
-                "set TRITON_INTERPRET=1 before halfstep is imported to run the kernels on CPU tensors"
+                "or set TRITON_INTERPRET=1 before halfstep is imported to run the kernels on CPU tensors"
             )
         return "triton"
     if on_gpu:
@@ -120,24 +119,24 @@ def resolve(device: torch.device, family: str) -> str:
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """``triton.jit`` where Triton is installed, else the function itself, which is then never called."""
+    """``triton.jit`` if Triton is installed; otherwise the function itself, which is then never called."""
     return function if triton is None else triton.jit(function, **options)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Around a Triton launch: it goes to the current GPU, which need not be where the tensors are."""
+    """A context in which `device` is the current GPU. Triton launches kernels on the current GPU only."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache
 def _lanes(device: torch.device) -> int:
-    """How many threads a GPU runs in step: 32 or, on AMD's data center chips, 64."""
+    """The number of threads in a warp: 32, or 64 on AMD's data center GPUs."""
     lanes: int = torch.cuda.get_device_properties(device).warp_size
     return lanes
 
 
 def most_warps(device: torch.device) -> int:
-    """How many warps a program may have: a GPU launches up to `MOST_THREADS` threads."""
+    """The largest number of warps of a program, which may have `MOST_THREADS` threads."""
     if device.type == "cuda":
         return MOST_THREADS // _lanes(device)
     lanes: int = 32 if INTERPRET else _stand_in().warp_size
@@ -145,15 +144,15 @@ def most_warps(device: torch.device) -> int:
 
 
 def _stand_in() -> Any:
-    """Triton's description of the GPU that takes CPU tensors where kernels are not interpreted."""
+    """Triton's description of the simulated GPU that runs compiled kernels on CPU tensors."""
     return triton.runtime.driver.active.get_current_target()
 
 
 def by_address(tensor: torch.Tensor) -> Any:
-    """A tensor as an argument of which Triton's compiler for AMD learns the address alone.
+    """A tensor as an argument of which Triton's compiler for AMD learns only the address.
 
-    Of a tensor below 2 GB it learns the size too, and turns loads into buffer instructions. On the way it loses what
-    ``tl.multiple_of`` said of a pointer, and every access is as narrow as an element (Triton 3.7).
+    Otherwise the compiler learns that a tensor is smaller than 2 GB and uses buffer instructions. Triton 3.7 then
+    ignores ``tl.multiple_of`` for pointers, and reads and writes one element per access.
     """
     if tensor.device.type == "cuda":
         amd = torch.version.hip is not None
@@ -166,7 +165,7 @@ TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "b
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """The Triton type of a torch dtype, as kernels take it for a constexpr."""
+    """The Triton type of a torch dtype, to pass to a kernel as a constexpr."""
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
 
 
@@ -174,18 +173,18 @@ def _interpret_requested() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-# Triton decides when a kernel is decorated, that is once, at import. Later changes of the variable have no effect.
+# Triton reads the variable when a kernel is decorated, at import. Later changes have no effect.
 INTERPRET = _interpret_requested()
 
-# Whether Triton's kernels may be given CPU tensors: interpreted ones may. A process in which a stand-in takes the place
-# of the GPU's driver (`bench/host_cost.py`) sets it for compiled kernels too; `INTERPRET` stays what it was at import.
+# Whether Triton kernels accept CPU tensors, as interpreted kernels do. Processes that replace the GPU's driver, such as
+# that of `bench/host_cost.py`, also set it for compiled kernels; `INTERPRET` keeps its value from the import.
 TAKES_CPU_TENSORS = INTERPRET
 
 
 def _warn_of_flushed_subnormals() -> None:
-    """Say it where the installed Triton gives Adam other bits than the reference has, and a GPU would run its kernels.
+    """Warn if Adam would have other bits on this machine's GPU than the reference, because of the version of Triton.
 
-    Up to 3.5 `tl.div_rn` and `tl.sqrt_rn` compile to ``div.rn.ftz.f32`` and ``sqrt.rn.ftz.f32`` on NVIDIA.
+    Up to Triton 3.5, `tl.div_rn` and `tl.sqrt_rn` compile to ``div.rn.ftz.f32`` and ``sqrt.rn.ftz.f32`` on NVIDIA.
     """
     if triton is None or INTERPRET or torch.version.cuda is None:
         return
@@ -198,5 +197,5 @@ def _warn_of_flushed_subnormals() -> None:
         )
 
 
-# `device_count` asks NVML, so that a process may still fork after the import.
+# `device_count` uses NVML and does not initialize CUDA, so that a process may still fork after the import.
 _warn_of_flushed_subnormals()

@@ -1,20 +1,22 @@
-"""The loss scale after a step, decided on the device: one launch, nothing read by the host.
+"""Update of the loss scale after a step: one launch, and the host reads nothing.
 
-Micikevicius et al., "Mixed precision training" (2018), §3.2, with the hysteresis of Megatron-LM and DeepSpeed. S is the
-scale, t the clean steps in a row, h the overflows that are still tolerated, all updated in place; f is non-zero if the
-step overflowed:
+The algorithm is that of Micikevicius et al., "Mixed precision training" (2018), section 3.2, with the hysteresis of
+Megatron-LM and DeepSpeed. S is the scale, t the number of consecutive steps without overflow and h the number of
+overflows that are still tolerated. All three are updated in place. f is nonzero if the step overflowed:
 
     f:        h = max(h - 1, 0)    t = 0    S = S * backoff        (S as it was while h > 0)
     not f:    t = t + 1            h = hysteresis                  (only with refill on every clean step)
               t == interval:       S = S * growth   t = 0   h = hysteresis
     S = min(max(S, least), most)
 
-Products are formed in fp64 and rounded to fp32 once, as torch's are: 1.1 and 0.9 are no fp32 numbers.
+Products are computed in fp64 and rounded once to fp32, as in torch, because factors such as 1.1 and 0.9 are not fp32
+numbers.
 
-With a hysteresis of 1 this is `torch.amp.GradScaler`, which never bounds S. Refilling at growth only is Megatron-LM's
-and DeepSpeed's default; on every clean step is apex's and DeepSpeed's ``consecutive_hysteresis``.
+With a hysteresis of 1 this is `torch.amp.GradScaler`, except that torch does not bound S. Megatron-LM and, by default,
+DeepSpeed refill h only when the scale grows; apex, and DeepSpeed with ``consecutive_hysteresis``, refill it on every
+step without overflow.
 
-Beside them three numbers are kept: how many steps were decided, how many were skipped, and which was skipped last.
+The kernel also counts the steps that were decided and skipped, and stores the number of the last skipped one.
 """
 
 from __future__ import annotations
@@ -29,19 +31,20 @@ from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl
 from halfstep.kernels.multi_tensor import all_have_memory, check_addresses, checked_addresses, own_operations
 
-DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # places in `counts`
+DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # indices of `State.counts`
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a scale moves.
+    """How the loss scale changes.
 
     Attributes:
-        growth_factor, backoff_factor: what it is multiplied by.
-        growth_interval: clean steps in a row before it grows.
-        hysteresis: overflows before it backs off, from 1.
-        refill_on_clean: any clean step restores the hysteresis, not only growth.
-        least, most: bounds, positive and finite in fp32.
+        growth_factor: what the scale is multiplied by when it grows.
+        backoff_factor: what the scale is multiplied by after an overflow.
+        growth_interval: consecutive steps without overflow after which the scale grows.
+        hysteresis: overflows after which the scale is lowered, at least 1.
+        refill_on_clean: whether every step without overflow restores the hysteresis, not only growth.
+        least, most: bounds of the scale, positive and finite in fp32.
     """
 
     growth_factor: float
@@ -55,13 +58,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class State:
-    """What a scaler keeps on the device, one element each but for `counts`.
+    """The state of a scaler on the device. All tensors but `counts` have one element.
 
     Attributes:
-        scale: fp32.
-        clean_steps, tolerance: int32, t and h above.
-        skipped: fp32, 1 if the last step decided was skipped, else 0.
-        counts: int64 (3,): steps decided, steps skipped, number of the last skipped one from 1 (0: none).
+        scale: fp32, S above.
+        clean_steps: int32, t above.
+        tolerance: int32, h above.
+        skipped: fp32, 1 if the last step was skipped, otherwise 0.
+        counts: int64 of shape (3,): steps decided, steps skipped, and the number of the last skipped step, counted from
+            1 (0 if none was skipped).
     """
 
     scale: torch.Tensor
@@ -72,6 +77,15 @@ class State:
 
 
 # --------------------------------------------------------------------------------------------------------- reference
+
+
+def inverse(scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale as every kernel computes it: the quotient rounded to fp32.
+
+    The division is done in fp64. Rounding a quotient of two fp32 numbers to fp64 and then to fp32 gives the correctly
+    rounded fp32 quotient.
+    """
+    return scale.double().reciprocal().float()
 
 
 def _reference(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
@@ -99,26 +113,32 @@ if tl is not None:
 
 
 @jit
+def inverse_block(scale):
+    """`inverse` of a number in a kernel. Older versions of Triton flush subnormal quotients of fp32 to zero."""
+    return (1.0 / scale.to(tl.float64)).to(tl.float32)
+
+
+@jit
 def _times(value, bits):
-    """An fp32 number times the fp64 number that the bits are, rounded to fp32."""
+    """An fp32 number times the fp64 number with these bits, rounded to fp32."""
     return (value.to(tl.float64) * bits.to(tl.float64, bitcast=True)).to(tl.float32)
 
 
-# Each scaler has numbers of its own: nothing is compiled for those that are 1 or that 16 divides.
+# Scalers differ in these numbers, so Triton must not compile a variant for values that are 1 or divisible by 16.
 @functools.partial(jit, do_not_specialize=["growth_bits", "backoff_bits", "growth_interval", "hysteresis"])
 def loss_scale_kernel(
-    scale,
-    clean_steps,
-    tolerance,
-    skipped,
-    counts,
-    found_inf,
-    growth_bits,
-    backoff_bits,
-    growth_interval,
-    hysteresis,
-    least,
-    most,
+    scale,  # fp32, and up to `counts` one element each, as in `State`; all are updated
+    clean_steps,  # int32
+    tolerance,  # int32
+    skipped,  # fp32
+    counts,  # int64 (3,)
+    found_inf,  # fp32, one element; nonzero if the step overflowed
+    growth_bits,  # int64, the bits of the fp64 growth factor
+    backoff_bits,  # int64, the bits of the fp64 backoff factor
+    growth_interval,  # int32
+    hysteresis,  # int32
+    least,  # fp32, bounds of the scale
+    most,  # fp32
     REFILL_ON_CLEAN: tl.constexpr,
 ):
     overflow = tl.load(found_inf) != 0
@@ -144,7 +164,10 @@ def loss_scale_kernel(
 
 
 def _bits(factor: float) -> int:
-    """Of an fp64 number: Triton passes floats as fp32. Any less than 2^-300 makes 0 of an fp32 number, as that does."""
+    """The bits of an fp64 number. They are passed as an integer because Triton passes floats as fp32.
+
+    Factors below 2^-300 are replaced by it: times any fp32 number, both give 0 in fp32.
+    """
     bits: int = struct.unpack("<q", struct.pack("<d", max(factor, 2.0**-300)))[0]
     return bits
 
@@ -184,15 +207,15 @@ def _native(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
 
 
 def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
-    """Move the scale after one step, in place.
+    """Update the state of a scaler in place after one step.
 
     Args:
-        state: what is moved, on one device.
-        found_inf: fp32, one element, same device; not 0 if the step overflowed and was skipped.
-        rules: how.
+        state: the state, on one device.
+        found_inf: fp32, one element, on the same device; nonzero if the step overflowed and was skipped.
+        rules: how the scale changes.
 
     Raises:
-        TypeError: a tensor has neither memory nor, as fake and meta ones have, operations of its own.
+        TypeError: a tensor has no memory, and is neither fake nor meta nor of a subclass with operations of its own.
     """
     if not all_have_memory([state.scale, found_inf]):
         with torch.no_grad(), own_operations([state.scale, found_inf]):
@@ -204,5 +227,5 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     else:
         with torch.no_grad(), on_device(state.scale.device):
             (_triton if implementation == "triton" else _reference)(state, found_inf, rules)
-    # The kernels write through addresses, which autograd cannot see.
+    # The kernels write to addresses, which autograd does not notice.
     torch.autograd.graph.increment_version([state.scale, state.clean_steps, state.tolerance, state.skipped])

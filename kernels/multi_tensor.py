@@ -1,15 +1,16 @@
-"""The device table: where many tensors lie, so that one launch can walk them all.
+"""Device tables: the addresses of many tensors, so that one launch can process all of them.
 
-A table has one column per tensor and these int64 rows: the number of elements, the index of its first chunk, then one
-row of addresses per operand (a gradient, a moment, ...). Beside it stands, per chunk, the number of the tensor it
-belongs to. A program (or a CPU thread) takes a chunk, looks up its tensor, and works on at most `chunk` elements of it.
+A table has one column per tensor and these int64 rows: the number of elements, the index of the tensor's first chunk,
+and for each operand (a gradient, a moment, ...) a row of addresses. A second array holds, for each chunk, the index of
+its tensor. A program of a GPU, or a thread of a CPU, takes a chunk, looks up its tensor and processes at most `chunk`
+elements.
 
-The table is built once per set of tensors and refreshed in place: only rows whose addresses moved are written again.
-Each belongs to one stream, and one that is made while a CUDA graph is captured to that graph, which fills it again at
-each replay: streams.py has the rules.
+A table is built once for a set of tensors and then updated in place: only rows whose addresses have changed are written
+again. A table belongs to one stream; if it is built during the capture of a CUDA graph, it belongs to that graph, which
+writes it again in each replay. The rules are in streams.py.
 
-Every address that a kernel is given is taken here, and refused where it would be none: a wrapper subclass, a fake
-tensor and a freed storage answer ``data_ptr()`` with 0, or with their offset from 0.
+All addresses that kernels receive are taken here, where invalid ones are refused: wrapper subclasses, fake tensors and
+tensors with a freed storage return 0, or their storage offset, from ``data_ptr()``.
 """
 
 from __future__ import annotations
@@ -26,40 +27,39 @@ import torch
 
 from halfstep.kernels.streams import capturing, current_stream, upload
 
-# Codes by which C++ knows a dtype (native.h).
+# The codes of the dtypes in C++ (native.h).
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 FLOATS = tuple(DTYPE_CODES)
 
-NUMEL, FIRST_CHUNK, ADDRESSES = 0, 1, 2  # rows
+NUMEL, FIRST_CHUNK, ADDRESSES = 0, 1, 2  # rows of a table; those from ADDRESSES on hold the operands
 
 PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 _address = torch.Tensor.data_ptr
-# No offset from 0 reaches this address. Lower addresses may be real or offsets and are examined further.
+# No storage offset is as large as this address. Lower addresses may be offsets and are examined further.
 _BEYOND_OFFSETS = 2**40
 _FAKE_MODE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def _is_nowhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements and its address is an offset from 0."""
+    """Whether a tensor has elements but no memory: its address is then its storage offset."""
     return tensor.numel() > 0 and _address(tensor) == tensor.storage_offset() * tensor.element_size()
 
 
 def _no_memory(tensor: torch.Tensor) -> TypeError:
     return TypeError(
         f"Expected a tensor with memory of its own, but got a {type(tensor).__name__} of shape {tuple(tensor.shape)} "
-        "and "
-        f"dtype {tensor.dtype} without: pass the tensors inside a wrapper subclass, real tensors instead of fake ones, "
-        "and no tensor whose storage was freed"
+        f"and dtype {tensor.dtype} without: pass the tensors inside a wrapper subclass, real tensors instead of fake "
+        "ones, and no tensor whose storage was freed"
     )
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the elements of a tensor begin.
+    """The address of the first element of a tensor.
 
     Raises:
-        TypeError: it has elements, and they are nowhere.
+        TypeError: the tensor has elements but no memory.
     """
     found: int = _address(tensor)
     if found < _BEYOND_OFFSETS and _is_nowhere(tensor):
@@ -68,29 +68,32 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def check_addresses(*tensors: torch.Tensor | None) -> None:
-    """`address` of tensors, or None, that go to Triton as they are."""
+    """Raise as `address` does for tensors that are passed to Triton; None is skipped."""
     for tensor in tensors:
         if tensor is not None:
             address(tensor)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is of no subclass but a parameter. torch 2.8 compiles this; a type looked up in a set it does not."""
+    """Whether a tensor is a `torch.Tensor` or a parameter, and of no other subclass.
+
+    torch 2.8 can compile these comparisons but not a look-up in `PLAIN_TYPES`.
+    """
     return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether kernels may read and write a tensor at its address: its elements lie there, and nobody watches.
+    """Whether kernels may read and write the elements of a tensor at its address.
 
-    False for subclasses with a ``__torch_dispatch__`` of their own, whose elements are what their operations say, for
-    fake and meta tensors, for those inside a transform of `torch.func`, for a freed storage, and, as what a kernel
-    writes to would be fake, for all under FakeTensorMode.
+    They may not for subclasses with a ``__torch_dispatch__`` of their own, which define what their elements are, for
+    fake and meta tensors, inside a transform of `torch.func`, and after the storage was freed. Under FakeTensorMode
+    they may not for any tensor, since the outputs would be fake.
     """
     if tensor.is_meta or _dispatches(type(tensor)) or torch._C._get_dispatch_mode(_FAKE_MODE) is not None:
         return False
     try:
         return not _is_nowhere(tensor)
-    except (RuntimeError, ValueError):  # it has no storage, or no shape yet
+    except (RuntimeError, ValueError):  # the tensor has no storage, or no shape yet
         return False
 
 
@@ -99,10 +102,10 @@ def _dispatches(kind: type[Any]) -> bool:
 
 
 def own_operations(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
-    """Around plain torch on tensors some of which have no memory: what is made beside fake ones is fake too.
+    """A context for operations of torch on tensors of which some have no memory: new tensors are fake if those are.
 
     Raises:
-        TypeError: a tensor has neither memory nor operations of its own.
+        TypeError: a tensor has no memory, and is neither meta nor of a subclass with operations of its own.
     """
     for tensor in tensors:
         if not tensor.is_meta and not _dispatches(type(tensor)):
@@ -111,10 +114,10 @@ def own_operations(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
 
 
 def all_have_memory(tensors: list[torch.Tensor]) -> bool:
-    """`has_memory` of a list on one device.
+    """Whether `has_memory` holds for all tensors of a list on one device.
 
-    Of plain tensors it is told by their type, at the speed of C: a freed storage among them is found and refused when
-    its address is taken.
+    Lists of plain tensors are decided by their types, without a loop in Python. A freed storage among them is found
+    when its address is taken.
     """
     if not tensors:
         return True
@@ -128,13 +131,15 @@ def _plain_have_memory(tensors: list[torch.Tensor]) -> bool:
 
 
 class TensorTable:
-    """Addresses of `operands` lists of tensors that agree in sizes, on one device.
+    """The table of `operands` lists of tensors with the same sizes, on one device.
 
     Attributes:
-        rows: int64, shape ``(2 + operands, tensors)``; see the module's docstring.
-        chunk_tensor: int32, shape ``(chunks,)``: the tensor of each chunk.
-        places: the addresses of both, for C++.
-        tensors, chunks, chunk: how many of each, and elements per chunk.
+        rows: int64 of shape ``(2 + operands, tensors)``; see the module's docstring.
+        chunk_tensor: int32 of shape ``(chunks,)``, the index of the tensor of each chunk.
+        places: the addresses of `rows` and `chunk_tensor`, for C++.
+        tensors: number of tensors in each list.
+        chunks: number of chunks.
+        chunk: elements per chunk.
     """
 
     def __init__(
@@ -145,8 +150,8 @@ class TensorTable:
         device: torch.device,
         contents: Sequence[list[int] | None] = (),
     ) -> None:
-        """`contents` are rows of operands, as `refresh` would write them, None for those that come later."""
-        # The host's part is made on the CPU by name: `torch.set_default_device` must not move it.
+        """`contents` are the rows of the operands, with None for those that `refresh` or `point` write later."""
+        # Tensors of the host name their device, since `torch.set_default_device` may have set another one.
         sizes = torch.tensor(numels, dtype=torch.int64, device="cpu")
         counts = (sizes + (chunk - 1)) // chunk
         ends = counts.cumsum(0)
@@ -166,7 +171,7 @@ class TensorTable:
             if numbers is not None:
                 host[ADDRESSES + operand] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.rows = upload(host, device)
-        if device.type == "cuda":  # four bytes per chunk need not cross the bus
+        if device.type == "cuda":  # computed on the GPU, which saves a transfer of four bytes per chunk
             numbered = torch.arange(self.chunks, dtype=torch.int64, device=device)
             self.chunk_tensor = torch.searchsorted(self.rows[FIRST_CHUNK], numbered, right=True, out_int32=True).sub_(1)
         else:
@@ -176,19 +181,19 @@ class TensorTable:
         self.places = address(self.rows), address(self.chunk_tensor)
 
     def known(self, operand: int) -> list[int] | None:
-        """What the table holds of one operand; None before it was first written."""
+        """The row of one operand; None if it was not written yet."""
         return self._known[operand]
 
     def point(self, operand: int, tensors: Sequence[torch.Tensor], addresses: list[int] | None = None) -> None:
-        """Write where the tensors of one operand lie, unless that is what the table holds.
+        """Write the addresses of the tensors of one operand, if they differ from those in the table.
 
         Args:
-            operand: which.
+            operand: index of the operand.
             tensors: one per column.
-            addresses: theirs, if they were asked for already.
+            addresses: the addresses of the tensors, if the caller has them already.
 
         Raises:
-            TypeError: a tensor has elements, and they are nowhere.
+            TypeError: a tensor has elements but no memory.
         """
         if addresses is None:
             addresses = list(map(_address, tensors))
@@ -197,39 +202,39 @@ class TensorTable:
             self.refresh(operand, addresses)
 
     def refresh(self, operand: int, numbers: list[int]) -> None:
-        """Write the row of one operand, unless it is what the table holds. Addresses of tensors: `point`."""
+        """Write the row of one operand, if it differs from that in the table. For addresses, use `point`."""
         if self._known[operand] == numbers:
             return
-        self._known[operand] = None  # what an interrupt or an error from here on leaves is not known
+        self._known[operand] = None  # unknown until the upload has ended without an error or an interrupt
         upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), self.device, out=self.rows[ADDRESSES + operand])
         self._known[operand] = numbers
 
 
 def _check_addresses(tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
-    """Raise if a tensor has elements, and they are nowhere."""
+    """Raise if a tensor has elements but no memory."""
     if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
         for tensor in filter(_is_nowhere, compress(tensors, map(_BEYOND_OFFSETS.__gt__, addresses))):
             raise _no_memory(tensor)
 
 
 def checked_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """`address` of each."""
+    """The `address` of each tensor."""
     addresses = list(map(_address, tensors))
     _check_addresses(tensors, addresses)
     return addresses
 
 
 def addresses_of(*tensors: torch.Tensor | None) -> list[int | None]:
-    """`address` of each that is not None."""
+    """The `address` of each tensor; None for None."""
     found = iter(checked_addresses([tensor for tensor in tensors if tensor is not None]))
     return [None if tensor is None else next(found) for tensor in tensors]
 
 
 class TableCache(threading.local):
-    """The last few tables of one kernel family, so that the same tensors step after step build and send nothing.
+    """The most recently used tables of one kernel family. Steps with the same tensors build and transfer nothing.
 
-    Each thread and each stream has its own: while one runs a kernel over a table, another must not refresh it. What a
-    CUDA graph records gets a table of its own, which is not kept here.
+    Each thread and each stream has its own tables, because a table must not change while a kernel of another stream
+    reads it. Launches captured in a CUDA graph get tables that belong to the graph and are not stored here.
     """
 
     def __init__(self, operands: int, chunk: int, capacity: int = 8) -> None:
@@ -237,11 +242,12 @@ class TableCache(threading.local):
         self._tables: OrderedDict[tuple[object, ...], TensorTable] = OrderedDict()
 
     def table(self, *operands: Sequence[torch.Tensor], numbers: Sequence[list[int]] = ()) -> TensorTable:
-        """The table of these tensors: `operands` lists of equal length, sizes equal across lists, one device.
+        """The table of lists of tensors, new or from the cache.
 
         Args:
-            operands: what the first rows hold the addresses of.
-            numbers: what the rows after them hold, one number per tensor.
+            operands: lists of tensors, whose addresses are in the first rows. All have the same length, the same sizes
+                and the same device.
+            numbers: the rows after these, with one number per tensor.
         """
         device = operands[0][0].device
         numels = list(map(torch.Tensor.numel, operands[0]))
@@ -265,9 +271,9 @@ class TableCache(threading.local):
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory without gaps or overlaps, in whatever order of dimensions.
+    """Whether the elements fill one range of memory without gaps or overlaps, in any order of dimensions.
 
-    A lazy negation (``x.conj().imag``) is not: its memory holds the opposite numbers.
+    This is false for a lazy negation (``x.conj().imag``), whose memory holds the negated numbers.
     """
     dense: bool = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
     return dense and not tensor.is_neg()
@@ -279,7 +285,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_flattened(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """`flattened` of each; the list itself if nothing needs a copy, which is told without a loop in Python."""
+    """`flattened` of each tensor; the list itself, decided without a loop in Python, if none needs a copy."""
     if all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors)):
         return tensors
     return list(map(flattened, tensors))
@@ -289,7 +295,7 @@ def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOA
     """Validate one tensor for the kernels.
 
     Raises:
-        TypeError: not a tensor, not dense, or not of one of `dtypes`.
+        TypeError: `tensor` is not a tensor, not dense, or has none of `dtypes`.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"Expected {name} to be a tensor, but got a {type(tensor).__name__}")
@@ -306,19 +312,19 @@ def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOA
 def check_tensor_list(
     tensors: Sequence[torch.Tensor], argument: str, dtypes: Sequence[torch.dtype] = FLOATS
 ) -> tuple[list[torch.Tensor], bool]:
-    """Validate a list of tensors for a one-launch function.
+    """Validate a list of tensors for a function that processes all of them in one launch.
 
     Returns:
-        The tensors as a list, and `all_have_memory` of them: without, only their own operations can be used.
+        The tensors as a list, and whether all of them have memory. If not, only operations of torch can be used.
 
     Raises:
-        TypeError: something is not a tensor, not dense, or not of one of `dtypes`.
+        TypeError: an element is not a tensor, not dense, or has none of `dtypes`.
         ValueError: the tensors are on different devices.
     """
     if isinstance(tensors, torch.Tensor):
         raise TypeError(f"Expected {argument} to be a list of tensors, but got one tensor: pass [{argument}]")
     listed = list(tensors)
-    # The usual case, at the speed of C: with thousands of tensors the loop below takes longer than the kernels.
+    # The usual case needs no loop in Python, which for thousands of tensors takes longer than the kernels.
     if (
         set(map(type, listed)) <= PLAIN_TYPES
         and set(map(attrgetter("layout"), listed)) <= {torch.strided}

@@ -1,15 +1,16 @@
-"""Compile and load the C++ twins of the kernels for the CPU.
+"""Compile and load the C++ implementations of the kernels for the CPU.
 
-Each kernel family, the module or package `name`, may have a `name.cpp` beside or in it with a plain C interface:
-pointers, sizes, numbers. It is compiled once, at first use, with the machine's own compiler (2 to 6 s), kept in the
-user's cache folder and loaded with ctypes. Without a compiler the library is None, the reference runs instead: the same
-bits, slower.
+A kernel family, the module or package `name`, may have a file `name.cpp` beside or in it, with a C interface of
+pointers, sizes and numbers. It is compiled at its first use with the compiler of the machine (2 to 6 s), stored in the
+user's cache folder and loaded with ctypes. Without a compiler there is no library, and the reference runs instead: the
+same bits, but slower.
 
-What is loaded is run, so it must be what was compiled: a folder or file that others may write to is not looked at, and
-the name of a library ends in a digest of its bytes, which a truncated or damaged one has not.
+Loading a library runs its code, so it must be the one that was compiled here: folders and files that others can write
+to are not used, and the name of a library ends in a digest of its content, which detects truncated and damaged files.
 
-The flags keep IEEE semantics, which is what makes the bits equal: no contraction to FMA, no reassociation, correctly
-rounded division and square root. ``-fno-math-errno -fno-trapping-math`` give up errno and the exception flags only.
+The compiler flags keep IEEE semantics, so that the bits are those of the reference: no contraction to FMA, no
+reassociation, correctly rounded division and square root. ``-fno-math-errno -fno-trapping-math`` only affect errno and
+the floating-point exception flags.
 """
 
 from __future__ import annotations
@@ -40,37 +41,38 @@ _logger = logging.getLogger("halfstep")
 
 
 def _flag_sets() -> list[list[str]]:
-    """Compiler flags, best first; a compiler that refuses one set is given the next."""
+    """Sets of compiler flags, the fastest code first. The first set that the compiler accepts is used."""
     tuned = ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
     if platform.machine() in ("x86_64", "AMD64"):
-        wide = [[*tuned, "-mprefer-vector-width=512", "-fopenmp"]]  # a no-op on CPUs without AVX-512
+        wide = [[*tuned, "-mprefer-vector-width=512", "-fopenmp"]]  # no effect on CPUs without AVX-512
     else:
         wide = []
     return [*wide, [*tuned, "-fopenmp"], tuned, ["-fopenmp"], []]
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler and the arguments it is always given, None if there is none.
+    """The command of the C++ compiler as a list of words; None if there is none.
 
-    ``$CXX`` if set, split as a shell would (``g++ -O2``, ``ccache g++``); else the first of g++, clang++, c++ found.
+    It is ``$CXX``, split as a shell would split it (``g++ -O2``, ``ccache g++``), or the first of g++, clang++ and c++
+    that is installed.
     """
     wished = os.environ.get("CXX")
     try:
         candidates = [shlex.split(wished)] if wished else [["g++"], ["clang++"], ["c++"]]
-    except ValueError:  # a quotation without an end
+    except ValueError:  # a quotation mark is missing
         return None
     return next(([found, *rest] for name, *rest in filter(None, candidates) if (found := shutil.which(name))), None)
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept: ``$HALFSTEP_CACHE``, else ``halfstep`` in the user's cache folder."""
+    """Where compiled libraries are stored: ``$HALFSTEP_CACHE``, or ``halfstep`` in the user's cache folder."""
     if os.environ.get("HALFSTEP_CACHE"):
         return Path(os.environ["HALFSTEP_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfstep"
 
 
 def _cpu_identity() -> str:
-    """What -march=native depends on, so that a home folder shared between unlike machines holds a library for each."""
+    """What -march=native depends on. Machines with different CPUs that share a home folder get different libraries."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
@@ -79,12 +81,12 @@ def _cpu_identity() -> str:
 
 
 def _writable_by_others(info: os.stat_result) -> bool:
-    """Whether somebody other than root and this user may write it."""
+    """Whether a user other than root and this one can write to the file."""
     return info.st_uid not in (0, os.geteuid()) or bool(info.st_mode & 0o022)
 
 
 def _is_private_group(group: int) -> bool:
-    """Whether a group is this user's own, as many systems give everybody one and let it write."""
+    """Whether this user is the only member of a group, as of the private groups that many systems create."""
     import grp
     import pwd
 
@@ -96,14 +98,14 @@ def _is_private_group(group: int) -> bool:
 
 
 def _danger(folder: Path) -> str:
-    """Why a library in a folder might be somebody else's, and what to do about it; "" if it cannot be."""
+    """Why another user could have put a library into a folder, and the remedy; "" if none could."""
     real = folder.resolve()
     for place in (real, *real.parents):
         info = place.stat()
         if info.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
             return f"{place} belongs to user {info.st_uid}"
         others = info.st_mode & 0o022
-        if place != real:  # whoever may rename it may put another in its place
+        if place != real:  # who can rename a folder can replace it
             own_group = not others & 0o002 and _is_private_group(info.st_gid)
             others = 0 if info.st_mode & stat.S_ISVTX or own_group else others
         if others:
@@ -115,14 +117,14 @@ _refused: set[Path] = set()
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether only this user and root can have written what is in a folder; one warning if not."""
+    """Whether only this user and root can write to a folder. Warns once per folder if others can."""
     danger = _danger(folder)
     if danger and folder not in _refused:
         _refused.add(folder)
         warnings.warn(
-            f"halfstep neither loads compiled CPU kernels from {folder} nor keeps them there, as others could have put "
-            f"code of theirs there, and compiles them for this process alone: {danger}, or set HALFSTEP_CACHE to a "
-            "folder that is yours alone.",
+            f"halfstep does not use {folder} for compiled CPU kernels, because another user could put code there, and "
+            f"compiles them for this process only: {danger}, or set HALFSTEP_CACHE to a folder that only you can write "
+            "to.",
             RuntimeWarning,
             stacklevel=6,
         )
@@ -133,34 +135,34 @@ _own: Path | None = None
 
 
 def _own_folder() -> Path:
-    """A fresh folder that nobody else can write to, for this process, removed when it ends."""
+    """A new folder of this process that no other user can write to. It is removed when the process ends."""
     global _own
-    if _own is None or not _own.is_dir():  # machines tidy up
+    if _own is None or not _own.is_dir():  # the system may delete temporary folders
         _own = Path(tempfile.mkdtemp(prefix="halfstep-"))
         atexit.register(_remove, _own, os.getpid())
     return _own
 
 
 def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # and not a fork of it
+    if os.getpid() == process:  # not in a process forked from it
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one process of several (the ranks of a job) compile while the others wait for its result."""
+    """Let one of several processes, such as the ranks of a job, compile while the others wait for its result."""
     import fcntl
 
     with open(folder / "lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems have no locks: two may compile the same, which is harmless
+        except OSError as error:  # without locks, as on some network file systems, two may compile the same
             _logger.info("%s cannot be locked: %s", folder, error)
         yield
 
 
 def _build(source: Path, target: Path, command: list[str]) -> str:
-    """Compile `source` to `target` in one step visible to others. Returns "" or the compiler's last complaint."""
+    """Compile `source` and move the result to `target` at once. Returns "", or the last error of the compiler."""
     complaint = ""
     for flags in _flag_sets():
         handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
@@ -172,7 +174,7 @@ def _build(source: Path, target: Path, command: list[str]) -> str:
             if done.returncode == 0:
                 os.chmod(name, 0o755)
                 with open(name, "rb+") as written:
-                    os.fsync(written.fileno())  # or a power cut could leave an empty file under the final name
+                    os.fsync(written.fileno())  # a power failure must not leave an empty file with the final name
                 os.replace(name, target)
                 return ""
         finally:
@@ -186,7 +188,7 @@ def _digest(content: bytes) -> str:
 
 
 def _holds_what_it_says(path: Path) -> bool:
-    """Whether a library is a file of this user or root that has the digest in its name."""
+    """Whether a library is a regular file that only this user or root can write, with the digest in its name."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
@@ -199,20 +201,20 @@ def _holds_what_it_says(path: Path) -> bool:
 
 
 def _kept(folder: Path, name: str) -> ctypes.CDLL | None:
-    """The library of this name in a private folder, None if there is none that is whole and loads."""
+    """The library `name` from a private folder; None if no undamaged one loads."""
     for path in sorted(folder.glob(f"{name}-*.so")):
         if not _holds_what_it_says(path):
             _logger.info("%s is damaged or not ours", path)
             continue
         try:
             return ctypes.CDLL(str(path))
-        except OSError as error:  # a library that it was linked against is gone
+        except OSError as error:  # a library that it depends on is gone
             _logger.info("%s does not load: %s", path, error)
     return None
 
 
 def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
-    """The loaded library, or in words why there is none."""
+    """The loaded library, or the reason why there is none."""
     if sys.platform == "win32":
         return "compiled CPU kernels are not supported on Windows"
     command = compiler()
@@ -220,7 +222,7 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
         return f"no C++ compiler found (CXX is {os.environ.get('CXX')!r}; looked for g++, clang++, c++)"
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
     made_by = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
-    headers = [header.read_bytes() for header in sorted(_HERE.glob("*.h"))]  # whichever of them it includes
+    headers = [header.read_bytes() for header in sorted(_HERE.glob("*.h"))]  # the source includes some of them
     parts = [source.read_bytes(), *headers, repr(made_by).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     name = f"{family}-{key}"
@@ -236,7 +238,7 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     if not private or not os.access(folder, os.W_OK):
         folder = _own_folder()
     with _one_at_a_time(folder):
-        found = _kept(folder, name)  # what another process has made meanwhile
+        found = _kept(folder, name)  # compiled by another process meanwhile
         if found is not None:
             return found
         _logger.info("compiling %s with %s into %s", source.name, shlex.join(command), folder)
@@ -252,20 +254,20 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
             return f"{target} does not load: {error}"
 
 
-_in_parallel = False  # whether OpenMP may have started threads here
-_without_threads = False  # whether this process was forked from one where it had
+_in_parallel = False  # whether OpenMP may have started threads in this process
+_without_threads = False  # whether this process was forked from one with such threads
 
 
 def threads(wished: int | None = None) -> int:
-    """How many threads a kernel may use: those wished for, else as many as torch uses.
+    """How many threads a kernel may use: `wished`, or as many as torch uses.
 
-    One in a process that was forked after kernels had run in parallel.
+    The result is 1 in a process that was forked after kernels had run in parallel.
     """
     global _in_parallel
     if _without_threads:
         return 1
     if not wished:
-        import torch  # not before: encoding numbers does without it
+        import torch  # imported here, because encoding numbers does not need torch
 
         wished = torch.get_num_threads()
     _in_parallel = _in_parallel or wished > 1
@@ -273,9 +275,10 @@ def threads(wished: int | None = None) -> int:
 
 
 def _after_fork() -> None:
-    """OpenMP would wait for ever for threads that only the parent has: ours does, and torch's, which builds the tables.
+    """In a forked process, use one thread: OpenMP would wait forever for threads that only the parent process has.
 
-    torch's workers that load data are told the same.
+    This concerns our kernels, and torch, whose operations build the tables. torch's data loading workers also run with
+    one thread.
     """
     global _without_threads
     if _in_parallel:
@@ -300,12 +303,12 @@ _DECLARATION = re.compile(r"^(?:extern \"C\" )?void (halfstep_\w+)\(([^)]*)\) \{
 
 
 def declare(loaded: ctypes.CDLL, source: str) -> ctypes.CDLL:
-    """Tell the functions of a library, ``void halfstep_...``, the types that its source declares for their arguments.
+    """Set the argument types of the functions ``void halfstep_...`` of a library from their declarations in its source.
 
-    A call then takes Python's numbers, and an address or None for a pointer.
+    Arguments are then numbers of Python and, for pointers, an address or None.
 
     Raises:
-        KeyError: an argument is neither a pointer nor of one of the types above.
+        KeyError: an argument is neither a pointer nor of a type in `_TYPES`.
     """
     for name, arguments in _DECLARATION.findall(source):
         function = getattr(loaded, name)
@@ -316,7 +319,7 @@ def declare(loaded: ctypes.CDLL, source: str) -> ctypes.CDLL:
 
 
 def functions(family: str) -> ctypes.CDLL:
-    """`library` of a family that has one, as who asked `backend.resolve` knows."""
+    """The library of a family for which `backend.resolve` has chosen "native"."""
     found = library(family)
     assert found is not None
     return found
@@ -324,7 +327,7 @@ def functions(family: str) -> ctypes.CDLL:
 
 @functools.cache
 def library(family: str) -> ctypes.CDLL | None:
-    """The compiled `family.cpp`, its functions declared, or None, with one warning that says why and what to do."""
+    """The compiled `family.cpp` with its functions declared. None if there is none, with a warning that says why."""
     source = next(_HERE.rglob(f"{family}.cpp"), None)
     if source is None:
         return None

@@ -1,14 +1,14 @@
-"""Operators of torch, described once: for eager calls, compilers, subclasses, autograd, `vmap` and `torch.func`.
+"""Operators of torch, each described once for eager calls, compilers, subclasses, autograd, `vmap` and `torch.func`.
 
-torch has three ways to call what a kernel computes, and each wants to be told of the derivative on its own:
+torch can reach the function that launches a kernel in three ways, and the derivative must be registered for each:
 
-* the dispatcher, which `torch.compile`, `torch.export`, dispatch modes and tensor subclasses watch. It costs an eager
-  call 10 to 20 us, more than the launch;
-* the transforms of `torch.func`, which refuse operators whose autograd was registered from Python, but take an
-  `autograd.Function`;
-* an eager call that nobody watches, which needs neither.
+* through the dispatcher, which `torch.compile`, `torch.export`, dispatch modes and tensor subclasses need. It adds 10
+  to 20 us to an eager call, more than the launch takes;
+* through an `autograd.Function`, for the transforms of `torch.func`, which refuse operators whose autograd was
+  registered from Python;
+* directly, for eager calls that need neither.
 
-`Op` takes the description of one operator and goes the right way at each call.
+`Op` takes one description of an operator and chooses among the three in each call.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch
 
 from halfstep.kernels.multi_tensor import PLAIN_TYPES
 
-# Library.define and impl cost about 3 us per call; torch.library.custom_op about 13.
+# An operator registered with Library.define and impl takes about 3 us per call; torch.library.custom_op takes 13.
 _library = torch.library.Library("halfstep", "FRAGMENT")
 
 
 def batch_first(tensor: torch.Tensor, batch_dim: int | None, size: int) -> torch.Tensor:
-    """With the dimension that vmap runs over in front."""
+    """The tensor with the dimension that `vmap` maps over in front; expanded if it has none."""
     return tensor.expand(size, *tensor.shape) if batch_dim is None else tensor.movedim(batch_dim, 0)
 
 
 def _in_transform() -> bool:
-    """Whether a transform of `torch.func`, or forward mode, gives the arguments a meaning of its own.
+    """Whether the call is inside a transform of `torch.func` or inside forward-mode differentiation.
 
-    A compiler knows `vmap` of an operator, and cannot trace the `autograd.Function`. But for forward mode it must not
-    be given the operator, whose tangents would be 0 without a word.
+    A compiler knows the `vmap` of an operator and cannot trace the `autograd.Function`, so transforms do not count
+    while it traces. Forward mode counts always: the tangents of the operator would silently be 0.
     """
     if torch.autograd.forward_ad._current_level >= 0:
         return True
@@ -41,28 +41,28 @@ def _in_transform() -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether a compiler, a tracer or a dispatch mode sees what is called."""
+    """Whether a compiler, a tracer or a dispatch mode must see the operator."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0:
         return True
     return torch.jit.is_tracing()
 
 
 class Op:
-    """The operator ``halfstep::name``, which returns one tensor. Calling it runs it.
+    """The operator ``halfstep::name``, which returns one tensor. Calling the object runs the operator.
 
     Args:
-        schema: as `torch.library.Library.define` takes it, ``"name(Tensor x, Tensor? mask, int dim) -> Tensor"``.
-        operands: how many of the first arguments are tensors, or None, that may be of a subclass, on any device and
-            require grad. Other tensors must be plain ones on the CPU.
-        compute: the result of all arguments, without a derivative.
-        fake: the same without elements, for compilers and fake tensors.
-        save: ``save(ctx, inputs, output)`` keeps in `ctx` what `differentiate` needs.
-        differentiate: ``differentiate(ctx, grad)`` gives a gradient, or None, for each argument, by operations that
-            have derivatives themselves.
-        batch: ``batch(info, in_dims, *args)`` gives the result under `vmap` and the dimension of it that `vmap` runs
-            over.
-        tangent: ``tangent(ctx, *tangents)`` gives the tangent of the result from those of all arguments, for forward
-            mode; after `save`.
+        schema: a schema for `torch.library.Library.define`, such as
+            ``"name(Tensor x, Tensor? mask, int dim) -> Tensor"``.
+        operands: how many of the first arguments are tensors (or None) that may be of a subclass, be on any device and
+            require a gradient. Other tensor arguments must be plain tensors on the CPU.
+        compute: computes the result from all arguments, without a derivative.
+        fake: returns a tensor with the shape and dtype of the result, for compilers and fake tensors.
+        save: ``save(ctx, inputs, output)`` stores in `ctx` what `differentiate` needs.
+        differentiate: ``differentiate(ctx, grad)`` returns a gradient or None for each argument, computed by operations
+            that can be differentiated themselves.
+        batch: ``batch(info, in_dims, *args)`` returns the result under `vmap`, and its mapped dimension.
+        tangent: ``tangent(ctx, *tangents)`` returns the tangent of the result from those of all arguments, for forward
+            mode. It is called after `save`.
     """
 
     def __init__(

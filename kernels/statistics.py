@@ -35,6 +35,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -92,7 +93,7 @@ def _reference_scale(scale: torch.Tensor | None, inverted: bool, device: torch.d
     bits = scale.view(torch.int32)
     power = (bits & 0x7FFFFF) == 0
     exponent = (bits >> 23) - 127
-    factor = scale.double().reciprocal().float() if inverted else scale
+    factor = inverse(scale) if inverted else scale
     shift = torch.where(power, -exponent if inverted else exponent, 0)
     return torch.where(power, 1.0, factor), shift
 
@@ -206,8 +207,7 @@ def count_kernel(
         factor = 1.0
     if INVERTED:
         shift = -shift
-        # Through fp64, where division is exact enough on every compiler: older ones flush subnormals in fp32's.
-        factor = (1.0 / factor.to(tl.float64)).to(tl.float32)
+        factor = inverse_block(factor)
 
     found = tl.zeros((_CELL_SLOTS,), tl.int32)
     errors = tl.zeros((_ERROR_SLOTS,), tl.int32)

@@ -1,29 +1,31 @@
-"""Unscale gradients, find non-finite ones, sum their squares: one pass over a list of tensors.
+"""Unscale gradients, find non-finite elements and sum the squares, in one pass over a list of tensors.
 
-    y = x * inv_scale                      fp32, rounded once to x's dtype when written back; inv_scale may be given as
-                                           its reciprocal, the loss scale, and is then 1 / scale rounded once
-    flag_t = 1 if tensor t holds an Inf, + 2 if it holds a NaN
+    y = x * inv_scale                      in fp32, rounded once to x's dtype if it is written back. Callers may pass
+                                           the loss scale instead: inv_scale is then `loss_scale.inverse` of it
+    flag_t = 1 if y of tensor t holds an Inf, + 2 if it holds a NaN
     found_inf = 1.0 if any flag is set, else 0.0
     sum_of_squares = sum over all y of y^2
 
-Bytes per element: checking reads the element and writes nothing (2 or 4 B); unscaling in place also writes it (4 or
+Bytes per element: a check reads each element and writes nothing (2 or 4 B); unscaling in place also writes it (4 or
 8 B).
 
-The check looks at `y`, not `x`: with a scale below 1 a finite gradient can overflow when unscaled. It compares
-integers, since a floating-point maximum drops NaN, and the norm alone would raise false alarms.
+The check examines `y` and not `x`, because with a loss scale below 1 a finite gradient can overflow when it is
+unscaled. It compares bits as integers, since a floating-point maximum may lose a NaN, and since the norm of finite
+gradients can overflow.
 
-**Sum of squares, the same bits everywhere.** Each tensor is cut into chunks of 4096. A chunk is scaled by a power of
-two that brings its largest magnitude into [1, 4) (exactly: no square overflows, and those that underflow are too small
-to count), squared in fp32 and summed in a fixed tree: element i with element i + 2048, then i with i + 1024, then
-neighbours, 2i with 2i + 1, until one is left. So a thread of a GPU, which holds neighbours from each quarter, does most
-of the tree in its registers, and a CPU adds the quarters as vectors. The chunk's sum goes back to its scale in fp64,
-whose range holds every square of an fp32. The chunks' sums are added in fp64: 1024 lanes, lane j taking chunks j,
-j + 1024, ... in order, then the same tree over the lanes. Zeros pad a short chunk and change no bit. So 1e30 sums to
-1e60 where fp32 has infinity, and 1e-30 to 1e-60 where it has 0.
+**The sum of squares has the same bits in every implementation.** Each tensor is divided into chunks of 4096 elements. A
+chunk is multiplied by a power of two that brings its largest magnitude into [1, 4). This is exact: no square overflows,
+and squares that underflow are too small to change the sum. The elements are squared in fp32 and summed in a fixed tree:
+element i and element i + 2048, then i and i + 1024, then neighbours 2i and 2i + 1 until one sum is left. A thread of a
+GPU holds neighbours from each quarter, and so adds most of the tree in its registers; a CPU adds the quarters as
+vectors. The sum of the chunk is scaled back in fp64, whose range contains the square of every fp32 number. The sums of
+the chunks are added in fp64 by 1024 lanes: lane j adds chunks j, j + 1024, ... in order, and the lanes are added in the
+same tree. A short chunk is padded with zeros, which change no bit. The square of 1e30 is therefore 1e60, which fp32
+cannot hold, and that of 1e-30 is 1e-60.
 
-A call is one launch per dtype and one that gathers: chunks into the sum, flags into the answer. What lies between, one
-fp64 per chunk and one int32 per tensor, is kept per thread and stream and used again. The gathering launch leaves the
-flags zero, as the next call needs them.
+A call needs one launch per dtype, and one that combines the sums of the chunks and the flags of the tensors. These
+intermediate results, one fp64 number per chunk and one int32 per tensor, are stored in buffers that each thread and
+stream reuses. The last launch sets the flags to zero for the next call.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
     TableCache,
@@ -56,21 +59,21 @@ from halfstep.kernels.streams import capturing, current_stream
 
 CHUNK = 4096
 LANES = 1024
-UNROLLED = 8  # loads of all lanes under way at a time while gathering
-CHECK_WARPS = 4  # with 8, 18.9 instead of 10.8 instructions per bf16 element
+UNROLLED = 8  # loads per lane that the last launch issues before it adds any
+CHECK_WARPS = 4  # 8 warps take 18.9 instead of 10.8 instructions per bf16 element
 FINISH_WARPS = 8
 
-HAS_INF, HAS_NAN = 1, 2
+HAS_INF, HAS_NAN = 1, 2  # bits of a tensor's flag
 
 
 class Verdict(NamedTuple):
-    """What a check of gradients finds, on their device.
+    """The result of a check of gradients, on their device.
 
     Attributes:
-        found_inf: 0-dim fp32, 1.0 if any element is non-finite, else 0.0.
+        found_inf: 0-dim fp32, 1.0 if any element is non-finite, otherwise 0.0.
         sum_of_squares: 0-dim fp64, over all elements.
-        flags: int32, one per tensor: 0 finite, 1 holds an Inf, 2 holds a NaN, 3 both. Empty where the verdict combines
-            those of several devices or ranks.
+        flags: int32, one per tensor: 0 if it is finite, 1 if it holds an Inf, 2 if it holds a NaN, 3 if both. Empty in
+            a verdict that combines those of several devices or ranks.
     """
 
     found_inf: torch.Tensor
@@ -80,12 +83,12 @@ class Verdict(NamedTuple):
     def first_bad(self) -> torch.Tensor:
         """0-dim int64: the index of the first tensor that holds a non-finite element; -1 if none does."""
         bad = self.flags != 0
-        # A leading entry that is true only if no other is, at index -1.
+        # The entry added in front is true only if no other one is, and stands for -1.
         return torch.cat([~bad.any().reshape(1), bad]).int().argmax() - 1
 
     @classmethod
     def empty(cls, tensors: int, device: torch.device) -> Verdict:
-        """Memory for a verdict on so many tensors."""
+        """An uninitialized verdict on `tensors` tensors."""
         return cls(
             torch.empty((), dtype=torch.float32, device=device),
             torch.empty((), dtype=torch.float64, device=device),
@@ -94,11 +97,12 @@ class Verdict(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Where checks of the same tensors, step after step, note which of them were bad.
+    """How often each of the same tensors was non-finite in the checks of successive steps.
 
     Attributes:
-        counts: int32 (tensors, 4): steps with an Inf, steps with a NaN, the first bad step, the last one, from 1.
-        step: int64, one element: how many steps there were before this one.
+        counts: int32 of shape (tensors, 4): steps with an Inf, steps with a NaN, and the first and the last step with
+            either. Steps are numbered from 1; 0 stands for none.
+        step: int64, one element: the number of steps before this one.
     """
 
     counts: torch.Tensor
@@ -109,7 +113,7 @@ class Unscaled(NamedTuple):
     """What `foreach_unscale_` returns.
 
     Attributes:
-        found_inf: 0-dim fp32, 1.0 if any unscaled element is non-finite, else 0.0.
+        found_inf: 0-dim fp32, 1.0 if any unscaled element is non-finite, otherwise 0.0.
         norm: 0-dim fp32, the 2-norm of all unscaled elements together.
     """
 
@@ -121,7 +125,7 @@ class Unscaled(NamedTuple):
 
 
 def _tree_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum the last dimension, a power of two from 4: halves, halves of these, then neighbours until one is left."""
+    """Sum the last dimension, whose size is a power of two of at least 4, in the tree of the module's docstring."""
     for _ in range(2):
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]
@@ -131,12 +135,12 @@ def _tree_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _reference_chunks(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per chunk of a flat fp32 tensor: (sum of squares in fp64, flags)."""
+    """For each chunk of a flat fp32 tensor, the sum of squares in fp64 and the flag."""
     rows = torch.nn.functional.pad(y, (0, -y.numel() % CHUNK)).view(-1, CHUNK)
     magnitude = rows.view(torch.int32) & 0x7FFFFFFF
     biggest = magnitude.amax(1)
     flags = (magnitude == 0x7F800000).any(1) * HAS_INF + (biggest > 0x7F800000) * HAS_NAN
-    exponent = (254 - (biggest >> 23)).clamp(1, 254)  # biased exponent of the power of two to scale by
+    exponent = (254 - (biggest >> 23)).clamp(1, 254)  # biased exponent of the power of two
     scaled = rows * (exponent << 23).view(torch.float32)[:, None]
     back = ((1023 + 2 * (127 - exponent.long())) << 52).view(torch.float64)
     return _tree_sum(scaled * scaled).double() * back, flags.int()
@@ -145,7 +149,7 @@ def _reference_chunks(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _reference_pass(
     tensors: Sequence[torch.Tensor], inv_scale: torch.Tensor | None, write: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums of all chunks, flags per tensor) of one list."""
+    """The sums of all chunks and the flag of each tensor."""
     sums, flags = [], []
     for tensor in tensors:
         flat = torch.as_strided(tensor, (tensor.numel(),), (1,))
@@ -212,12 +216,14 @@ def check_kernel(
     rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's place in `flags`
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
-    inv_scale,  # fp32 scalar's address, or the number itself, as SCALED says
+    inv_scale,  # a number, or the address of an fp32 number: see SCALED
     flags,  # int32, zero on entry
     sums,  # fp64 (chunks,)
     DTYPE: tl.constexpr,
-    SCALED: tl.constexpr,  # 0: not, 1: by what lies at `inv_scale`, 2: by `inv_scale`, 3: by one over what lies there
-    WRITE: tl.constexpr,
+    # The factor is 0: none, 1: the number at the address `inv_scale`, 2: the number `inv_scale`, 3: the inverse of the
+    # number at the address `inv_scale`.
+    SCALED: tl.constexpr,
+    WRITE: tl.constexpr,  # whether to store the products
     CHUNK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
@@ -234,10 +240,10 @@ def check_kernel(
     elif SCALED == 2:
         factor = (tl.full((), 1.0, tl.float32) * inv_scale).to(tl.float32)
     elif SCALED == 3:
-        # Through fp64, where division is exact enough on every compiler: older ones flush subnormals in fp32's.
-        factor = (1.0 / tl.load(inv_scale).to(tl.float64)).to(tl.float32)
+        factor = inverse_block(tl.load(inv_scale))
     if (address % 16 == 0) & (left == CHUNK):
-        # A full, aligned chunk: the hint must come after the cast to survive, and no mask may hide it.
+        # A full, aligned chunk is read 16 bytes at a time. Triton keeps the hint only if it follows the cast of the
+        # pointer, and uses it only in accesses without a mask.
         at = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + start + offsets
         y = to_float32(tl.load(at))
         if SCALED != 0:
@@ -247,8 +253,8 @@ def check_kernel(
             tl.store(at, stored)
             y = to_float32(stored)
     else:
-        # One element per thread and access, side by side. Vectors for the first part of a short chunk were tried: the
-        # kernel then holds up to 40 registers more, for at most one chunk per tensor.
+        # Other chunks are read one element per thread, neighbouring threads reading neighbouring elements. Reading most
+        # of a short chunk in vectors was tried: it takes up to 40 more registers, for at most one chunk per tensor.
         at = address.to(tl.pointer_type(DTYPE)) + start + offsets
         y = to_float32(tl.load(at, mask=offsets < left, other=0.0))
         if SCALED != 0:
@@ -257,7 +263,7 @@ def check_kernel(
             stored = from_float32(y, DTYPE)
             tl.store(at, stored, mask=offsets < left)
             y = to_float32(stored)
-        # A lane beyond the end holds 0 * factor, which is NaN for an infinite factor.
+        # Lanes beyond the end hold 0 * factor, which is NaN if the factor is infinite.
         y = tl.where(offsets < left, y, 0.0)
     _check_block(y, flag, sums + chunk, CHUNK)
 
@@ -265,20 +271,20 @@ def check_kernel(
 @functools.partial(jit, do_not_specialize=["chunks", "tensors"])
 def finish_kernel(
     sums,  # fp64 (chunks,)
-    chunks,
-    flags,  # int32 (tensors,); zero on return
-    tensors,
-    found_inf,  # fp32 scalar, and what follows is written
-    sum_of_squares,  # fp64 scalar
-    norm,  # fp32 scalar
-    flags_out,  # int32 (tensors,)
-    tally,  # int32 (tensors, 4), and what follows, if TALLY: see `Tally`
-    step,  # int64 scalar
+    chunks,  # number of chunks
+    flags,  # int32 (tensors,); set to zero
+    tensors,  # number of flags
+    found_inf,  # output, fp32, one element
+    sum_of_squares,  # output, fp64, one element
+    norm,  # output, fp32, one element
+    flags_out,  # output, int32 (tensors,)
+    tally,  # `Tally.counts`, int32 (tensors, 4), updated if TALLY
+    step,  # `Tally.step`, int64, one element, read if TALLY
     LANES: tl.constexpr,
     UNROLLED: tl.constexpr,
     TALLY: tl.constexpr,
 ):
-    """Add the chunks and gather the flags, in one program."""
+    """Add the sums of the chunks and combine the flags. Runs as a single program."""
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), dtype=tl.float64)
     for start in range(0, chunks, LANES * UNROLLED):
@@ -297,7 +303,7 @@ def finish_kernel(
         tl.store(flags_out + at, flag, mask=there)
         tl.store(flags + at, tl.zeros_like(flag), mask=there)
         if TALLY:
-            bad = there & (flag != 0)  # of the others nothing is read or written
+            bad = there & (flag != 0)  # rows of finite tensors are neither read nor written
             row = tally + at * 4
             now = (tl.load(step) + 1).to(tl.int32)
             tl.store(row, tl.load(row, mask=bad, other=0) + (flag & 1), mask=bad)
@@ -313,25 +319,30 @@ _tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=2, chunk=CH
 
 
 class Factor(NamedTuple):
-    """What gradients are multiplied by: a number, what lies at a tensor (0-dim fp32), or one over that."""
+    """What gradients are multiplied by.
+
+    Attributes:
+        value: the factor, as a number or as a 0-dim fp32 tensor.
+        inverted: whether the factor is `loss_scale.inverse` of the tensor instead.
+    """
 
     value: torch.Tensor | float
     inverted: bool = False
 
     def for_reference(self, device: torch.device) -> torch.Tensor:
-        """As a 0-dim fp32 tensor. A quotient of fp32 numbers rounded to fp64 and then to fp32 is rounded right."""
+        """The factor as a 0-dim fp32 tensor."""
         if isinstance(self.value, float):
             return torch.full((), self.value, dtype=torch.float32, device=device)
-        return self.value.double().reciprocal().float() if self.inverted else self.value
+        return inverse(self.value) if self.inverted else self.value
 
 
 class _Scratch:
-    """What lies between the launches of a call.
+    """Buffers between the launches of a call.
 
     Attributes:
-        sums: fp64, of each chunk.
-        flags: int32, of each tensor; 0 between calls.
-        norm: fp32 scalar, for calls whose answer has none.
+        sums: fp64, the sum of each chunk.
+        flags: int32, the flag of each tensor; 0 between calls.
+        norm: fp32, one element, for calls that do not return the norm.
     """
 
     def __init__(self, device: torch.device, chunks: int, tensors: int) -> None:
@@ -341,7 +352,7 @@ class _Scratch:
 
 
 class _Scratches(threading.local):
-    """One `_Scratch` per thread and stream, used again."""
+    """One `_Scratch` per thread and stream, which is reused."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.device, int], _Scratch] = {}
@@ -355,13 +366,13 @@ class _Scratches(threading.local):
         if kept is None:
             kept = self._kept[key] = _Scratch(device, chunks, tensors)
         elif kept.sums.numel() < chunks or kept.flags.numel() < tensors:
-            # Half as much again, so that a list that grows one by one is not a new allocation every time.
+            # Half as much again, so that lists that grow by one tensor do not allocate every time.
             room = max(chunks, kept.sums.numel() * 3 // 2), max(tensors, kept.flags.numel() * 3 // 2)
             kept = self._kept[key] = _Scratch(device, *room)
         return kept
 
     def drop(self) -> None:
-        """Forget everything: a call that failed half-way leaves flags behind."""
+        """Discard all buffers, because a call that failed may have left flags in them."""
         self._kept.clear()
 
 
@@ -371,7 +382,7 @@ _scratches = _Scratches()
 def _launch_triton(
     table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
 ) -> None:
-    """Check tensors of one dtype, `first` chunks being those of others."""
+    """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
     mode = 0
     if factor is not None:
         if isinstance(factor.value, torch.Tensor):
@@ -396,7 +407,7 @@ def _launch_triton(
 def _launch_native(
     table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
 ) -> None:
-    """Check tensors of one dtype, `first` chunks being those of others."""
+    """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
     number = ctypes.c_float(factor.value) if factor is not None and isinstance(factor.value, float) else None
     by = None if number is None else ctypes.addressof(number)
     if factor is not None and isinstance(factor.value, torch.Tensor):
@@ -449,7 +460,7 @@ def _gather(
 
 
 def _finish_in_torch(out: Verdict, norm: torch.Tensor | None, tally: Tally | None) -> None:
-    """What the gathering launch writes beside the flags and the sum."""
+    """Write what the last launch writes in addition to the flags and the sum."""
     out.found_inf.copy_(out.flags.any())
     if norm is not None:
         norm.copy_(out.sum_of_squares.sqrt())
@@ -460,7 +471,10 @@ def _finish_in_torch(out: Verdict, norm: torch.Tensor | None, tally: Tally | Non
 def _by_operations(
     tensor: torch.Tensor, inv_scale: torch.Tensor | None, write: bool, flag: torch.Tensor, total: torch.Tensor
 ) -> None:
-    """Add to a flag and to a sum of squares, in place: of a subclass that holds several tensors, each adds its own."""
+    """Update a flag and a sum of squares in place by operations of torch.
+
+    In-place updates let a subclass that holds several tensors add the part of each.
+    """
     y = tensor.float() if tensor.dtype in DTYPE_CODES else tensor
     if inv_scale is not None:
         y = y * inv_scale
@@ -472,7 +486,7 @@ def _by_operations(
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]]:
-    """Positions of the tensors of each dtype."""
+    """The indices of the tensors of each dtype."""
     dtypes = list(map(attrgetter("dtype"), tensors))
     if len(set(dtypes)) == 1:
         return {dtypes[0]: range(len(tensors))}
@@ -493,18 +507,19 @@ def check(
     places: Sequence[int] | None = None,
     in_memory: bool | None = None,
 ) -> Verdict:
-    """One pass over tensors that were validated: what `foreach_check` and `foreach_unscale_` do.
+    """Check, and with `write` unscale, a list of tensors that were validated before.
 
     Args:
-        tensors: fp32, fp16 and bf16, dense, on one device, at least one.
+        tensors: at least one dense fp32, fp16 or bf16 tensor, all on one device.
         factor: what to multiply by; None for 1.
-        write: store the products.
-        out: where to write, with as many flags as `places` are numbered for; None for new tensors.
-        norm: 0-dim fp32, to be set to the root of the sum.
-        tally: where to note which tensors were bad, a row per flag.
-        places: for each tensor its place among the flags, all different; the other flags become 0. None: in order.
-        in_memory: whether kernels may read the tensors at their addresses. If not, torch's operations are used, which
-            know other dtypes too. None to find out.
+        write: whether to store the products in the tensors.
+        out: the verdict to write to, which may have more flags than there are tensors; None for a new one.
+        norm: 0-dim fp32, set to the square root of the sum of squares.
+        tally: where non-finite tensors are counted; it has one row per flag.
+        places: for each tensor the index of its flag, all different. Other flags become 0. None for the order of
+            `tensors`.
+        in_memory: whether kernels may read the tensors at their addresses; None to find out. Otherwise operations of
+            torch are used, which support other dtypes too.
     """
     if in_memory is None:
         in_memory = all_have_memory(tensors)
@@ -571,7 +586,7 @@ def _run_kernels(
     tally: Tally | None,
     places: Sequence[int],
 ) -> None:
-    """A launch per dtype, and one to gather."""
+    """Check by one launch per dtype and one that combines their results."""
     device = tensors[0].device
     with on_device(device):
         tables = []
@@ -600,7 +615,7 @@ def _run_kernels(
 
 
 def _checked_factor(value: torch.Tensor | float | None, device: torch.device) -> Factor | None:
-    """A 0-dim fp32 tensor on `device`, or a number that fp32 holds, which needs no launch."""
+    """The factor as a 0-dim fp32 tensor on `device`, or as a number rounded to fp32."""
     if value is None:
         return None
     if not isinstance(value, torch.Tensor):

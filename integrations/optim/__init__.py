@@ -1,37 +1,38 @@
-"""`torch.optim.Optimizer` classes over the Adam kernels.
+"""`torch.optim.Optimizer` classes that use the Adam kernels.
 
-A step gathers, per device and dtype combination, the tensors of all parameter groups into one `LaunchGroup`, and makes
-one launch for each. Together they are the `StepPlan`, which is kept: later steps compare addresses and write down only
-those that moved.
+A step collects the tensors of all parameter groups in one `LaunchGroup` per device and combination of dtypes, and makes
+one launch for each. Together these groups are the `StepPlan`. It is kept for later steps, which compare addresses and
+write only those that have changed.
 
-**State.** In memory ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``,
-with amsgrad ``max_exp_avg_sq``, and for a low-precision parameter ``master``: fp32, or, where the master is split, the
-16 bits (int16) that complete the bf16 parameter to it. The name is one so that code that looks for a checkpoint's
-entries by the names in memory (``flatten_optimizer_state_dict``, torchtitan) finds it. ``state_dict()`` is canonical:
-whatever the layout, it has ``master`` and the moments in fp32, so it loads bit for bit into every other one.
-`torch.optim.Optimizer.load_state_dict` would cast all of it to the parameter's dtype; ours does not call it.
+**State.** In memory, ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``,
+``max_exp_avg_sq`` with amsgrad, and for 16-bit parameters with a master ``master``: the fp32 master, or the 16-bit
+remainder (int16) of a split master. Both have the same name so that code that looks up the entries of a checkpoint by
+the names in memory (``flatten_optimizer_state_dict``, torchtitan) finds them. ``state_dict()`` returns the canonical
+state: it has ``master`` and the moments in fp32, whatever the layout, and loads into every other layout with the same
+bits. `torch.optim.Optimizer.load_state_dict` would cast the state to the parameter's dtype and is not called.
 
-**Random bits.** With ``rounding="stochastic"`` every rounding is named by the seed, the parameter's number in the
-optimizer (over all groups, as in ``state_dict``), its step count and the element's place in the whole parameter, shards
-included: kernels/adam.py. The seed is saved with the groups' options, so a resumed run draws what an uninterrupted one
-would have drawn, on any number of ranks.
+**Random bits.** With ``rounding="stochastic"``, the random bits of an element depend on the seed, the parameter's index
+in the optimizer (over all groups, as in ``state_dict``), its step count and the element's index in the whole,
+unsharded parameter; see kernels/adam.py. The seed is saved with the options of the groups, so a resumed run has the
+same random bits as an uninterrupted one, on any number of ranks.
 
-**The master is the weight.** Loading a checkpoint sets both it and the visible parameter, its rounding. A parameter
-written from outside between steps (``load_state_dict`` of the model, ``copy_``, a weight swap) is never overwritten by
-a stale master. A full master is compared with the parameter once its version or address has changed, and replaced
-where it no longer rounds to it. A split master is the parameter and 16 bits more, which stay: it keeps every bit where
-the same was written again, and lies within half a bf16 ulp of the parameter everywhere. Which elements were written
-cannot be told, and to drop the bits of all would, in a training that writes after each step (masks, weight clipping),
-lose every update below that ulp. `refresh_master` drops them on demand.
+**Masters and parameters.** Loading a checkpoint sets the master and the parameter, which is the rounded master. If
+other code writes a parameter between two steps (``load_state_dict`` of the model, ``copy_``, swapped weights), an old
+master never overwrites it. A full master is compared with the parameter if the version or the address of the parameter
+has changed, and replaced where it does not round to the parameter. A split master consists of the parameter and the
+remainder, which stays as it is: the master keeps every bit where the same value was written, and is within half a bf16
+ulp of the parameter everywhere. The optimizer cannot find out which elements were written. Clearing the whole remainder
+would lose all updates below that ulp in training that writes parameters after each step, for example with masks or
+weight clipping. `refresh_master` clears it on request.
 
-**CUDA graphs.** A step that is captured makes tables of its own, which nothing else sees (`halfstep.kernels.streams`),
-and leaves no trace in what eager steps keep: captures, replays and eager steps mix in any order. A replay steps with
-the options of its capture, but for those that are tensors on the device. Moments, masters and step counts are shared:
-they must be there before, and once captured `load_state_dict` writes into them instead of replacing them. A replay does
-not see that a parameter with a full master was written from outside; call `refresh_master` before it.
+**CUDA graphs.** A captured step uses tables of its own (`halfstep.kernels.streams`) and changes nothing that eager
+steps keep, so captures, replays and eager steps can be mixed in any order. A replay uses the options of its capture,
+except those that are tensors on the device. Moments, masters and step counts are shared: they must exist before the
+capture, after which `load_state_dict` writes into them instead of replacing them. A replay does not notice that other
+code wrote a parameter with a full master; call `refresh_master` first.
 
-**Interrupts.** `step` and `load_state_dict` first prepare everything that can fail or take long, and then change
-weights and state in one sequence that Ctrl-C does not divide (`halfstep.integrations.interrupts`).
+**Interrupts.** `step` and `load_state_dict` first prepare everything that can fail or take long. They then change
+weights and state in one sequence that Ctrl-C does not interrupt (`halfstep.integrations.interrupts`).
 """
 
 from halfstep.integrations.optim.classes import Adam, AdamW

@@ -1,4 +1,4 @@
-"""What one launch of the Adam kernel updates: tensors of one device and layout, and where they lie."""
+"""What one launch of the Adam kernel updates: parameters of one device and layout, their state and their table."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _address = torch.Tensor.data_ptr
 def all_contiguous(tensors: list[torch.Tensor]) -> bool:
     try:
         return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
-    except RuntimeError:  # what some sparse layouts answer
+    except RuntimeError:  # raised by some sparse layouts
         return False
 
 
 def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
-    """A parameter's local values as the kernels walk them: themselves where they can, else a copy.
+    """A parameter's local values in an order that kernels can process, or a copy in that order.
 
-    Gaps between elements need one; so does, where random bits go by the row-major order, any other order; and a lazy
-    negation, whose memory holds the opposite numbers.
+    A copy is needed for tensors with gaps between elements, for lazy negations, whose memory holds the negated numbers,
+    and with stochastic rounding for any order but the row-major one, on which the random bits depend.
     """
     keep = is_flat(values) and (values.is_contiguous() or not layout.stochastic)
     return values if keep else values.resolve_neg().contiguous()
 
 
 def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
-    """Where a parameter's local part lies in the whole: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table.
+    """The position of a parameter's local part in the whole: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table.
 
     Raises:
-        ValueError: the part is no range of rows, of another dimension, or of both.
+        ValueError: the part is not a range of rows, of one other dimension, or of both.
     """
     if not is_sharded(parameter):
         return 0, max(parameter.numel(), 1), max(parameter.numel(), 1)
@@ -48,7 +48,8 @@ def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     whole, held = tuple(parameter.shape), tuple(local(parameter).shape)
     shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
-    # Two mesh dimensions may cut one dimension in an interleaved order: its parts are ranges only if all are of a size.
+    # If two mesh dimensions shard one dimension in an interleaved order, the parts are ranges only if their sizes are
+    # equal.
     ways = [1] * len(whole)
     for placement, size in zip(placements, mesh.shape, strict=True):
         if not placement.is_replicate() and getattr(placement, "dim", None) is not None:
@@ -58,7 +59,7 @@ def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
     if tuple(shape) == held and 0 in held:
         return 0, 1, 1
     cut = [dim for dim, (part, all_of_it) in enumerate(zip(held, whole, strict=True)) if part != all_of_it]
-    first = next((dim for dim, size in enumerate(whole) if size != 1), 0)  # a range of rows, whatever else is cut
+    first = next((dim for dim, size in enumerate(whole) if size != 1), 0)  # the dimension of the rows
     inner = [dim for dim in cut if dim != first]
     if tuple(shape) != held or uneven or len(inner) > 1 or any(p.is_partial() for p in placements):
         raise ValueError(
@@ -74,7 +75,7 @@ def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
 
 
 class LaunchGroup:
-    """What one launch updates, and how to tell whether it still describes the tensors."""
+    """What one launch updates: parameters, their state, and the table of their addresses."""
 
     def __init__(
         self,
@@ -84,7 +85,8 @@ class LaunchGroup:
         rows: list[int],
         names: dict[int, list[int]],
     ):
-        """`rows` are the parameters' groups, `names` further rows of the table; full masters agree now."""
+        """`rows` are the parameters' groups and `names` more rows of the table. Full masters must round to the
+        parameters."""
         self.parameters, self.states = parameters, states
         self.sharded = any(map(is_sharded, parameters))
         self.keys = keys = state_keys(layout)
@@ -99,7 +101,7 @@ class LaunchGroup:
         lists[adam.PARAM] = self.dense
         for operand in keys:
             lists[operand] = self._state(operand)
-        # All rows but the gradients'; the table is made with those.
+        # All rows except that of the gradients, which are known when the table is built.
         operands = adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS
         self._contents: list[list[int] | None] = [names.get(row) for row in range(operands)]
         for operand in (adam.PARAM, *keys):
@@ -113,7 +115,7 @@ class LaunchGroup:
         return list(map(version_of if self.sharded else attrgetter("_version"), self.parameters))
 
     def agreed(self) -> dict[int, Agreed]:
-        """By the parameter's id, when it and its full master agreed."""
+        """By the parameter's id, the version and address that its full master was last compared with."""
         if self.batch.layout.master != adam.FULL_MASTER:
             return {}
         dtype = self.batch.layout.param
@@ -125,13 +127,14 @@ class LaunchGroup:
         return list(map(local, tensors)) if self.sharded else tensors
 
     def still_describes(self) -> bool:
-        """Whether parameters and state lie where they lay, taking up state tensors that were replaced."""
+        """Whether the addresses of parameters and state are those in the table."""
         held = [local(parameter) for parameter in self.parameters] if self.sharded else self.parameters
         if list(map(_address, held)) != self.addresses:
             return False
         for operand in self.keys:
             now = self._state(operand)
-            # On plain tensors: the same objects. Shards are taken again each time, and only where they lie tells.
+            # Plain tensors must be the same objects. `local` makes new objects of shards, so only addresses are
+            # compared.
             if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):
                 return False
             if list(map(_address, now)) != self._contents[operand]:
@@ -139,7 +142,7 @@ class LaunchGroup:
         return True
 
     def take_outside_writes(self) -> None:
-        """Let parameters that somebody wrote replace their full masters; a split one follows by itself."""
+        """Update the full masters of parameters that other code wrote. Split masters need no update."""
         if self.batch.layout.master != adam.FULL_MASTER:
             return
         now = self._versions()
@@ -152,7 +155,7 @@ class LaunchGroup:
         self.versions = now
 
     def _in_order(self, gradients: list[torch.Tensor], contiguous: bool) -> list[torch.Tensor]:
-        """The gradients with their elements in the parameters' order, copied where autograd chose another."""
+        """The gradients in the memory order of the parameters, copied where autograd chose another order."""
         if self.contiguous and contiguous:
             return gradients
         ordered = []
@@ -166,13 +169,16 @@ class LaunchGroup:
     def prepare(
         self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
     ) -> list[partial[Any]]:
-        """All of a step that can fail or take long, and the calls that make it; they hold addresses only.
+        """Do everything in a step that can fail or take long.
 
         Args:
-            grads: one per parameter.
-            contiguous: whether all of them are.
-            groups: the table of the groups' options.
-            control: on this device.
+            grads: the gradients, one per parameter.
+            contiguous: whether all gradients are contiguous.
+            groups: the table of the options of all groups.
+            control: scale, flag and norm, on this device.
+
+        Returns:
+            The calls that update parameters and state. They hold addresses, not tensors.
         """
         if self.sharded:
             grads = list(map(local, grads))
@@ -193,16 +199,16 @@ class LaunchGroup:
         return [adam.launch(self.batch, groups, control), *back]
 
     def finish(self) -> None:
-        """After the calls."""
-        self.batch.lists[adam.GRAD] = []  # or their memory would outlive zero_grad
-        # The kernels write through addresses, which autograd cannot see.
+        """Release the gradients and record the update. Must run after the calls that `prepare` returned."""
+        self.batch.lists[adam.GRAD] = []  # zero_grad must be able to free them
+        # The kernels write to addresses, which autograd does not notice.
         torch.autograd.graph.increment_version(self.parameters)
         if self.batch.layout.master == adam.FULL_MASTER:
             self.versions = self._versions()
 
 
 class OperationsGroup(LaunchGroup):
-    """Tensors whose memory no kernel may read (wrapper subclasses, fake and meta tensors): the reference steps them."""
+    """Parameters that kernels cannot read (wrapper subclasses, fake and meta tensors). The reference updates them."""
 
     def __init__(
         self, layout: adam.Layout, parameters: list[torch.Tensor], states: list[dict[str, Any]], rows: list[int]
@@ -230,7 +236,7 @@ class OperationsGroup(LaunchGroup):
     def prepare(
         self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
     ) -> list[partial[Any]]:
-        # Taken again: `parameter.data` may have been replaced.
+        # `parameter.data` may have been replaced.
         self.held = self.batch.lists[adam.PARAM] = [local(parameter.detach()) for parameter in self.parameters]
         self.take_outside_writes()
         self.batch.lists[adam.GRAD] = list(map(local, grads))

@@ -1,4 +1,4 @@
-"""An optimizer's state in canonical form, loaded into whatever layout, whoever saved it."""
+"""The canonical state of an optimizer: saved from and loaded into every layout, also from other optimizers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.scaling.topology import local
 from halfstep.numerics.scaling.verdict import parameters_of
 
-# What apex and TransformerEngine keep in a group beside torch's options.
+# Options of a group that apex and TransformerEngine have in addition to torch's.
 FOREIGN_OPTIONS = ("step", "bias_correction")
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """State of others, its tensors on the device of their parameter, as `torch.optim.Optimizer` has it."""
+    """State of other code with its tensors moved to the device of their parameter, as `torch.optim.Optimizer` does."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -31,12 +31,12 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 def _is_nothing(value: Any) -> bool:
-    """TransformerEngine's None, or the empty dict that torch puts where a flat state lacks an entry."""
+    """Whether an entry is missing: None in TransformerEngine, an empty dict in a flat state of torch."""
     return value is None or (isinstance(value, dict) and not value)
 
 
 def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], count: Any) -> dict[str, Any]:
-    """One parameter's saved state by our names, whoever saved it; `count` is the step count of its group, or None."""
+    """One parameter's saved state with our names. `count` is the step count of its group, or None."""
     state = {key: value for key, value in saved.items() if not _is_nothing(value) and key != "master_param"}
     if count is not None:
         state.setdefault("step", count)
@@ -44,7 +44,7 @@ def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], count:
     if not isinstance(master, torch.Tensor) or parameter.dtype == torch.float32:
         return state
     if master.dtype == torch.int16:
-        # The lower half of the bits, the upper one rounded half away from 0: as `split_master` splits, but for NaN.
+        # The lower 16 bits of the master, whose upper half was rounded half away from zero, as in `split_master`.
         where = f"'master_param' in the state of parameter {index}"
         if parameter.dtype != torch.bfloat16:
             raise ValueError(
@@ -64,12 +64,12 @@ def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], count:
 def matched_groups(
     groups: list[dict[str, Any]], state_dict: dict[str, Any], kept: Iterable[str]
 ) -> tuple[list[dict[str, Any]], dict[Any, tuple[torch.Tensor, dict[str, Any]]]]:
-    """The groups as they will be after loading, and to which parameter each saved index belongs.
+    """The groups after loading, and the parameter and the group of each saved index.
 
     Args:
-        groups: as they are.
-        state_dict: what is loaded.
-        kept: options that stay as they are.
+        groups: the present groups.
+        state_dict: the state to load.
+        kept: options that are not loaded.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -117,18 +117,18 @@ def matched_groups(
 class CanonicalState(OptimizerState):
     """`state_dict` and `load_state_dict` in canonical form."""
 
-    # Options that a checkpoint does not change, beside those of the layout.
+    # Options that a checkpoint does not change, in addition to those of the layout.
     _fixed_options: tuple[str, ...] = ()
     _recorded: dict[int, torch.Tensor]  # state tensors that CUDA graphs write to
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state in canonical form: per parameter ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... in fp32.
+        """The canonical state: ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... of each parameter, in fp32.
 
-        There is no ``master`` for fp32 parameters, which are their own, nor with ``master_weights=None``.
+        There is no ``master`` for fp32 parameters, and none with ``master_weights=None``.
         """
         self._note_agreed()
-        # Hooks registered by others see the canonical form, so they run at the end.
+        # Hooks see the canonical state, so they run at the end.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
             packed = Optimizer.state_dict(self)
@@ -147,8 +147,8 @@ class CanonicalState(OptimizerState):
                 if key in canonical and canonical[key].dtype != torch.float32:
                     canonical[key] = canonical[key].float()
             packed["state"][index] = canonical
-        # How state lies in memory is not loaded. It is there because what loads a flat checkpoint asks for every option
-        # that a group has, and as text because not everything that reads checkpoints knows dtypes.
+        # The dtype in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
+        # of a group, and saved as text because some readers of checkpoints do not support dtypes.
         packed["param_groups"] = [
             {**group, "state_dtype": str(group["state_dtype"]).removeprefix("torch.")}
             for group in packed["param_groups"]
@@ -161,21 +161,21 @@ class CanonicalState(OptimizerState):
     @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of halfstep's, torch's, apex's or TransformerEngine's Adam or AdamW, keeping every bit.
+        """Load the state of an Adam or AdamW of halfstep, torch, apex or TransformerEngine with the same bits.
 
-        Options that say how state lies in memory (`master_weights`, `state_dtype`, `rounding`) stay as they are here;
-        all others are taken from the checkpoint. Where it has a master, the parameter is set to the master's rounding.
+        The options that define the layout (`master_weights`, `state_dtype`, `rounding`) are not loaded; all others are.
+        If the checkpoint has a master, the parameter is set to the rounded master.
 
-        apex and TransformerEngine count steps per group: each parameter with state takes its group's count.
-        TransformerEngine's masters are taken for fp16 and bf16 parameters; those beside fp32 parameters are never
-        updated there and are left out. Its 16-bit remainders complete the parameter as it is now: load the model first.
-        apex saves no masters: `halfstep.integrations.checkpoint.with_masters` adds them. Neither checkpoint says
-        whether weight decay is decoupled; the class it is loaded into does.
+        apex and TransformerEngine store the step count per group: it becomes that of each parameter with state.
+        TransformerEngine's masters are loaded for fp16 and bf16 parameters; those of fp32 parameters, which
+        TransformerEngine does not update, are left out. Its 16-bit remainders belong to the present parameters: load
+        the model first. apex saves no masters: `halfstep.integrations.checkpoint.with_masters` adds them. Neither
+        checkpoint stores whether weight decay is decoupled; that depends on the class that loads it.
 
-        Once a step was captured into a CUDA graph, what is loaded is written into the tensors that the graph writes to.
+        If a step was captured in a CUDA graph, the state is copied into the tensors that the graph uses.
 
         Raises:
-            ValueError: groups, parameters, shapes, keys or numbers do not fit; the optimizer and its parameters are
+            ValueError: groups, parameters, shapes, keys or numbers do not match. The optimizer and its parameters are
                 unchanged, as they are after Ctrl-C.
         """
         state_dict = dict(state_dict)
@@ -197,7 +197,7 @@ class CanonicalState(OptimizerState):
         fresh: dict[Any, Any] = defaultdict(dict)
         fresh.update((key, value) for key, value in state_dict["state"].items() if key not in owners)
         fresh.update((parameter, state) for parameter, (state, _) in loaded.items())
-        # Everything fits. What was derived from the state before goes first: without it all is found out again.
+        # Everything has been validated. The plan is discarded first, because it is derived from the old state.
         self._forget()
         pairs = ((local(p.detach()), weight) for p, (_, weight) in loaded.items() if weight is not None)
         writes = [partial(held.copy_, local(weight)) for held, weight in pairs]
@@ -209,7 +209,7 @@ class CanonicalState(OptimizerState):
             post_hook(self)
 
     def _in_place(self, parameter: torch.Tensor, state: dict[str, Any]) -> list[partial[Any]]:
-        """Calls that write a loaded state into the tensors that CUDA graphs use, which take its place in `state`."""
+        """Calls that copy a loaded state into the tensors that CUDA graphs use, which replace those in `state`."""
         calls = []
         for key, held in self.state.get(parameter, {}).items() if self._recorded else ():
             value = state.get(key)
@@ -223,7 +223,7 @@ class CanonicalState(OptimizerState):
     def _loaded_state(
         self, index: int, parameter: torch.Tensor, group: dict[str, Any], saved: dict[str, Any]
     ) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """One parameter's state in this optimizer's layout, and what the parameter must become (None: stay)."""
+        """One parameter's state in this optimizer's layout, and the new value of the parameter (None: unchanged)."""
         where = f"state of parameter {index}"
         for key in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
             if key not in saved:

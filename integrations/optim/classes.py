@@ -32,7 +32,7 @@ _gradient = attrgetter("grad")
 
 
 def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
-    """What steers a step as the kernels read it on a device; what fits is not copied, nothing is waited for."""
+    """The control of a step with the dtypes and the device that the kernels need. Does not wait for the device."""
     numbers = control.grad_scale, control.found_inf, control.sum_of_squares
     fitting = []
     for number, dtype in zip(numbers, (torch.float32, torch.float32, torch.float64), strict=True):
@@ -45,18 +45,18 @@ def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
 
 
 def _as_fp32(value: Any) -> torch.Tensor:
-    """A number as an fp32 tensor on the CPU, a tensor where it is."""
+    """A number as an fp32 tensor on the CPU, or a tensor in fp32 on its device."""
     if isinstance(value, torch.Tensor):
         return value.to(torch.float32)
     return torch.as_tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
-    """The same control, but the step is skipped, step counts included, if all gradients on all ranks are 0.
+    """The same control, except that the step is skipped if the gradients of all ranks are 0. Step counts stay too.
 
-    Moments would stay as they are, but for L2 decay, and 0 / (0 + eps) is NaN at eps = 0.
+    Without L2 decay the step would change no moments, and with eps = 0 the update would be 0 / 0.
     """
-    # The sum is 0 only if every number is: the largest is brought near 1 before it is squared.
+    # The sum is 0 only if all elements are: chunks are scaled before they are squared, so none underflows completely.
     nothing = (verdict.sum_of_squares == 0).float()
     if control.found_inf is not None:
         found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
@@ -67,11 +67,11 @@ def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
 class _AdamBase(CanonicalState):
     """What Adam and AdamW share: everything but their signatures.
 
-    They inherit from torch's classes of the same names, for frameworks that ask `isinstance`, and nothing of theirs:
-    what this class does not define comes from `torch.optim.Optimizer`, called by its name.
+    Both inherit from torch's classes of the same names, for frameworks that use `isinstance`, but use none of their
+    methods: what this class does not define is called on `torch.optim.Optimizer` by name.
     """
 
-    # False: torch's scalers unscale in place, and decide whether to call step().
+    # False, so that torch's scalers unscale in place and decide whether to call step().
     _step_supports_amp_scaling = StepSupportsAmpScaling()
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
@@ -86,7 +86,7 @@ class _AdamBase(CanonicalState):
         Optimizer.__init__(self, params, defaults)
 
     def _begin(self) -> None:
-        """What neither a pickle nor a copy of an optimizer holds."""
+        """Initialize the attributes that pickles and copies of an optimizer do not contain."""
         self._plan = None
         self._squares: torch.Tensor | None = None
         self._stepped_without_gradients = False
@@ -110,12 +110,12 @@ class _AdamBase(CanonicalState):
         return {**Optimizer.__getstate__(self), "state": state, "max_grad_norm": self.max_grad_norm}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `torch.optim.Optimizer.add_param_group`.
+        """Add a parameter group; see `torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            TypeError, ValueError: an option or a parameter is not allowed; the optimizer is unchanged.
+            TypeError, ValueError: an option or a parameter is not allowed. The optimizer is unchanged.
         """
-        if isinstance(param_group, dict):  # else torch raises
+        if isinstance(param_group, dict):  # otherwise torch raises
             check_options({**self.defaults, **param_group})
         Optimizer.add_param_group(self, param_group)
         number = len(self.param_groups) - 1
@@ -123,7 +123,8 @@ class _AdamBase(CanonicalState):
         added.update({name: plain_number(added[name]) for name in ("lr", "betas", "eps", "weight_decay")})
         try:
             for index, parameter in enumerate(added["params"]):
-                # What is frozen now may be of any kind (quantized weights); if it is ever stepped, it is checked then.
+                # Frozen parameters may be of any kind, such as quantized weights. They are checked if they get a
+                # gradient.
                 if parameter.requires_grad and not is_lazy(parameter):
                     check_parameter(parameter, f"parameter {index} of group {number}", added["master_weights"])
         except (TypeError, ValueError):
@@ -133,7 +134,7 @@ class _AdamBase(CanonicalState):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The unscaled gradients' 2-norm before clipping, from the last step with `max_grad_norm`; 0-dim, on device."""
+        """The 2-norm of the unscaled gradients before clipping in the last step that clipped: 0-dim, on the device."""
         return None if self._squares is None else self._squares.sqrt().float()
 
     # ---------------------------------------------------------------------------------------------------------- step
@@ -148,15 +149,15 @@ class _AdamBase(CanonicalState):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: recomputes the loss and gradients first, and returns the loss.
+            closure: a function that computes the loss and the gradients again and returns the loss. It is called first.
 
         Returns:
             What the closure returned, or None.
 
         Raises:
-            ValueError: an option of a group is out of range; nothing was changed.
-            RuntimeError: a gradient is sparse; nothing was changed.
-            TypeError: a dtype is not supported; nothing was changed.
+            ValueError: an option of a group is out of range. Nothing was changed.
+            RuntimeError: a gradient is sparse. Nothing was changed.
+            TypeError: a dtype is not supported. Nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -164,7 +165,7 @@ class _AdamBase(CanonicalState):
                 loss = closure()
         if self._decision is None:
             self._step_on_device()
-        else:  # in the step of a scaler, which no compiler sees
+        else:  # called by the step of a scaler, which is never compiled
             self._update()
         return loss
 
@@ -182,8 +183,8 @@ class _AdamBase(CanonicalState):
         if changed:
             for group in groups:
                 check_options(group)
-        # torch.distributed.checkpoint takes such a step, with gradients of 0, to find out what state there is.
-        # A rank without gradients never has state: it takes part in the first such step only, as the others do.
+        # torch.distributed.checkpoint takes a step with lr 0 and zero gradients to create the state. Ranks without
+        # gradients never have state, so they take part in the first such step only, as the other ranks do.
         first_at_rest = not self.state and not self._stepped_without_gradients
         first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in groups)
         parameters = parameters_of(self)
@@ -194,7 +195,7 @@ class _AdamBase(CanonicalState):
         if not parameters:
             if not self._stepped_without_gradients:
                 self._warn_if_sharded_since()
-            # Others may have some, and wait for this rank's part of their sums.
+            # Other ranks may have gradients and wait for this rank in their reduction.
             self._stepped_without_gradients = True
             self._control(limit)
             if first_at_rest:
@@ -222,7 +223,7 @@ class _AdamBase(CanonicalState):
             assert verdict is not None
             control = _skipping_zeros(control, verdict)
         calls: list[partial[Any]] = []
-        needed: list[tuple[adam.Control, torch.Tensor]] = []  # the calls hold only their addresses
+        needed: list[tuple[adam.Control, torch.Tensor]] = []  # keeps alive what the calls hold the addresses of
         for batch, indices in plan.batches:
             own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
             here = _control_on(control, batch.device)
@@ -230,7 +231,7 @@ class _AdamBase(CanonicalState):
             needed.append((here, table))
             calls += batch.prepare(own, contiguous, table, here)
         apply(calls)
-        if recording:  # nothing of it has happened; what a replay writes to must stay
+        if recording:  # nothing was executed, and the tensors that a replay writes to must be kept alive
             for batch, _ in plan.batches:
                 if not capturing(batch.device):
                     batch.finish()
@@ -242,21 +243,21 @@ class _AdamBase(CanonicalState):
         plan.stepped(groups, limit)
 
     def _limit(self) -> float | None:
-        """The 2-norm to which the coming step clips: the scaler's, or the optimizer's own if that is less."""
+        """The 2-norm to which the next step clips: the smaller of the scaler's and the optimizer's own, or None."""
         own, decision = self.max_grad_norm, self._decision
         if decision is None or decision.max_norm is None:
             return own
         return decision.max_norm if own is None else min(own, decision.max_norm)
 
     def _control(self, limit: float | None) -> adam.Control:
-        """Scale, flag and norm for this step: decided by a scaler, or measured here if clipping needs it."""
+        """Scale, flag and norm of this step, as decided by a scaler or, if clipping needs it, checked here."""
         decision = self._decision
         squares = None
-        if decision is None:  # torch's scalers set attributes where they are told that step() unscales
+        if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         else:
             scale, found_inf = decision.scale, decision.verdict.found_inf
-            # Of gradients that were unscaled in place, and may have been changed since, the sum is formed again.
+            # Gradients that were unscaled in place may have changed since, so their sum is computed again.
             if decision.scale is not None or decision.max_norm is not None:
                 squares = decision.verdict.sum_of_squares
         if limit is None:
@@ -269,10 +270,10 @@ class _AdamBase(CanonicalState):
         return adam.Control(scale, found_inf, squares)
 
     def _warn_if_sharded_since(self) -> None:
-        """Say so if the model was sharded after the optimizer was made, which then trains parameters of nobody.
+        """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.
 
-        They have no gradients, while DTensors of the same shapes do. Looked for once, when nothing has a gradient, and
-        only in a process group, without which nothing is sharded: the walk over all objects takes a while.
+        In this case they have no gradients, while DTensors of the same shapes do. The search over all objects takes a
+        while. It runs once, when no parameter has a gradient, and only in a process group.
         """
         cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
         own = [parameter for parameter in parameters_of(self) if parameter.requires_grad and not is_lazy(parameter)]

@@ -1,4 +1,4 @@
-"""The options of a parameter group, and what they come to for one parameter."""
+"""The options of a parameter group: validation, and the layout of one parameter."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from halfstep.kernels.philox import check_seed
 MASTERS = ("auto", "full", "split", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 STEP_ROUNDINGS = ("nearest", "stochastic")
-# Options that say how state lies in memory: a checkpoint does not change them.
+# Options that define the layout of the state. Loading a checkpoint does not change them.
 LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
 
 _MASTER_CODES = {None: adam.NO_MASTER, "full": adam.FULL_MASTER, "split": adam.SPLIT_MASTER}
-# Those that a step looks at.
+# All options that a step uses.
 options_of = itemgetter(
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
     *("decoupled_weight_decay", "master_weights", "state_dtype", "rounding", "seed"),
@@ -30,14 +30,14 @@ options_of = itemgetter(
 
 
 def plain_number(value: Any) -> Any:
-    """numpy's numbers as Python's, so that checkpoints hold no objects of numpy; others as they are."""
+    """Numbers of numpy as numbers of Python, so that checkpoints contain no numpy objects; other values unchanged."""
     if isinstance(value, (tuple, list)) and any(isinstance(one, (np.ndarray, np.generic)) for one in value):
         return type(value)(map(plain_number, value))
     return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
 
 
 def check_number(value: Any, message: str, allowed: str, fits: Callable[[float], bool]) -> None:
-    """Raise unless a hyper-parameter is a finite number in its range; device and fake tensors are not read."""
+    """Raise unless a hyperparameter is a finite number in its range. Device and fake tensors are not read."""
     value = plain_number(value)
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or not has_memory(value):
@@ -50,13 +50,13 @@ def check_number(value: Any, message: str, allowed: str, fits: Callable[[float],
 
 
 def check_options(group: dict[str, Any]) -> None:
-    """Validate the options of a parameter group; messages begin with torch's words, which others match on."""
+    """Validate the options of a parameter group. Messages start like torch's, which other code may match."""
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, torch.Tensor):
         if group["foreach"] and not group["capturable"]:
             raise ValueError(
-                "lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach away, "
-                "it has no use here"
+                "lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach out, "
+                "which has no effect here"
             )
         if lr.numel() != 1:
             raise ValueError(f"Tensor lr must be 1-element; its shape is {tuple(lr.shape)}")
@@ -70,7 +70,7 @@ def check_options(group: dict[str, Any]) -> None:
             if group["foreach"] and not group["capturable"]:
                 raise ValueError(
                     f"betas[{index}] as a Tensor is not supported for capturable=False and foreach=True; "
-                    "leave foreach away, it has no use here"
+                    "leave foreach out, which has no effect here"
                 )
             if beta.numel() != 1:
                 raise ValueError(f"Tensor betas[{index}] must be 1-element; its shape is {tuple(beta.shape)}")
@@ -101,6 +101,7 @@ def check_options(group: dict[str, Any]) -> None:
 
 
 def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | None) -> None:
+    """Raise unless the kernels can update a parameter, which messages call `where`."""
     if parameter.layout != torch.strided:
         raise TypeError(f"Expected {where} to be dense, but got layout {parameter.layout}")
     if parameter.dtype not in DTYPE_CODES:
@@ -120,7 +121,7 @@ def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | N
 
 
 def master_of(parameter: torch.Tensor, master_weights: str | None) -> str | None:
-    """The master that "auto" means for this parameter; fp32 parameters need none."""
+    """The kind of master of a parameter: "split", "full" or None. fp32 parameters have none."""
     if parameter.dtype == torch.float32:
         return None
     if master_weights == "auto":
@@ -129,7 +130,7 @@ def master_of(parameter: torch.Tensor, master_weights: str | None) -> str | None
 
 
 def layout_of(parameter: torch.Tensor, grad: torch.dtype, group: dict[str, Any]) -> adam.Layout:
-    """What the kernel for this parameter is compiled for."""
+    """The layout of a parameter, for which its kernel is compiled."""
     master = _MASTER_CODES[master_of(parameter, group["master_weights"])]
     return adam.Layout(
         parameter.dtype,
@@ -143,5 +144,5 @@ def layout_of(parameter: torch.Tensor, grad: torch.dtype, group: dict[str, Any])
 
 
 def is_zero(lr: torch.Tensor | float) -> bool:
-    """Whether a learning rate is known to be 0; device tensors are not read."""
+    """Whether a learning rate is known to be 0. Tensors on other devices than the CPU are not read."""
     return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False

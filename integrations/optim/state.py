@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each parameter: moments, step counts and masters; weights that somebody else wrote."""
+"""The state of an optimizer for each parameter: moments, step counts and masters, and writes by other code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 
 def version_of(parameter: torch.Tensor) -> int:
-    """A number that grows whenever a parameter is written, through its DTensor or its local part."""
+    """A number that grows with every write to a parameter, through its DTensor or its local part."""
     return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
 
 
@@ -33,7 +33,7 @@ def _address_of(values: torch.Tensor) -> int:
 
 
 class Agreed(NamedTuple):
-    """When a parameter and its full master last held the same weight."""
+    """The version, address and dtype of a parameter when it and its full master last held the same weight."""
 
     version: int
     address: int
@@ -51,12 +51,12 @@ class Agreed(NamedTuple):
 
 
 def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """A full master, replaced by local values where they are not its rounding; nothing waits for the device."""
+    """A full master, replaced by the parameter where it does not round to it. Does not wait for the device."""
     return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
 
 
 def state_keys(layout: adam.Layout) -> dict[int, str]:
-    """By operand, the names of the state tensors that a layout keeps."""
+    """The names of the state tensors of a layout, by operand of the kernel."""
     keys = {adam.M: "exp_avg", adam.V: "exp_avg_sq", adam.STEP: "step"}
     if layout.master != adam.NO_MASTER:
         keys[adam.EXTRA] = "master"
@@ -66,13 +66,13 @@ def state_keys(layout: adam.Layout) -> dict[int, str]:
 
 
 def needed(master: str | None, group: dict[str, Any]) -> list[str]:
-    """The names of what a step needs in a parameter's state."""
+    """The names of the entries that a step needs in a parameter's state."""
     further = ["max_exp_avg_sq"] * bool(group["amsgrad"]) + ["master"] * bool(master)
     return ["step", "exp_avg", "exp_avg_sq", *further]
 
 
 def is_complete(state: dict[str, Any], master: str | None, group: dict[str, Any]) -> bool:
-    """Whether a parameter's state has what a step needs, and the master is of the kind that is kept."""
+    """Whether a parameter's state has all entries that a step needs, and the right kind of master."""
     step, held = state.get("step"), state.get("master")
     fits = not isinstance(held, torch.Tensor) or (bool(master) and (held.dtype == torch.int16) == (master == "split"))
     counted = isinstance(step, torch.Tensor) and step.dtype == torch.float32
@@ -80,7 +80,7 @@ def is_complete(state: dict[str, Any], master: str | None, group: dict[str, Any]
 
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Local values as a tensor of the parameter's kind: a DTensor with its mesh and placements, or themselves."""
+    """Local values as a tensor like the parameter: a DTensor with its mesh and placements, or the values themselves."""
     if not is_sharded(parameter):
         return values
     from torch.distributed.tensor import DTensor
@@ -96,10 +96,10 @@ def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def step_count(saved: Any, where: str) -> torch.Tensor:
-    """A saved step count as a tensor of its own, 0-dim fp32, where it was.
+    """A copy of a saved step count as a 0-dim fp32 tensor on the same device.
 
     Raises:
-        ValueError: it is no whole number from 0 that fp32 holds.
+        ValueError: it is not an integer of at least 0 that fp32 represents.
     """
     device, value = torch.device("cpu"), saved
     if isinstance(saved, torch.Tensor):
@@ -121,7 +121,7 @@ def step_count(saved: Any, where: str) -> torch.Tensor:
 
 
 class _Masters(Mapping[torch.Tensor, torch.Tensor]):
-    """What `masters` returns: each master is put together when it is asked for."""
+    """What `masters` returns. A split master is joined when it is looked up."""
 
     def __init__(self, optimizer: OptimizerState) -> None:
         self._optimizer = optimizer
@@ -144,23 +144,23 @@ class _Masters(Mapping[torch.Tensor, torch.Tensor]):
 class OptimizerState(StepsOnVerdict, Optimizer):
     """An optimizer's state by parameter, and its masters."""
 
-    _agreed: dict[int, Agreed]  # by the parameter's id, when it and its full master agreed
-    _plan: StepPlan | None  # of the last step
+    _agreed: dict[int, Agreed]  # by the parameter's id
+    _plan: StepPlan | None  # the plan of the last step
 
     # ------------------------------------------------------------------------------------------------------- masters
 
     def _forget(self) -> None:
-        """Drop the plan, which is derived from parameters and state."""
+        """Discard the plan, which is derived from parameters and state."""
         self._note_agreed()
         self._plan = None
 
     def _note_agreed(self) -> None:
-        """Take over from the plan when its parameters and masters agreed."""
+        """Copy from the plan when its parameters and their masters last held the same weights."""
         for batch, _ in () if self._plan is None else self._plan.batches:
             self._agreed.update(batch.agreed())
 
     def _agree(self) -> None:
-        """Note that parameters and full masters hold the same weights now."""
+        """Store that all parameters and their full masters hold the same weights now."""
         self._agreed = {id(parameter): Agreed.now(parameter) for parameter in self._with_full_master()}
 
     def _with_full_master(self) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         return [p for p, master in held if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
 
     def _master_if_written(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The local values that a full master must become because somebody wrote the parameter; None if nobody did."""
+        """The local values of a full master whose parameter other code wrote; None if no code did."""
         held, own = local(parameter.detach()), local(self.state[parameter]["master"])
         known = self._agreed.get(id(parameter))
         comparable = held.device == own.device and held.shape == own.shape
@@ -181,10 +181,10 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         return as_written(held, own)
 
     def _master(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The fp32 master as it is now, none for fp32 parameters; it changes nothing.
+        """The present fp32 master; None for fp32 parameters. Changes nothing.
 
-        So weights that are swapped in for a while (an average, for evaluation) cost the masters no bits, even if a
-        checkpoint is made of them.
+        Masters therefore lose no bits if other weights, such as averages, are swapped in for an evaluation, even if a
+        checkpoint is saved meanwhile.
         """
         state = self.state[parameter] if parameter in self.state else {}
         master = state.get("master")
@@ -196,13 +196,13 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         return master if written is None else like(parameter, written)
 
     def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
-        """By parameter, its weight in fp32: the master, or the parameter where there is none.
+        """The fp32 weight of each parameter: its master, or the parameter itself if it has none.
 
-        Where the optimizer holds it in fp32 (fp32 parameters, full masters) nothing is copied: clone what you want to
-        keep, since the next step changes it, and write nothing into it. A split master is put together when it is asked
-        for, one at a time while `items` runs. For DTensors they are DTensors.
+        Full masters and fp32 parameters are not copied. The next step changes them, so clone those that you keep, and
+        do not write to them. A split master is joined when it is looked up, so that iterating over `items` holds one of
+        them at a time. The masters of DTensors are DTensors.
 
-        A moving average of the weights, which in bf16 would stand still::
+        A moving average of the weights, which would not change in bf16::
 
             average = {p: master.clone() for p, master in optimizer.masters().items()}
             for p, master in optimizer.masters().items():  # after each step
@@ -213,29 +213,29 @@ class OptimizerState(StepsOnVerdict, Optimizer):
 
     @torch.no_grad()
     def _take_outside_writes(self, recording: bool = False) -> None:
-        """Let parameters that somebody wrote replace their full masters, whether or not they are in a batch."""
+        """Update the full masters of all parameters that other code wrote, including those without a gradient."""
         self._note_agreed()
         for parameter in self._with_full_master():
             written = self._master_if_written(parameter)
             if written is None:
                 continue
             local(self.state[parameter]["master"]).copy_(written)
-            if not recording:  # else it is done at the replay, and does no harm a second time
+            if not recording:  # a captured copy runs in each replay, and may run again
                 self._agreed[id(parameter)] = Agreed.now(parameter)
 
     @torch._disable_dynamo
     @torch.no_grad()
     def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
-        """Make masters exactly the weights as they are now, dropping what they knew beyond the parameter's dtype.
+        """Set masters to the present parameters, discarding the bits beyond the parameter's dtype.
 
-        To call after writing weights that have nothing to do with those before, or through ``.data``, which a full
-        master cannot notice. Nothing waits for the device.
+        Call this after replacing weights by unrelated ones, or after writing them through ``.data``, which full masters
+        do not notice. The call does not wait for the device.
 
         Args:
-            parameters: of this optimizer; None for all.
+            parameters: one or more parameters of this optimizer; None for all.
 
         Raises:
-            ValueError: a tensor is not a parameter of this optimizer; nothing was changed.
+            ValueError: a tensor is not a parameter of this optimizer. Nothing was changed.
         """
         own = {id(parameter) for parameter in parameters_of(self)}
         if parameters is None:
@@ -270,7 +270,7 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         return state
 
     def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, with whatever it lacks; what was there before stays until all of it is made."""
+        """The state of a parameter, with missing entries created. It is replaced only after all of them exist."""
         known = self.state.get(parameter)
         kept = master_of(parameter, group["master_weights"])
         if known is not None and is_complete(known, kept, group):
@@ -287,7 +287,8 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         return state
 
     def _fit_master(self, parameter: torch.Tensor, kept: str | None, state: dict[str, Any]) -> None:
-        """Turn the master into the kind to keep: dtype or option may have changed, or canonical state was put in."""
+        """Convert the master to the present kind, after a change of dtype or options or an assignment of canonical
+        state."""
         master = state.get("master")
         if not isinstance(master, torch.Tensor):
             return
@@ -300,4 +301,4 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         elif kept == "full" and split and parameter.dtype == torch.bfloat16:
             state["master"] = like(parameter, join_master(local(parameter.detach()), local(master)))
         elif kept is None or (kept == "full" and split):
-            del state["master"]  # without the bf16 parameter that they complete, 16 bits say nothing
+            del state["master"]  # a remainder is useless without its bf16 parameter

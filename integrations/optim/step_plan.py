@@ -1,4 +1,4 @@
-"""The plan of a step: which launches update which parameters. It is kept as long as it describes them."""
+"""The plan of a step: which launches update which parameters. It is kept for as long as it matches them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ Group = dict[str, Any]
 
 
 class StepPlan:
-    """How some parameters of an optimizer are stepped.
+    """The launches that update some parameters of an optimizer.
 
     Args:
-        optimizer: whose state is completed where something is missing.
-        parameters, grads: what is stepped.
-        recording: for a CUDA graph; state is then neither made nor changed.
+        optimizer: the optimizer. Missing entries of its state are created.
+        parameters: the parameters to update.
+        grads: their gradients.
+        recording: whether the step is captured in a CUDA graph. State is then neither created nor changed.
 
     Attributes:
-        parameters: as given.
-        batches: a launch each, and the indices of its parameters among `parameters`.
-        limit: the 2-norm to clip to that the last step had.
+        parameters: the parameters.
+        batches: for each launch, what it updates and the indices of its parameters in `parameters`.
+        limit: the 2-norm to which the last step clipped, or None.
 
     Raises:
-        RuntimeError: a gradient is sparse, or a parameter without state is recorded.
+        RuntimeError: a gradient is sparse, or a step is captured for a parameter without state.
         TypeError, ValueError: a parameter, a gradient or a state tensor is not supported.
     """
 
@@ -49,15 +50,15 @@ class StepPlan:
         self.limit: float | None = None
         self._layouts = _layouts(optimizer.param_groups)
         self._grads = _kinds(grads)
-        # Somebody may clear the state, or put another in its place, to start again.
+        # Other code may clear or replace the state to start again.
         self._state, self._entries = optimizer.state, len(optimizer.state)
         self._options: list[tuple[Any, ...]] = []
         self._tables: dict[torch.device, tuple[list[list[float]] | None, torch.Tensor]] = {}
 
     def options_may_differ(self, groups: list[Group], limit: float | None) -> bool:
-        """Whether an option of any group may differ from what the last step saw.
+        """Whether an option of any group may have changed since the last step.
 
-        Numbers are compared as objects, which is exact and compares no tensors. What can change in place always may.
+        Options are compared by identity, which compares no tensors. Options that can change in place count as changed.
         """
         now = list(map(options_of, groups))
         if len(now) != len(self._options) or limit != self.limit:
@@ -72,14 +73,14 @@ class StepPlan:
     def describes(
         self, optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
     ) -> bool:
-        """Whether this is the plan for a step of `parameters`; `contiguous`: all gradients are."""
+        """Whether this plan matches a step of `parameters`. `contiguous` says whether all gradients are contiguous."""
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
             and _kinds(grads) == self._grads
             and optimizer.state is self._state
             and len(self._state) == self._entries
-            # Sparse gradients never say that they are contiguous.
+            # Sparse gradients are never contiguous.
             and (contiguous or all(grad.layout == torch.strided for grad in grads))
             and all([batch.still_describes() for batch, _ in self.batches])
         )
@@ -91,7 +92,7 @@ class StepPlan:
     def group_table(
         self, device: torch.device, groups: list[Group], limit: float | None, changed: bool
     ) -> torch.Tensor:
-        """The hyper-parameters of all groups on a device, written again only if one has `changed`."""
+        """The hyperparameters of all groups on a device. The table is only written if one has `changed`."""
         known, table = self._tables.get(device, (None, None))
         if table is not None and not changed:
             return table
@@ -111,7 +112,7 @@ class StepPlan:
             values.append(columns)
         if known != values or table is None:
             if table is not None:
-                self._tables[device] = (None, table)  # until it is written
+                self._tables[device] = (None, table)  # content unknown until the upload has ended
             table = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), device, out=table)
             self._tables[device] = (values, table)
         for row, column, value in late:
@@ -119,7 +120,7 @@ class StepPlan:
         return table
 
     def stepped(self, groups: list[Group], limit: float | None) -> None:
-        """Note what options the step saw."""
+        """Store the options of the step that was taken."""
         self._options, self.limit = list(map(options_of, groups)), limit
 
 
@@ -128,7 +129,7 @@ def _kinds(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set[type]]:
 
 
 def _layouts(groups: list[Group]) -> list[tuple[Any, ...]]:
-    """Of each group what its launches are compiled for, and the seed, which is in their tables."""
+    """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
     return [
         (
             *(group["amsgrad"], group["decoupled_weight_decay"], bool(group["weight_decay"] != 0)),
@@ -141,7 +142,7 @@ def _layouts(groups: list[Group]) -> list[tuple[Any, ...]]:
 def _batches(
     optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
 ) -> list[tuple[LaunchGroup, list[int]]]:
-    """Parameters by device and layout, after checking that every one can be stepped."""
+    """The parameters by device and layout, after checking that each of them can be updated."""
     optimizer._note_agreed()
     row_of = {id(p): row for row, group in enumerate(optimizer.param_groups) for p in group["params"]}
     rows = [row_of[id(parameter)] for parameter in parameters]
@@ -150,7 +151,7 @@ def _batches(
     names: dict[int, tuple[int, ...]] = {}
     seen: set[int] = set()
     for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
-        if id(parameter) in seen:  # torch has warned; in one launch two updates of it would race
+        if id(parameter) in seen:  # torch has warned; two updates of a parameter in one launch would race
             continue
         seen.add(id(parameter))
         group = optimizer.param_groups[rows[index]]
@@ -197,7 +198,7 @@ def _batches(
 
 
 def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, group: Group) -> None:
-    """Raise unless a parameter can be stepped with its gradient."""
+    """Raise unless a parameter can be updated with its gradient."""
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"Expected {where} to have a dense gradient, but got layout {grad.layout}: use torch.optim.SparseAdam, or "
@@ -220,7 +221,7 @@ def _fitting(
     addressable: bool,
     recording: bool,
 ) -> torch.Tensor:
-    """A state tensor as it can stand beside its parameter in one launch: itself, or a copy in the parameter's order."""
+    """A state tensor after checking it, or a copy of it in the memory order of its parameter."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"Expected state {key!r} of {where} to be a tensor, but got a {type(value).__name__}")
     held, own = local(value), local(parameter)
@@ -243,6 +244,6 @@ def _fitting(
             f"Expected state {key!r} of {where} to have the strides of the parameter when a step is captured in a CUDA "
             "graph, but got others: take a step before the capture"
         )
-    # Lay the elements out as the kernels walk them.
+    # The kernels process the state in the memory order of the parameter.
     copy = torch.empty_strided(like_this.shape, like_this.stride(), dtype=held.dtype, device=held.device)
     return like(parameter, copy.copy_(held))

@@ -1,16 +1,17 @@
-"""Codes of fp32 and fp64 arrays, by numpy, in blocks that stay in the processor's cache.
+"""Codes of fp32 and fp64 arrays, computed by numpy in blocks that fit the processor's cache.
 
-A source of M mantissa bits is rounded to m bits, so s = M - m bits are dropped. Two pieces meet at the format's least
-normal number, whose source pattern is `least`:
+A source format with M mantissa bits is rounded to m bits, so s = M - m bits are dropped. Let `least` be the bit pattern
+of the target format's least normal number in the source format. The code is computed in two parts:
 
-    above   max(pattern, least) minus the difference of the biases, plus what the rounding adds, shifted by s. A carry
-            out of the mantissa into the exponent is what it should be.
-    below   min(pattern, least) as a float, in units of the least subnormal, rounded to an integer.
+    above   max(pattern, least) minus the difference of the biases, plus the increment of the rounding, shifted right by
+            s. A carry out of the mantissa correctly increases the exponent.
+    below   min(pattern, least) as a float, in units of the least subnormal number, rounded to an integer.
 
-Each gives `code(least)` for numbers on the other side, so the sum of both minus that is the code: no masks, no choice
-per element. A format whose subnormals begin where the source's do needs the first alone, an integer format the second.
+For numbers on the other side of `least`, each part is `code(least)`. The code is therefore the sum of both parts minus
+`code(least)`, without masks or branches per element. A format with the subnormal range of its source needs only the
+first part, and an integer format only the second.
 
-What is not finite or overflows is rare and written afterwards, by index.
+Numbers that overflow or are not finite are rare. Their codes are written afterwards, by index.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.exact import beyond_code, no_nan_here
 from halfstep.numerics.formats.table import Format
 
-WORTH_COMPILING = 2**16  # elements to be rounded stochastically
-BLOCK_ELEMENTS = 32768  # elements: four arrays of 128 KiB, which the second-level cache holds
+WORTH_COMPILING = 2**16  # elements of an array that is rounded stochastically
+BLOCK_ELEMENTS = 32768  # four fp32 arrays of this size take 512 KiB and fit the L2 cache
 
 Array = np.ndarray[Any, Any]
 
 
 class Source:
-    """fp32 or fp64 as patterns."""
+    """fp32 or fp64, the format of the values to be encoded, as bit patterns."""
 
     def __init__(self, dtype: type, unsigned: type, signed: type, mantissa: int, bias: int) -> None:
         self.float, self.unsigned, self.signed = dtype, unsigned, signed
@@ -43,19 +44,19 @@ class Source:
         self.magnitude = (1 << (self.bits - 1)) - 1
 
     def pattern(self, power: int) -> int:
-        """The pattern of 2^power, a subnormal one too."""
+        """The bit pattern of 2^power, which may be subnormal."""
         exponent = power + self.bias
         return exponent << self.mantissa if exponent > 0 else 1 << (self.mantissa + exponent - 1)
 
     def holds(self, format: Format) -> bool:
-        """Whether `least` and `largest` of the format, and what it drops, are within the source's normal numbers."""
+        """Whether normal numbers of the source can represent the format's range, and decide every rounding."""
         if format.kind == "integer":
             return self.mantissa > format.bits
         if format.kind == "scale" and format.emin == -self.bias:
             return True  # half a binade below the source's least normal number: see `_above`
         low, high = 1 - self.bias, self.bias
         same = format.emin == low and format.has_subnormals
-        # 2^-34 of a unit is less than any rounding sees, so that the source's subnormals need not be told apart.
+        # No rounding depends on less than 2^-34 of a unit, so all subnormals of the source give the same result.
         inside = format.emin > low and (format.kind == "scale" or format.emin - format.mantissa >= low + 34)
         return (same or inside) and format.emax <= high and format.mantissa <= self.mantissa
 
@@ -72,7 +73,7 @@ def code_dtype(format: Format) -> type:
 
 
 class _Buffers:
-    """Arrays of a block, made once per call."""
+    """Buffers for one block, allocated once per call."""
 
     def __init__(self, source: Source, count: int) -> None:
         self.magnitude: Array = np.empty(count, source.unsigned)
@@ -82,7 +83,7 @@ class _Buffers:
 
 
 class Encoder:
-    """Rounds arrays of one source type to one format in one way. Options as those of `codec.encode`, checked there."""
+    """Encodes arrays of one source format in one format. The options are those of `codec.encode`, which checks them."""
 
     def __init__(
         self, source: Source, format: Format, rounding: str, overflow: str, nan: str, subnormals: bool
@@ -92,7 +93,7 @@ class Encoder:
         integer = format.kind == "integer"
         self._dropped = source.mantissa - format.mantissa
         least = source.pattern(format.bits + 2 if integer else format.emin)
-        # With one significant bit that bit is odd: nearest rounds ties away, and to odd drops everything.
+        # With a single significant bit, which is odd, nearest rounds ties away, and to odd rounds toward zero.
         one_bit = format.mantissa == 0
         self._above_rounding = {"nearest": "nearest_away", "odd": "toward_zero"}.get(rounding, rounding)
         self._above_rounding = self._above_rounding if one_bit else rounding
@@ -107,7 +108,7 @@ class Encoder:
         self._magic, self._magic_pattern = source.float(2.0**magic), U(source.pattern(magic))
         self._least, self._rebias = U(least), U(((source.bias - format.bias) << source.mantissa) & (2**source.bits - 1))
         self._least_code = U(1 << format.mantissa)
-        # What numbers beyond the largest become: positive, negative, and the infinities.
+        # The codes of positive and negative numbers that overflow, and of the two infinities.
         ends = [(overflow, False), (overflow, True)]
         for negative in (False, True):
             stops = rounding in ("toward_zero", "odd") or rounding == ("up" if negative else "down")
@@ -120,7 +121,7 @@ class Encoder:
     # ------------------------------------------------------------------------------------------------------- all
 
     def __call__(self, values: Array, seed: int = 0, offset: int = 0) -> Array:
-        """The codes of a flat, contiguous array; `seed` and `offset` for stochastic rounding."""
+        """The codes of a flat, contiguous array. `seed` and `offset` are for stochastic rounding."""
         flat: Array = values.view(self._source.unsigned)
         result: Array = np.empty(flat.shape, code_dtype(self._format))
         scratch = _Buffers(self._source, min(BLOCK_ELEMENTS, flat.size))
@@ -157,14 +158,14 @@ class Encoder:
     # ------------------------------------------------------------------------------------------------- two pieces
 
     def _above(self, block: Array, magnitude: Array, code: Array, extra: Array, words: Array | None) -> None:
-        """The code above `least`."""
+        """The part `above` of the module's docstring."""
         U, dropped, how = self._source.unsigned, self._dropped, self._above_rounding
         value = magnitude
         if self._has_below or self._format.kind == "scale":
             np.maximum(magnitude, self._least, out=code)
             value = code
             if self._ends_among_subnormals:
-                # The source's subnormals from `least` on, doubled, continue the normal numbers by one exponent.
+                # Subnormals of the source from `least` on are doubled, so that they continue the normal numbers.
                 first_normal = U(1 << self._source.mantissa)
                 np.minimum(code, first_normal, out=extra)
                 code += extra
@@ -205,30 +206,30 @@ class Encoder:
         code >>= U(dropped)
 
     def _outward(self, block: Array, out: Array) -> None:
-        """One where "up" or "down" leads away from zero."""
+        """1 for elements that "up" or "down" rounds away from zero, otherwise 0."""
         U = self._source.unsigned
         np.right_shift(block, U(self._source.bits - 1), out=out)
         if self._rounding == "up":
             out ^= U(1)
 
     def _below(self, block: Array, magnitude: Array, scratch: _Buffers, words: Array | None) -> Array:
-        """The code below `least`."""
+        """The part `below` of the module's docstring."""
         count, U, how = block.size, self._source.unsigned, self._rounding
         extra, units = scratch.extra[:count], scratch.units[:count]
         np.minimum(magnitude, self._least, out=extra)
-        if flushing():  # subnormals of the source would read zero: the least normal number rounds as they do
+        if flushing():  # the CPU reads subnormals as zero; the least normal number rounds to the same code
             least_normal = U(1 << self._source.mantissa)
             extra[(extra != 0) & (extra < least_normal)] = least_normal
         small: Array = extra.view(self._source.float)
         if how == "nearest":
-            # The unit of the sum is the format's least subnormal, so that the addition itself rounds to nearest even.
+            # An ulp of the sum is the format's least subnormal number, so the addition rounds to nearest even.
             np.add(small, self._magic, out=units)
             return np.subtract(units.view(U), self._magic_pattern, out=extra)
         np.multiply(small, self._source.float(self._scale), out=units)
         whole: Array = np.empty(count, self._source.signed)
         np.copyto(whole, units, casting="unsafe")
         np.copyto(small, whole)
-        units -= small  # the part of a unit, exactly
+        units -= small  # the fraction of a unit, which is exact
         if how == "nearest_away":
             whole += units >= 0.5
         elif how == "odd":
@@ -251,13 +252,13 @@ class Encoder:
     # ------------------------------------------------------------------------------------------- sign and the rest
 
     def _signed(self, block: Array, code: Array, extra: Array) -> None:
-        """Put the sign to the codes of magnitudes."""
+        """Add the sign to the codes of magnitudes."""
         form, U = self._format, self._source.unsigned
         if form.kind == "integer":
             np.right_shift(block, U(self._source.bits - 1), out=extra)
             np.subtract(U(0), extra, out=extra)
             code ^= extra
-            code -= extra  # two's complement; the upper bits are cut off where it is stored
+            code -= extra  # two's complement; storing the code removes the upper bits
             return
         np.right_shift(block, self._sign_shift, out=extra)
         extra &= U(form.sign_bit)
@@ -266,10 +267,10 @@ class Encoder:
         code |= extra
 
     def _rare(self, block: Array, magnitude: Array, code: Array) -> Array | None:
-        """Indices of what overflowed or is not finite; of negative numbers in a format without sign."""
+        """Indices of elements that overflow or are not finite, and of negative ones in a format without sign."""
         form, U = self._format, self._source.unsigned
         least_rare = form.largest_code + 1
-        # The codes of infinities and NaNs are larger than any finite one: no format reaches further than its source.
+        # The codes of infinities and NaNs are larger than all finite ones, since no format exceeds its source's range.
         if form.signed and int(code.max()) < least_rare:
             return None
         rare = code >= U(least_rare)
@@ -278,7 +279,7 @@ class Encoder:
         return np.flatnonzero(rare)
 
     def _beyond(self, patterns: Array) -> Array:
-        """The codes of what `_rare` found."""
+        """The codes of the elements that `_rare` has found."""
         source, U = self._source, self._source.unsigned
         magnitude, which = patterns & U(source.magnitude), patterns >> U(source.bits - 1)
         which += (magnitude >= U(source.infinity)).astype(U) << U(1)
@@ -305,13 +306,13 @@ class Encoder:
 
 @lru_cache(maxsize=256)
 def encoder(double: bool, format: Format, rounding: str, overflow: str, nan: str, subnormals: bool) -> Encoder | None:
-    """The encoder of fp32 (or fp64, if `double`) values; None if the source does not hold the format."""
+    """The encoder of fp32 or, with `double`, fp64 values. None if `Source.holds` is false for the format."""
     source = FP64 if double else FP32
     return Encoder(source, format, rounding, overflow, nan, subnormals) if source.holds(format) else None
 
 
 def random_words(first: int, count: int, seed: int) -> Array:
-    """The words of elements `first` to ``first + count``, as uint32."""
+    """The random words of elements `first` to ``first + count - 1``, as uint32."""
     groups = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
     words = np.empty((groups.size, 4), np.uint32)
     for column, four in enumerate(philox_words.four_words(groups, seed)):
@@ -320,17 +321,17 @@ def random_words(first: int, count: int, seed: int) -> Array:
 
 
 def compiled_words(first: int, count: int, seed: int) -> Array:
-    """The same by the C++ of kernels/philox.cpp."""
+    """`random_words` computed by kernels/philox.cpp."""
     words: Array = np.empty(count, np.uint32)
     native.functions("philox").halfstep_words(seed, first, count, words.ctypes.data)
     return words
 
 
 def _words_for(size: int) -> Callable[[int, int, int], Array]:
-    """What draws the words of so many elements: compiling takes seconds once, so only many are worth it."""
+    """The function that computes the random words of `size` elements. C++ is compiled for large arrays only."""
     return compiled_words if size >= WORTH_COMPILING and native.library("philox") is not None else random_words
 
 
 def flushing() -> bool:
-    """Whether this thread's arithmetic reads subnormals as zero, as `torch.set_flush_denormal(True)` asks for."""
+    """Whether this thread's arithmetic treats subnormals as zero, as after `torch.set_flush_denormal(True)`."""
     return bool(np.float64(5e-324) * np.float64(2.0) == 0)

@@ -1,9 +1,11 @@
-"""Values to codes of a format and back: numpy arrays, torch tensors, lists, single numbers and texts.
+"""Encode values in a format and decode codes: numpy arrays, torch tensors, lists, single numbers and texts.
 
-`exact.py` says what rounding means, number by number; `bitwise.py` does the same to arrays of fp32 and fp64. What these
-do not hold (texts, fractions, integers beyond 2^53, long doubles) is rounded once too, from its exact value.
+`exact.py` specifies the rounding of one number; `bitwise.py` computes the same for arrays of fp32 and fp64. Values that
+these cannot represent (texts, fractions, integers beyond 2^53, long doubles) are rounded by `exact.py`, so that every
+value is rounded once.
 
-Imports no torch. A tensor is read as a numpy array on the CPU, and its results return to its device.
+This module does not import torch. Tensors are converted to numpy arrays on the CPU, and results to tensors on the
+device of the input.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ __all__ = [
     "ulp",
 ]
 
-_LARGEST_EXACT = 2**53  # up to here every integer is a float64 number
+_LARGEST_EXACT = 2**53  # float64 represents all integers up to here
 
 
 # -------------------------------------------------------------------------------------------------------------- public
@@ -64,33 +66,34 @@ def encode(
     seed: int | None = None,
     offset: int = 0,
 ) -> Any:
-    """Codes of values in a format, each rounded once.
+    """Encode values in a format. Each value is rounded once.
 
     Args:
-        values: a number, a text (`parse_number`), Fraction or Decimal; a list or an array of these; a numpy array of
-            floats or integers, an ml_dtypes array, or a torch tensor; any shape.
-        format: what `formats` takes: ``"fp16"``, ``"E4M3"``, ``(5, 10)``, a dtype.
+        values: a number, a text (see `parse_number`), a Fraction or a Decimal; a list or an array of these; a numpy
+            array of floats or integers, an ml_dtypes array, or a torch tensor, of any shape.
+        format: a key of `formats`, such as ``"fp16"``, ``"E4M3"``, ``(5, 10)`` or a dtype.
         rounding: ``"nearest"`` (ties to even), ``"nearest_away"``, ``"toward_zero"``, ``"up"``, ``"down"``, ``"odd"``
             or ``"stochastic"``; `halfstep.numerics.formats.exact` defines them.
-        overflow: what becomes of numbers that round to more than the largest one, and of infinities: ``"inf"``
-            (infinity; NaN in a format without it; the largest number in a format without both), ``"saturate"`` (the
-            largest number) or ``"nan"``. Toward zero and to odd no finite number overflows; up and down only to one
-            side.
-        nan: ``"canonical"`` (one code, `Format.nan_code`, whatever the sign), ``"payload"`` (sign and upper bits kept,
-            quiet), ``"zero"`` or ``"raise"``. A format without NaN raises too, unless ``"zero"``.
-        subnormals: whether to keep them; otherwise what rounds to one becomes a zero of its sign.
-        seed: of ``"stochastic"``, 0 to 2^63 - 1; by default drawn from Python's `random`, for tensors from torch's
-            generator on the CPU. An element's noise depends on the seed and its index, row by row, alone: the same
-            codes as `halfstep.cast` gives fp32 values.
-        offset: index of the first element in a larger array of which `values` is a part.
+        overflow: what numbers that round to more than the largest number, and infinities, become: ``"inf"`` (infinity,
+            or NaN in a format without infinity, or the largest number in a format without both), ``"saturate"`` (the
+            largest number) or ``"nan"``. Toward zero and to odd no finite number overflows; up only positive ones do,
+            and down only negative ones.
+        nan: what NaN becomes: ``"canonical"`` (`Format.nan_code`, whatever the sign), ``"payload"`` (a quiet NaN with
+            the same sign and upper bits), ``"zero"``, or ``"raise"`` for an error. In a format without NaN, all but
+            ``"zero"`` raise.
+        subnormals: whether to keep subnormal results. Otherwise they become zeros of the same sign.
+        seed: seed of ``"stochastic"``, 0 to 2^63 - 1. By default it is drawn from Python's `random`, or for tensors
+            from torch's generator on the CPU. The random bits of an element depend only on the seed and its index in
+            row-major order. fp32 values get the same codes as from `halfstep.cast`.
+        offset: index of the first element, if `values` is a part of a larger array.
 
     Returns:
-        Codes in the smallest of uint8, 16, 32 and 64 that holds them: an array of the shape of `values`, a numpy scalar
-        of a single one, a tensor of a tensor.
+        The codes in the smallest of uint8, uint16, uint32 and uint64 that represents them, in the shape of `values`: an
+        array, a numpy scalar for a single value, or a tensor for a tensor.
 
     Raises:
-        TypeError, ValueError: complex numbers and other types; unknown options; a NaN where there is no code for it.
-        UnknownFormat: no such format.
+        TypeError, ValueError: `values` are not real numbers, an option is unknown, or there is no code for a NaN.
+        UnknownFormat: there is no such format.
 
     Examples:
         >>> halfstep.encode([0.1, "1/3", 1e6], "bf16")
@@ -129,19 +132,20 @@ def encode(
 
 
 def decode(codes: Any, format: Any) -> Any:
-    """Values of codes in a format, exactly.
+    """Decode the codes of a format. The values are exact.
 
     Args:
-        codes: integers, any shape: a number, a list, an array, or a tensor; of a signed type as wide as the format's
-            codes, bit patterns.
-        format: what `formats` takes.
+        codes: integers of any shape: a number, a list, an array, or a tensor. A signed type with as many bits as the
+            format is read as bit patterns.
+        format: a key of `formats`.
 
     Returns:
-        float64 of the same shape: array, numpy scalar or tensor. NaN keeps sign and payload, and is quiet.
+        The values in float64, in the same shape: an array, a numpy scalar or a tensor. NaNs are quiet and keep their
+        sign and payload.
 
     Raises:
-        TypeError: codes that are no integers.
-        ValueError: one that is no code of the format.
+        TypeError: `codes` are not integers.
+        ValueError: a number is not a code of the format.
 
     Examples:
         >>> halfstep.decode([0x3C00, 0x3C01, 0x7C00], "fp16").tolist()
@@ -174,11 +178,11 @@ def round_to(
     seed: int | None = None,
     offset: int = 0,
 ) -> Any:
-    """Values rounded to those of a format: ``decode(encode(...))``. Arguments as there.
+    """Round values to a format: ``decode(encode(...))``. The arguments are those of `encode`.
 
     Returns:
-        float64 of the same shape. Of a tensor a tensor: of its own dtype if that is a floating-point format that holds
-        every value of `format` (fp32 for fp16, say), otherwise float64.
+        float64 numbers of the same shape. For a tensor, the result has the tensor's own dtype if that represents every
+        value of `format`, as fp32 does for fp16, and otherwise float64.
 
     Examples:
         >>> float(halfstep.round_to(0.1, "bf16"))
@@ -196,10 +200,10 @@ def round_to(
 
 
 def ulp(values: Any, format: Any) -> Any:
-    """Distance of the format's numbers around each value, as if the exponent had no upper end (`Format.ulp`).
+    """The distance between the format's numbers around each value (`Format.ulp`).
 
     Returns:
-        float64 of the shape of `values`; NaN of NaN, infinity of infinities.
+        float64 numbers in the shape of `values`: NaN for NaN, infinity for infinities.
 
     Examples:
         >>> from halfstep.numerics.formats.codec import ulp
@@ -219,13 +223,13 @@ def ulp(values: Any, format: Any) -> Any:
 
 
 def next_up(values: Any, format: Any) -> Any:
-    """The least number of the format greater than each value, which need not be one: IEEE 754's nextUp.
+    """The least number of the format greater than each value, which may be any number: nextUp of IEEE 754.
 
-    From the least negative number it is -0.0, where there is one; from the largest infinity, in a format without it
-    NaN, in a format without both the largest again.
+    After the negative number closest to zero comes -0.0, if the format has it. After the largest number comes infinity,
+    or NaN in a format without infinity, or the largest number again in a format without both.
 
     Returns:
-        float64 of the shape of `values`; NaN of NaN.
+        float64 numbers in the shape of `values`: NaN for NaN.
 
     Examples:
         >>> from halfstep.numerics.formats.codec import next_up
@@ -237,7 +241,7 @@ def next_up(values: Any, format: Any) -> Any:
 
 
 def next_down(values: Any, format: Any) -> Any:
-    """The greatest number of the format less than each value: IEEE 754's nextDown. See `next_up`.
+    """The greatest number of the format less than each value: nextDown of IEEE 754. See `next_up`.
 
     Examples:
         >>> from halfstep.numerics.formats.codec import next_down
@@ -252,7 +256,7 @@ def next_down(values: Any, format: Any) -> Any:
 
 
 def _prepared(values: Any) -> Array:
-    """An array of floats or integers, or one of objects that `exact` takes, with the exact values that were given."""
+    """The values as an array of floats or integers, or of objects that `exact` accepts, without rounding."""
     if isinstance(values, (np.ndarray, np.generic)):
         array = np.asarray(values)
     else:
@@ -262,14 +266,14 @@ def _prepared(values: Any) -> Array:
             array = array.astype(np.float64)
         elif kinds <= {int, bool}:
             plain = np.asarray(values)
-            array = plain if plain.dtype.kind in "iub" else array  # integers beyond 64 bits stay as they are
+            array = plain if plain.dtype.kind in "iub" else array  # integers beyond 64 bits stay objects
     kind = array.dtype.kind
     if kind == "S":
         array = np.char.decode(array, "ascii")
     if kind in "SUTO":
         return array.astype(object)
     if array.dtype.type.__module__.partition(".")[0] == "ml_dtypes":
-        return array.astype(np.float32)  # which holds every value of every one of them
+        return array.astype(np.float32)  # which represents every value of every one of these types
     if kind == "b":
         return array.astype(np.uint8)
     if kind not in "fiu":
@@ -283,7 +287,7 @@ def _prepared(values: Any) -> Array:
 
 
 def _objects(array: Array) -> Array:
-    """The same numbers as numpy's scalars; ``astype(object)`` would round them to Python's floats."""
+    """The same numbers as numpy scalars. ``astype(object)`` would round them to Python floats."""
     result = np.empty(array.shape, dtype=object)
     result.reshape(-1)[:] = list(array.reshape(-1))
     return result
@@ -292,7 +296,7 @@ def _objects(array: Array) -> Array:
 def _source(
     rows: Array, form: Format, rounding: str, overflow: str, nan: str, subnormals: bool
 ) -> tuple[Array, Callable[..., Array] | None]:
-    """The values in fp32 or fp64, and what encodes them from there; as they are and None if neither does."""
+    """The values in fp32 or fp64 and their encoder, or the unchanged values and None if there is no encoder."""
     options = (form, rounding, overflow, nan, subnormals)
     if rows.dtype == np.float16:
         rows = rows.astype(np.float32)
@@ -307,22 +311,22 @@ def _source(
 
 
 def _fits(integers: Array) -> bool:
-    """Whether float64 holds all of them."""
+    """Whether float64 represents all of these integers."""
     if integers.dtype.itemsize < 8 or not integers.size:
         return True
     return int(integers.max()) <= _LARGEST_EXACT and int(integers.min()) >= -_LARGEST_EXACT
 
 
 def _widened(rows: Array) -> Array:
-    """In float64."""
+    """The same values in float64."""
     if rows.dtype == np.float32 and flushing():
         return _values(rows.view(np.uint32).astype(np.uint64), formats["fp32"])
-    with np.errstate(invalid="ignore"):  # numpy remarks on signalling NaNs
+    with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs
         return rows.astype(np.float64, copy=False)
 
 
 def _around(values: Any, form: Format, fast: Callable[[Array], Array], slow: Callable[..., Any]) -> Any:
-    """Apply to float64 values, or to exact ones where float64 does not hold them."""
+    """Apply `fast` to float64 values, or `slow` to exact numbers if float64 does not represent the values."""
     if _is_tensor(values):
         return _as_tensor(_around(_array_of(values), form, fast, slow), values)
     array = _prepared(values)
@@ -336,14 +340,14 @@ def _around(values: Any, form: Format, fast: Callable[[Array], Array], slow: Cal
 
 
 def _rounds_float64(form: Format) -> bool:
-    """Whether there is an encoder of float64 values; not to formats of one's own that end about where fp64 does."""
+    """Whether there is an encoder of float64 values. There is none for custom formats with about the range of fp64."""
     return encoder(True, form, "down", "saturate", "zero", True) is not None
 
 
 def _float(number: Any) -> float:
     try:
         return float(number)
-    except OverflowError:  # the spacing at a number beyond float64
+    except OverflowError:  # the ulp of a number beyond float64
         return float("inf")
 
 
@@ -360,19 +364,19 @@ def _check_codes(array: Array, form: Format) -> None:
 
 
 def _values(codes: Array, form: Format) -> Array:
-    """Values of valid codes."""
+    """The values of valid codes."""
     if form.bits <= 16:
         return _looked_up(codes, _table(form))
     if form.name == "fp64":
         return _quiet(codes.view(np.float64))
     if form.name == "fp32" and not flushing():
-        with np.errstate(invalid="ignore"):  # numpy remarks on signalling NaNs
+        with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs
             return codes.astype(np.uint32).view(np.float32).astype(np.float64)
     return _computed(codes, form)
 
 
 def _looked_up(codes: Array, table: Array) -> Array:
-    """``table[codes]`` by blocks, so that the indices numpy makes of small integers stay in the cache."""
+    """``table[codes]``, in blocks, so that numpy's conversion of the codes to indices stays in the cache."""
     flat, values = np.ascontiguousarray(codes).reshape(-1), np.empty(codes.size)
     indices = np.empty(min(BLOCK_ELEMENTS, flat.size), np.intp)
     for start in range(0, flat.size, BLOCK_ELEMENTS):
@@ -392,7 +396,7 @@ def _table(form: Format) -> Array:
 
 
 def _computed(codes: Array, form: Format) -> Array:
-    """Values by integer arithmetic; `codes` is uint64."""
+    """The values, computed by integer arithmetic. `codes` are uint64."""
     U = np.uint64
     if form.kind == "integer":
         return (codes.astype(np.int64) - (codes >= U(form.sign_bit)) * form.codes).astype(np.float64)
@@ -402,7 +406,7 @@ def _computed(codes: Array, form: Format) -> Array:
         values = np.ldexp(1.0, field + form.emin)
     else:
         units = units + ((field > 0).astype(U) << U(form.mantissa))
-        with np.errstate(over="ignore"):  # what has the exponent of infinity is replaced below
+        with np.errstate(over="ignore"):  # infinities and NaNs are replaced below
             values = np.ldexp(units.astype(np.float64), np.maximum(field, 1) - 1 + form.emin - form.mantissa)
     patterns = values.view(U)
     patterns |= (negative != 0).astype(U) << U(63)
@@ -416,7 +420,7 @@ def _computed(codes: Array, form: Format) -> Array:
 
 
 def _special_patterns(codes: Array, form: Format) -> Array:
-    """The float64 patterns of infinities and NaNs."""
+    """The float64 bit patterns of infinities and NaNs."""
     U = np.uint64
     patterns = np.full(codes.shape, 0x7FF8 << 48, U)
     if form.kind == "ieee":
@@ -429,7 +433,7 @@ def _special_patterns(codes: Array, form: Format) -> Array:
 
 
 def _quiet(values: Array) -> Array:
-    """NaNs made quiet, as every other conversion does."""
+    """The same values with quiet NaNs, which all other conversions give."""
     patterns = values.view(np.uint64)
     nan = (patterns & np.uint64(2**63 - 1)) > np.uint64(0x7FF << 52)
     if not nan.any():
@@ -443,7 +447,7 @@ def _next(x: Array, form: Format, direction: int) -> Array:
     assert use is not None
     codes = use(x).astype(np.uint64)
     near = _values(codes, form)
-    # A place is a number's position in the format's order: 0 is zero, in E8M0 the least number. See exact.py.
+    # The place of a number is its position in the order of the format's numbers; see exact.py.
     if form.kind == "integer":
         place, lowest = near.astype(np.int64), int(form.lowest)
     elif form.kind == "scale":
@@ -451,7 +455,7 @@ def _next(x: Array, form: Format, direction: int) -> Array:
     else:
         magnitude = (codes & np.uint64(form.sign_bit - 1)).astype(np.int64)
         place, lowest = np.where((codes & np.uint64(form.sign_bit)) != 0, -magnitude, magnitude), -form.largest_code
-    # What lies beyond an end was rounded to it, which then is the next number.
+    # Values beyond the largest or lowest number were rounded to it, and it is the next number.
     beyond = x < near if direction > 0 else x > near
     place = np.where(beyond, place, place + direction)
     inside = place.clip(lowest, form.largest_code)
@@ -467,7 +471,7 @@ def _next(x: Array, form: Format, direction: int) -> Array:
 
 
 def _holds(outer: Format, inner: Format) -> bool:
-    """Whether every value of `inner` is one of `outer`, a dtype of torch's; those all have NaN."""
+    """Whether every value of `inner` is a value of `outer`, a dtype of torch, all of which have NaN."""
     finite = (
         outer.kind not in ("integer", "scale")
         and outer.precision >= inner.precision
@@ -487,7 +491,7 @@ def _is_tensor(values: Any) -> bool:
 
 
 def _array_of(tensor: Any, codes: bool = False) -> Array:
-    """A tensor's elements: floats that numpy does not know in fp32, or, if they are codes, as they are."""
+    """A tensor as an array. Floats of dtypes unknown to numpy are converted to fp32, except for `codes`."""
     torch = sys.modules["torch"]
     if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"Expected a dense tensor of real numbers, but got {tensor.dtype}, {tensor.layout}")
@@ -511,6 +515,6 @@ def _unknown_to_numpy() -> tuple[Any, ...]:
 
 
 def _as_tensor(array: Array, like: Any) -> Any:
-    """A tensor of the shape and on the device of another."""
+    """The array as a tensor with the shape and device of `like`."""
     torch = sys.modules["torch"]
     return torch.from_numpy(np.ascontiguousarray(array)).reshape(like.shape).to(like.device)

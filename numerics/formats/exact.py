@@ -1,29 +1,29 @@
-"""One number at a time, exactly: rounding as a few lines of rational arithmetic. Needs no numpy and no torch.
+"""Rounding of one number at a time, in exact rational arithmetic. Needs neither numpy nor torch.
 
-This is the codec's specification. A number lies k + d units above zero, where k is an integer, 0 <= d < 1, and a unit
-is the distance of the format's numbers there, never less than that of its subnormals. Rounding keeps k or takes k + 1:
+This is the specification of the codec. The magnitude of a number is k + d units, where k is an integer, 0 <= d < 1, and
+a unit is the distance between the format's numbers there, at least that of its subnormals. Rounding chooses k or k + 1:
 
-    nearest        the nearer one; of two equally near the even k (IEEE 754-2019, 4.3.1)
-    nearest_away   the nearer one; of two equally near k + 1, the one away from zero
+    nearest        the nearer one; in a tie, the even one (IEEE 754-2019, 4.3.1)
+    nearest_away   the nearer one; in a tie k + 1, the one away from zero
     toward_zero    k
     up, down       k + 1 if d > 0 and the number is positive (up) or negative (down)
-    odd            the odd one of k and k + 1 if d > 0 (Boldo and Melquiond, 2008): rounding the result again, to a
-                   format with two bits less, gives what rounding once gives
+    odd            the odd one of k and k + 1 if d > 0 (Boldo and Melquiond, 2008). Rounding the result to a format with
+                   at least two bits fewer gives the same as rounding once
     stochastic     k + 1 with probability d, in steps of 2^-32 (2^-31 among subnormals)
 
-**Overflow.** The numbers go on beyond the largest one as if the exponent had no end; what rounds to one of those has
-overflowed. Toward zero and to odd nothing finite does, up and down only what lies on that side. Overflow and infinities
-then become: with "inf" infinity, in a format without it NaN, in a format without both the largest number; with
-"saturate" the largest number; with "nan" NaN.
+**Overflow.** A number is rounded as if the exponent of the format had no upper limit. It overflows if the result is
+beyond the largest number. Toward zero and to odd no finite number overflows; "up" overflows for positive numbers only,
+and "down" for negative ones. Overflowed numbers and infinities become: with "inf", infinity, or NaN in a format without
+infinity, or the largest number in a format without both; with "saturate", the largest number; with "nan", NaN.
 
-**One significant bit** (E8M0): k is 1, thus odd, so that ties go up, as IEEE 754 says of such formats and as torch and
-ml_dtypes do; "odd" is toward zero. E8M0 has neither zero nor sign: everything from 0 to 2^-127 becomes 2^-127 in every
-mode, and negative numbers overflow (NaN; saturated 2^-127). A scale rounded by "toward_zero" or "down" is OCP's floor,
-by "up" the ceiling that NVIDIA recommends.
+**One significant bit** (E8M0). k is 1 and therefore odd, so ties go up, as IEEE 754 specifies and as torch and
+ml_dtypes do; "odd" is the same as toward zero. E8M0 has neither zero nor sign: all numbers from 0 to 2^-127 become
+2^-127 in every mode, and negative numbers overflow (to NaN, or to 2^-127 if saturated). Rounding a scale by
+"toward_zero" or "down" is the floor of OCP's specification; "up" is the ceiling that NVIDIA recommends.
 
-**Stochastic** noise is a word of 32 bits, Philox of (seed, index of the element), as in `halfstep.cast`:
-k + 1 if word + 2^32 d >= 2^32; among the subnormals of formats with fewer exponents than fp32, if
-floor(word / 2) < floor(2^31 d).
+**Stochastic rounding** uses a random word of 32 bits, Philox of the seed and the index of the element, as in
+`halfstep.cast`. It chooses k + 1 if word + 2^32 d >= 2^32, or, for subnormals of formats with a narrower exponent than
+fp32, if floor(word / 2) < floor(2^31 d).
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def exact(value: Any) -> Number:
         value: int, float, str, Fraction, Decimal, or a numpy or ml_dtypes scalar.
 
     Returns:
-        A Fraction; or a float for what none is: an infinity, NaN with its sign and payload, or -0.0.
+        A Fraction, or a float for an infinity, a NaN (with its sign and payload) or -0.0.
 
     Raises:
-        TypeError: something else, complex numbers included.
-        ValueError: a text that is no number, or one beyond 2^±65536.
+        TypeError: `value` has another type, such as a complex number.
+        ValueError: `value` is a text that is not a number, or a magnitude outside 2^±65536.
 
     Examples:
         >>> from halfstep.numerics.formats.exact import exact
@@ -105,8 +105,8 @@ def exact(value: Any) -> Number:
     if kind in ("f", "V", "i", "u", "b") and hasattr(value, "__float__"):
         near = float(value)
         if kind != "f" or near != near or near == 0 or value in (math.inf, -math.inf):
-            return _from_float(near)  # ml_dtypes' numbers are float64 numbers
-        return Fraction(*value.as_integer_ratio())  # numpy's long double is not
+            return _from_float(near)  # float64 represents all numbers of ml_dtypes
+        return Fraction(*value.as_integer_ratio())  # but not those of numpy's long double
     raise TypeError(
         "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string such as '0.1', '0x1p-3' or "
         f"'1/3', but got {value!r}, a {type(value).__name__}"
@@ -127,17 +127,17 @@ def _from_pattern(pattern: int) -> float:
 
 
 def _sign(value: Number) -> bool:
-    """Whether the sign is minus, of zeros and NaNs too."""
+    """Whether the sign bit is set, also for zeros and NaNs."""
     return _pattern(value) >> 63 == 1 if isinstance(value, float) else value < 0
 
 
 def check_options(
     format: Format, rounding: str, overflow: str, nan: str, subnormals: bool, seed: int | None, offset: int
 ) -> None:
-    """Refuse options that are none, or that this format cannot honour.
+    """Validate the options of an encoding.
 
     Raises:
-        TypeError, ValueError: naming the argument and what is allowed.
+        TypeError, ValueError: an option is unknown, out of range, or impossible for the format.
     """
     for name, value, allowed in (
         ("rounding", rounding, ENCODE_ROUNDINGS),
@@ -169,7 +169,7 @@ def check_options(
 
 
 def no_nan_here(format: Format, nan: str) -> ValueError:
-    """What to say of a NaN that must not or cannot be encoded."""
+    """The error for a NaN that must not be encoded, or cannot be."""
     if nan == "raise":
         return ValueError(
             "Expected values without NaN with nan='raise', but got one: pass nan='canonical', 'payload' or 'zero'"
@@ -194,7 +194,7 @@ def encode_exact(
     seed: int | None = None,
     offset: int = 0,
 ) -> int:
-    """The code of one number: `codec.encode` for a scalar, in rational arithmetic. Arguments as there.
+    """The code of one number, computed in rational arithmetic. The arguments are those of `codec.encode`.
 
     Examples:
         >>> from halfstep.numerics.formats.exact import encode_exact
@@ -228,7 +228,7 @@ def encode_exact(
 
 
 def _units(magnitude: Fraction, format: Format) -> tuple[int, Fraction, int]:
-    """k, d and the exponent of the unit of a positive number."""
+    """For a positive number k, d and the exponent of the unit."""
     exponent = _exponent(magnitude)
     if format.kind == "integer":
         power = 0
@@ -248,7 +248,7 @@ def _exponent(magnitude: Fraction) -> int:
 
 
 def _away(below: int, rest: Fraction, rounding: str, negative: bool, word: int, power: int, format: Format) -> bool:
-    """Whether to take k + 1."""
+    """Whether rounding chooses k + 1."""
     if rounding == "nearest":
         return rest > _HALF or (rest == _HALF and below % 2 == 1)
     if rounding == "nearest_away":
@@ -263,7 +263,7 @@ def _away(below: int, rest: Fraction, rounding: str, negative: bool, word: int, 
 
 
 def _code(units: int, power: int, format: Format) -> int:
-    """The code of a magnitude of so many units, as if the exponent had no upper end."""
+    """The code of a magnitude of `units` units, as if the exponent had no upper limit."""
     if format.kind == "integer":
         return units
     if format.kind == "scale":
@@ -272,12 +272,12 @@ def _code(units: int, power: int, format: Format) -> int:
 
 
 def largest_magnitude(negative: bool, format: Format) -> int:
-    """The code of the largest magnitude with this sign; -128 of int8 is one larger than 127."""
+    """The code of the largest magnitude with this sign. In int8 it is 128 for negative numbers, 127 for others."""
     return format.largest_code + (format.kind == "integer" and negative)
 
 
 def signed_code(magnitude: int, negative: bool, format: Format) -> int:
-    """The code of a magnitude's code and a sign; a zero without sign where there is no negative one."""
+    """The code of a magnitude with a sign. Zero has no sign in formats without a negative zero."""
     if not negative or (magnitude == 0 and not format.has_negative_zero):
         return magnitude
     if format.kind == "integer":
@@ -286,23 +286,23 @@ def signed_code(magnitude: int, negative: bool, format: Format) -> int:
 
 
 def beyond_code(negative: bool, format: Format, overflow: str) -> int:
-    """The code of overflow and of infinities; of negative numbers in a format without sign."""
+    """The code of overflowed numbers and infinities, and of negative numbers in a format without sign."""
     if overflow == "saturate" or (overflow == "inf" and not format.has_infinity and not format.has_nan):
         if format.kind == "scale" and negative:
             return 0
         return signed_code(largest_magnitude(negative, format), negative, format)
     if overflow == "inf" and format.infinity_code is not None:
         return signed_code(format.infinity_code, negative, format)
-    if format.nan_code is None:  # `check_options` refuses this
+    if format.nan_code is None:  # refused by `check_options`
         raise ValueError(f"{format.name} has no NaN")
     return format.nan_code
 
 
 def nan_code(pattern: int, format: Format, nan: str) -> int:
-    """The code of the NaN whose float64 pattern is given.
+    """The code of a NaN, given by its float64 bit pattern.
 
     Raises:
-        ValueError: there is none, or `nan` is ``"raise"``.
+        ValueError: the format has no NaN, or `nan` is ``"raise"``.
     """
     if nan == "zero":
         return 0
@@ -315,12 +315,12 @@ def nan_code(pattern: int, format: Format, nan: str) -> int:
 
 
 def decode_exact(code: int, format: Any) -> Number:
-    """The exact value of a code: a Fraction, or a float if it is an infinity, NaN or -0.0.
+    """The exact value of a code: a Fraction, or a float for an infinity, a NaN or -0.0.
 
-    NaN has the sign and, in its upper bits, the payload of the code, and is quiet.
+    A NaN is quiet and has the sign and, in its upper bits, the payload of the code.
 
     Raises:
-        ValueError: no code of the format.
+        ValueError: `code` is not a code of the format.
 
     Examples:
         >>> from halfstep.numerics.formats.exact import decode_exact
@@ -345,7 +345,7 @@ def decode_exact(code: int, format: Any) -> Number:
 
 
 def _value(magnitude: int, format: Format) -> Fraction:
-    """The value of the code of a magnitude."""
+    """The value of a code without its sign bit."""
     if format.kind == "scale":
         return Fraction(2) ** (magnitude + format.emin)
     if format.kind == "integer":
@@ -360,9 +360,9 @@ def _value(magnitude: int, format: Format) -> Fraction:
 
 
 def ulp_exact(value: Any, format: Any) -> Number:
-    """The distance of the format's numbers around `value`, as if the exponent had no upper end (`Format.ulp`).
+    """The distance between the format's numbers around `value`, as if the exponent had no upper limit (`Format.ulp`).
 
-    NaN of NaN, infinity of infinities.
+    It is NaN for NaN and infinity for infinities.
     """
     form, number = formats[format], exact(value)
     if isinstance(number, float) and number != 0:
@@ -374,23 +374,24 @@ def ulp_exact(value: Any, format: Any) -> Number:
 
 
 def next_up_exact(value: Any, format: Any) -> Number:
-    """The least number of the format greater than `value`, which need not be one: IEEE 754's nextUp.
+    """The least number of the format greater than `value`, which may be any number: nextUp of IEEE 754.
 
-    From the least negative number it is -0.0, where there is one; from the largest infinity, in a format without it
-    NaN, in a format without both the largest again. NaN of NaN.
+    After the negative number closest to zero comes -0.0, if the format has it. After the largest number comes infinity,
+    or NaN in a format without infinity, or the largest number again in a format without both. The result for NaN is
+    NaN.
     """
     form, number = formats[format], exact(value)
     return number if number != number else _at(_floor(number, form) + 1, form, rising=True)
 
 
 def next_down_exact(value: Any, format: Any) -> Number:
-    """The greatest number of the format less than `value`: IEEE 754's nextDown. See `next_up_exact`."""
+    """The greatest number of the format less than `value`: nextDown of IEEE 754. See `next_up_exact`."""
     form, number = formats[format], exact(value)
     return number if number != number else _at(_ceiling(number, form) - 1, form, rising=False)
 
 
-# A place is a number's position in the format's order: 0 is zero (in E8M0 the least number), the largest finite
-# numbers stand at the ends, and beyond them what overflow gives.
+# The place of a number is its position in the order of the format's numbers: 0 is zero (in E8M0 the least number), the
+# largest finite numbers are at the ends, and places beyond them stand for overflow.
 
 
 def _ends(format: Format) -> tuple[int, int]:
@@ -399,7 +400,7 @@ def _ends(format: Format) -> tuple[int, int]:
 
 
 def _floor(number: Number, format: Format) -> int:
-    """Place of the greatest number not above `number`; one below the least if there is none."""
+    """The place of the greatest number not above `number`; one below the lowest place if there is none."""
     lowest, highest = _ends(format)
     if isinstance(number, float) and number != 0:
         return lowest - 1 if number < 0 else highest + 1
@@ -414,7 +415,7 @@ def _floor(number: Number, format: Format) -> int:
 
 
 def _ceiling(number: Number, format: Format) -> int:
-    """Place of the least number not below `number`; one above the largest if there is none."""
+    """The place of the least number not below `number`; one above the highest place if there is none."""
     floor, (lowest, highest) = _floor(number, format), _ends(format)
     if isinstance(number, float) and number != 0:
         return floor
@@ -424,7 +425,7 @@ def _ceiling(number: Number, format: Format) -> int:
 
 
 def _at(place: int, format: Format, *, rising: bool) -> Number:
-    """The number at a place; zero has the sign of the side one comes from."""
+    """The number at a place. At place 0 it is -0.0 if `rising` and the format has a negative zero."""
     return decode_exact(_place_code(place, format, rising), format)
 
 
@@ -439,19 +440,20 @@ def _place_code(place: int, format: Format, rising: bool) -> int:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Where a number falls between two numbers of a format.
+    """The numbers of a format around a number.
 
     Attributes:
         value: the number.
-        exact: whether it is a number of the format; `below` and `above` are then itself.
-        below, above: the numbers of the format on both sides; infinity beyond the largest number, in a format without
-            it NaN, in a format without both None.
-        midpoint: halfway between them, where rounding to nearest changes its mind; beyond the largest number halfway
-            to where the next one would be. None if `exact`, and where there is nothing on the other side.
-        nearest: what ``"nearest"`` gives, ties to even.
-        code_below, code_above, code_nearest: their codes.
-        ulp: distance of the format's numbers there.
-        previous, next: the numbers strictly below and above `value`, as `next_down_exact` and `next_up_exact`.
+        exact: whether `value` is a number of the format. `below` and `above` are then `value` itself.
+        below, above: the numbers of the format on both sides of `value`. Beyond the largest number this is infinity, or
+            NaN in a format without infinity, or None in a format without both.
+        midpoint: the middle between `below` and `above`, the threshold of rounding to nearest. Beyond the largest
+            number it is the middle between that and the next number if there were one. None if `exact`, or if there is
+            no number on the other side.
+        nearest: the number that ``"nearest"`` chooses, with ties to even.
+        code_below, code_above, code_nearest: the codes of these numbers.
+        ulp: the distance between the format's numbers around `value`.
+        previous, next: the numbers strictly below and above `value`: `next_down_exact` and `next_up_exact`.
     """
 
     value: Number
@@ -476,14 +478,14 @@ class Neighbours:
 
 
 def neighbours(value: Any, format: Any) -> Neighbours:
-    """The numbers of a format around a number, exactly.
+    """The numbers of a format around a number.
 
     Args:
-        value: what `exact` takes; finite.
-        format: what `formats` takes.
+        value: a finite number, of a type that `exact` accepts.
+        format: a key of `formats`.
 
     Raises:
-        ValueError: NaN and infinities, which lie between no numbers.
+        ValueError: `value` is NaN or an infinity.
 
     Examples:
         >>> from halfstep.numerics.formats.codec import neighbours

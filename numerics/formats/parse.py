@@ -1,4 +1,4 @@
-"""Numbers as people write them, exactly: "0.1" is one tenth, not the float64 next to it.
+"""Parse numbers as people write them, exactly: "0.1" is one tenth, not the float64 number next to it.
 
     sum      = product {("+" | "-") product}
     product  = signed {("*" | "/") signed}
@@ -6,8 +6,8 @@
     power    = atom [("^" | "**") signed]
     atom     = decimal | hexadecimal float | "inf" | "nan" | "(" sum ")"
 
-So "1e-400", "0x1.8p-3", "1/3", "2^-24", "-(1 + 2^-11)/3". Nothing is evaluated by Python, and nothing gets large:
-results stay within 2^±65536, far beyond any format here.
+Examples are "1e-400", "0x1.8p-3", "1/3", "2^-24" and "-(1 + 2^-11)/3". The text is not evaluated as Python, and results
+are limited to 2^±65536, which is far beyond the range of every format.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import math
 import re
 from fractions import Fraction
 
-Special = float  # what no Fraction is: an infinity, NaN (with sign and payload) or -0.0
+Special = float  # an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents
 Number = Fraction | Special
 
 LARGEST_TEXT = 4000  # characters
-LARGEST_POWER = 65536  # of two, and about 19,700 of ten
+LARGEST_POWER = 65536  # of two; about 19,700 of ten
 _LARGEST_DECIMAL_POWER = 19_000
 
 _TOKEN = re.compile(
@@ -39,10 +39,10 @@ def parse_number(text: str) -> Number:
     """The exact value of a text.
 
     Returns:
-        A Fraction; or a float: an infinity, NaN, or -0.0.
+        A Fraction, or a float for an infinity, NaN or -0.0.
 
     Raises:
-        ValueError: no number, or one beyond 2^±65536; the text says what and where.
+        ValueError: the text is not a number, or its magnitude is outside 2^±65536. The message says what is wrong.
 
     Examples:
         >>> from halfstep.numerics.formats.codec import parse_number
@@ -88,7 +88,7 @@ class _Parser:
         )
 
     def _take(self, *operators: str) -> str | None:
-        """The next token if it is one of these."""
+        """The next token, if it is one of `operators`."""
         if self._at < len(self._tokens) and self._tokens[self._at][1] in operators:
             self._at += 1
             return self._tokens[self._at - 1][1]
@@ -100,7 +100,7 @@ class _Parser:
             other = self._product()
             left, right = self._finite(value, sign), self._finite(other, sign)
             if value == other == 0 and _negative(value) and _negative(other) == (sign == "+"):
-                continue  # -0 + -0 and -0 - 0 are -0; every other sum of zero is 0
+                continue  # -0 + -0 and -0 - 0 are -0; all other sums of zeros are 0
             value = self._limited(left + right if sign == "+" else left - right)
         return value
 
@@ -141,7 +141,7 @@ class _Parser:
             raise self._error("it divides by zero; an infinity is written inf")
         if root in (0, 1, -1):
             return root if exponent % 2 or root == 1 else Fraction(int(exponent == 0 or root != 0))
-        # |root|^n needs at least n bits above or below the point, so this bounds the work too.
+        # |root|^n has at least n bits before or after the binary point, so this limits the work as well.
         if abs(exponent) * max(root.numerator.bit_length() - 1, root.denominator.bit_length() - 1) > 2 * LARGEST_POWER:
             raise self._too_far()
         return self._limited(root ** int(exponent))

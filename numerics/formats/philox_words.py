@@ -1,6 +1,6 @@
-"""The random words of kernels/philox.py without torch: Philox4x32-10, keyed by seed, counted by element.
+"""The random words of kernels/philox.py without torch: Philox4x32-10 with the seed as key and the element as counter.
 
-The same code serves Python's integers and numpy's uint64 arrays, whose 32-bit by 32-bit products do not overflow.
+The same code works on Python integers and on numpy arrays of uint64, which hold the products of 32-bit numbers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def four_words(group: Any, seed: int) -> tuple[Any, Any, Any, Any]:
 
     Args:
         group: an int, or a numpy array of uint64.
-        seed: 0 to 2^63 - 1.
+        seed: from 0 to 2^63 - 1.
 
     Returns:
-        Four ints or arrays like `group`, values from 0 to 2^32 - 1.
+        Four ints, or arrays like `group`, with values from 0 to 2^32 - 1.
     """
     c0, c1, c2, c3 = group & _MASK, group >> 32 & _MASK, group & 0, group & 0
     k0, k1 = seed & _MASK, seed >> 32
@@ -33,5 +33,5 @@ def four_words(group: Any, seed: int) -> tuple[Any, Any, Any, Any]:
 
 
 def word(index: int, seed: int) -> int:
-    """The word of one element."""
+    """The random word of one element."""
     return int(four_words(index // 4, seed)[index % 4])

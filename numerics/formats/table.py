@@ -1,19 +1,19 @@
-"""Number formats: one row each, and everything that follows from it, exactly.
+"""The table of number formats, and the exact properties that follow from each row.
 
-A row says how many bits hold the exponent and the mantissa, the bias, and what the codes at the ends mean. With
-exponent field E and mantissa field T of m bits,
+A row defines the bits of the exponent and the mantissa, the bias, and the meaning of the largest codes. With exponent
+field E and mantissa field T of m bits, the value of a code is
 
     E > 0   (-1)^s * 2^(E - bias)     * (1 + T / 2^m)      normal
     E = 0   (-1)^s * 2^(1 - bias)     * (T / 2^m)          zero and subnormal
 
-Every finite value of every format here is a float64 value too, so all figures are exact as Python floats.
+float64 represents every finite value of every format, so all properties are exact as Python floats.
 
-Needs no torch and no numpy: the lookup starts at once.
+This module imports neither torch nor numpy, so that the commands of the lookup start at once.
 
 Sources: IEEE 754-2019 (binary16, 32, 64; clause 3.4); OCP 8-bit floating point specification (OFP8) 1.0, 2023 (E4M3,
 E5M2); OCP Microscaling formats (MX) specification 1.0, 2023 (E2M3, E3M2, E2M1, E8M0); Noune et al. 2022,
 arXiv:2206.02915 (the FNUZ formats); NVIDIA A100 whitepaper, 2020 (TF32). Hardware: the makers' whitepapers and
-instruction set manuals (Volta to Blackwell, CDNA 1 to 4; Jouppi et al. 2017 and 2020 and Google's of 2025 for TPUs).
+instruction set manuals (Volta to Blackwell, CDNA 1 to 4); for TPUs Jouppi et al. 2017 and 2020, and Google 2025.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 Kind = Literal["ieee", "fn", "fnuz", "finite", "scale", "integer"]
 FORMAT_KINDS: dict[str, str] = {
-    "ieee": "the largest exponent is kept for infinity and NaN",
+    "ieee": "the largest exponent is reserved for infinity and NaN",
     "fn": "no infinity; NaN is the code of all ones, with either sign",
     "fnuz": "no infinity and no negative zero, whose code is the only NaN",
     "finite": "no infinity, no NaN",
@@ -43,15 +43,15 @@ class Format:
 
     Args:
         name: short name, unique.
-        title: what it is called where it is specified.
+        title: name in the specification.
         exponent: bits of the exponent field.
-        mantissa: bits of the mantissa field, without the implicit one; of `integer`, bits beside the sign.
-        bias: subtracted from the exponent field.
-        kind: a key of `FORMAT_KINDS`: what the codes at the ends mean.
-        aliases: other names, as people write them.
-        torch, numpy, ml_dtypes: names of the dtype there; None where there is none.
-        hardware: matrix units that multiply it: the first data-centre generation of NVIDIA, AMD and Google each.
-        container: bits it takes in memory; None if as many as it has.
+        mantissa: bits of the mantissa field, without the implicit bit; for `integer`, all bits but the sign.
+        bias: number subtracted from the exponent field.
+        kind: a key of `FORMAT_KINDS`, the meaning of the largest codes.
+        aliases: other names.
+        torch, numpy, ml_dtypes: name of the dtype in these libraries; None if there is none.
+        hardware: the first data center generations of NVIDIA, AMD and Google whose matrix units multiply the format.
+        container: bits of a number in memory; None for `bits`.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Format:
 
     @property
     def signed(self) -> bool:
-        """Whether it has a sign bit."""
+        """Whether the format has a sign bit."""
         return self.kind != "scale"
 
     @property
@@ -81,12 +81,12 @@ class Format:
 
     @property
     def bytes(self) -> float:
-        """Bytes of one number in memory, packed: 4 for TF32, whose 19 bits stand in an fp32; 0.5 for E2M1."""
+        """Bytes of one number in packed memory: 0.5 for E2M1, and 4 for TF32, whose 19 bits are stored as fp32."""
         return (self.container or self.bits) / 8
 
     @property
     def precision(self) -> int:
-        """Significant bits p: those of the mantissa field and the implicit one."""
+        """Significant bits p: the bits of the mantissa field and the implicit bit."""
         return self.mantissa if self.kind == "integer" else self.mantissa + 1
 
     # ------------------------------------------------------------------------------------------------------- codes
@@ -98,12 +98,12 @@ class Format:
 
     @property
     def sign_bit(self) -> int:
-        """The sign bit of a code; 0 in a format without."""
+        """The sign bit of a code; 0 in a format without sign."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property
     def largest_code(self) -> int:
-        """Code of `max`."""
+        """The code of `max`."""
         all_ones = (1 << (self.bits - self.signed)) - 1
         if self.kind == "ieee":
             return self.infinity_code - 1  # type: ignore[operator]
@@ -111,14 +111,14 @@ class Format:
 
     @property
     def infinity_code(self) -> int | None:
-        """Code of positive infinity; None in a format without."""
+        """The code of positive infinity; None in a format without infinity."""
         return ((1 << self.exponent) - 1) << self.mantissa if self.kind == "ieee" else None
 
     @property
     def nan_code(self) -> int | None:
-        """Code of the canonical NaN, positive and quiet where there is a choice; None in a format without."""
+        """The code of the canonical NaN, positive and quiet if there are several; None in a format without NaN."""
         if self.kind == "ieee":
-            # With one mantissa bit or none there is no more than the one NaN, or none at all.
+            # With one mantissa bit there is a single NaN, and with none there is no NaN.
             return None if self.mantissa == 0 else self.largest_code + 1 + (1 << (self.mantissa - 1))
         if self.kind == "fnuz":
             return self.sign_bit
@@ -126,7 +126,7 @@ class Format:
 
     @property
     def nans(self) -> int:
-        """Number of codes that mean NaN."""
+        """Number of codes that are NaN."""
         return {"ieee": 2 * ((1 << self.mantissa) - 1), "fn": 2, "fnuz": 1, "scale": 1}.get(self.kind, 0)
 
     @property
@@ -151,26 +151,26 @@ class Format:
 
     @property
     def values(self) -> int:
-        """Number of distinct values: infinities count, NaNs do not, and both zeros are one."""
+        """Number of distinct values. Infinities count, NaNs do not, and both zeros count as one."""
         return self.codes - self.nans - self.has_negative_zero
 
     # ----------------------------------------------------------------------------------------------------- figures
 
     @property
     def emin(self) -> int:
-        """Exponent of `min_normal`."""
+        """The exponent of `min_normal`."""
         if self.kind == "integer":
             return 0
         return (0 if self.kind == "scale" else 1) - self.bias
 
     @property
     def emax(self) -> int:
-        """Exponent of `max`."""
+        """The exponent of `max`."""
         return self.mantissa - 1 if self.kind == "integer" else (self.largest_code >> self.mantissa) - self.bias
 
     @cached_property
     def max(self) -> float:
-        """Largest finite number."""
+        """The largest finite number."""
         if self.kind == "integer":
             return float(self.largest_code)
         fraction = self.largest_code & ((1 << self.mantissa) - 1)
@@ -178,44 +178,46 @@ class Format:
 
     @property
     def lowest(self) -> float:
-        """Smallest number, that is, the most negative finite one: `-max`, but -128 of int8 and 2^-127 of E8M0."""
+        """The lowest finite number: `-max`, except -128 for int8 and 2^-127 for E8M0."""
         if self.kind == "integer":
             return -self.max - 1
         return self.min_normal if self.kind == "scale" else -self.max
 
     @property
     def min_normal(self) -> float:
-        """Smallest positive number with full precision, 2^emin."""
+        """The smallest positive number with full precision, 2^emin."""
         return math.ldexp(1.0, self.emin)
 
     @property
     def min_subnormal(self) -> float:
-        """Smallest positive number; `min_normal` in a format without subnormals."""
+        """The smallest positive number; `min_normal` in a format without subnormals."""
         return math.ldexp(1.0, self.emin - self.mantissa) if self.has_subnormals else self.min_normal
 
     @property
     def eps(self) -> float:
-        """Distance from 1 to the next larger number, 2^-mantissa."""
+        """The distance from 1 to the next larger number, 2^-mantissa."""
         return 1.0 if self.kind == "integer" else math.ldexp(1.0, -self.mantissa)
 
     @property
     def overflow(self) -> float:
-        """Magnitude from which rounding to nearest, ties to even, gives more than `max`: half a step beyond it.
+        """The magnitude from which rounding to nearest overflows: half an ulp above `max`, 65520 in fp16.
 
-        65520 in fp16. A tie goes to the even code, so where `max` has an even code (E4M3FN: 464) the number itself
-        still rounds to `max`. `math.inf` where the threshold is no float64 number: in fp64 it is 2^1024 (1 - 2^-54).
+        Ties go to the even code. If the code of `max` is even, as in E4M3FN with its threshold 464, the threshold
+        itself therefore still rounds to `max`. The result is `math.inf` in fp64, whose threshold 2^1024 (1 - 2^-54) no
+        float represents.
         """
         if self.kind == "scale":
             return 1.5 * self.max
         return self.max + self.ulp(self.max) / 2
 
     def ulp(self, x: float) -> float:
-        """Unit in the last place of `x`: the distance of the numbers around it, as if the exponent had no upper end.
+        """The unit in the last place: the distance between the numbers around `x`, as defined by Goldberg 1991.
 
-        At a power of two the one above; 0 and subnormals have that of `min_normal`. The definition of Goldberg 1991.
+        The exponent is treated as if it had no upper limit. At a power of two it is the distance to the next larger
+        number; 0 and subnormals have the ulp of `min_normal`.
 
         Returns:
-            A power of two; NaN of NaN, infinity of infinities.
+            A power of two; NaN for NaN, infinity for infinities.
         """
         if math.isnan(x) or math.isinf(x):
             return abs(x)
@@ -226,7 +228,7 @@ class Format:
 
     @property
     def integer_range(self) -> int:
-        """Largest n for which every integer from 0 to n is a number of the format; 0 if 0 or 1 is not."""
+        """The largest n such that all integers from 0 to n are numbers of the format; 0 if 0 or 1 is not."""
         if self.kind == "integer":
             return int(self.max)
         if self.kind == "scale" or self.max < 1 or self.min_subnormal > 1:
@@ -235,22 +237,22 @@ class Format:
 
     @property
     def digits10(self) -> int:
-        """Decimal digits that survive decimal -> format -> decimal, floor((p - 1) log10 2), as in C's FLT_DIG."""
+        """Decimal digits that survive conversion to the format and back: floor((p - 1) log10 2), as C's FLT_DIG."""
         binary = self.precision if self.kind == "integer" else self.precision - 1
         return len(str(1 << binary)) - 1
 
     @property
     def max_digits10(self) -> int:
-        """Decimal digits that tell any two numbers apart, ceil(1 + p log10 2), as in C's FLT_DECIMAL_DIG."""
+        """Decimal digits that distinguish any two numbers: ceil(1 + p log10 2), as C's FLT_DECIMAL_DIG."""
         return len(str(1 << self.precision)) + (self.kind != "integer")
 
     @property
     def decimal_digits(self) -> float:
-        """p log10 2: the precision in decimal digits, which is neither of the two above."""
+        """The precision in decimal digits, p log10 2. It differs from `digits10` and `max_digits10`."""
         return self.precision * math.log10(2)
 
     def as_dict(self) -> dict[str, Any]:
-        """The row and all figures, for JSON."""
+        """The row and all properties, for JSON."""
         names = ("name", "title", "kind", "exponent", "mantissa", "bias", "bits", "bytes", "precision", "emin", "emax")
         figures = ("max", "lowest", "min_normal", "min_subnormal", "eps", "overflow", "integer_range")
         digits = ("digits10", "max_digits10", "decimal_digits", "codes", "values", "nans")
@@ -267,12 +269,12 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
 
     Args:
         exponent: bits of the exponent field, 1 to 11.
-        mantissa: bits of the mantissa field, 0 to 52 (from 1 for `fn`, whose code of all ones is NaN).
+        mantissa: bits of the mantissa field, 0 to 52; at least 1 for `fn`, whose code of all ones is NaN.
         kind: ``"ieee"``, ``"fn"``, ``"fnuz"`` or ``"finite"``; see `FORMAT_KINDS`.
-        bias: 2^(exponent - 1) - 1 if None, and one more for ``"fnuz"``.
+        bias: None for 2^(exponent - 1) - 1, or one more for ``"fnuz"``.
 
     Raises:
-        ValueError: beyond these ranges, or if a value of the format is no float64 value.
+        ValueError: an argument is out of its range, or float64 cannot represent all values of the format.
     """
     if kind not in ("ieee", "fn", "fnuz", "finite"):
         raise ValueError(f"Expected kind to be 'ieee', 'fn', 'fnuz' or 'finite', but got {kind!r}")
@@ -292,9 +294,9 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     if isinstance(chosen, bool) or not isinstance(chosen, int):
         raise TypeError(f"Expected bias to be an integer, but got {bias!r}")
     name = f"e{exponent}m{mantissa}" + ("" if chosen == usual else f"b{chosen}") + ("" if kind == "ieee" else kind)
-    if name in ("e4m3", "e2m3", "e3m2", "e2m1"):  # as OCP's formats are called, which are no IEEE formats
+    if name in ("e4m3", "e2m3", "e3m2", "e2m1"):  # names of OCP's formats, whose largest exponent is not reserved
         name += kind
-    if name in ("e2m3fn", "e3m2fn", "e2m1fn"):  # as OCP's formats without NaN are called in ml_dtypes
+    if name in ("e2m3fn", "e3m2fn", "e2m1fn"):  # names in ml_dtypes of OCP's formats without NaN
         name += "-nan"
     title = f"{1 + exponent + mantissa}-bit format of your own: {FORMAT_KINDS[kind]}"
     made = Format(name, title, exponent, mantissa, chosen, kind)
@@ -367,7 +369,7 @@ _ROWS = (
     ),
 )  # fmt: skip
 
-# Names of more than one format, and which.
+# Names that several formats share.
 _AMBIGUOUS = {
     "fp8": ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"),
     "float8": ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"),
@@ -377,14 +379,14 @@ _AMBIGUOUS = {
 
 
 class UnknownFormat(KeyError):
-    """A name that is no format's. Its text says which are, and which one may have been meant."""
+    """The name of no format. The message lists the formats and suggests the nearest name."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError shows the repr of a text
 
 
 class _Formats(Mapping[str, Format]):
-    """All formats by name. Any alias is understood too, in any case, and a format's own fields, as in ``"e5m7"``.
+    """All formats by name. Aliases in upper or lower case and fields such as ``"e5m7"`` are accepted too.
 
     Examples:
         >>> fp16 = halfstep.formats["fp16"]  # also "half", "float16", torch.float16 and "e5m10"
@@ -399,15 +401,15 @@ class _Formats(Mapping[str, Format]):
         self._names = {_plain(name): row for row in rows for name in (row.name, *row.aliases)}
 
     def __getitem__(self, name: object) -> Format:
-        """The format of a name, alias, ``(exponent, mantissa)``, numpy, ml_dtypes or torch dtype.
+        """The format of a name, an alias, a pair ``(exponent, mantissa)``, or a dtype of numpy, ml_dtypes or torch.
 
         Raises:
-            UnknownFormat: no such name; the text says what is allowed.
+            UnknownFormat: there is no such format.
         """
         if isinstance(name, Format):
             return name
         if name is float:
-            return self._rows["fp64"]  # Python's; the name "float" is C's and torch's
+            return self._rows["fp64"]  # Python's float; the name "float" means fp32, as in C and torch
         if isinstance(name, tuple) and len(name) == 2:
             return self._known(custom(*name))
         text = name if isinstance(name, str) else getattr(name, "name", None) or getattr(name, "__name__", str(name))
@@ -434,7 +436,7 @@ class _Formats(Mapping[str, Format]):
         return True
 
     def _known(self, made: Format) -> Format:
-        """The row of the same fields, if there is one."""
+        """The row with the same fields, or the format itself if there is none."""
         same = (made.exponent, made.mantissa, made.bias, made.kind)
         return next(
             (row for row in self._rows.values() if (row.exponent, row.mantissa, row.bias, row.kind) == same), made
@@ -453,7 +455,7 @@ class _Formats(Mapping[str, Format]):
 
 
 def _plain(name: str) -> str:
-    """A name without case, separators and the package in front."""
+    """A name in lower case, without separators and without the name of the package."""
     return re.sub(r"[\s_-]", "", name.strip().lower().removeprefix("torch.").removeprefix("np."))
 
 

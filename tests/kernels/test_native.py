@@ -199,9 +199,9 @@ def test_a_library_planted_where_others_may_write_is_not_run(
         again = native.library("toy")
         assert again is not None and again.answer() == 42
     assert [str(warning.message) for warning in caught] == [
-        f"halfstep neither loads compiled CPU kernels from {folder} nor keeps them there, as others could have put "
-        f"code of theirs there, and compiles them for this process alone: others may write to {folder}; use "
-        f"`chmod go-w {folder}`, or set HALFSTEP_CACHE to a folder that is yours alone."
+        f"halfstep does not use {folder} for compiled CPU kernels, because another user could put code there, and "
+        f"compiles them for this process only: others may write to {folder}; use `chmod go-w {folder}`, or set "
+        "HALFSTEP_CACHE to a folder that only you can write to."
     ]
     assert list(folder.iterdir()) == [planted]
     # Made safe, the folder is used; the file was written while it was not, by whom nobody knows, but is the user's own.
@@ -495,7 +495,8 @@ def names_in(source: str, opening: str) -> list[str]:
 
 def test_cpp_has_the_columns_and_rows_of_python() -> None:
     operands = names_in("adam.cpp", "enum Operand {")
-    assert [getattr(adam, name) for name in operands] == list(range(adam.STOCHASTIC_OPERANDS))
+    moments = {"FIRST": "M", "SECOND": "V"}
+    assert [getattr(adam, moments.get(name, name)) for name in operands] == list(range(adam.STOCHASTIC_OPERANDS))
     group = names_in("adam.cpp", "struct Group { double")
     assert [getattr(adam, name.upper()) for name in group] == list(range(adam.GROUP_COLUMNS))
     python = {"DECAY": "DECAY_FACTOR", "EPS": "EPS_", "BETA1": "BETA1_", "BETA2": "BETA2_"}  # of both tables
