@@ -260,7 +260,7 @@ def test_python_s_float_is_fp64_though_the_name_float_is_not() -> None:
         ("fp8", "format 'fp8' is ambiguous: choose 'e4m3fn', 'e5m2', 'e4m3fnuz' or 'e5m2fnuz'"),
         ("float6", "format 'float6' is ambiguous: choose 'e2m3fn' or 'e3m2fn'"),
         ("flaot16", "unknown format 'flaot16'; did you mean 'fp16'? Choose from fp64, fp32, tf32"),
-        ("", "unknown format ''; Choose from fp64"),
+        ("", "unknown format ''; choose from fp64"),
         (7, "unknown format '7'"),
         (int, "unknown format 'int'"),
     ],
