@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import halfstep
+from halfstep.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
+SENTENCE = "Half-precision training for PyTorch with less memory and less memory traffic."
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "RELEASING")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -109,3 +111,11 @@ def test_files_that_code_names_exist() -> None:
         if not (ROOT / name).exists()
     }
     assert missing == set()
+
+
+def test_one_sentence_says_what_it_is_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert SENTENCE in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[2]
+    assert f'description = "{SENTENCE}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert (halfstep.__doc__ or "").startswith(SENTENCE)
+    assert main(["--help"]) == 0
+    assert SENTENCE in " ".join(capsys.readouterr().out.split())

@@ -1,6 +1,6 @@
-"""Half-precision training for PyTorch in the fewest bytes.
+"""Half-precision training for PyTorch with less memory and less memory traffic.
 
-Public names are loaded on first use, so `import halfstep` costs nothing until a tensor is touched.
+Public names are loaded at their first use, so that `import halfstep` imports neither torch nor numpy.
 """
 
 from __future__ import annotations

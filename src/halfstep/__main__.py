@@ -73,7 +73,7 @@ def _usage() -> str:
         [
             "usage: halfstep COMMAND [OPTIONS]",
             "",
-            *screen.wrap("Half-precision training for PyTorch in the fewest bytes."),
+            *screen.wrap("Half-precision training for PyTorch with less memory and less memory traffic."),
             "",
             *_listed(COMMANDS),
             "",
