@@ -1,5 +1,6 @@
 // Cast a list of tensors: the CPU twin of kernels/cast.py, same bits.
-#include "native.h"
+#include "lanes.h"
+#include <type_traits>
 
 using namespace halfstep;
 
@@ -68,6 +69,25 @@ Store choose(int32_t target, int32_t rounding, bool saturate) {
     }
 }
 
+// Between fp32 and 16 bits to nearest, a vector at a time and without a block between.
+template <typename From, typename To> void direct(const void* from, void* to, int64_t n) {
+    const From* source = (const From*)from;
+    To* target = (To*)to;
+    walk(n, [=](int64_t i) { put(target + i, get(source + i)); },
+         [=](int64_t i, int64_t k) { put_some(target + i, get_some(source + i, k), k); });
+}
+using Direct = void (*)(const void*, void*, int64_t);
+Direct choose_direct(int32_t source, int32_t target) {
+    Direct found = nullptr;
+    if (source > BF16 || target > BF16) return found;
+    with_dtype(source, [&](auto* from) {
+        with_dtype(target, [&](auto* to) {
+            found = direct<std::remove_pointer_t<decltype(from)>, std::remove_pointer_t<decltype(to)>>;
+        });
+    });
+    return found;
+}
+
 }  // namespace
 
 // `rows` is the device table of multi_tensor.py; `chunk_tensor` may be null if there is one tensor.
@@ -77,6 +97,7 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
     const Load load = LOAD[source];
     const Store store = choose(target, rounding, saturate != 0);
     const bool copy = source == target && !saturate;
+    const Direct convert = rounding == NEAREST && !saturate ? choose_direct(source, target) : nullptr;
 #pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 8)
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t* tensor = rows + (chunk_tensor ? chunk_tensor[chunk] : 0);
@@ -87,6 +108,10 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
         char* to = (char*)row(TARGET) + start * SIZE[target];
         if (copy) {
             std::memcpy(to, from, size * SIZE[source]);
+            continue;
+        }
+        if (convert) {
+            convert(from, to, size);
             continue;
         }
         alignas(64) float block[BLOCK];

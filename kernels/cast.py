@@ -19,6 +19,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from halfstep.kernels.multi_tensor import (
     TableCache,
     TensorTable,
     address,
+    all_flattened,
+    by_dtype,
     check_addresses,
     check_tensor,
     check_tensor_list,
@@ -648,6 +651,24 @@ def cast(
     return out
 
 
+def _check_out(sources: list[torch.Tensor], results: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """Validate the outputs of `foreach_cast`, each list being on one device."""
+    if len(results) != len(sources):
+        raise ValueError(f"Expected out to have one tensor per input, {len(sources)}, but got {len(results)}")
+    if (
+        results[0].device == sources[0].device
+        and set(map(attrgetter("dtype"), results)) == {dtype}
+        and list(map(torch.Tensor.size, results)) == list(map(torch.Tensor.size, sources))
+    ):
+        return
+    for index, (source, result) in enumerate(zip(sources, results, strict=True)):
+        if result.shape != source.shape or result.dtype != dtype or result.device != source.device:
+            raise ValueError(
+                f"Expected out[{index}] to be {tuple(source.shape)} {dtype} on {source.device}, "
+                f"but got {tuple(result.shape)} {result.dtype} on {result.device}"
+            )
+
+
 @torch.no_grad()
 def foreach_cast(
     tensors: Sequence[torch.Tensor],
@@ -685,53 +706,52 @@ def foreach_cast(
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
     _check_options(dtype, rounding, seed)
+    # What all tensors have in common is told at the speed of C; loops in Python, which take longer than the kernels for
+    # thousands of tensors, find what is wrong and treat what is unusual.
     sources, in_memory = check_tensor_list(tensors, "tensors", DTYPES)
-    places = [0] * len(sources) if offsets is None else list(offsets)
-    if len(places) != len(sources):
-        raise ValueError(f"Expected offsets to have one number per tensor, {len(sources)}, but got {len(places)}")
-    for index, place in enumerate(places):
-        _check_offset(place, f"offsets[{index}]")
+    places = [0] * len(sources)
+    if offsets is not None:
+        places = [_check_offset(place, f"offsets[{index}]") for index, place in enumerate(offsets)]
+        if len(places) != len(sources):
+            raise ValueError(f"Expected offsets to have one number per tensor, {len(sources)}, but got {len(places)}")
     if not sources:
         return []
-    flat = [flattened(source) for source in sources]
+    flat = all_flattened(sources)
     if out is None:
         results = [torch.empty_like(source, dtype=dtype) for source in flat]
     else:
         results, out_in_memory = check_tensor_list(out, "out", DTYPES)
         in_memory = in_memory and out_in_memory
-        if len(results) != len(sources):
-            raise ValueError(f"Expected out to have one tensor per input, {len(sources)}, but got {len(results)}")
-        for index, (source, result) in enumerate(zip(sources, results, strict=True)):
-            if result.shape != source.shape or result.dtype != dtype or result.device != source.device:
-                raise ValueError(
-                    f"Expected out[{index}] to be {tuple(source.shape)} {dtype} on {source.device}, "
-                    f"but got {tuple(result.shape)} {result.dtype} on {result.device}"
-                )
+        _check_out(sources, results, dtype)
     random = rounding == "stochastic"
     if random:  # the noise goes by rows, whatever the order in memory
         flat = [source.contiguous() for source in flat]
-    # A target whose elements lie in another order is filled by way of a copy.
-    targets = [
-        result if result.stride() == one.stride() and is_flat(result) else torch.empty_like(one, dtype=dtype)
-        for one, result in zip(flat, results, strict=True)
-    ]
+    if all(map(torch.Tensor.is_contiguous, flat)) and all_flattened(results) is results:
+        targets = results  # of one shape and row-major both
+    else:  # a target whose elements lie in another order is filled by way of a copy
+        targets = [
+            result if result.stride() == one.stride() and is_flat(result) else torch.empty_like(one, dtype=dtype)
+            for one, result in zip(flat, results, strict=True)
+        ]
     number = 0
     if random:
         number = _drawn_number() if seed is None else seed
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, source in enumerate(flat):
-        by_dtype.setdefault(source.dtype, []).append(index)
-    for source_dtype, indices in by_dtype.items():
+    for source_dtype, indices in by_dtype(flat).items():
+        every = len(indices) == len(flat)
         _cast_lists(
-            [flat[index] for index in indices],
-            [targets[index] for index in indices],
+            flat if every else [flat[index] for index in indices],
+            targets if every else [targets[index] for index in indices],
             _mode(source_dtype, dtype, rounding),
             saturate,
             number,
-            indices,
-            [places[index] for index in indices],
+            list(indices),
+            places if every else [places[index] for index in indices],
             in_memory,
         )
+    if targets is results:
+        if out is not None:
+            torch.autograd.graph.increment_version(results)
+        return results
     for target, result in zip(targets, results, strict=True):
         if target is not result:
             result.copy_(target)

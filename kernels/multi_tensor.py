@@ -291,6 +291,17 @@ def all_flattened(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(map(flattened, tensors))
 
 
+def by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]]:
+    """The indices of the tensors of each dtype."""
+    dtypes = list(map(attrgetter("dtype"), tensors))
+    if len(set(dtypes)) == 1:
+        return {dtypes[0]: range(len(tensors))}
+    found: dict[torch.dtype, list[int]] = {}
+    for index, dtype in enumerate(dtypes):
+        found.setdefault(dtype, []).append(index)
+    return {dtype: indices for dtype, indices in found.items()}
+
+
 def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
     """Validate one tensor for the kernels.
 

@@ -34,7 +34,6 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -49,6 +48,7 @@ from halfstep.kernels.multi_tensor import (
     address,
     all_flattened,
     all_have_memory,
+    by_dtype,
     check_addresses,
     check_tensor_list,
     checked_addresses,
@@ -485,17 +485,6 @@ def _by_operations(
     total.add_(y.abs().double().square().sum())
 
 
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]]:
-    """The indices of the tensors of each dtype."""
-    dtypes = list(map(attrgetter("dtype"), tensors))
-    if len(set(dtypes)) == 1:
-        return {dtypes[0]: range(len(tensors))}
-    found: dict[torch.dtype, list[int]] = {}
-    for index, dtype in enumerate(dtypes):
-        found.setdefault(dtype, []).append(index)
-    return {dtype: indices for dtype, indices in found.items()}
-
-
 def check(
     tensors: list[torch.Tensor],
     factor: Factor | None = None,
@@ -537,13 +526,13 @@ def check(
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
     flat = all_flattened(tensors)
-    by_dtype = _by_dtype(flat)
+    groups = by_dtype(flat)
     implementation = resolve(device, "unscale")
     if implementation == "reference":
         with torch.no_grad():
-            _run_reference(flat, by_dtype, factor, write, out, norm, tally, places)
+            _run_reference(flat, groups, factor, write, out, norm, tally, places)
     else:
-        _run_kernels(implementation, flat, by_dtype, factor, write, out, norm, tally, places)
+        _run_kernels(implementation, flat, groups, factor, write, out, norm, tally, places)
     if write:
         if flat is not tensors:
             with torch.no_grad():
@@ -556,7 +545,7 @@ def check(
 
 def _run_reference(
     tensors: list[torch.Tensor],
-    by_dtype: dict[torch.dtype, Sequence[int]],
+    groups: dict[torch.dtype, Sequence[int]],
     factor: Factor | None,
     write: bool,
     out: Verdict,
@@ -567,7 +556,7 @@ def _run_reference(
     inv_scale = None if factor is None else factor.for_reference(tensors[0].device)
     out.flags.zero_()
     sums: list[torch.Tensor] = []
-    for indices in by_dtype.values():
+    for indices in groups.values():
         group_sums, group_flags = _reference_pass([tensors[index] for index in indices], inv_scale, write)
         sums.append(group_sums)
         out.flags[[places[index] for index in indices]] = group_flags
@@ -578,7 +567,7 @@ def _run_reference(
 def _run_kernels(
     implementation: str,
     tensors: list[torch.Tensor],
-    by_dtype: dict[torch.dtype, Sequence[int]],
+    groups: dict[torch.dtype, Sequence[int]],
     factor: Factor | None,
     write: bool,
     out: Verdict,
@@ -590,8 +579,8 @@ def _run_kernels(
     device = tensors[0].device
     with on_device(device):
         tables = []
-        for dtype, indices in by_dtype.items():
-            if len(by_dtype) == 1:
+        for dtype, indices in groups.items():
+            if len(groups) == 1:
                 tables.append((_tables[dtype].table(tensors, numbers=[list(places)]), dtype))
             else:
                 own = [places[index] for index in indices]
