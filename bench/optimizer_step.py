@@ -1,24 +1,30 @@
-"""``halfstep bench step``: the optimizer step on this machine, against torch's fused AdamW doing the same job.
+"""``halfstep bench step``: the optimizer step on this machine, against others doing the same job.
 
-The job: bf16 parameters with bf16 gradients and exact fp32 masters. Ours is one call. torch's is what it takes with
-`torch.optim.AdamW(fused=True)`: copy the gradients to fp32, step the fp32 masters, copy them back to the bf16 weights.
+The job: bf16 parameters with bf16 gradients and exact fp32 masters. Ours is one call. The others take what their
+optimizers of fp32 tensors need around them: copy the gradients to fp32, step the fp32 masters, copy them back to the
+bf16 weights. They are `torch.optim.AdamW(fused=True)` and, on a CPU where DeepSpeed is installed, its
+``DeepSpeedCPUAdam``, which offloaded training uses.
 
-Both run in turn in one process; the ratio is taken pair by pair and its median printed (``timing.py``). Bytes are
-counted, not measured: per parameter ours moves 26 (split master) or 28 (full), torch's 6 + 28 + 6 = 40. No time is
-printed before the masters of both agree.
+All run in turn in one process; ratios are taken round by round and their median printed (``timing.py``). Bytes are
+counted, not measured: per parameter ours moves 26 (split master) or 28 (full), theirs 6 + 28 + 6 = 40. No time is
+printed before the masters of all agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 
 from halfstep.bench import timing
+from halfstep.bench.cases.installed import needs
+from halfstep.bench.harness import Unavailable, first_line
 from halfstep.cli.command_line import Parser, run
 from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import Progress, ruled, terminal
@@ -28,10 +34,67 @@ MASTERS = ("split", "full")
 BYTES = {"split": 26, "full": 28, "torch": 40}
 # A few units in the last place after a handful of steps: torch rounds the decayed weight once more per step.
 AGREEMENT = 2.0**-20
+LEARNING_RATE, DECAY = 1e-3, 1e-2
 
 
-def measure(total: int, tensors: int, layout: str, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Time `rounds` pairs of steps over `total` parameters in `tensors` tensors."""
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def _torch_adamw(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(masters, lr=LEARNING_RATE, weight_decay=DECAY, fused=True)
+
+
+def _deepspeed_adamw(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Compiled when it is first made, with ninja.
+
+    Raises:
+        Unavailable: DeepSpeed is not installed, or does not compile here.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with redirect_stdout(sys.stderr):  # where its logger then writes
+        module = needs("deepspeed", "deepspeed.ops.adam")
+        try:
+            made: torch.optim.Optimizer = module.DeepSpeedCPUAdam(masters, lr=LEARNING_RATE, weight_decay=DECAY)
+        except (RuntimeError, OSError) as error:
+            raise Unavailable(f"does not compile here: {first_line(error)}") from error
+    return made
+
+
+def peers(device: torch.device, say: Callable[[str], None]) -> dict[str, Make]:
+    """Whose steps are measured beside ours, by name; `say` is told who is left out and why."""
+    found: dict[str, Make] = {"torch": _torch_adamw}
+    if device.type == "cpu":
+        try:
+            _deepspeed_adamw([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))])
+            found["deepspeed"] = _deepspeed_adamw
+        except Unavailable as why:
+            say(f"Not measured: DeepSpeedCPUAdam: {why}.")
+    return found
+
+
+class _WithCopies:
+    """A step of fp32 masters, with the copies around it from bf16 gradients and to bf16 weights."""
+
+    def __init__(self, make: Make, weights: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        self.masters = [torch.nn.Parameter(weight.float()) for weight in weights]
+        self._tensors = [master.detach() for master in self.masters]
+        self._visible = [weight.clone() for weight in weights]
+        self._low, self._high = grads, [torch.empty_like(master) for master in self.masters]
+        for master, wide in zip(self.masters, self._high, strict=True):
+            master.grad = wide
+        self._optimizer = make(self.masters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_(self._high, self._low)
+        self._optimizer.step()
+        torch._foreach_copy_(self._visible, self._tensors)
+
+
+def measure(
+    total: int, tensors: int, layout: str, rounds: int, device: torch.device, others: dict[str, Make]
+) -> dict[str, Any]:
+    """Time `rounds` rounds of steps over `total` parameters in `tensors` tensors, ours and those of `others`."""
     size = total // tensors
     generator = torch.Generator(device).manual_seed(0)
 
@@ -39,44 +102,42 @@ def measure(total: int, tensors: int, layout: str, rounds: int, device: torch.de
         return torch.randn(size, generator=generator, dtype=torch.float32, device=device).bfloat16()
 
     ours = [torch.nn.Parameter(normal()) for _ in range(tensors)]
-    visible = [p.detach().clone() for p in ours]
-    masters = [torch.nn.Parameter(p.detach().float()) for p in ours]
-    low, high = [normal() for _ in ours], [torch.empty_like(master) for master in masters]
-    for p, master, grad, wide in zip(ours, masters, low, high, strict=True):
-        p.grad, master.grad = grad, wide
-    masters_as_tensors = [master.detach() for master in masters]
-    mine = AdamW(ours, lr=1e-3, master_weights=layout)  # type: ignore[arg-type]
-    torchs = torch.optim.AdamW(masters, lr=1e-3, fused=True)
-
-    @torch.no_grad()
-    def job_of_torch() -> None:
-        torch._foreach_copy_(high, low)
-        torchs.step()
-        torch._foreach_copy_(visible, masters_as_tensors)
-
+    weights, grads = [p.detach().clone() for p in ours], [normal() for _ in ours]
+    for p, grad in zip(ours, grads, strict=True):
+        p.grad = grad
+    mine = AdamW(ours, lr=LEARNING_RATE, weight_decay=DECAY, master_weights=layout)  # type: ignore[arg-type]
+    theirs = {name: _WithCopies(make, weights, grads) for name, make in others.items()}
     for _ in range(3):
         mine.step()
-        job_of_torch()
+        for other in theirs.values():
+            other.step()
     state = mine.state_dict()["state"]
-    for index, master in enumerate(masters):
-        torch.testing.assert_close(state[index]["master"], master.detach(), rtol=AGREEMENT, atol=AGREEMENT)
-    our_time, its_time = timing.rounds(timing.clock_for(device), [mine.step, job_of_torch], least=rounds, most=rounds)
-    return {
+    for other in theirs.values():
+        for index, master in enumerate(other.masters):
+            torch.testing.assert_close(state[index]["master"], master.detach(), rtol=AGREEMENT, atol=AGREEMENT)
+    calls = [mine.step, *(other.step for other in theirs.values())]
+    our_time, *their_times = timing.rounds(timing.clock_for(device), calls, least=rounds, most=rounds)
+    row: dict[str, Any] = {
         "tensors": tensors,
         "layout": layout,
         "halfstep_ms": 1e3 * timing.percentile(our_time, 0.5),
-        "torch_ms": 1e3 * timing.percentile(its_time, 0.5),
-        "ratio": timing.paired(our_time, its_time),
         "bytes_ratio": BYTES[layout] / BYTES["torch"],
     }
+    for name, its_time in zip(theirs, their_times, strict=True):
+        row[f"{name}_ms"] = 1e3 * timing.percentile(its_time, 0.5)
+        row["ratio" if name == "torch" else f"{name}_ratio"] = timing.paired(our_time, its_time)
+    return row
 
 
 def _parser() -> Parser:
     parser = Parser(
-        "bench step", "Time the optimizer step on this machine against torch's fused AdamW doing the same job."
+        "bench step",
+        "Time the optimizer step on this machine against others doing the same job: torch's fused AdamW and, on a CPU, "
+        "DeepSpeedCPUAdam where it is installed.",
     )
     parser.add_argument("--parameters", type=whole(10_000), default=2**24, metavar="N", help="in all (default: 16 Mi)")
-    parser.add_argument("--rounds", type=whole(1), default=15, metavar="N", help="pairs of steps measured")
+    parser.add_argument("--rounds", type=whole(1), default=15, metavar="N", help="rounds of steps measured")
+    parser.add_argument("--threads", type=whole(1), metavar="N", help="of the CPU (default: torch's)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -84,26 +145,29 @@ def _parser() -> Parser:
 def _run(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [(tensors, layout) for tensors in (1, 100, 10_000) for layout in MASTERS]
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    others = peers(device, lambda line: print(line, file=sys.stderr))
     rows: list[dict[str, Any]] = []
     with Progress(len(cases)) as progress:
         for tensors, layout in cases:
             progress.show(len(rows), f"{tensors:,} tensors, {layout} master")
-            rows.append(measure(options.parameters, tensors, layout, options.rounds, device))
+            rows.append(measure(options.parameters, tensors, layout, options.rounds, device, others))
     if options.json:
         print(json.dumps({"device": device.type, "parameters": options.parameters, "rows": rows}, indent=2))
         return 0
-    header = ("tensors", "master", "halfstep ms", "torch fused + copies ms", "ratio", "bytes moved, ratio")
-    cells = [
-        (
-            f"{row['tensors']:,}",
-            row["layout"],
-            f"{row['halfstep_ms']:.1f}",
-            f"{row['torch_ms']:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['bytes_ratio']:.2f}",
-        )
-        for row in rows
-    ]
+    titles = {"torch": "torch fused + copies ms", "deepspeed": "DeepSpeedCPUAdam + copies ms"}
+    header = ["tensors", "master", "halfstep ms"]
+    for name in others:
+        header += [titles[name], "ratio"]
+    header.append("bytes moved, ratio")
+    cells = []
+    for row in rows:
+        line = [f"{row['tensors']:,}", row["layout"], f"{row['halfstep_ms']:.1f}"]
+        for name in others:
+            ratio = row["ratio" if name == "torch" else f"{name}_ratio"]
+            line += [f"{row[f'{name}_ms']:.1f}", f"{ratio:.2f}"]
+        cells.append([*line, f"{row['bytes_ratio']:.2f}"])
     screen = terminal()
     title = f"Optimizer step, {options.parameters:,} bf16 parameters, fp32 masters, {device.type}"
     screen.show([*screen.title(title), *ruled(header, cells, [True] * len(header), screen)], sys.stdout)

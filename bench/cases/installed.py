@@ -20,6 +20,7 @@ PEERS = {
     "torchao": "torchao",
     "apex": "apex",
     "transformer-engine": "transformer_engine",
+    "deepspeed": "deepspeed",
 }
 LOOPED_TENSORS = 100  # that a Python loop walks fast enough for a quick run
 
