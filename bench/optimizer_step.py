@@ -30,7 +30,7 @@ from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import Progress, ruled, terminal
 from halfstep.integrations.optim import AdamW
 
-MASTERS = ("split", "full")
+TENSORS, MASTERS = (1, 100, 10_000), ("split", "full")
 BYTES = {"split": 26, "full": 28, "torch": 40}
 # A few units in the last place after a handful of steps: torch rounds the decayed weight once more per step.
 AGREEMENT = 2.0**-20
@@ -115,7 +115,7 @@ def measure(
     for other in theirs.values():
         for index, master in enumerate(other.masters):
             torch.testing.assert_close(state[index]["master"], master.detach(), rtol=AGREEMENT, atol=AGREEMENT)
-    calls = [mine.step, *(other.step for other in theirs.values())]
+    calls: list[Callable[[], Any]] = [mine.step, *(other.step for other in theirs.values())]
     our_time, *their_times = timing.rounds(timing.clock_for(device), calls, least=rounds, most=rounds)
     row: dict[str, Any] = {
         "tensors": tensors,
@@ -144,7 +144,7 @@ def _parser() -> Parser:
 
 def _run(options: argparse.Namespace) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cases = [(tensors, layout) for tensors in (1, 100, 10_000) for layout in MASTERS]
+    cases = [(tensors, layout) for tensors in TENSORS for layout in MASTERS]
     if options.threads:
         torch.set_num_threads(options.threads)
     others = peers(device, lambda line: print(line, file=sys.stderr))
