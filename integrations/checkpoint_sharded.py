@@ -1,18 +1,19 @@
-"""Checkpoints that all ranks write and read in parallel, each its own shards, with torch.distributed.checkpoint.
+"""Checkpoints whose shards all ranks write and read in parallel, with torch.distributed.checkpoint.
 
-**On disk** a checkpoint is a folder as `torch.distributed.checkpoint.save` writes it, of
-``{"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}``, with two files
-beside it: ``halfstep.pt`` (the scaler and what else the run wants to keep) and ``manifest.json`` (size and SHA-256 of
-every file, taken while it was written). torch alone can read it; `read` also reads such folders that torch alone has
-written.
+**Files.** A checkpoint is a folder as `torch.distributed.checkpoint.save` writes it for
+``{"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}``, with two more
+files: ``halfstep.pt`` (the scaler and other state of the run) and ``manifest.json`` (size and SHA-256 of every file,
+computed while it was written). torch can read these folders without halfstep, and `read` can read folders that torch
+wrote without halfstep.
 
-**The topology is no part of it.** Tensors are known by parameter name and place in the whole parameter, so each rank of
-any later topology reads the parts that it holds. Masters and moments are in fp32 whatever their layout in memory, and
-are read into fresh fp32 tensors, never through the parameter's dtype.
+**Independence of the topology.** Tensors are identified by the name of the parameter and the position in the whole
+parameter, so each rank of any later topology reads its own shards. Masters and moments are saved in fp32, whatever
+their layout in memory, and are read into new fp32 tensors, never through the parameter's dtype.
 
-**Traps of torch.distributed.checkpoint** that this file walks around: its errors are no `Exception`; it reads objects
-with pickle, which runs code; what is missing in the optimizer's template is left out silently; a tensor of another
-dtype is rounded silently; a rank's collectives in a thread meet the training's in the same group.
+**Problems of torch.distributed.checkpoint** that this file avoids: its errors are not subclasses of `Exception`; it
+reads objects with pickle, which runs code; it silently leaves out what is missing in the optimizer's template; it
+silently rounds tensors to another dtype; collectives of a background thread mix with those of training if they use the
+same group.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ Key = tuple[Any, ...]
 
 @contextmanager
 def _quiet() -> Any:
-    """Without torch's warnings of FSDP1's age, and that one process was meant."""
+    """Suppress torch's warnings that FSDP1 is deprecated, and that torch.distributed is not initialized."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -77,7 +78,7 @@ def _quiet() -> Any:
 
 
 class _HashingFiles(FileSystem):
-    """Files that are hashed while they are written."""
+    """A file system that computes size and hash of each file while it is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class _HashingFiles(FileSystem):
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Objects are written as `archive` writes them, which refuses what could not be read."""
+    """Writes objects with `archive`, which refuses those that could not be read again."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
         if write_item.type != WriteItemType.BYTE_IO:
@@ -110,7 +111,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Each rank's part in one file, without torch.save: an interrupt in the file that it calls ends in an abort."""
+    """Writes each rank's shards to one file, without torch.save, which an interrupt would make abort the process."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sync_files=True, overwrite=False)
@@ -126,7 +127,7 @@ class _Writer(dcp.FileSystemWriter):
                     stream.write(data.getvalue())
                 else:
                     data = data.detach().cpu()
-                    # Of a view, not the whole that it is a view of.
+                    # A view is copied, so that the whole storage is not written.
                     archive.write(stream, data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), "")
                 length = stream.tell() - begin
                 results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
@@ -138,26 +139,26 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class PendingSave:
-    """A checkpoint that is being written while training goes on."""
+    """A checkpoint that is being written in the background."""
 
     def __init__(self, future: Future[Path], path: Path) -> None:
         self._future, self.path = future, path
         self._reported = False
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether writing has ended, with or without an error."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Path:
         """Wait until the checkpoint is on disk on all ranks, and return its path.
 
         Raises:
-            CheckpointError: it could not be written; earlier checkpoints are untouched.
-            TimeoutError: it took longer than `timeout` seconds.
+            CheckpointError: the checkpoint could not be written. Earlier checkpoints are unchanged.
+            TimeoutError: writing took longer than `timeout` seconds.
         """
         try:
             path = self._future.result(timeout)
-        except concurrent.futures.TimeoutError as error:  # before Python 3.11 another class than TimeoutError
+        except concurrent.futures.TimeoutError as error:  # not the same class as TimeoutError before Python 3.11
             raise TimeoutError(*error.args) from None
         finally:
             self._reported = self._future.done()
@@ -169,7 +170,7 @@ _pending: list[PendingSave] = []
 
 
 def finish_pending() -> None:
-    """Wait for the save that is under way, if one is; raises what it raised unless its `result` has told."""
+    """Wait for a save in the background, and raise its error unless `result` has already raised it."""
     while _pending:
         pending = _pending[0]
         try:
@@ -181,7 +182,7 @@ def finish_pending() -> None:
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """What torch.distributed.checkpoint is to write. Collective under FSDP."""
+    """The state that torch.distributed.checkpoint writes. Collective under FSDP."""
     with _quiet():
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizer is not None:
@@ -220,16 +221,16 @@ def save(
         return pending
 
 
-# torch 2.8 saves and loads, at wrong places and without an error, uneven parts of a dimension that two dimensions of a
-# mesh cut, as tensor parallelism under FSDP2 does. 2.13 is right; the versions between were not tried.
+# If two dimensions of a mesh shard one dimension unevenly, as tensor parallelism under FSDP2 does, torch 2.8 silently
+# saves and loads the shards at wrong positions. torch 2.13 is correct; the versions between were not tried.
 UNEVEN_PARTS_SINCE = (2, 13)
 
 
 def _refuse_uneven_parts(tensors: Iterable[tuple[str, Any]]) -> None:
-    """Raise where torch is older than `UNEVEN_PARTS_SINCE` and has such parts.
+    """Refuse tensors that torch before `UNEVEN_PARTS_SINCE` would save and load at wrong positions.
 
     Raises:
-        CheckpointError: a tensor has parts that this torch would save and load at wrong places.
+        CheckpointError: there is such a tensor, and this version of torch is older.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) >= UNEVEN_PARTS_SINCE:
         return
@@ -250,11 +251,11 @@ def _refuse_uneven_parts(tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def _serialize_beside(state: dict[str, Any], beside: dict[str, Any], kept: io.BytesIO) -> None:
-    """Write now what is kept beside the shards: it may change while a thread writes.
+    """Serialize the state other than shards, which may change while a background thread writes.
 
     Raises:
-        ArchiveError: something in it, or among the objects in `state`, could not be read.
-        CheckpointError: a tensor of `state` could not be read where it belongs.
+        ArchiveError: an object could not be read again.
+        CheckpointError: a tensor of `state` could not be read again.
     """
     _refuse_uneven_parts(_leaves(state, ""))
     objects = [(name, value) for name, value in _leaves(state, "") if not isinstance(value, torch.Tensor)]
@@ -264,7 +265,7 @@ def _serialize_beside(state: dict[str, Any], beside: dict[str, Any], kept: io.By
 
 
 def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What a nested state holds, by name."""
+    """The values in a nested state, with their names."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from _leaves(value, f"{name}.{key}" if name else str(key))
@@ -276,12 +277,12 @@ def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """A nested state on the CPU that no later step changes, also of what is on the CPU already."""
+    """A copy of a nested state on the CPU, which later steps do not change."""
     if isinstance(value, Mapping):
         return {key: _copied(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_copied(one) for one in value)
-    if isinstance(value, ShardedTensor):  # FSDP1's, which torch's own staging cannot copy
+    if isinstance(value, ShardedTensor):  # of FSDP1; torch's own staging cannot copy it
         shards = [Shard(_copied(shard.tensor), _metadata_on_cpu(shard.metadata)) for shard in value.local_shards()]
         known = value.metadata()
         everywhere = [_metadata_on_cpu(shard) for shard in known.shards_metadata]
@@ -328,7 +329,7 @@ def _begin(path: Path, own: list[unfinished_saves.UnfinishedSave]) -> str:
 def _write_shards(
     temporary: Path, state: dict[str, Any], beside: io.BytesIO, ranks: Ranks
 ) -> dict[str, dict[str, Any]]:
-    """Write this rank's part; what it wrote, by file name."""
+    """Write this rank's shards. Returns size and hash of the files that it wrote, by name."""
     if not temporary.is_dir():
         raise CheckpointError(
             f"Expected a folder that all ranks share, but rank {ranks.rank} does not see {temporary}, which rank 0 "
@@ -377,13 +378,13 @@ def _complete(
 
 
 class _Reader:
-    """The tensors and objects of a folder of shards, read by the plans of torch.distributed.checkpoint."""
+    """Reads tensors and objects from a folder of shards, according to the plans of torch.distributed.checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.metadata = folder, checkpoint_metadata.read(folder)
 
     def read(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Fill the tensors of `wanted`, and put in the objects. Each rank reads for itself what it holds."""
+        """Fill the tensors in `wanted` and insert the objects. Each rank reads what it holds."""
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(wanted, self.metadata, is_coordinator=True)
         items = sorted(planner.create_local_plan().items, key=lambda item: self._where(item.storage_index))
@@ -425,14 +426,17 @@ def read(
     scaler: Any,
     process_group: Any,
 ) -> dict[str, Any]:
-    """Load a folder's shards into model, optimizer and scaler, all ranks together; what was kept beside them.
+    """Load a folder of shards into model, optimizer and scaler. All ranks must call this.
 
-    Everything is read into memory of its own and compared before anything changes. What only the optimizer or the
-    scaler can tell is told when they load, and all three are put back.
+    Everything is read into new memory and compared before anything changes. Errors that only the optimizer or the
+    scaler can find are raised when they load; all three are then restored.
+
+    Returns:
+        The other state of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank, if on one it is missing, damaged, or does not fit; then all three are what they
-            were. Or `scaler` is given, and it holds no scaler's state.
+        CheckpointError: on one rank the checkpoint is missing, damaged, or does not fit, or `scaler` is given and the
+            checkpoint has no state of a scaler. The error is raised on every rank, and nothing was changed.
     """
     finish_pending()
     with interrupts.held():
@@ -460,20 +464,20 @@ def read(
 
 
 class _Load:
-    """One load: what the checkpoint holds, what model and optimizer need, and the tensors in between."""
+    """One load: the content of the checkpoint, what model and optimizer need, and the tensors that are read."""
 
     def __init__(self, path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any):
         self.path, self.model, self.optimizer, self.scaler = path, model, optimizer, scaler
         self.beside: dict[str, Any] = {}
         self.reader: _Reader
-        # By place in the nested state: the name under which it lies in the files.
+        # The name in the files, by the position in the nested state.
         self.names: dict[Key, str]
         self.own: Any = {"state": {}, "param_groups": []}
         self.flat_parameters = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         self.read_in: dict[str, Any] = {}
 
     def trust(self, ranks: Ranks) -> None:
-        """Raise unless every byte is what was saved; each rank reads its part of the files."""
+        """Raise unless every byte is as it was saved. Each rank reads a part of the files."""
         path = self.path
         ours = (path / BESIDE).is_file() or (path / files.MANIFEST).is_file()
         if not ours and not (path / METADATA).is_file():
@@ -487,7 +491,7 @@ class _Load:
         self.reader = _Reader(path)
 
     def prepare(self) -> None:
-        """Read what was kept beside the shards, and see what model and optimizer hold. Collective under FSDP1."""
+        """Read the state other than shards, and get the states of model and optimizer. Collective under FSDP1."""
         if (self.path / BESIDE).is_file():
             self.beside = files.read_archive(self.path / BESIDE)
         if not isinstance(self.beside.get("state") or {}, dict):
@@ -501,7 +505,7 @@ class _Load:
         self.groups: list[list[str]] = [list(group["params"]) for group in self.own["param_groups"]]
 
     def compare(self) -> None:
-        """Raise unless the checkpoint is of this model, and of an optimizer with these groups."""
+        """Raise unless the checkpoint is of the same model and of an optimizer with the same groups."""
         _refuse_uneven_parts(_leaves(self.model_state, ""))
         saved = {place[1]: name for place, name in self.names.items() if place[0] == "model" and len(place) == 2}
         if saved.keys() != self.model_state.keys():
@@ -550,7 +554,7 @@ class _Load:
         raise CheckpointError(f"checkpoint and optimizer do not have the same groups: {what}; make it as it was made")
 
     def read(self) -> None:
-        """Read everything into memory of its own."""
+        """Read everything into new tensors."""
         wanted = {self.names["model", name]: _read_target(value) for name, value in self.model_state.items()}
         if self.optimizer is not None:
             parameters: dict[str, torch.Tensor] = {}
@@ -566,7 +570,7 @@ class _Load:
         self.read_in = self.reader.read(wanted)
 
     def _empty(self, place: Key, known: TensorStorageMetadata, parameters: Mapping[str, torch.Tensor]) -> Any:
-        """Where to read one of the optimizer's tensors: cut as its parameter is, in the dtype that it was saved in."""
+        """A tensor for one entry of the optimizer's state: sharded like its parameter, in the dtype of the file."""
         if place[:2] == STATE and len(place) == 4:
             _, _, name, key = place
             own = self.own["state"].get(name, {}).get(key)
@@ -576,13 +580,13 @@ class _Load:
                         f"{key} of {name} is {tuple(known.size)} {known.properties.dtype} in the checkpoint and "
                         f"{tuple(own.size())} {own.dtype} in the optimizer; use the same model and optimizer"
                     )
-                return own  # FSDP1's own kind, made for this
+                return own  # the tensor that FSDP1 made for this purpose
             if name in parameters and parameters[name].shape == known.size:
                 return torch.empty_like(parameters[name].detach(), dtype=known.properties.dtype)
         return torch.empty(known.size, dtype=known.properties.dtype, device="cpu")
 
     def load_into_live(self, rollback: Rollback) -> None:
-        """Give the tensors to the model, then to the optimizer, whose masters have the last word, then the scale."""
+        """Load the model, then the optimizer, whose masters set the parameters, then the scaler."""
         fresh = {name: self.read_in[self.names["model", name]] for name in self.model_state}
         if self.flat_parameters:
             rollback.objects = {
@@ -590,7 +594,7 @@ class _Load:
             }
             rollback.copy()
         else:
-            # Tensors too: FSDP2 of torch 2.8 moves uneven shards to other memory when a model loads.
+            # Tensors are restored too: FSDP2 of torch 2.8 moves uneven shards to other memory when a model loads.
             rollback.objects = dict(self.model_state)
             for name, live in self.model_state.items():
                 if isinstance(live, torch.Tensor):
@@ -607,17 +611,17 @@ class _Load:
             )
             groups = content["param_groups"]
             loaded: Any = {"state": content.get("state", {}), "param_groups": [groups[n] for n in sorted(groups)]}
-            # Not strict: parameters that never had a gradient have no state.
+            # Not strict, because parameters that never had a gradient have no state.
             set_optimizer_state_dict(self.model, self.optimizer, loaded, options=StateDictOptions(strict=False))
         if self.scaler is not None:
             self.scaler.load_state_dict(self.beside["scaler"])
 
 
 def _read_target(value: Any) -> Any:
-    """Where to read one of the model's tensors: on the CPU, cut as it is."""
+    """A tensor for one entry of the model's state: on the CPU, sharded like the entry."""
     if not isinstance(value, torch.Tensor):
         return None
-    if isinstance(value, ShardedTensor):  # FSDP1's, a copy already
+    if isinstance(value, ShardedTensor):  # of FSDP1; already a copy
         return value
     if isinstance(value, DTensor):
         return DTensor(_read_target(value.to_local()), value._spec, requires_grad=False)
@@ -625,7 +629,7 @@ def _read_target(value: Any) -> Any:
 
 
 def _nested(values: Mapping[Key, Any]) -> dict[Any, Any]:
-    """Values by place as nested dicts; what is counted below a group's or a state's key becomes a list."""
+    """Values by position as nested dicts. Dicts with the keys 0, 1, ... below a group or a state become lists."""
     root: dict[Any, Any] = {}
     for place, value in values.items():
         within = root

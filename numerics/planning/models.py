@@ -12,13 +12,16 @@ from functools import partial
 
 from halfstep.numerics.messages import divides, whole
 
-# What a tensor does, which decides whether autocast makes a 16-bit copy of it: of operands of matrix products only.
-TENSOR_KINDS = ("matrix", "bias", "norm", "embedding")
-
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: its name, shape and what it does."""
+    """One parameter.
+
+    Attributes:
+        name: name of the parameter.
+        shape: its shape.
+        kind: "matrix", "bias", "norm" or "embedding", which decides whether autocast makes a 16-bit copy.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +33,7 @@ class Tensor:
 
     @property
     def cast(self) -> bool:
-        """Whether autocast casts it."""
+        """Whether autocast makes a 16-bit copy, as it does of the operands of matrix products."""
         return self.kind in ("matrix", "bias")
 
 

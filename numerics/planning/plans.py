@@ -14,7 +14,7 @@ from halfstep.numerics.planning.layouts import STORED_FORMATS, Layout, StoredFor
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
 from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, Shards, Strategy, elements
 
-RESERVE = Fraction(1, 10)  # of a card's memory, for what is not counted; a rule of thumb
+RESERVE = Fraction(1, 10)  # share of a card's memory for what is not counted; a rule of thumb
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
 _DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
@@ -22,17 +22,17 @@ _DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_s
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that takes memory on one GPU.
+    """A part of the memory of one GPU.
 
     Args:
-        name: of the part.
-        bytes: on this GPU (or its share of the host).
-        per_parameter: bytes for each parameter, before the division; None where it does not go by parameters.
-        divisor: GPUs among which it is divided.
-        phase: when it is there: ``"always"``, ``"backward"`` (forward and backward) or ``"step"``.
-        exact: to the byte, or an estimate.
+        name: name of the part.
+        bytes: its size on this GPU, or in this GPU's share of the host's memory.
+        per_parameter: bytes per parameter before sharding; None if the size does not depend on parameters.
+        divisor: the number of GPUs among which it is sharded.
+        phase: when it is allocated: ``"always"``, ``"backward"`` (forward and backward) or ``"step"``.
+        exact: whether `bytes` is exact; otherwise it is an estimate.
         place: ``"gpu"`` or ``"host"``.
-        note: what it is, or what one would not expect.
+        note: an explanation.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def counts(self) -> bool:
-        """Whether the ZeRO paper would count it: weights, gradients and states, but no buckets and scalars."""
+        """Whether the ZeRO paper counts it: weights, gradients and states, but neither buckets nor scalars."""
         return self.phase == ALWAYS and self.name not in ("buckets", "scalars")
 
 
@@ -55,11 +55,11 @@ class Totals:
     """Bytes per GPU.
 
     Args:
-        state: what is always there: weights, gradients, states.
-        backward: what forward and backward need besides.
-        step: what the optimizer's step needs besides.
-        peak: `state` and the larger of the two. Gradients set to None between steps are not there when activations
-            are most, so it is rather too much than too little.
+        state: what is always allocated: weights, gradients, states.
+        backward: what forward and backward need in addition.
+        step: what the optimizer's step needs in addition.
+        peak: the sum of `state` and the larger of the two. It is an upper bound if gradients are set to None between
+            steps, since they are then not allocated when activations are largest.
         host: bytes of the host's memory for this GPU.
     """
 
@@ -75,10 +75,11 @@ class Work:
     """FLOPs of one GPU in one step, micro-batches included.
 
     Args:
-        forward: of one forward.
-        training: three forwards; what MFU counts.
-        hardware: with what checkpointing computes again; what HFU counts.
-        exact: counted from the model's shape, or 6 per parameter and token (Kaplan et al., Scaling laws, 2020, §2.1).
+        forward: FLOPs of the forward.
+        training: FLOPs of forward and backward, three times `forward`, which MFU counts.
+        hardware: the same and what checkpointing computes again, which HFU counts.
+        exact: whether they are counted from the model's shape. Otherwise they are 6 per parameter and token (Kaplan et
+            al., Scaling laws, 2020, §2.1).
     """
 
     forward: int
@@ -89,7 +90,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What training a model takes of each GPU. `settings` are the arguments of `plan`, as they were understood."""
+    """What training a model takes on each GPU. `settings` are the arguments of `plan` with their defaults filled in."""
 
     parameters: int
     layout: Layout
@@ -102,18 +103,22 @@ class Plan:
     step_traffic: int
 
     def part(self, name: str) -> Part:
-        """The part of that name; ValueError with the names there are."""
+        """The part with this name.
+
+        Raises:
+            ValueError: there is no such part.
+        """
         one_of("part", name, [part.name for part in self.parts])
         return next(part for part in self.parts if part.name == name)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that one GPU sends to others in a step; copies to and from its host are not in it."""
+        """Bytes that one GPU sends to others in a step, without copies to and from its host."""
         return sum(each.bytes for each in self.communication if each.ranks > 1)
 
     @property
     def bytes_sent_per_parameter(self) -> Fraction:
-        """The same per parameter, for data parallelism only."""
+        """`bytes_sent` per parameter, for data parallelism only."""
         return sum((each.per_parameter for each in self.communication if each.per_parameter is not None), Fraction(0))
 
     @property
@@ -129,11 +134,11 @@ class Plan:
         )
 
     def mfu(self, seconds: float, peak_flops: float) -> float:
-        """Share of the peak that the model's FLOPs reach in a step of so many seconds; 0.5 and above is good."""
+        """Model FLOPs utilization: the share of the peak in a step of `seconds`. 0.5 and above is good."""
         return work.utilisation(self._work().training, seconds, peak_flops)
 
     def hfu(self, seconds: float, peak_flops: float) -> float:
-        """The same with the FLOPs that checkpointing computes again."""
+        """Hardware FLOPs utilization: `mfu` with the FLOPs that checkpointing computes again."""
         return work.utilisation(self._work().hardware, seconds, peak_flops)
 
     def _work(self) -> Work:
@@ -144,7 +149,7 @@ class Plan:
         return self.work
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything in plain numbers, text, lists and dicts; docs/planning.md describes the keys."""
+        """The plan as numbers, strings, lists and dicts. docs/planning.md describes the keys."""
         return {
             "parameters": self.parameters,
             "settings": self.settings,
@@ -168,7 +173,7 @@ def _number(value: Fraction | None) -> float | None:
 
 
 def _units_of(params: float | None, model: Transformer | None, units: Sequence[Unit] | None, t: int) -> Sequence[Unit]:
-    """The model as one tensor-parallel GPU holds it."""
+    """The part of the model that one tensor-parallel GPU holds."""
     given = [name for name, value in (("params", params), ("model", model), ("units", units)) if value is not None]
     if len(given) != 1:
         raise ValueError(f"Expected one of params, model and units, but got {' and '.join(given) or 'none'}")
@@ -211,31 +216,31 @@ def plan(
     compress: str | None = None,
     rank: int | None = None,
 ) -> Plan:
-    """Plan the training of a model. One of `params`, `model` and `units` says which.
+    """Plan the training of a model, which is given by one of `params`, `model` and `units`.
 
     Args:
-        params: how many parameters. Without shapes activations and gathered units are not known and left out.
+        params: number of parameters. Without shapes, activations and gathered units are unknown and not counted.
         model: a transformer.
-        units: parameters of any model by the units that FSDP gathers; see `unit`.
-        gpus: in all.
-        strategy: a name of `STRATEGIES`. Default: ``"single"`` on one data-parallel GPU, else ``"ddp"``.
-        shard: GPUs of one group of ``"hsdp"``.
-        tensor_parallel: GPUs that share every layer; divides `gpus`.
-        sequence_parallel: norms and dropouts are divided among them too (Korthikanti et al., 2022).
-        precision, optimizer, moments, master, gradients: of the layout; see `layout`.
+        units: the parameters of any model, grouped into the units that FSDP gathers; see `unit`.
+        gpus: number of GPUs.
+        strategy: a name of `STRATEGIES`. Default: ``"single"`` on one data-parallel GPU, otherwise ``"ddp"``.
+        shard: GPUs in one group of ``"hsdp"``.
+        tensor_parallel: GPUs that share every layer; must divide `gpus`.
+        sequence_parallel: whether they also shard norms and dropouts (Korthikanti et al., 2022).
+        precision, optimizer, moments, master, gradients: the layout; see `layout`.
         accumulator: format of a second gradient in which micro-batches are summed.
-        amsgrad: keep ``max_exp_avg_sq``.
-        batch: sequences of one micro-batch on one GPU.
-        seq: their length. Default: the model's.
+        amsgrad: whether to keep ``max_exp_avg_sq``.
+        batch: sequences in one micro-batch on one GPU.
+        seq: length of a sequence. Default: the model's.
         accumulate: micro-batches in a step.
         checkpointing: see `work.activations`.
-        offload: what the strategy can leave in the host's memory is there.
-        bucket_view: gradients are views of DDP's buckets, DDP's ``gradient_as_bucket_view``.
-        compress: format in which gradients are sent: DDP's hooks, FSDP2's ``reduce_dtype``.
-        rank: whose memory among those that divide the model. Default: of the rank that holds most.
+        offload: whether to keep in the host's memory what the strategy can keep there.
+        bucket_view: whether gradients are views of DDP's buckets (``gradient_as_bucket_view``).
+        compress: format in which gradients are sent: by DDP's hooks, or FSDP2's ``reduce_dtype``.
+        rank: the rank whose memory is planned, among those that shard the model. Default: the one that holds most.
 
     Raises:
-        ValueError: an argument is out of its range, or two do not go together. The text says which and what to do.
+        ValueError: an argument is out of its range, or two arguments cannot be combined.
 
     Examples:
         >>> from halfstep.numerics.planning import plan

@@ -1,13 +1,15 @@
-"""What an optimizer of halfstep tells scalers that are not ours.
+"""Optimizers of halfstep with scalers of torch.
 
-torch's scalers read ``optimizer._step_supports_amp_scaling``. Where it is true they leave unscaling and skipping to
-``step()``, and on that path the flag is never combined over ranks: under FSDP1 the rank with the Inf skips and the
-others step (`ShardedGradScaler` with ``fused=True``). Lightning refuses to clip, and Accelerate, which looks at whether
-``step()`` was called, believes that no step was ever skipped. So ours say no: those scalers unscale in place, reduce
-their flag where they can, and do not call ``step()`` after an overflow. `halfstep.GradScaler` does not ask.
+torch's scalers read ``optimizer._step_supports_amp_scaling``. If it is true, they leave unscaling and skipping to
+``step()`` and do not combine the flag over ranks: under FSDP1 the rank with the Inf skips while the others step
+(`ShardedGradScaler` with ``fused=True``). Lightning then refuses to clip, and Accelerate, which checks whether
+``step()`` was called, never notices a skipped step. For optimizers of halfstep the attribute is therefore False: these
+scalers unscale in place, reduce their flag where they can, and do not call ``step()`` after an overflow.
+`halfstep.GradScaler` does not read the attribute.
 
-`torch.amp.GradScaler` reduces nothing for plain tensors, so under FSDP1 it cannot be right with any optimizer. The
-question is the one moment before the first step at which an optimizer sees its scaler, and the error is raised there.
+`torch.amp.GradScaler` does not reduce its flag for plain tensors, so it is wrong under FSDP1 with every optimizer.
+Reading the attribute is the only moment before the first step at which an optimizer meets its scaler, so the error is
+raised there.
 """
 
 from __future__ import annotations
@@ -22,17 +24,17 @@ from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
 
 
 class StepSupportsAmpScaling:
-    """The class attribute ``_step_supports_amp_scaling`` of an optimizer: False for whoever asks.
+    """The class attribute ``_step_supports_amp_scaling`` of an optimizer, which is always False.
 
-    A value that somebody sets on an instance takes its place.
+    A value that is set on an instance takes precedence.
 
     Raises:
-        RuntimeError: `torch.amp.GradScaler` asks, and FSDP1 has cut the optimizer's parameters.
+        RuntimeError: `torch.amp.GradScaler` reads the attribute, and FSDP1 shards the optimizer's parameters.
     """
 
     def __get__(self, optimizer: Any, owner: Any = None) -> bool:
         if optimizer is not None:
-            # Nothing is passed along: whose method asks is seen in its frame only.
+            # The reader of an attribute is visible only in its frame.
             asking = sys._getframe(1).f_locals.get("self")
             if isinstance(asking, torch.amp.GradScaler) and _reduces_nothing(type(asking)):
                 _refuse_cut_parameters(optimizer)
@@ -40,7 +42,7 @@ class StepSupportsAmpScaling:
 
 
 def _reduces_nothing(scaler: type[torch.amp.GradScaler]) -> bool:
-    """Whether it is torch's plain scaler, or a subclass that unscales as that one does."""
+    """Whether a class is torch's plain scaler, or a subclass that unscales in the same way."""
     plain = torch.amp.GradScaler
     return scaler.unscale_ is plain.unscale_ and scaler._unscale_grads_ is plain._unscale_grads_
 

@@ -1,4 +1,4 @@
-"""Numbers on the device, as the host last heard of them: read without ever waiting."""
+"""Copies of numbers on the device, which the host reads without waiting."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from halfstep.kernels.streams import capturing
 
 
 class HostCopy:
-    """Copies of a few integers on their way to the host.
+    """Asynchronous copies of a few integers to the host.
 
-    On a CPU the tensor itself is read. On a GPU nothing is copied before somebody has asked; from then on each `take`
-    queues a copy into pinned memory behind the work that made the numbers, and `newest` looks which ones have arrived.
-    While a CUDA graph is captured it does neither: a look would end the capture.
+    On a CPU the tensor itself is read. On a GPU, copies start with the first call of `newest`. From then on each `take`
+    queues a copy into pinned memory after the work that computes the numbers, and `newest` returns the last copy that
+    has arrived. During the capture of a CUDA graph both do nothing, since a query of an event would end the capture.
     """
 
-    SLOTS = 4  # copies under way at most; a host that is further ahead leaves numbers out
+    SLOTS = 4  # largest number of copies under way; further ones are left out
 
     def __init__(self) -> None:
         self._asked = False
@@ -26,7 +26,7 @@ class HostCopy:
         self._known: list[int] | None = None
 
     def take(self, numbers: torch.Tensor) -> None:
-        """Queue a copy of what `numbers` (int64, 1-dim) holds at this point of the current stream."""
+        """Queue a copy of `numbers` (int64, 1-dim) as of this point of the current stream."""
         if numbers.device.type == "cpu" or not self._asked or capturing(numbers.device):
             return
         self._look()
@@ -48,7 +48,7 @@ class HostCopy:
             self._free.append((event, place))
 
     def newest(self, numbers: torch.Tensor) -> list[int] | None:
-        """The newest values that the host has; None if there are none yet."""
+        """The newest values that have arrived; None if there are none yet."""
         if numbers.device.type == "cpu":
             known: list[int] = numbers.tolist()
             return known

@@ -1,4 +1,4 @@
-"""Which parameters overflowed, how often and since when: what a loss scaler has noted, read on demand."""
+"""Which parameters overflowed, how often and since when: the counts of a loss scaler, read on demand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Overflow:
     """One parameter whose gradient was not finite.
 
     Attributes:
-        name: of the parameter.
-        inf_steps, nan_steps: in how many steps its gradient held an Inf, a NaN (a step may count in both).
-        first_step, last_step: the first and the last of these steps, from 1, as `GradScaler.update` counts them.
+        name: name of the parameter.
+        inf_steps: number of steps in which its gradient held an Inf.
+        nan_steps: number of steps in which its gradient held a NaN. A step may count in both.
+        first_step, last_step: the first and the last of these steps, as `GradScaler.update` counts them from 1.
     """
 
     name: str
@@ -30,13 +31,13 @@ class Overflow:
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """What a scaler knows of overflows.
+    """The overflows that a scaler has counted.
 
     Attributes:
-        steps: decided so far.
+        steps: number of steps so far.
         skipped: how many of them were skipped.
-        last_skipped: the number of the last skipped step; 0 if none was.
-        parameters: those that overflowed, the ones that did so most often first.
+        last_skipped: the number of the last skipped step; 0 if none was skipped.
+        parameters: the parameters that overflowed, those with the most steps first.
     """
 
     steps: int
@@ -45,7 +46,7 @@ class OverflowReport:
     parameters: list[Overflow]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ class OverflowReport:
 def names_of(
     optimizer: torch.optim.Optimizer, number: int, named_parameters: Iterable[tuple[str, torch.Tensor]]
 ) -> list[str]:
-    """A name for every parameter of an optimizer: one given, else the optimizer's own, else its place."""
+    """A name for every parameter of an optimizer: one of `named_parameters`, the optimizer's own, or its position."""
     given = {id(parameter): name for name, parameter in named_parameters}
     names = []
     for place, group in enumerate(optimizer.param_groups):
@@ -68,6 +69,6 @@ def names_of(
 
 
 def read(counts: torch.Tensor, names: list[str]) -> list[Overflow]:
-    """The rows of `kernels.unscale.Tally.counts` that hold something. Waits for the device."""
+    """The parameters that overflowed, from `kernels.unscale.Tally.counts`. Waits for the device."""
     rows = counts.tolist()
     return [Overflow(name, *row) for name, row in zip(names, rows, strict=False) if row[3]]

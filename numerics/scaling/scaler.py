@@ -1,19 +1,20 @@
 """Dynamic loss scaling that never waits for the device: a drop-in for `torch.amp.GradScaler`.
 
-Micikevicius et al., "Mixed precision training" (2018), §3.2. The loss is multiplied by S, gradients by 1/S; a step
-whose unscaled gradients are not all finite is skipped and S multiplied by `backoff_factor`; after `growth_interval`
-clean steps in a row S is multiplied by `growth_factor`. With S a power of two, scaling changes no bit.
+The algorithm is that of Micikevicius et al., "Mixed precision training" (2018), section 3.2. The loss is multiplied by
+S, and the gradients by 1/S. A step whose unscaled gradients are not all finite is skipped, and S is multiplied by
+`backoff_factor`. After `growth_interval` consecutive steps without overflow, S is multiplied by `growth_factor`. If S
+is a power of two, scaling changes no bit of normal numbers.
 
-What differs from torch's, each because torch's goes wrong there:
+Differences from torch's scaler, which has a fault in each of these cases:
 
-* Checking reads gradients and never writes them; optimizers of halfstep unscale inside their own step.
-* fp16 gradients are accepted and unscaled in fp32; gradients of different dtypes may be mixed.
-* The flag handed to optimizers is 0 or 1, whatever the number of devices: torch's fused kernels take 2 for "go ahead".
-* Overflow is looked for after unscaling, so a scale below 1 cannot turn finite gradients into infinite updates.
+* A check reads gradients and never writes them; optimizers of halfstep unscale inside their own step.
+* fp16 gradients are accepted and unscaled in fp32. Gradients may have different dtypes.
+* The flag passed to optimizers is 0 or 1 for any number of devices. torch's fused kernels treat 2 as no overflow.
+* Gradients are checked after unscaling, so that a scale below 1 cannot turn finite gradients into infinite updates.
 * The scale never becomes 0, infinite or NaN.
-* All ranks that hold any part of an optimizer's parameters take the same decision, whatever shards them (FSDP1, FSDP2,
-  tensor parallel, several meshes at a time), from one packed reduction, also those without a gradient.
-* A fp16 or bf16 loss is scaled in fp32; at S = 65536 an fp16 loss of 1 would overflow.
+* All ranks that hold any part of an optimizer's parameters decide alike, including those without a gradient. One packed
+  reduction suffices for FSDP1, FSDP2, tensor parallelism and several meshes at once.
+* An fp16 or bf16 loss is scaled in fp32. In fp16 a loss of 1 would overflow at S = 65536.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_o
 from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, parameters_of
 
-# 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices take for 0, so no scale grows that far.
+# 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices flush to 0, so no scale grows beyond
+# that.
 SMALLEST_SCALE, USUAL_MAX_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126, torch.finfo(torch.float32).max
 
 
 def _in_fp32(outputs: Any) -> Any:
-    """Losses in 16-bit formats as fp32, inside whatever lists and tuples they stand."""
+    """The losses, with 16-bit ones converted to fp32, also inside lists and tuples."""
     if isinstance(outputs, torch.Tensor):
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
     if isinstance(outputs, (list, tuple)):
@@ -51,7 +53,7 @@ def _in_fp32(outputs: Any) -> Any:
 
 
 class _Option(NamedTuple):
-    """What a number of a scaler may be, wherever it comes from."""
+    """The values that an option of a scaler, or a number in its state, may have."""
 
     allowed: str
     fits: Callable[[Any], bool]
@@ -61,7 +63,7 @@ class _Option(NamedTuple):
         """The number as a float or an int of Python.
 
         Raises:
-            ValueError: it is none, or out of range.
+            ValueError: it is not a number, or out of range.
         """
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not self.fits(value):
             raise ValueError(f"Expected {name} to be {self.allowed}, but got {value!r}")
@@ -84,7 +86,7 @@ MAX_NORM = _Option("a finite number above 0", lambda x: x > 0)
 ANY_SCALE = _between(SMALLEST_SCALE, LARGEST_SCALE, "a number from {} to {}")
 SAVED_SCALE = ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed} (start with a fresh scaler instead)")
 NO_GRADIENT = "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
-# What a state holds: torch's five, and one of ours.
+# The entries of a state: torch's five, and one of ours.
 SAVED = {
     "scale": SAVED_SCALE,
     "growth_factor": GROWTH_FACTOR,
@@ -100,10 +102,10 @@ def _zero() -> torch.Tensor:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside wrappers that hold it as ``optimizer`` or ``optim``: Accelerate's, Fabric's, torchft's.
+    """The optimizer in a wrapper that holds it as ``optimizer`` or ``optim``, as in Accelerate, Fabric and torchft.
 
-    What a scaler knows of an optimizer it keeps by this one, so that it may be given either. Followed is only what has
-    the same parameters: the local part of a `ZeroRedundancyOptimizer` has some of them.
+    A scaler stores its knowledge under the innermost optimizer, so that it may be called with either. A wrapper must
+    have the same parameters as what it holds: the local part of a `ZeroRedundancyOptimizer` has only some of them.
     """
     if not hasattr(optimizer, "optimizer") and not hasattr(optimizer, "optim"):
         return optimizer
@@ -129,19 +131,19 @@ def _same_parameters(outer: Any, inner: Any) -> bool:
 
 
 def _is_zero(optimizer: Any) -> bool:
-    """Whether it is a `ZeroRedundancyOptimizer`, without importing torch.distributed to find out."""
+    """Whether it is a `ZeroRedundancyOptimizer`. Does not import torch.distributed."""
     return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
 
 
 def _stepping(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer that does the work: the local part of a `ZeroRedundancyOptimizer`, or itself."""
+    """The optimizer whose step is executed: the local part of a `ZeroRedundancyOptimizer`, or the optimizer itself."""
     if isinstance(optimizer, StepsOnVerdict) or not _is_zero(optimizer):
         return optimizer
     return getattr(optimizer, "optim", optimizer)
 
 
 def _clip_is_due(state: dict[str, Any]) -> bool:
-    """Whether gradients are to be clipped in a step that has not been taken yet."""
+    """Whether a step that was not taken yet must clip the gradients."""
     return "max_norm" in state and state["stage"] is not OptState.STEPPED
 
 
@@ -230,12 +232,12 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: torch.Tensor | None = None
         self._skipped: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
-        self._decided: torch.Tensor | None = None  # of `_counts`, how many steps were decided
-        self._updates = 0  # calls of update(), as the host counts them
+        self._decided: torch.Tensor | None = None  # the element of `_counts` with the number of steps
+        self._updates = 0  # calls of update(), counted on the host
         self._host_copy = HostCopy()
         self._checkers: dict[int, Checker] = {}  # by the optimizer's id
         self._joint = TopologyMemory(), Combination()  # of all optimizers together
-        # On ranks outside a new group torch hands out something else.
+        # On ranks outside a new group, torch returns an object that is not a group.
         if process_group is not None and not hasattr(process_group, "size"):
             raise ValueError(
                 f"Expected process_group to be None or a group that contains this rank, but got {process_group!r}"
@@ -257,30 +259,30 @@ class GradScaler(torch.amp.GradScaler):
     # ----------------------------------------------------------------------------------------------------- checking
 
     def _checker(self, optimizer: torch.optim.Optimizer) -> Checker:
-        """The one of an optimizer, as long as it lives."""
+        """The checker of an optimizer, which is stored for as long as the optimizer exists."""
         known = self._checkers.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
-            # Those of optimizers that are gone would keep their parameters alive.
+            # The checkers of deleted optimizers would keep their parameters alive.
             self._checkers = {key: one for key, one in self._checkers.items() if one.optimizer() is not None}
             known = self._checkers[id(optimizer)] = Checker(optimizer, self._process_group)
         return known
 
     def _check(self, optimizer: torch.optim.Optimizer, factor: Factor, write: bool = False) -> Verdict | None:
-        """The verdict on an optimizer's gradients times a factor; kept until `update`."""
+        """The verdict on an optimizer's gradients times a factor, which is stored until `update`."""
         self._refuse_twice(optimizer)
         checker = self._checker(optimizer)
         verdict = checker.verdict(factor, write=write, step=self._decided)
         state = self._per_optimizer_states[id(optimizer)]
-        # One entry, so that sums over devices stay 0 or 1.
+        # A single entry, so that torch's sum over devices is 0 or 1.
         state["found_inf_per_device"] = {} if verdict is None else {verdict.found_inf.device: verdict.found_inf}
         state["verdict"], state["checker"] = verdict, checker
         return verdict
 
     def _refuse_twice(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if gradients of these parameters wait, unscaled or to be clipped, for the step of another optimizer.
+        """Raise if gradients of these parameters were unscaled or must be clipped for the step of another optimizer.
 
-        They would be unscaled twice, or the limit lost: so it is where a wrapper was given first that hides what it
-        holds.
+        They would be unscaled twice, or not clipped. This happens if a wrapper that does not expose its optimizer was
+        passed before.
         """
         if not self._per_optimizer_states:
             return
@@ -302,12 +304,11 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale an optimizer's gradients in place; see `torch.amp.GradScaler.unscale_`.
 
-        An update without a step of this optimizer may follow, where the caller has looked at the gradients and leaves
-        the step out.
+        `update` may follow without a step of this optimizer, if the caller decides to leave the step out.
 
         Raises:
-            RuntimeError: a second time since the last `update`; after `step`; or the same gradients were unscaled or
-                clipped for another optimizer.
+            RuntimeError: the method was called twice since the last `update`, or after `step`, or the same gradients
+                were unscaled or clipped for another optimizer.
         """
         super().unscale_(unwrapped(optimizer))
 
@@ -333,17 +334,17 @@ class GradScaler(torch.amp.GradScaler):
 
     # ------------------------------------------------------------------------------------------------ step and update
 
-    @torch._disable_dynamo  # nothing in it can be compiled, and tracing it warns
+    @torch._disable_dynamo  # it cannot be compiled, and tracing it causes warnings
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer unless its gradients overflowed; see `torch.amp.GradScaler.step`.
 
-        A wrapper around an optimizer (held as ``optimizer`` or ``optim``) is stepped as torch's scaler would: its
-        gradients are unscaled in place, and it is not called if they overflowed, for which one flag is read.
+        A wrapper around an optimizer (held as ``optimizer`` or ``optim``) is treated as by torch's scaler: its
+        gradients are unscaled in place, one flag is read, and the wrapper is not called if they overflowed.
 
         Raises:
-            RuntimeError: a closure was passed; a second `step` before `update`; or the same gradients were unscaled or
-                clipped for another optimizer.
-            AssertionError: no gradient was found, or `scale` was never called.
+            RuntimeError: a closure was passed, or `step` was called twice before `update`, or the same gradients were
+                unscaled or clipped for another optimizer.
+            AssertionError: no parameter has a gradient, or `scale` was never called.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -373,7 +374,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _verdict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Verdict | None:
-        """The verdict for the coming step of an optimizer of halfstep, made now if there is none yet."""
+        """The verdict for the next step of an optimizer of halfstep. If there is none yet, it is made."""
         if state["stage"] is OptState.READY and self._write_back:
             self.unscale_(optimizer)
         elif state["stage"] is OptState.READY and "verdict" not in state:
@@ -383,7 +384,7 @@ class GradScaler(torch.amp.GradScaler):
         return verdict
 
     def _step_wrapper(self, wrapper: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step a wrapper of which nothing is known but what it holds: it must not run for a step that is skipped."""
+        """Step a wrapper. It may do more than step, so it is not called if the step is skipped."""
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
@@ -399,21 +400,21 @@ class GradScaler(torch.amp.GradScaler):
 
     @torch._disable_dynamo
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-        """Have the coming `step` clip the unscaled gradients of an optimizer, all together, to a 2-norm.
+        """Clip the unscaled gradients of an optimizer in its next `step`, all of them together, to a 2-norm.
 
-        With an optimizer of halfstep no gradient is written and none is read once more: the norm comes from the check
-        that `step` needs anyway, and the factor goes into the step. Gradients must not change between here and `step`.
-        Other optimizers have their gradients unscaled and clipped in place, as `unscale_` followed by
-        `torch.nn.utils.clip_grad_norm_` would, but over all ranks that hold any part of the parameters.
+        With an optimizer of halfstep, gradients are not written and not read again: the norm comes from the check that
+        `step` needs in any case, and the factor is applied in the step. Gradients must not change before `step`. With
+        other optimizers, gradients are unscaled and clipped in place, as by `unscale_` and
+        `torch.nn.utils.clip_grad_norm_`, but over all ranks that hold any part of the parameters.
 
         Args:
-            optimizer: whose gradients; call before ``step(optimizer)``. It, or a wrapper around it.
+            optimizer: the optimizer, or a wrapper around it. Call this before ``step(optimizer)``.
             max_norm: a finite number above 0.
 
         Returns:
-            The norm of the unscaled gradients before clipping, 0-dim on their device; not finite if they overflowed,
-            in which case the step is skipped. In fp32 for optimizers of halfstep, whatever the dtype of the gradients;
-            for others in the dtype that `torch.nn.utils.clip_grad_norm_` returns, that of the gradients.
+            The norm of the unscaled gradients before clipping, 0-dim on their device. It is not finite if they
+            overflowed; the step is then skipped. Its dtype is fp32 for optimizers of halfstep, and for others that of
+            the gradients, as for `torch.nn.utils.clip_grad_norm_`.
 
         Raises:
             ValueError: `max_norm` is out of range.
@@ -445,19 +446,19 @@ class GradScaler(torch.amp.GradScaler):
             settle_gradients(parameters)
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
         shards = list(map(local, grads))
-        # Of subclasses torch's function knows what their norm is.
+        # For subclasses torch's function computes the norm.
         if (not topology.groups and topology.settled) or not all_have_memory(shards):
             whole: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
             return whole.full_tensor() if is_sharded(whole) else whole
-        verdict = checker.verdict(keep=False)  # the verdict of `unscale_` stands
+        verdict = checker.verdict(keep=False)  # the verdict of `unscale_` is still needed
         norm = _zero() if verdict is None else verdict.sum_of_squares.sqrt().float()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for grad in shards:
             by_device.setdefault(grad.device, []).append(grad)
         for device, own in by_device.items():
             torch._foreach_mul_(own, factor.to(device, non_blocking=True))
-        # As torch's: the dtype of the gradients, or of parameters on a rank that has none.
+        # As in torch, the dtype of the gradients; on ranks without gradients that of the parameters.
         return norm.to(functools.reduce(torch.promote_types, {one.dtype for one in grads or parameters}))
 
     @torch._disable_dynamo
@@ -465,7 +466,7 @@ class GradScaler(torch.amp.GradScaler):
         """Update the scale after the step, in one launch; see `torch.amp.GradScaler.update`.
 
         Args:
-            new_scale: set the scale to this instead.
+            new_scale: a scale to set instead.
 
         Raises:
             ValueError: `new_scale` is a number out of range.
@@ -501,7 +502,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states.clear()
 
     def _refuse_lost_limits(self) -> None:
-        """Raise if finite gradients were to be clipped in a step that was not taken."""
+        """Raise if finite gradients had to be clipped in a step that was not taken."""
         for state in self._per_optimizer_states.values():
             if _clip_is_due(state) and not state["verdict"].found_inf.item():
                 optimizer = state["checker"].optimizer()
@@ -512,7 +513,7 @@ class GradScaler(torch.amp.GradScaler):
                 )
 
     def _agreed(self, overflow: torch.Tensor) -> torch.Tensor:
-        """Whether an optimizer of any rank overflowed, if they decided over different sets of ranks."""
+        """The flag combined over all ranks, if the optimizers are distributed over different sets of ranks."""
         if len(self._per_optimizer_states) < 2:
             return overflow
         known = [state["checker"].topology for state in self._per_optimizer_states.values() if "checker" in state]
@@ -537,26 +538,26 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def step_skipped(self) -> torch.Tensor:
-        """Whether the last step that `update` decided on was skipped: 0-dim fp32, 1.0 or 0.0, on the scale's device.
+        """Whether the last step before `update` was skipped: 0-dim fp32, 1.0 or 0.0, on the device of the scale.
 
-        Overwritten by the next `update`; clone it to keep it. With several optimizers: whether any of them skipped.
+        The next `update` overwrites it. With several optimizers, it is 1.0 if any of them skipped its step.
         """
         return _zero() if self._skipped is None else self._skipped
 
     def last_step_skipped(self) -> bool | None:
-        """Whether the last step was skipped, as far as the host knows without waiting for the device.
+        """Whether the last step that the host knows of was skipped. Does not wait for the device.
 
-        On a CPU that is always the last step. On a GPU the first call asks for the answer to be copied after each
-        `update` from then on, and each call returns the newest that has arrived: one or two steps behind, as a rule.
+        On a CPU this is always the last step. On a GPU, the first call starts a copy to the host after each `update`,
+        and each call returns the newest one that has arrived, which is usually one or two steps old.
 
         Returns:
-            The answer, or None while there is none.
+            Whether that step was skipped; None if the host knows of no step yet.
         """
         known = self._known()
         return None if known is None or known[DECIDED] == 0 else known[LAST_SKIPPED] == known[DECIDED]
 
     def skips_known(self) -> int:
-        """How many steps were skipped, as far as the host knows without waiting; see `last_step_skipped`."""
+        """The number of skipped steps that the host knows of, without waiting; see `last_step_skipped`."""
         known = self._known()
         return 0 if known is None else known[SKIPPED]
 
@@ -566,12 +567,12 @@ class GradScaler(torch.amp.GradScaler):
     def overflow_report(self, named_parameters: Iterable[tuple[str, torch.Tensor]] = ()) -> OverflowReport:
         """Which parameters overflowed, with Inf or NaN, how often and since when. Waits for the device.
 
-        It is noted on the device in the launch that gathers each check, at no further cost. With sharded parameters
-        each rank knows of its own shards. A pickled scaler starts again.
+        The launch that combines each check counts this on the device, at no extra cost. With sharded parameters, each
+        rank reports its own shards. Counts are not pickled.
 
         Args:
-            named_parameters: ``model.named_parameters()``, for names. Without it, an optimizer that was given names
-                knows them, and others' parameters are called by their place.
+            named_parameters: ``model.named_parameters()``, for the names. Without it, the names are those that the
+                optimizer was created with, or positions in the optimizer.
         """
         named = list(named_parameters)
         found: list[Overflow] = []
@@ -587,7 +588,10 @@ class GradScaler(torch.amp.GradScaler):
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys, with hysteresis above 1 also ``"_hysteresis_tracker"``; empty if disabled. Waits."""
+        """The state with the keys of torch's scaler. Waits for the device.
+
+        With hysteresis above 1 there is also ``"_hysteresis_tracker"``. The state is empty if the scaler is disabled.
+        """
         state = super().state_dict()
         if self._enabled and self._hysteresis > 1:
             tracker = self._hysteresis_tracker
@@ -599,8 +603,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: the state is empty (it was saved from a disabled scaler).
-            KeyError: a key is missing; the scaler is unchanged.
-            ValueError: a number is out of its range, or none; the scaler is unchanged.
+            KeyError: a key is missing. The scaler is unchanged.
+            ValueError: an entry is not a number, or out of its range. The scaler is unchanged.
         """
         if not self._enabled:
             return
@@ -620,26 +624,26 @@ class GradScaler(torch.amp.GradScaler):
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set what the scale grows by.
+        """Set the factor by which the scale grows.
 
         Raises:
-            ValueError: it is not a finite number above 1.
+            ValueError: `new_factor` is not a finite number above 1.
         """
         super().set_growth_factor(GROWTH_FACTOR.checked("growth_factor", new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set what the scale is multiplied by after an overflow.
+        """Set the factor by which the scale is multiplied after an overflow.
 
         Raises:
-            ValueError: it is not between 0 and 1.
+            ValueError: `new_factor` is not between 0 and 1.
         """
         super().set_backoff_factor(BACKOFF_FACTOR.checked("backoff_factor", new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set after how many clean steps in a row the scale grows.
+        """Set the number of consecutive steps without overflow after which the scale grows.
 
         Raises:
-            ValueError: it is not a whole number from 1.
+            ValueError: `new_interval` is not an integer of at least 1.
         """
         super().set_growth_interval(COUNT.checked("growth_interval", new_interval))
 
@@ -647,7 +651,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         if self._enabled and self._hysteresis_tracker is not None:
             state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker.item())
-        # Made again with the scale, at first use.
+        # Created again with the scale at first use.
         return {
             **state,
             "_hysteresis_tracker": None,

@@ -1,16 +1,16 @@
-"""Which ranks hold parts and which hold copies of an optimizer's parameters, and over which groups they must agree.
+"""The ranks that hold shards or copies of an optimizer's parameters, and the groups over which they must agree.
 
-What is looked at is what torch knows: the meshes and placements of DTensors (FSDP2, HSDP, tensor parallel, and both),
-and the flat parameters of FSDP1. Plain tensors are taken for copies on every rank that holds anything else of the same
-optimizer, as the norms beside tensor-parallel layers are; of two sets of ranks that hold the same parameter on meshes
-of their own (a layer norm sharded over data-parallel ranks only, beside layers that are also tensor-parallel), one is
-taken for a copy of the other.
+The topology is derived from the meshes and placements of DTensors (FSDP2, HSDP, tensor parallelism and combinations)
+and from the flat parameters of FSDP1. Plain tensors are treated as copies on every rank that holds any other part of
+the same optimizer, such as the norms next to tensor-parallel layers. If the same parameter is on two separate meshes (a
+layer norm sharded over data-parallel ranks only, next to layers that are also tensor-parallel), one of them is treated
+as a copy of the other.
 
-**One reduction.** Each rank adds up the squares of those of its tensors whose copies on other ranks come after it, and
-0 for the others; then a sum over all ranks counts everything once, and is the same number on every rank without a
-division. Beside it goes a flag of 0 or 1. Where one process group joins all ranks concerned (one of the mesh's own, or
-the default group) that is one `all_reduce` of 16 bytes; else it is one per mesh dimension. Flags are added, and not
-compared: gloo's maximum loses NaN, and a sum of zeros and ones cannot be mistaken.
+**One reduction.** Each rank adds the squares of those of its tensors that no lower rank holds a copy of. The sum over
+all ranks then counts everything once, and is the same number on every rank without a division. A flag of 0 or 1 is
+added with it. If one process group contains all ranks concerned (one of the mesh, or the default group), this is one
+`all_reduce` of 16 bytes; otherwise there is one per mesh dimension. Flags are combined by sums, because gloo's maximum
+may lose a NaN, whereas a sum of zeros and ones is always exact.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ REMEDY = "pass GradScaler(process_group=...) a group of all ranks that hold a pa
 
 
 class Placement(NamedTuple):
-    """Where one tensor lies.
+    """How one tensor is distributed.
 
     Attributes:
-        ranks: all that hold a part or a copy of it, this one included.
-        lines: for each dimension of the mesh the ranks on this one's line.
+        ranks: all ranks that hold a shard or a copy of it, including this one.
+        lines: for each dimension of the mesh, the ranks on this rank's line.
         groups: the process groups of these lines.
-        first: whether no rank before this one, of `ranks`, holds a copy of this one's part.
+        first: whether no lower rank in `ranks` holds a copy of this rank's shard.
     """
 
     ranks: frozenset[int]
@@ -45,22 +45,22 @@ class Placement(NamedTuple):
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a DTensor, without importing torch.distributed to find out."""
+    """Whether the tensor is a DTensor. Does not import torch.distributed."""
     return hasattr(tensor, "_local_tensor")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds: all of a plain tensor."""
+    """This rank's shard of a tensor; a plain tensor itself."""
     shard: Any = getattr(tensor, "_local_tensor", tensor)
     # A collective may still be filling the shard.
     return shard.wait() if hasattr(shard, "wait") else shard
 
 
 def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Give DTensor gradients the placements of their parameters.
+    """Redistribute DTensor gradients to the placements of their parameters.
 
-    Sequence parallelism leaves gradients of replicated parameters as sums yet to be formed (``Partial``), of which each
-    rank holds a summand: neither their norm nor their overflow can be told from it.
+    Sequence parallelism leaves gradients of replicated parameters as partial sums (``Partial``). Neither their norm nor
+    their overflow can be derived from the summand of one rank.
     """
     for parameter in parameters:
         grad = parameter.grad
@@ -80,9 +80,9 @@ def _members(group: Any) -> frozenset[int]:
 
 
 def _grid(rank: int, sets: Sequence[frozenset[int]]) -> frozenset[int] | None:
-    """The ranks reached from this one by a step in each of several sets of ranks, if they are a grid.
+    """The ranks of the grid that several sets of ranks span, each along one dimension; None if they span none.
 
-    In a grid, sets along one dimension are shifted copies of each other: so the ranks of others' sets are known too.
+    In a grid, the sets along one dimension are shifted copies of each other, so this rank knows those of other ranks.
     """
     offsets = [sorted(member - min(ranks) for member in ranks) for ranks in sets]
     base = rank - sum(rank - min(ranks) for ranks in sets)
@@ -91,7 +91,7 @@ def _grid(rank: int, sets: Sequence[frozenset[int]]) -> frozenset[int] | None:
 
 
 def _of_mesh(tensor: Any) -> Placement | None:
-    """Where a DTensor lies; None if on one rank only, or not on this one."""
+    """The placement of a DTensor; None if it is on one rank only, or not on this one."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None or mesh.size() == 1:
@@ -102,7 +102,7 @@ def _of_mesh(tensor: Any) -> Placement | None:
 
 
 def _of_flat(state: Any, handle: Any) -> Placement | None:
-    """Where the parameters lie that an FSDP1 module has flattened."""
+    """The placement of the parameters that an FSDP1 module has flattened."""
     import torch.distributed as dist
 
     dimensions = [(handle.process_group, handle.uses_sharded_strategy)]
@@ -123,21 +123,21 @@ def _of_flat(state: Any, handle: Any) -> Placement | None:
 
 
 def _instances(module: str, name: str) -> list[Any]:
-    """All living objects of a class, if its module was imported."""
+    """All existing objects of a class, if its module was imported."""
     cls = getattr(sys.modules.get(module), name, None)
     return [] if cls is None else [one for one in gc.get_objects() if issubclass(type(one), cls)]
 
 
 def _flat_parts() -> dict[int, tuple[Placement | None, bool]]:
-    """By the parameter's id: where FSDP1 has put it, and whether it has cut it.
+    """For each parameter of FSDP1, by its id, the placement and whether it is sharded.
 
-    Parameters do not know their module, so all modules are asked.
+    Parameters have no reference to their module, so all modules are examined.
     """
     found: dict[int, tuple[Placement | None, bool]] = {}
     for state in _instances("torch.distributed.fsdp._common_utils", "_FSDPState"):
         handle = getattr(state, "_handle", None)
         if handle is None or getattr(state, "_fsdp_extension", None) is not None:
-            continue  # with an extension, DTensors lie inside the flat parameter, each in a way of its own
+            continue  # with an extension, the flat parameter contains DTensors with placements of their own
         flat = handle.flat_param
         placed = _of_flat(state, handle), handle.uses_sharded_strategy and handle.process_group.size() > 1
         found.update((id(one), placed) for one in (flat, *(flat._params or ()), *(flat._shared_params or ())))
@@ -145,7 +145,7 @@ def _flat_parts() -> dict[int, tuple[Placement | None, bool]]:
 
 
 def zero_group_of(optimizer: torch.optim.Optimizer) -> Any:
-    """The ranks over which a `ZeroRedundancyOptimizer` spreads its parameters, if `optimizer` is its local part."""
+    """The group over which a `ZeroRedundancyOptimizer` distributes its state, if `optimizer` is its local part."""
     for outer in _instances("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"):
         if getattr(outer, "optim", None) is optimizer:
             return outer.process_group
@@ -156,12 +156,12 @@ def zero_group_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _steps(line: frozenset[int]) -> tuple[int, ...]:
-    """The same for sets of ranks that are shifted copies of each other, so that all ranks put them in one order."""
+    """A key that is equal for shifted copies of a set of ranks, so that all ranks sort the sets in the same order."""
     return tuple(member - min(line) for member in sorted(line))
 
 
 class World(NamedTuple):
-    """This rank, how many there are, and the group of all."""
+    """This rank, the number of ranks, and the group of all ranks."""
 
     rank: int
     size: int
@@ -169,10 +169,10 @@ class World(NamedTuple):
 
 
 def _joined(parts: Sequence[Placement], world: World) -> tuple[frozenset[int], tuple[Any, ...]]:
-    """All ranks concerned, and the groups over which to reduce, one after the other.
+    """All ranks concerned, and the groups over which to reduce one after the other.
 
     Raises:
-        RuntimeError: the sets of ranks overlap in a way that does not tell which ranks the others reach.
+        RuntimeError: the sets of ranks overlap without being dimensions of one grid.
     """
     if not parts:
         return frozenset(), ()
@@ -194,12 +194,12 @@ def _joined(parts: Sequence[Placement], world: World) -> tuple[frozenset[int], t
 
 
 class Agreement(NamedTuple):
-    """How to sum over all ranks, each tensor once.
+    """How to sum over all ranks such that each tensor counts once.
 
     Attributes:
-        ranks: all that take part; none if there is nothing to agree on.
-        groups: to reduce over, one after the other.
-        counted: for each kind of tensor whether this rank adds its squares; plain ones first, then one per part.
+        ranks: all ranks that take part; empty if nothing is distributed.
+        groups: the groups to reduce over, one after the other.
+        counted: whether this rank adds its squares, for plain tensors first and then for each part.
     """
 
     ranks: frozenset[int]
@@ -208,15 +208,15 @@ class Agreement(NamedTuple):
 
 
 def agreement(parts: Sequence[Placement], further: Placement | None, world: World) -> Agreement:
-    """How the ranks that hold any of some parts come to one answer.
+    """How the ranks that hold any of `parts` sum over each tensor once.
 
     Args:
-        parts: where the tensors of an optimizer lie, each kind once.
-        further: a group whose ranks hold other tensors although nothing shows it: there plain ones differ.
-        world: as this rank sees it.
+        parts: the different placements of an optimizer's tensors.
+        further: a group that the user passed, on whose ranks plain tensors differ.
+        world: this rank and the default group.
 
     Raises:
-        RuntimeError: the sets of ranks overlap in a way that does not tell which ranks the others reach.
+        RuntimeError: the sets of ranks overlap without being dimensions of one grid.
     """
     ranks, groups = _joined([*parts, *(() if further is None else (further,))], world)
     if not groups:
@@ -229,23 +229,23 @@ def agreement(parts: Sequence[Placement], further: Placement | None, world: Worl
         model = further.ranks
     if not model:
         return Agreement(ranks, groups, [True])
-    # Meshes beside each other hold copies: those on the one with the lowest rank count. Plain tensors likewise.
+    # Separate meshes hold copies, of which those on the mesh with the lowest rank count. So do plain tensors.
     lowest = min(model)
     plain = lowest == world.rank if further is None else lowest in further.ranks
     return Agreement(ranks, groups, [plain, *(part.first and lowest in part.ranks for part in parts)])
 
 
 class Topology:
-    """Over which ranks an optimizer's parameters are spread.
+    """How an optimizer's parameters are distributed over ranks.
 
     Attributes:
-        parameters: all of the optimizer's, in its order.
-        kinds: the different places where parameters lie; the first is that of plain tensors.
-        kind_of: for each parameter its place in `kinds`, or None if all are plain.
-        counted: for each kind whether this rank adds its squares to the sum over all ranks.
-        groups: to reduce over, one after the other; none if there is nothing to agree on.
+        parameters: all parameters of the optimizer, in its order.
+        kinds: the different placements; the first is None, for plain tensors.
+        kind_of: for each parameter its index in `kinds`, or None if all are plain.
+        counted: for each kind, whether this rank adds its squares to the sum over all ranks.
+        groups: the groups to reduce over, one after the other; empty if nothing is distributed.
         settled: whether gradients need no `settle_gradients`.
-        cut_by_fsdp1: whether FSDP1 has spread any of them over several ranks.
+        cut_by_fsdp1: whether FSDP1 shards any of the parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], process_group: Any = None) -> None:
@@ -293,7 +293,7 @@ class Topology:
             self.kind_of = kind_of
 
     def device_for(self, home: torch.device) -> torch.device:
-        """Where numbers must lie to be reduced: where they are, if every group can."""
+        """The device on which every group can reduce numbers: `home` if possible."""
         for group in self.groups:
             able = [device.type for device in group._device_types]
             if home.type not in able:
@@ -302,7 +302,7 @@ class Topology:
         return home
 
     def sum_over_ranks(self, numbers: torch.Tensor) -> None:
-        """Replace numbers by their sums over all ranks, in place."""
+        """Replace numbers in place by their sums over all ranks."""
         import torch.distributed as dist
 
         for group in self.groups:
@@ -319,22 +319,22 @@ def _distributed() -> Any:
 
 
 class TopologyMemory:
-    """The topology of one optimizer, found out once and again when it has other parameters."""
+    """The topology of one optimizer, which is derived again if its parameters change."""
 
     def __init__(self) -> None:
         self._known: Topology | None = None
         self._world: Any = None
 
     def of(self, parameters: list[torch.Tensor], process_group: Any = None, owner: Any = None) -> Topology:
-        """Over which ranks `parameters` are spread.
+        """The topology of the parameters of an optimizer.
 
         Args:
-            parameters: all of an optimizer's.
-            process_group: a further group, whose ranks hold other plain tensors.
-            owner: their optimizer, if it may be the local part of a `ZeroRedundancyOptimizer`.
+            parameters: all parameters of the optimizer.
+            process_group: an additional group, whose ranks hold other plain tensors.
+            owner: the optimizer, if it may be the local part of a `ZeroRedundancyOptimizer`.
 
         Raises:
-            RuntimeError: it cannot be found out.
+            RuntimeError: the topology cannot be derived.
         """
         world = _distributed()
         if world is None:

@@ -1,10 +1,10 @@
-"""Verdicts on gradients: whether they are finite and how long they are, over all devices and ranks, in one pass.
+"""Verdicts on gradients: whether they are finite, and their norm, over all devices and ranks, in one pass.
 
-A `Checker` belongs to one optimizer and makes a `Verdict` on its gradients for each step. It owns what verdicts of
-successive steps have in common: where answers are written, which gradients were bad so far, and over which ranks the
-parameters are spread. fp32, fp16 and bf16 go through one launch of kernels/unscale.py per device. Shards of DTensor and
-FSDP1 parameters are checked where they are; the flag and the sum of squares then go through one packed sum over all
-ranks that hold any part of the optimizer's parameters, what several ranks hold copies of counted once.
+A `Checker` belongs to one optimizer and makes a `Verdict` on its gradients in each step. It owns what the verdicts of
+successive steps share: the tensors they are written to, the counts of non-finite gradients, and the topology of the
+parameters. fp32, fp16 and bf16 gradients are checked by kernels/unscale.py. Shards of DTensor and FSDP1 parameters are
+checked where they are. The flag and the sum of squares are then combined by one packed sum over all ranks that hold any
+part of the optimizer's parameters. Copies on several ranks are counted once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ _gradient, _of_group = attrgetter("grad"), itemgetter("params")
 
 
 class Decision:
-    """What a scaler has decided about one step of an optimizer; to be entered around the call of its `step`.
+    """The decision of a scaler about one step of an optimizer. A context manager around the call of `step`.
 
     Attributes:
-        verdict: on the unscaled gradients; the step is skipped if it found non-finite numbers.
-        scale: 0-dim fp32, by which `step` has to divide the gradients; None if they are unscaled already, and may have
-            been changed since the verdict.
-        max_norm: to which `step` has to clip them, with the norm of the verdict; None for no limit but the optimizer's.
+        verdict: the verdict on the unscaled gradients. The step is skipped if it found non-finite numbers.
+        scale: 0-dim fp32, the loss scale by which `step` divides the gradients; None if they were unscaled before, and
+            may have changed since the verdict.
+        max_norm: the norm to which `step` clips, using the norm of the verdict; None for no limit except the
+            optimizer's own.
     """
 
     __slots__ = ("_optimizer", "max_norm", "scale", "verdict")
@@ -55,11 +56,11 @@ class Decision:
 class StepsOnVerdict:
     """Base of optimizers that unscale, clip and skip inside their step: those of halfstep."""
 
-    _decision: Decision | None = None  # about the step under way, for `step` to read
+    _decision: Decision | None = None  # about the present step
 
     @functools.cached_property
     def _checker(self) -> Checker:
-        """For what `step` has to find out by itself."""
+        """The checker for steps without a decision of a scaler."""
         return Checker(self, is_part=True)
 
 
@@ -69,18 +70,18 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 class Combination:
-    """Verdicts of several kinds of gradients and of several ranks, combined into one, in memory that is kept."""
+    """Combines the verdicts on several kinds of gradients and of several ranks. It reuses its memory."""
 
     def __init__(self) -> None:
         self._kept: dict[torch.device, tuple[torch.Tensor, Verdict]] = {}
 
     def combine(self, topology: Topology, found: list[torch.Tensor], squares: list[torch.Tensor]) -> Verdict:
-        """The verdict of all ranks of a topology; all of them must call this.
+        """The combined verdict of all ranks of a topology, all of which must call this.
 
         Args:
-            topology: of the parameters.
-            found: this rank's flags.
-            squares: the sums of squares that this rank has to add.
+            topology: the topology of the parameters.
+            found: the flags of this rank.
+            squares: the sums of squares that this rank adds.
         """
         if not topology.groups:
             home = found[0].device
@@ -102,7 +103,7 @@ class Combination:
         return verdict if home == device or not held else Verdict(*(part.to(home) for part in verdict))
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, Verdict]:
-        """The two fp64 numbers to sum over ranks, flag and squares, and the verdict that reads them."""
+        """The two fp64 numbers to sum over ranks, flag and sum of squares, and the verdict made from them."""
         kept = None if capturing(device) else self._kept.get(device)
         if kept is None:
             numbers = torch.zeros(2, dtype=torch.float64, device=device)
@@ -113,34 +114,34 @@ class Combination:
 
 
 class Checker:
-    """Verdicts on the gradients of one optimizer.
+    """Makes the verdicts on the gradients of one optimizer.
 
-    What a CUDA graph records has answers of its own. The bad gradients that it finds are noted where eager checks do,
-    if one was made before.
+    Checks in a CUDA graph write to verdicts of their own. They count non-finite gradients in the same `counts` as eager
+    checks, if there was an eager check before.
 
     Args:
-        optimizer: it is not kept alive.
-        process_group: a further group, whose ranks hold other plain tensors of the same model.
-        is_part: whether it may be the local part of a `ZeroRedundancyOptimizer`, whose ranks then agree.
+        optimizer: the optimizer, which is not kept alive.
+        process_group: an additional group, whose ranks hold other plain tensors of the same model.
+        is_part: whether the optimizer may be the local part of a `ZeroRedundancyOptimizer`, whose ranks must agree.
 
     Attributes:
-        optimizer: a weak reference to it.
-        topology: of its parameters, as the last verdict found it.
-        counts: by device, `Tally.counts` with a row per parameter of the optimizer, in its order.
+        optimizer: a weak reference to the optimizer.
+        topology: the topology of its parameters in the last verdict.
+        counts: for each device `Tally.counts`, with a row for each parameter of the optimizer in its order.
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None, is_part: bool = False) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.topology: Topology = NOWHERE
         self.counts: dict[torch.device, torch.Tensor] = {}
-        self._recorded: dict[int, torch.Tensor] = {}  # counts that graphs write to
+        self._recorded: dict[int, torch.Tensor] = {}  # counts that CUDA graphs write to
         self._kept: dict[Kind, Verdict] = {}
         self._combination = Combination()
         self._topologies = TopologyMemory()
         self._process_group, self._is_part = process_group, is_part
 
     def find_topology(self, parameters: list[torch.Tensor]) -> Topology:
-        """Over which ranks `parameters`, all of the optimizer's, are spread now."""
+        """The present topology of `parameters`, which are all parameters of the optimizer."""
         owner = self.optimizer() if self._is_part else None
         self.topology = self._topologies.of(parameters, self._process_group, owner)
         return self.topology
@@ -153,19 +154,19 @@ class Checker:
         step: torch.Tensor | None = None,
         keep: bool = True,
     ) -> Verdict | None:
-        """Check the optimizer's gradients times a factor, and unscale them in place if asked to.
+        """Check the optimizer's gradients times a factor and, with `write`, unscale them in place.
 
-        Where the topology has ranks to agree with, all of them must call this, also those without a gradient.
+        All ranks of the topology must call this, including those without a gradient.
 
         Args:
-            factor: to multiply by; None for 1.
-            write: store the products.
-            step: how many steps there were before this one (int64, one element): bad gradients are noted in `counts`.
-                None to note nothing.
-            keep: write where the last verdict was written; otherwise to new tensors.
+            factor: what to multiply by; None for 1.
+            write: whether to store the products.
+            step: the number of steps before this one (int64, one element), with which non-finite gradients are counted
+                in `counts`. None to count nothing.
+            keep: whether to overwrite the last verdict; otherwise the verdict is a new one.
 
         Returns:
-            On the first gradient's device; None if there are no gradients and nobody to agree with.
+            The verdict on the device of the first gradient; None if there are neither gradients nor other ranks.
         """
         parameters = parameters_of(self.optimizer())
         topology = self.find_topology(parameters)
@@ -194,10 +195,10 @@ class Checker:
     def _by_kind(
         self, parameters: list[torch.Tensor], grads: list[torch.Tensor], places: Sequence[int]
     ) -> dict[Kind, tuple[list[torch.Tensor], Sequence[int]]]:
-        """Local values of gradients and their places, by device, kind in the topology, and if kernels take them."""
+        """Local values and indices of the gradients, by device, kind in the topology, and whether kernels support
+        them."""
         kind_of = self.topology.kind_of
-        # The common case, told in four passes at the speed of C: with thousands of tensors a loop costs more than the
-        # step.
+        # The usual case needs no loop in Python, which for thousands of tensors takes longer than the step.
         if (
             kind_of is None
             and set(map(type, grads)) == {torch.Tensor}
@@ -209,9 +210,7 @@ class Checker:
         kinds: dict[Kind, tuple[list[torch.Tensor], list[int]]] = {}
         for grad, place in zip(grads, places, strict=True):
             if grad.is_sparse:
-                if (
-                    not grad.is_coalesced()
-                ):  # duplicates may overflow in their sum, which is what the optimizer will see
+                if not grad.is_coalesced():  # the optimizer adds duplicates, and their sum may overflow
                     parameters[place].grad = grad = grad.coalesce()
                 values = grad._values()
             else:
@@ -246,10 +245,10 @@ class Checker:
         return check(tensors, factor, write=write, out=out, tally=tally, places=where, in_memory=in_memory)
 
     def _tally(self, slots: int, device: torch.device, step: torch.Tensor) -> Tally | None:
-        """Where to note bad gradients; None if nowhere yet and a graph is captured."""
+        """Where to count non-finite gradients; None if a graph is captured and there are no counts yet."""
         counts = self.counts.get(device)
         if capturing(device):
-            if counts is None or counts.shape[0] < slots:  # made now, they would be 0 again at each replay
+            if counts is None or counts.shape[0] < slots:  # each replay would set new ones to 0
                 return None
             self._recorded[id(counts)] = counts
         if counts is None or counts.shape[0] < slots:
