@@ -1,14 +1,14 @@
-"""Archives as `torch.save` writes them, written and read without running anything, and without C++ calling back.
+"""Archives in the format of `torch.save`, written and read without executing code from the file.
 
-**On disk**: a zip file, nothing compressed: ``data.pkl``, a pickle in which a storage is a persistent id, and each
-storage's bytes as ``data/KEY``, at multiples of 64. ``torch.load(weights_only=True)`` reads what `write` writes.
+**Format.** An uncompressed zip file with ``data.pkl``, a pickle in which storages are persistent ids, and the bytes of
+each storage as ``data/KEY``, at offsets that are multiples of 64. ``torch.load(weights_only=True)`` can read it.
 
-**What it holds** is told by exact type, when it is written: what `read` could not give back is refused there, by name.
-numpy's arrays and scalars lie as ``{"halfstep.numpy": "array", "values": tensor}`` (or ``"scalar"``).
+**Content.** Types are checked when an archive is written: values that `read` could not restore are refused, by name.
+Arrays and scalars of numpy are stored as ``{"halfstep.numpy": "array", "values": tensor}`` (or ``"scalar"``).
 
-**Reading** looks at the pickle as data (pickle_data.py), believes no size beyond the bytes that are there, and lets no
-tensor reach out of its storage. torch's own writer is not used: a KeyboardInterrupt in the Python file that it calls
-ends in an abort.
+**Reading** treats the pickle as data (pickle_data.py), trusts no size that exceeds the file, and allows no tensor to
+extend beyond its storage. torch's own writer is not used, because a KeyboardInterrupt in the Python file that it calls
+aborts the process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from halfstep.integrations.pickle_data import DEEPEST, MOST, Function, PickleErr
 
 NUMPY, VALUES = "halfstep.numpy", "values"
 ALIGNMENT = 64
-PART = 16 << 20  # bytes between two looks at what the keyboard says
+PART = 16 << 20  # bytes between two checks for an interrupt
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 STORAGES = {
@@ -51,11 +51,11 @@ _NUMPY = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 
 
 class ArchiveError(PickleError):
-    """What cannot be written so that it can be read, or cannot be read."""
+    """A value that cannot be written or restored, or an archive that cannot be read."""
 
 
 def parts(data: Any) -> Iterator[memoryview]:
-    """Bytes in pieces, between which an interrupt that was kept back is delivered."""
+    """Bytes in pieces, between which a held interrupt is delivered."""
     view = memoryview(data)
     if view.nbytes:
         view = view.cast("B")
@@ -65,7 +65,7 @@ def parts(data: Any) -> Iterator[memoryview]:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a storage on the CPU, not copied."""
+    """The bytes of a storage on the CPU, without a copy."""
     return memoryview(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy())  # type: ignore[arg-type]
 
 
@@ -102,12 +102,12 @@ def _refuse_type(where: str, value: Any) -> ArchiveError:
 
 
 def kept(value: Any, where: str) -> Any:
-    """`value` as it is written: containers copied, tensors without their Python attributes, numpy as dicts.
+    """`value` as it is written: with copied containers, tensors without Python attributes, and numpy values as dicts.
 
     Raises:
-        ArchiveError: something in it could not be read; the text names it, as ``where['key'][0]``.
+        ArchiveError: a part of it could not be restored. The message names it, as in ``where['key'][0]``.
     """
-    # By id: the value, which must stay alive, what it became, and how many values it stands for (0: not known yet).
+    # By id: the value (to keep it alive), its replacement, and the number of values that it contains (0: unknown yet).
     known: dict[int, tuple[Any, Any, int]] = {}
 
     def container(value: Any, where: str, depth: int) -> tuple[Any, int]:

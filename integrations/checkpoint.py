@@ -1,17 +1,17 @@
-"""Checkpoints that survive: written beside the last good one, checked, and only then given its name.
+"""Checkpoints that are atomic: written under a temporary name, checked, and then renamed.
 
-`save` and `load` know two kinds, side by side in a run's folder:
+`save` and `load` support two kinds, which may be in the same folder:
 
-- without a model, one process writes one file, ``step-00000120.pt``, of whatever it is given;
-- with one, all ranks write a folder, ``step-00000120/``, each its own shards in parallel, in the background if asked
-  to. It loads into any other topology, to the bit (checkpoint_sharded.py).
+- without a model, one process writes its state to one file, ``step-00000120.pt``;
+- with a model, all ranks write a folder, ``step-00000120/``, each its own shards, in parallel and optionally in the
+  background. It loads in any other topology with the same bits (checkpoint_sharded.py).
 
-Whatever stops a save (Ctrl-C, ``kill -9`` of a rank, a full disk, a power cut), everything that carries a checkpoint's
-name is complete, and the newest one that was there before is still there. `load` proves that no byte changed (torch
-does not: its archive reader skips the checksums). See checkpoint_files.py, docs/checkpoints.md.
+Whatever interrupts a save (Ctrl-C, ``kill -9`` of a rank, a full disk, a power failure), all files and folders with the
+name of a checkpoint are complete, and earlier checkpoints still exist. `load` verifies that no byte has changed, which
+torch does not: its archive reader skips the checksums. See checkpoint_files.py and docs/checkpoints.md.
 
-A state in one file is the same whatever the strategy: `gather` turns sharded tensors (FSDP2's DTensors) into whole ones
-on the CPU, `scatter` cuts them again for the mesh of the run that loads them.
+The state in one file does not depend on the strategy: `gather` collects sharded tensors (DTensors of FSDP2) as complete
+tensors on the CPU, and `scatter` shards them for the mesh of the run that loads them.
 """
 
 from __future__ import annotations
@@ -235,9 +235,9 @@ def load(
 
 
 def gather(state: Any) -> Any:
-    """A copy of nested dicts and lists with every tensor whole and on the CPU.
+    """A copy of nested dicts and lists with all tensors complete and on the CPU.
 
-    Collective where there are DTensors: every rank must call it with the same structure.
+    Collective if there are DTensors: every rank must call it with the same structure.
     """
     if isinstance(state, Mapping):
         return {key: gather(value) for key, value in state.items()}
@@ -250,10 +250,10 @@ def gather(state: Any) -> Any:
 
 
 def scatter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`tensor` where `like` is: on its device, and cut over its mesh if that is a DTensor. The type is kept."""
+    """`tensor` on the device of `like`, and sharded over its mesh if `like` is a DTensor. The dtype is unchanged."""
     if not isinstance(like, DTensor):
         return tensor.to(like.device)
-    # every rank has read the same file, so each takes its part and nothing is sent
+    # Every rank has read the same file, so each takes its shard and nothing is sent.
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -261,7 +261,7 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
     """Copy gathered parameters and buffers into `model`, sharded or not.
 
     Raises:
-        CheckpointError: a name, shape or type differs; then nothing has been copied.
+        CheckpointError: a name, shape or dtype differs. Nothing was copied.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -291,10 +291,10 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a gathered ``optimizer.state_dict()``, cutting what has its parameter's shape as the parameter is cut.
+    """Load a gathered ``optimizer.state_dict()``. Tensors with the shape of their parameter are sharded like it.
 
     Raises:
-        CheckpointError: it is of another optimizer or damaged; the optimizer is as it was.
+        CheckpointError: the state is of another optimizer, or damaged. The optimizer is unchanged.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -334,10 +334,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def check_optimizer_state(state: Any) -> None:
-    """Raise unless it is built as an ``optimizer.state_dict()`` is.
+    """Raise unless `state` has the structure of an ``optimizer.state_dict()``.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: it has another structure.
     """
     entries = state.get("state") if isinstance(state, Mapping) else None
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
@@ -355,17 +355,20 @@ def check_optimizer_state(state: Any) -> None:
 
 
 def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor]) -> dict[str, Any]:
-    """An optimizer's `state_dict` with fp32 masters that were kept outside of it, for `halfstep.AdamW.load_state_dict`.
+    """Add fp32 masters to an optimizer's `state_dict`, for `halfstep.AdamW.load_state_dict`.
 
-    apex keeps them so: ``list(amp.master_params(optimizer))`` with opt_level O2, ``optimizer.master_params`` of a
-    ``FusedAdam(use_master=True)``. A parameter that never had a gradient gets state of zeros beside its master.
+    apex does not save them in it: they are ``list(amp.master_params(optimizer))`` with opt_level O2, and
+    ``optimizer.master_params`` of a ``FusedAdam(use_master=True)``. Parameters without state get a state of zeros.
 
     Args:
-        state_dict: with ``state`` and ``param_groups``; it is not changed.
-        masters: one per parameter, in the order of the groups, floating-point.
+        state_dict: a dict with ``state`` and ``param_groups``, which is not changed.
+        masters: floating-point tensors, one per parameter in the order of the groups.
+
+    Returns:
+        A copy of `state_dict` with the masters.
 
     Raises:
-        ValueError: their number is not that of the parameters, or one is no floating-point tensor.
+        ValueError: the number of masters is not that of the parameters, or one is not a floating-point tensor.
 
     Examples:
         >>> from halfstep.integrations import checkpoint

@@ -1,12 +1,12 @@
-"""Signals kept back while something must not be left half done, and delivered at moments that suit.
+"""Delay signals while an operation must not be interrupted, and deliver them at safe points.
 
-Python runs a signal's handler between any two bytecodes of the main thread: also inside a callback from C++, which an
-exception ends with an abort, between two collectives, after which the other ranks wait in vain, and in a destructor,
-which swallows the exception. Inside `held` a signal is only noted. `poll` delivers what was noted, and so does the end
-of `held`: the handlers that were there before are called, and raise KeyboardInterrupt or whatever they raise.
+Python runs a signal handler between any two bytecodes of the main thread. This may be inside a callback from C++, where
+an exception aborts the process, between two collectives, after which the other ranks wait forever, or in a destructor,
+which ignores the exception. Inside `held`, signals are only recorded. `poll` and the end of `held` deliver them: they
+call the previous handlers, which may raise KeyboardInterrupt or another exception.
 
-`apply` makes calls that belong together (a step over the tensors of two dtypes, a checkpoint taken over into state and
-weights), which were decided before: there is no bytecode between them.
+`apply` makes a sequence of prepared calls that must not be interrupted, such as a step over tensors of two dtypes, or
+the change of state and weights when a checkpoint is loaded. No bytecode runs between them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-# Those that are kept back in a step, where to look at every signal would take longer than a launch.
+# The signals that a step delays. Changing the handlers of all signals would take longer than a launch.
 _USUAL = [getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name)]
 
-# Of the main thread, the only one that runs handlers: those that `held` has taken the place of, and what came since.
+# The handlers that `held` has replaced, and the signals received since. Only the main thread runs handlers.
 _previous: dict[int, Callable[..., Any]] = {}
 _noted: list[int] = []
 
@@ -34,7 +34,7 @@ def _note_signal(number: int, frame: Any) -> None:
 
 
 def poll() -> None:
-    """Deliver the signals that came since `held` began; from here their handlers may raise."""
+    """Deliver the signals received since `held` began. Their handlers may raise here."""
     if not _noted or threading.current_thread() is not threading.main_thread():
         return
     while _noted:
@@ -45,10 +45,12 @@ def poll() -> None:
 
 @contextmanager
 def held(numbers: Collection[int] | None = None) -> Iterator[None]:
-    """Keep back signals with a handler in Python until `poll` or the end; inside itself, or in threads, nothing.
+    """Delay signals that have a Python handler until `poll` or the end of the block.
+
+    A nested `held`, and one in another thread than the main thread, has no effect.
 
     Args:
-        numbers: which; None for all.
+        numbers: the signals to delay; None for all.
     """
     if _previous or threading.current_thread() is not threading.main_thread():
         yield
@@ -69,7 +71,7 @@ def held(numbers: Collection[int] | None = None) -> Iterator[None]:
 def _restore_handlers(before: dict[int, Callable[..., Any]]) -> None:
     raised: BaseException | None = None
     while True:
-        try:  # a handler that is back may raise before the last one is
+        try:  # a handler may raise as soon as it is restored, before all of them are
             for number, handler in before.items():
                 signal.signal(number, handler)
             _previous.clear()
@@ -84,11 +86,11 @@ def _restore_handlers(before: dict[int, Callable[..., Any]]) -> None:
 
 
 def apply(calls: Sequence[partial[Any]]) -> None:
-    """Make calls one after the other; an interrupt that arrives meanwhile is raised afterwards.
+    """Make calls one after the other. An interrupt that arrives meanwhile is raised afterwards.
 
-    Between them runs no Python. If one of them is a function in Python, Ctrl-C and SIGTERM are kept back too. What
-    remains are exceptions that a debugger or another thread injects (``PyThreadState_SetAsyncExc``) into such a
-    function, as Triton's launches and the reference are, and errors raised by a call itself.
+    No Python code runs between the calls. If one of them is a Python function, as the launches of Triton and the
+    reference are, Ctrl-C and SIGTERM are delayed too. Only exceptions that a debugger or another thread injects into
+    such a function (``PyThreadState_SetAsyncExc``), and errors of the calls themselves, interrupt the sequence.
     """
     if any(isinstance(call.func, FunctionType) for call in calls):
         with held(_USUAL):

@@ -1,4 +1,4 @@
-"""The ranks that save or load one checkpoint together, and what they tell each other."""
+"""The ranks that save or load a checkpoint together, and their communication."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from halfstep.integrations.checkpoint_files import CheckpointError
 
 T = TypeVar("T")
 
-# The group of all ranks that is for checkpoints alone, and the default group it was made beside. Only weakly: who keeps
-# a group beyond destroy_process_group makes torch abort at exit.
+# The default group, and a group of all ranks for checkpoints only. These are weak references, because torch aborts at
+# exit if a group is alive after destroy_process_group.
 _own_group: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
 
 def _group_for_checkpoints() -> Any:
-    """A gloo group of all ranks, so that a save in a thread never meets a collective of the training."""
+    """A gloo group of all ranks, so that collectives of a save in a thread do not mix with those of training."""
     global _own_group
     default = dist.group.WORLD
     known = _own_group[1]() if _own_group is not None and _own_group[0]() is default else None
@@ -30,7 +30,7 @@ def _group_for_checkpoints() -> Any:
 
 
 class Ranks:
-    """The ranks that save or load together, and what they say to each other: small objects, over gloo."""
+    """The ranks that save or load together. They exchange small objects over gloo."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.rank, self.size = 0, 1
@@ -46,7 +46,7 @@ class Ranks:
             )
         if self.size == 1:
             return
-        # torch cannot make a group of some ranks without the others' help, unless all are in equally many groups.
+        # A new group of some ranks would need the other ranks to take part, so the given group is used.
         self.group = _group_for_checkpoints() if base is dist.group.WORLD else base
         if "cpu:" not in dist.get_backend_config(self.group):
             raise ValueError(
@@ -55,7 +55,7 @@ class Ranks:
             )
 
     def all(self, mine: T) -> list[T]:
-        """What each rank gives, in order."""
+        """The objects of all ranks, in order."""
         if self.group is None:
             return [mine]
         everything: list[Any] = [None] * self.size
@@ -63,16 +63,16 @@ class Ranks:
         return everything
 
     def together(self, function: Callable[[], T]) -> list[T]:
-        """What `function` gives on each rank; if it raises on one, this raises on all, so that none waits in vain.
+        """The results of `function` on all ranks. If it raises on one rank, all ranks raise, so that none waits.
 
-        What is no `Exception` (KeyboardInterrupt, SystemExit) is raised again on its rank, once the others know.
+        KeyboardInterrupt and SystemExit are raised again on their rank, after the other ranks know of them.
         """
         mine: Any = None
         error: str | None = None
         cause: BaseException | None = None
         try:
             mine = function()
-        except CheckpointException as failed:  # torch's, of all ranks, and no `Exception`
+        except CheckpointException as failed:  # raised by torch on all ranks; not an `Exception`
             error = "; ".join(_error_text(one[0]) for one in failed.failures.values())
             cause = failed.failures.get(self.rank, [RuntimeError(error)])[0]
         except BaseException as failed:
@@ -90,7 +90,7 @@ class Ranks:
         return [answer for answer, _ in answers]
 
     def first(self, function: Callable[[], T]) -> T:
-        """What `function` gives on the first rank, which alone calls it."""
+        """The result of `function` on the first rank, the only one that calls it."""
         return self.together(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""Model, optimizer and scaler as they are before something is loaded into them, to be put back if it fails."""
+"""Restore model, optimizer and scaler if loading a checkpoint into them fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfstep.numerics.scaling.topology import local
 
 
 def _remembered(value: Any, depth: int, tensors: bool = True) -> tuple[Any, Any]:
-    """An object, and what was in it: of dicts and lists `depth` levels, of tensors with one element the number."""
+    """An object and its content: `depth` levels of dicts and lists, and the numbers in tensors of one element."""
     if isinstance(value, dict) and depth:
         return value, {key: _remembered(one, depth - 1, tensors) for key, one in value.items()}
     if isinstance(value, list) and depth:
@@ -22,7 +22,7 @@ def _remembered(value: Any, depth: int, tensors: bool = True) -> tuple[Any, Any]
 
 
 def _restored(remembered: tuple[Any, Any]) -> Any:
-    """The same object, with what was in it."""
+    """The same object with its remembered content."""
     value, content = remembered
     if isinstance(content, dict):
         content = {key: _restored(one) for key, one in content.items()}
@@ -36,11 +36,11 @@ def _restored(remembered: tuple[Any, Any]) -> Any:
 
 
 class Rollback:
-    """What model, optimizer and scaler are before a load, and how to make them that again.
+    """The state of model, optimizer and scaler before a load.
 
-    An optimizer that loads takes other tensors and leaves those it had as they are, so they are kept, not copied. Of
-    the model `exchange` leaves the old values where the new ones were read. Only FSDP1, which writes its flat
-    parameters by itself, costs a copy of them.
+    Loading replaces the tensors of an optimizer without changing them, so references to them suffice. For the model,
+    `exchange` swaps old and new values, so that the old ones need no more memory. Only FSDP1, which writes its flat
+    parameters itself, requires a copy.
     """
 
     def __init__(self, model: torch.nn.Module | None, optimizer: Any, scaler: Any = None) -> None:
@@ -51,7 +51,7 @@ class Rollback:
         self.vars: list[tuple[Any, Any]] = []
         for owner in (optimizer, scaler):
             if owner is not None:
-                # An optimizer's state tensors are many, and are replaced rather than written.
+                # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
                 held = {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()}
                 self.vars.append((vars(owner), held))
 
@@ -60,18 +60,18 @@ class Rollback:
         return [local(one.detach()) for one in (*self.model.parameters(), *self.model.buffers())]
 
     def copy(self) -> None:
-        """Keep a copy of the model's tensors, which are about to be written otherwise than by `exchange`."""
+        """Copy the model's tensors, if they will be written by other means than `exchange`."""
         self.copies = [one.clone() for one in self._tensors()]
 
     def exchange(self, live: torch.Tensor, fresh: torch.Tensor) -> None:
-        """Put the values of `fresh` into `live`, and the other way round."""
+        """Swap the values of `live` and `fresh`."""
         held = live.clone()
         live.copy_(fresh)
         fresh.copy_(held)
         self.exchanged.append((live, fresh))
 
     def put_back(self) -> None:
-        """Make all three what they were, bit for bit."""
+        """Restore model, optimizer and scaler with the same bits."""
         for live, old in reversed(self.exchanged):
             live.copy_(old)
         if self.copies:

@@ -1,4 +1,4 @@
-"""A learning-rate schedule that counts the steps that were taken, not those that a loss scaler skipped."""
+"""A learning rate scheduler that does not count the steps that a loss scaler skipped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SkipAwareScheduler(LRScheduler):
     scaler: GradScaler
 
     def __init__(self, scheduler: LRScheduler, scaler: GradScaler) -> None:
-        # Not the base class's: it would step the optimizer's schedule again.
+        # The base class's __init__ is not called, because it would step the optimizer's schedule again.
         if not callable(getattr(scheduler, "step", None)):
             raise TypeError(
                 f"Expected scheduler to be an object with a method step(), but got a {type(scheduler).__name__}"
@@ -61,7 +61,7 @@ class SkipAwareScheduler(LRScheduler):
         self._start()
 
     def _start(self) -> None:
-        """Leave out what the scaler has skipped before."""
+        """Ignore the steps that the scaler has skipped before."""
         self._skips_counted, self._updates_seen = self.scaler.skips_known(), self.scaler._updates
         self._holds = False
 
@@ -72,7 +72,7 @@ class SkipAwareScheduler(LRScheduler):
             self._updates_seen += updates
             skips = self.scaler.skips_known() - self._skips_counted
             self._holds = skips >= updates
-            # Late news of several skips hold as many later calls; where a step was taken as well, they are used up.
+            # Skips that become known late hold as many later calls, unless a step was also taken.
             self._skips_counted += updates if self._holds else skips
         if not self._holds:
             self.scheduler.step(*args, **kwargs)
@@ -83,7 +83,7 @@ class SkipAwareScheduler(LRScheduler):
         return rates
 
     def get_lr(self) -> list[Any]:
-        """What the wrapped scheduler's ``get_lr`` says."""
+        """The result of the wrapped scheduler's ``get_lr``."""
         rates: list[Any] = self.scheduler.get_lr()
         return rates
 
@@ -96,7 +96,7 @@ class SkipAwareScheduler(LRScheduler):
         """Load a state of the wrapped scheduler, saved with or without this wrapper."""
         self.scheduler.load_state_dict(state_dict)
 
-    # What SequentialLR calls of those that it holds.
+    # SequentialLR calls these methods of its schedulers.
 
     def _initial_step(self) -> None:
         self.scheduler._initial_step()
@@ -105,7 +105,7 @@ class SkipAwareScheduler(LRScheduler):
         self.scheduler._update_lr(epoch)
 
     def __getattr__(self, name: str) -> Any:
-        if name in OWN:  # not there yet: while unpickling
+        if name in OWN:  # not set yet, during unpickling
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 

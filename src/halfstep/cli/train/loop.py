@@ -1,8 +1,8 @@
-"""One training run, from the same initial weights and the same batches whatever the precision and the strategy.
+"""One training run. Initial weights and batches are the same for all precisions and strategies.
 
-The host does not wait for the device: losses and scales stay there and are fetched together every few steps (every
-step on a CPU, where nothing waits). A step that the scaler skips still counts as a step: it has used its batch and its
-place in the learning-rate schedule, so all runs see the same data at the same rate.
+The host does not wait for the device: losses and scales stay on it and are read together every few steps (on a CPU in
+every step). A step that the scaler skips counts as a step: it uses its batch and its step of the learning rate
+schedule, so that all runs see the same data at the same learning rate.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from halfstep.integrations.monitor import AmpMonitor
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 
 FORMAT = "halfstep train 3"
-# What a checkpoint holds beside its format: `Trainer.state`.
+# The entries of a checkpoint other than its format; see `Trainer.state`.
 CONTENT = (
     *("plan", "step", "model", "optimizer", "scaler", "gradients", "overflowed", "rng", "cuda_rng", "history"),
     *("gradient_bytes",),
 )
 VALIDATION_ROWS = 128
-FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps: one batch alone is noisy
-BETAS = (0.9, 0.95)  # a second moment of 20 steps: what GPTs are usually trained with
-PATIENCE = 5  # steps in a row with a non-finite loss before a run is given up
-GRADIENT_STEPS = 20  # at most in so many steps gradients are counted, and at most in every tenth
-WORST = 5  # parameters of the report
+FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps, since single batches are noisy
+BETAS = (0.9, 0.95)  # as usual for GPTs
+PATIENCE = 5  # consecutive steps with a non-finite loss after which a run is given up
+GRADIENT_STEPS = 20  # largest number of steps in which gradients are counted, and at most every tenth step
+WORST = 5  # number of parameters in the report
 HISTORIES = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms")
 
 
 @dataclass(frozen=True)
 class Run:
-    """One line of the report: a precision and the optimizer that trains it.
+    """One row of the report: a precision and an optimizer.
 
     Args:
-        name: what the report calls it; also its checkpoint folder.
+        name: name in the report and of the folder of its checkpoints.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        optimizer: ``"halfstep.AdamW"`` (masters chosen by type) or ``"torch.optim.AdamW"`` (none).
+        optimizer: ``"halfstep.AdamW"`` (with its default masters) or ``"torch.optim.AdamW"`` (without masters).
     """
 
     name: str
@@ -78,7 +78,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a command have in common."""
+    """The settings that all runs of a command share."""
 
     size: str
     steps: int
@@ -95,7 +95,7 @@ class Settings:
         return SIZES[self.size].context
 
     def rate(self, step: int) -> float:
-        """Learning rate of step `step`, counted from 0: linear warm-up, then half a cosine down to zero."""
+        """The learning rate of step `step`, counted from 0: linear warm-up, then half a cosine to zero."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -104,7 +104,7 @@ class Settings:
 
 @dataclass
 class History:
-    """What happened, one number per step, and (step, loss) for each validation."""
+    """The course of a run: one number per step, and (step, loss) for each validation."""
 
     train_loss: list[float] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)
@@ -131,9 +131,10 @@ class History:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to. Losses are None if it was given up; `stopped` names the signal if one ended it early.
+    """The result of a run.
 
-    `overflow` is None where nothing is scaled, `gradients` where they are fp32.
+    `trouble` says why it was given up, and `stopped` is the signal that ended it early. `overflow` is None without a
+    loss scale, and `gradients` for fp32.
     """
 
     run: Run
@@ -185,7 +186,7 @@ class RunResult:
 
 
 class _Clock:
-    """Milliseconds of each step and of its optimizer part: wall clock on CPUs, events on GPUs, which do not wait."""
+    """Times each step and its optimizer part: by the wall clock on CPUs, by events, which do not wait, on GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
@@ -205,7 +206,7 @@ class _Clock:
         self._marks[-1].append(self._now())
 
     def take(self) -> list[tuple[float, float]]:
-        """(step, optimizer) milliseconds of the steps since the last call; the device has finished them."""
+        """The milliseconds of each step since the last call, and of its optimizer part. Waits for the device."""
         marks, self._marks = self._marks, []
         if self._events:
             torch.cuda.synchronize()
@@ -214,7 +215,7 @@ class _Clock:
 
 
 class Interrupt:
-    """Ctrl-C or SIGTERM asks the run to stop after its step; a second Ctrl-C stops it where it is."""
+    """Stops a run after its present step on Ctrl-C or SIGTERM. A second Ctrl-C stops it at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -235,15 +236,15 @@ class Interrupt:
 
 
 def plan(run: Run, settings: Settings, corpus: Corpus) -> dict[str, Any]:
-    """Everything a run's bits depend on, but for machine and strategy; kept in its checkpoints."""
+    """Everything that the bits of a run depend on, except machine and strategy. It is stored in checkpoints."""
     return {"precision": run.precision, "optimizer": run.optimizer, **asdict(settings), "data": corpus.sha256}
 
 
 def read_checkpoint(path: Path, run: Run, settings: Settings, corpus: Corpus) -> dict[str, Any]:
-    """Load a checkpoint and refuse it if it belongs to another run. Nothing else is touched.
+    """Load a checkpoint, and refuse it if it belongs to another run.
 
     Raises:
-        checkpoint.CheckpointError: damaged, or made with other settings; the message names each.
+        checkpoint.CheckpointError: the checkpoint is damaged, or was made with other settings, which the message names.
     """
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
@@ -269,10 +270,10 @@ def read_checkpoint(path: Path, run: Run, settings: Settings, corpus: Corpus) ->
 
 
 def _option(name: str, value: Any) -> str:
-    """What to type so that `name` is `value` again."""
+    """The option that sets `name` to `value`."""
     if name == "data":
         return "--data with the same content"
-    if name == "optimizer":  # torch's trains in comparisons only
+    if name == "optimizer":  # torch's optimizer is used in comparisons only
         return f"--precision {'compare' if value == 'torch.optim.AdamW' else 'fp32'}"
     return f"--{name.replace('_', '-')} {value}"
 
@@ -282,7 +283,7 @@ def _shown(value: Any) -> str:
 
 
 class Trainer:
-    """A run's model, optimizer and scaler, and the steps it has done."""
+    """The model, optimizer and scaler of a run, and the steps taken."""
 
     def __init__(self, run: Run, settings: Settings, corpus: Corpus, world: ThisRank) -> None:
         self.run, self.settings, self.corpus, self.world = run, settings, corpus, world
@@ -304,15 +305,15 @@ class Trainer:
         self.monitor = self._monitor()
         self.history = History()
         self.step = 0
-        self._resumed_at = 0  # the scaler counts from there
+        self._resumed_at = 0  # the step from which the scaler counts
         self._overflowed_before: list[Overflow] = []
-        self.gradient_bytes = 0  # counted in the first step, when there are gradients
+        self.gradient_bytes = 0  # set in the first step
         self._clock = _Clock(world.device)
         self._losses: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        # matrices decay; gains and shifts of the norms do not, as is usual
+        # As usual, matrices have weight decay, and the parameters of norms have none.
         matrices = [p for p in self.plain.parameters() if p.dim() >= 2]
         vectors = [p for p in self.plain.parameters() if p.dim() < 2]
         groups: list[dict[str, Any]] = [
@@ -323,7 +324,7 @@ class Trainer:
         return make_optimizer(kind, groups, self.world, lr=self.settings.lr, betas=BETAS)
 
     def _monitor(self) -> AmpMonitor | None:
-        """What counts gradients that are kept in 16 bits; None if they are fp32."""
+        """The monitor that counts 16-bit gradients; None for fp32."""
         if self.run.precision == "fp32":
             return None
         every = max(10, self.settings.steps // GRADIENT_STEPS)
@@ -363,19 +364,19 @@ class Trainer:
         self.step += 1
 
     def _parts(self, inputs: torch.Tensor, targets: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """A batch in micro-batches."""
+        """The micro-batches of a batch."""
         count = self.world.layout.accumulate
         return list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
 
     def _scale(self) -> torch.Tensor:
-        """A copy of the loss scale, still on the device."""
+        """A copy of the loss scale on the device."""
         assert self.scaler is not None
         scale = self.scaler._get_scale_async()  # get_scale() would wait for the device
         assert scale is not None  # it is made by the first scale()
         return scale.detach().clone()
 
     def flush(self, *extra: float) -> list[float]:
-        """Move what the device has gathered into the history. Returns the mean over all ranks of each extra number."""
+        """Move losses and scales from the device to the history. Returns the mean of each extra number over ranks."""
         losses = [loss.float() for loss in self._losses]
         packed = torch.stack(
             [*losses, *(torch.tensor(x, dtype=torch.float32, device=self.world.device) for x in extra)]
@@ -391,7 +392,7 @@ class Trainer:
             scales = torch.stack([*self._scales, self._scale()]).tolist()
             self._scales = []
             self.history.scale += scales[:-1]
-            # the scale falls exactly when a step was skipped (and rises only after a run of clean ones)
+            # The scale falls exactly when a step was skipped.
             self.history.skipped += [float(after < before) for before, after in pairwise(scales)]
         for step_ms, optimizer_ms in self._clock.take():
             self.history.step_ms.append(step_ms)
@@ -400,7 +401,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss on the fixed validation windows, in the run's own precision. Collective."""
+        """The mean loss on the fixed validation windows, in the precision of the run. Collective."""
         batch, context = self.settings.batch, self.settings.context
         count = -(-VALIDATION_ROWS // batch)
         mine = self.world.rows(batch)
@@ -418,7 +419,7 @@ class Trainer:
         return loss
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds. Collective under FSDP, where the shards are put together."""
+        """The content of a checkpoint. Collective under FSDP, which gathers the shards."""
         cuda = (
             torch.cuda.get_rng_state(self.world.device)
             if self.world.device.type == "cuda"
@@ -443,7 +444,7 @@ class Trainer:
         """Continue from a checkpoint that `read_checkpoint` has approved.
 
         Raises:
-            checkpoint.CheckpointError: what is in it does not fit.
+            checkpoint.CheckpointError: its content does not fit.
         """
         try:
             self._restore(state)
@@ -460,13 +461,13 @@ class Trainer:
         load_optimizer(self.optimizer, state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        if len(state["rng"]) == self.world.size:  # with another number of ranks there is no state for each
+        if len(state["rng"]) == self.world.size:  # otherwise there is no random state for each rank
             torch.set_rng_state(state["rng"][self.world.rank])
             if self.world.device.type == "cuda" and state["cuda_rng"][self.world.rank].numel():
                 torch.cuda.set_rng_state(state["cuda_rng"][self.world.rank], self.world.device)
         if self.monitor is not None and state.get("gradients") is not None:
             counted = state["gradients"]
-            if self.world.rank:  # the counts are those of all ranks together
+            if self.world.rank:  # the counts are sums over all ranks
                 counted = {**counted, "counts": torch.zeros_like(counted["counts"])}
             self.monitor.load_state_dict(counted)
         self.history = History.from_state(state["history"])
@@ -492,7 +493,7 @@ class Trainer:
         return sorted(found.values(), key=lambda one: one.name)
 
     def overflow(self) -> OverflowReport | None:
-        """What the scaler knows, from the run's first step on; None without one. Collective, waits for the device."""
+        """The overflows since the run's first step; None without a scaler. Collective; waits for the device."""
         if self.scaler is None:
             return None
         everywhere = _over_ranks(self.world.objects(self._overflowed()))
@@ -501,7 +502,7 @@ class Trainer:
         return OverflowReport(self.step, len(skipped), skipped[-1] if skipped else 0, found)
 
     def _counted(self) -> dict[str, Any] | None:
-        """What was counted of gradients, shards added up and copies counted once. Collective, waits."""
+        """The counts of gradients, summed over shards, with copies counted once. Collective; waits for the device."""
         if self.monitor is None:
             return None
         state = self.monitor.state_dict()
@@ -510,7 +511,7 @@ class Trainer:
         return {**state, "counts": torch.stack(ranks).sum(0)}
 
     def gradients(self) -> dict[str, Any] | None:
-        """The gradients' entry in report.json: where they fall at the last scale. Collective, waits."""
+        """The entry on gradients in report.json, at the last scale. Collective; waits for the device."""
         counted = self._counted()
         if counted is None:
             return None
@@ -548,7 +549,7 @@ class Trainer:
 
 
 def _over_ranks(ranks: list[list[Overflow]]) -> list[Overflow]:
-    """One entry per parameter; of its counts the largest, as shards of it overflow in the same step or do not."""
+    """One entry per parameter, with the largest counts of all ranks, which may hold different shards of it."""
     found: dict[str, Overflow] = {}
     for one in (one for rank in ranks for one in rank):
         other = found.get(one.name, one)
@@ -563,14 +564,14 @@ def _over_ranks(ranks: list[list[Overflow]]) -> list[Overflow]:
 
 
 def _tensors(entry: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an optimizer's entry that grow with the parameter: not the step counter."""
+    """The tensors in an optimizer's entry, except the step count."""
     for value in entry.values():
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             yield value
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes this process holds of it: of a sharded tensor, the shard."""
+    """The bytes of a tensor, or of this rank's shard of it."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
 
@@ -592,21 +593,24 @@ def train(
     watch: Callable[[Trainer], None],
     note: Callable[[str], None],
 ) -> RunResult:
-    """Train one run to its last step, or until it is interrupted or its loss is no number any more.
+    """Train one run to its last step, or until it is interrupted or its loss stays non-finite.
 
     Args:
-        run, settings, corpus, world: what, how, on which text, by whom.
-        folder: where its checkpoints lie; needed where `save_every` > 0.
-        save_every: steps between checkpoints; 0 writes none.
-        resumed: a checkpoint's content to continue from.
-        interrupt: asked after each step whether to stop.
-        watch: called whenever the history has grown.
-        note: told what happens besides: a checkpoint written.
+        run: precision and optimizer.
+        settings: settings of all runs.
+        corpus: the text.
+        world: this rank.
+        folder: folder of the checkpoints; needed if `save_every` > 0.
+        save_every: steps between checkpoints; 0 for none.
+        resumed: content of the checkpoint to continue from, or None.
+        interrupt: says whether to stop.
+        watch: called when the history has new entries.
+        note: called with a text when a checkpoint was written.
     """
     trainer = Trainer(run, settings, corpus, world)
     if resumed is not None:
         trainer.restore(resumed)
-    # Waiting for a GPU, or for the other ranks, at every step would cost more than the step.
+    # Waiting for a GPU or for other ranks in every step would take longer than the step.
     every = 1 if world.size == 1 and world.device.type == "cpu" else 10
     validate_every = max(1, settings.steps // 10)
 
@@ -622,7 +626,7 @@ def train(
         validate_now = trainer.step % validate_every == 0 or last
         if not (save_now or validate_now or trainer.step % every == 0):
             continue
-        # a signal reaches the ranks at different steps; they agree here
+        # A signal reaches the ranks in different steps. Here they agree on one.
         (stop,) = trainer.flush(float(interrupt.signal or 0))
         if _non_finite(trainer.history.train_loss):
             trouble = (
