@@ -1,16 +1,7 @@
-"""``halfstep bench predict``: what limits each kernel on a GPU, from what it was counted to do in software.
+"""``halfstep bench predict``: how long each kernel takes on a GPU, and what limits it, from what it was counted to do.
 
-A kernel takes at least as long as the slowest of three: global memory, the issue of its instructions, and shared
-memory. Per element,
-
-    memory = 32 * sectors / (part that a copy reaches * bandwidth)
-    issue = thread instructions / (multiprocessors * 4 schedulers * 32 lanes * clock)
-    shared = wavefronts / (multiprocessors * clock)
-
-The counts are of PTX, executed (docs/software_gpu.md); ptxas makes more or fewer machine instructions of it, so a ratio
-is an estimate, and no time is printed. Bandwidths are those of `audit`. Multiprocessors and clocks: NVIDIA's
-whitepapers on A100 and H100; for B200 what is commonly reported, which is not checked. The part of the bandwidth that a
-copy reaches: from the measurements that Liger-Kernel publishes (benchmark/data); none of it was measured here.
+The model, its constants and what it leaves out: `predictor`. The counts are those of `make bounds`, of kernels executed
+in software (docs/software_gpu.md), ours and those of peers that were installed.
 """
 
 from __future__ import annotations
@@ -21,44 +12,39 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from halfstep.bench.audit.rows import BANDWIDTH
+from halfstep.bench import predictor
+from halfstep.bench.predictor import ERROR, GPUS, SECTOR
 from halfstep.cli.command_line import Parser, UsageError, input_file, run
-from halfstep.cli.terminal import ruled, terminal
+from halfstep.cli.numbers import whole
+from halfstep.cli.roofline_picture import Panel, Point
+from halfstep.cli.terminal import Terminal, ruled, terminal
 
 COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
-SECTOR = 32  # bytes
-
-
-class GPU(NamedTuple):
-    """What the prediction needs of a GPU: clock in Hz, and the part of the bandwidth that a copy reaches."""
-
-    target: str
-    multiprocessors: int
-    clock: float
-    copied: float
-
-
-GPUS = {
-    "A100": GPU("sm_80", 108, 1.41e9, 0.83),
-    "H100": GPU("sm_90", 132, 1.755e9, 0.90),
-    "B200": GPU("sm_100", 148, 1.85e9, 0.80),
-}
+SHOWN = ("A100", "H100", "H200", "B200", "MI300X")
 # Most of the time of memory that the issue of instructions may take; where the two overlap badly, more shows.
-ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "B200": 0.85}
+ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "H200": 0.85, "B200": 0.85, "MI300X": 0.85}
 SHARED_LIMIT = 0.20
+# Peers' cases beside the case of ours that does the same job.
+BESIDE = {
+    "optimi AdamW bf16, Kahan": "AdamW bf16 split, bf16 moments",
+    "flashoptim AdamW bf16, bf16 moments": "AdamW bf16 split, bf16 moments",
+    "flashoptim AdamW bf16, 8-bit moments": "AdamW bf16 split, bf16 moments",
+}
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """One kernel on one GPU.
+class Limits:
+    """What limits one kernel on one GPU.
 
     Attributes:
         bytes: of global memory per element, in whole sectors.
         issue: time to issue its instructions over the time of memory.
         shared: time of shared memory over the time of memory.
-        within: whether neither is above its limit.
+        in_flight: bytes asked for at a time over what bandwidth times latency needs.
+        resident: blocks of a multiprocessor at a time.
+        within: whether neither issue nor shared memory is above its limit.
     """
 
     case: str
@@ -67,26 +53,119 @@ class Prediction:
     bytes: float
     issue: float
     shared: float
+    in_flight: float
+    resident: int
     within: bool
 
 
-def predict(counts: dict[str, Any]) -> Iterator[Prediction]:
+@dataclass(frozen=True)
+class Time:
+    """The predicted time of one call on one GPU.
+
+    Attributes:
+        peer: whose kernels; None for ours.
+        predicted_us: microseconds, and `error` of them either way: where 90 % of the held-back calls were.
+    """
+
+    case: str
+    peer: str | None
+    gpu: str
+    elements: int
+    predicted_us: float
+    error_us: float
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The counts that `make bounds` recorded in a file.
+
+    Raises:
+        UsageError: it cannot be read, or holds none.
+    """
+    try:
+        counts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        list(limits(counts)), list(times(counts, 1)), counts["triton"]
+    except OSError as error:
+        raise UsageError(
+            f"--counts {path} cannot be read: {error.strerror}; it comes with a checkout of halfstep: run this in its "
+            "root, or name the file"
+        ) from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"expected --counts to be a file of make bounds, but got {path}, which holds no counts"
+        ) from error
+    return counts
+
+
+def limits(counts: dict[str, Any]) -> Iterator[Limits]:
     """From counts as `make bounds` records them. Kernels that move less than a byte per element are left out."""
-    for name, gpu in GPUS.items():
+    for name in SHOWN:
+        gpu = GPUS[name]
         for case, kernels in counts["targets"].get(gpu.target, {}).items():
             for kernel, counted in kernels.items():
                 moved = SECTOR * counted["sectors"]
                 if moved < 1:
                     continue
-                memory = moved / (gpu.copied * BANDWIDTH[gpu.target][name])
-                issue = counted["instructions"] / (gpu.multiprocessors * 128 * gpu.clock) / memory
-                shared = counted["wavefronts"] / (gpu.multiprocessors * gpu.clock) / memory
-                within = issue <= ISSUE_LIMIT[name] and shared <= SHARED_LIMIT
-                yield Prediction(case, kernel, name, moved, issue, shared, within)
+                launch = predictor.scaled(counted, counted["elements"])
+                parts = predictor.parts(gpu, launch)
+                issue, shared = parts["issue"] / parts["memory"], parts["shared"] / parts["memory"]
+                yield Limits(
+                    case=case,
+                    kernel=kernel,
+                    gpu=name,
+                    bytes=moved,
+                    issue=issue,
+                    shared=shared,
+                    in_flight=predictor.in_flight(gpu, launch),
+                    resident=predictor.resident(gpu, launch),
+                    within=issue <= ISSUE_LIMIT[name] and shared <= SHARED_LIMIT,
+                )
+
+
+def times(counts: dict[str, Any], elements: int) -> Iterator[Time]:
+    """Ours, each followed by its peers, for the GPUs whose constants were fitted."""
+    for name in SHOWN:
+        gpu = GPUS[name]
+        if gpu.reached is None:
+            continue
+        own, peers = counts["targets"].get(gpu.target, {}), counts.get("peers", {}).get(gpu.target, {})
+        theirs: dict[str, list[str]] = {case: [] for case in own}
+        for case in peers:  # those that have none of ours beside them come last
+            theirs.setdefault(BESIDE.get(case, case.removeprefix("liger ")), []).append(case)
+        for case, beside in theirs.items():
+            rows = [(case, None, own[case])] if case in own else []
+            rows += [(peer, peers[peer]["peer"], peers[peer]["kernels"]) for peer in beside]
+            for called, peer, of in rows:
+                launches = [predictor.scaled(counted, elements) for counted in of.values()]
+                predicted = 1e6 * predictor.seconds(gpu, launches)
+                yield Time(called, peer, name, elements, predicted, ERROR.ninth * predicted)
+
+
+def panels(counts: dict[str, Any]) -> list[Panel]:
+    """The rooflines of the GPUs, with each case's kernel that takes most, peers' too."""
+    made = []
+    for name in SHOWN:
+        gpu = GPUS[name]
+        cases = dict(counts["targets"].get(gpu.target, {}))
+        cases |= {case: peer["kernels"] for case, peer in counts.get("peers", {}).get(gpu.target, {}).items()}
+        memory = gpu.bandwidth * (gpu.reached or 1.0)
+        points = []
+        for case, kernels in cases.items():
+            counted = max(kernels.values(), key=lambda kernel: float(kernel["issued"]))
+            parts = predictor.parts(gpu, predictor.scaled(counted, counted["elements"]))
+            moved = parts["memory"] * memory
+            if SECTOR * counted["sectors"] >= 1:
+                per_byte = counted["issued"] * counted["elements"] / moved
+                points.append(Point(case, per_byte, moved / max(parts.values())))
+        issue = gpu.multiprocessors * gpu.lanes * gpu.clock
+        made.append(Panel(name, memory, issue, ISSUE_LIMIT[name], points))
+    return made
 
 
 def _parser() -> Parser:
-    parser = Parser("bench predict", "Predict what limits each kernel on a GPU, from recorded counts, without one.")
+    parser = Parser(
+        "bench predict",
+        "Predict how long each kernel takes on a GPU, and what limits it, from recorded counts, without a GPU.",
+    )
     parser.add_argument(
         "--counts",
         type=input_file,
@@ -94,50 +173,72 @@ def _parser() -> Parser:
         metavar="FILE",
         help=f"counts that make bounds recorded (default: {COUNTS_FILE})",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--elements", type=whole(1), default=1 << 26, metavar="N", help="elements of a call (default: 2^26)"
+    )
+    parser.add_argument("--limits", action="store_true", help="print what limits each kernel instead of times")
+    parser.add_argument("--json", action="store_true", help="print JSON, with times and limits, instead of a table")
     return parser
 
 
-def _cell(found: Prediction | None) -> str:
-    """Issue and shared memory in percent, with a star if one is above its limit."""
-    if found is None:
-        return ""
-    return f"{100 * found.issue:.0f} + {100 * found.shared:.0f}{' ' if found.within else '*'}"
+def _of_limits(found: list[Limits], triton: str, screen: Terminal) -> list[str]:
+    """The lines of the table of limits."""
+    rows: dict[tuple[str, str], dict[str, Limits]] = {}
+    for one in found:
+        rows.setdefault((one.case, one.kernel), {})[one.gpu] = one
+    cells = []
+    for (case, kernel), row in rows.items():
+        of = [row.get(name) for name in SHOWN]
+        ratios = [f"{100 * p.issue:.0f} + {100 * p.shared:.0f}{' ' if p.within else '*'}" if p else "" for p in of]
+        cells.append((case, kernel, f"{next(iter(row.values())).bytes:.1f}", *ratios))
+    title = f"Predicted from the kernels of Triton {triton}: issue + shared memory, % of the time of memory"
+    note = (
+        f"* issue above {ISSUE_LIMIT['H100']:.0%} (A100, H100) or {ISSUE_LIMIT['B200']:.0%}, or shared memory above "
+        f"{SHARED_LIMIT:.0%}. MI300X: against the bandwidth of the datasheet, and shared memory is not counted."
+    )
+    body = ruled(("case", "kernel", "bytes", *SHOWN), cells, (False, False, *[True] * (1 + len(SHOWN))), screen)
+    return [*screen.title(title), *body, "", *screen.wrap(note)]
+
+
+def _of_times(found: list[Time], triton: str, elements: int, screen: Terminal) -> list[str]:
+    """The lines of the table of times."""
+    rows: dict[tuple[str, str], dict[str, Time]] = {}
+    for one in found:
+        rows.setdefault((one.case, one.peer or "halfstep"), {})[one.gpu] = one
+    names = [name for name in SHOWN if GPUS[name].reached is not None]
+    cells = []
+    for (case, of), row in rows.items():
+        on = [row.get(name) for name in names]
+        cells.append((case, of, *(f"{one.predicted_us:.0f} ± {one.error_us:.0f}" if one else "" for one in on)))
+    title = f"Predicted µs of a call with {elements:,} elements, kernels of Triton {triton}, cold cache"
+    note = (
+        f"Predicted, none measured: of {ERROR.rows} published times of other kernels to which nothing was fitted, half "
+        f"were within {ERROR.median:.0%}, nine of ten within {ERROR.ninth:.0%}, which is the ± here. H200 is taken to "
+        "be an H100 with more bandwidth."
+    )
+    header = ("case", "kernels of", *(f"predicted, {name}" for name in names))
+    body = ruled(header, cells, (False, False, *[True] * len(names)), screen)
+    return [*screen.title(title), *body, "", *screen.wrap(note)]
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        counts = json.loads(options.counts.read_text(encoding="utf-8"))
-        predictions = list(predict(counts))
-    except OSError as error:
-        raise UsageError(
-            f"--counts {options.counts} cannot be read: {error.strerror}; it comes with a checkout of halfstep: run "
-            "this in its root, or name the file"
-        ) from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"expected --counts to be a file of make bounds, but got {options.counts}, which holds no counts"
-        ) from error
+    counts = read(options.counts)
+    limiting, predicted = list(limits(counts)), list(times(counts, options.elements))
     if options.json:
-        print(json.dumps({"triton": counts["triton"], "predictions": [asdict(one) for one in predictions]}, indent=2))
+        content = {
+            "triton": counts["triton"],
+            "error": ERROR._asdict(),
+            "predicted_times": [asdict(one) for one in predicted],
+            "limits": [asdict(one) for one in limiting],
+        }
+        print(json.dumps(content, indent=2))
         return 0
-    limits = f"{ISSUE_LIMIT['H100']:.0%} ({ISSUE_LIMIT['B200']:.0%} on B200)"
-    rows: dict[tuple[str, str], dict[str, Prediction]] = {}
-    for one in predictions:
-        rows.setdefault((one.case, one.kernel), {})[one.gpu] = one
-    cells = [
-        (
-            *case,
-            f"{next(iter(row.values())).bytes:.1f}",
-            *(_cell(row.get(name)) for name in GPUS),
-        )
-        for case, row in rows.items()
-    ]
     screen = terminal()
-    title = f"Predicted from the PTX of Triton {counts['triton']}: issue + shared memory, % of the time of memory"
-    body = ruled(("case", "kernel", "bytes", *GPUS), cells, (False, False, *[True] * (1 + len(GPUS))), screen)
-    note = f"* issue above {limits} or shared memory above {SHARED_LIMIT:.0%}"
-    screen.show([*screen.title(title), *body, "", *screen.wrap(note)], sys.stdout)
+    if options.limits:
+        lines = _of_limits(limiting, counts["triton"], screen)
+    else:
+        lines = _of_times(predicted, counts["triton"], options.elements, screen)
+    screen.show(lines, sys.stdout)
     return 0
 
 

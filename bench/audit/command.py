@@ -24,11 +24,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from halfstep.bench import predict
 from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit import markdown, peers
 from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
-from halfstep.cli.command_line import Parser, UsageError, input_file, output_file, run
+from halfstep.cli.command_line import Parser, UsageError, a_path, input_file, make_folder, output_file, run
 from halfstep.cli.numbers import whole
+from halfstep.cli.roofline_picture import draw
 from halfstep.cli.terminal import Progress, table, terminal
 
 # Set in a restarted process, so that one that still finds interpreted kernels stops instead of restarting for ever.
@@ -147,6 +149,16 @@ def _parser() -> Parser:
         help="print the table as Markdown or, with FILE, put it between FILE's markers; after --record, of all bounds",
     )
     parser.add_argument(
+        "--out", type=a_path, metavar="DIR", help="also draw all kernels on the roofline of each GPU: DIR/roofline.png"
+    )
+    parser.add_argument(
+        "--counts",
+        type=input_file,
+        default=predict.COUNTS_FILE,
+        metavar="FILE",
+        help=f"executed counts that make bounds recorded, for --out (default: {predict.COUNTS_FILE})",
+    )
+    parser.add_argument(
         *("--jobs",),
         type=whole(1),
         default=min(os.cpu_count() or 1, 8),
@@ -183,6 +195,13 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     """
     import triton
 
+    if arguments.out:  # before the minutes of work, as it needs none of it
+        counts = predict.read(arguments.counts)
+        picture = make_folder(arguments.out) / "roofline.png"
+        draw(
+            picture, predict.panels(counts), f"Predicted from executed kernels of Triton {counts['triton']}, cold cache"
+        )
+        print(f"wrote {picture}", file=sys.stderr)
     modules = list(dict.fromkeys(arguments.module or FAMILIES))
     targets = list(dict.fromkeys(arguments.target or TARGETS))
     families = {module.rpartition(".")[2] for module in arguments.module} if arguments.module else None

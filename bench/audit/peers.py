@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -65,19 +66,22 @@ def _optimi() -> None:
     module.AdamW([parameter], lr=1e-3, triton=True).step()
 
 
-def _flashoptim(quantized: bool) -> None:
-    # Its optimizer asks for a GPU before it launches anything; the launcher below it does not.
+def flashoptim_step(quantized: bool, tensor: Callable[[torch.dtype, int], torch.Tensor], n: int) -> None:
+    """One step of flashoptim's AdamW over `n` parameters, all of whose tensors `tensor` makes.
+
+    Its optimizer asks for a GPU before it launches anything; the launcher below it does not.
+    """
     module = importlib.import_module("flashoptim.optimizers")
-    n = PARAMETERS
     scales = n // 32 if quantized else n
+    half = torch.float16 if quantized else torch.bfloat16
     module._fused_adam_step(
-        mom=_tensor(torch.int8 if quantized else torch.bfloat16, n),
-        mom_scales_f16=_tensor(torch.float16 if quantized else torch.bfloat16, scales),
-        var=_tensor(torch.uint8 if quantized else torch.bfloat16, n),
-        var_scales_f16=_tensor(torch.float16 if quantized else torch.bfloat16, scales),
-        param=_tensor(torch.bfloat16, n),
-        grad=_tensor(torch.bfloat16, n),
-        errors=_tensor(torch.int8, n),
+        mom=tensor(torch.int8 if quantized else torch.bfloat16, n),
+        mom_scales_f16=tensor(half, scales),
+        var=tensor(torch.uint8 if quantized else torch.bfloat16, n),
+        var_scales_f16=tensor(half, scales),
+        param=tensor(torch.bfloat16, n),
+        grad=tensor(torch.bfloat16, n),
+        errors=tensor(torch.int8, n),
         lr=1e-3,
         beta1=0.9,
         beta2=0.999,
@@ -95,8 +99,20 @@ JOBS = (
     # Parameter, gradient, two moments and the compensation in bf16; all but the gradient are written.
     Job("torch-optimi", "AdamW, bf16 param, bf16 grad, bf16 state, Kahan", _optimi, 10, 8),
     # The default: 24-bit master and moments of 8 bits. The moments' scales, 2 bytes for each 32 elements, are left out.
-    Job("flashoptim", "AdamW, bf16 param, bf16 grad, 8-bit state, 24-bit master", lambda: _flashoptim(True), 7, 5),
-    Job("flashoptim", "AdamW, bf16 param, bf16 grad, bf16 state, 24-bit master", lambda: _flashoptim(False), 9, 7),
+    Job(
+        "flashoptim",
+        "AdamW, bf16 param, bf16 grad, 8-bit state, 24-bit master",
+        partial(flashoptim_step, True, _tensor, PARAMETERS),
+        7,
+        5,
+    ),
+    Job(
+        "flashoptim",
+        "AdamW, bf16 param, bf16 grad, bf16 state, 24-bit master",
+        partial(flashoptim_step, False, _tensor, PARAMETERS),
+        9,
+        7,
+    ),
 )
 
 

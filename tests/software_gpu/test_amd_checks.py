@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from software_gpu.amd import ASSUMED, UnknownAssembly
-from software_gpu.gpu import SoftwareGPU
+from software_gpu.gpu import COUNTS, SoftwareGPU
 from software_gpu.snippets import wave_kernel
 
 STORE = "\tglobal_store_dword v1, v2, s[4:5]"
@@ -38,6 +38,18 @@ def test_misaligned_unwritten_and_read_only(machine: SoftwareGPU) -> None:
     tensor = torch.zeros(64, dtype=torch.int32)
     with machine.read_only(tensor), pytest.raises(RuntimeError, match="that is only to be read"):
         run(machine, STORE, tensor)
+
+
+def test_sectors_are_counted(machine: SoftwareGPU) -> None:
+    """64 lanes of 4 bytes, then 63 of them, of which the last sector is touched too."""
+    masked = f"\tv_cmp_gt_u32_e32 vcc, 63, v0\n\ts_and_saveexec_b64 s[12:13], vcc\n{STORE}"
+    machine.launches.clear()
+    with machine.set(keep=True, counting=True):
+        run(machine, f"{LOAD}\n{LOAD}\n{masked}", torch.zeros(64, dtype=torch.int32))
+    (launch,) = machine.launches
+    assert launch.counts is not None
+    rows = [dict(zip(COUNTS, row, strict=True)) for row in launch.counts.tolist() if row[COUNTS.index("requests")]]
+    assert [[row[name] for name in ("sectors", "least", "fresh")] for row in rows] == [[8, 8, 8], [8, 8, 0], [8, 8, 8]]
 
 
 BUFFER = """

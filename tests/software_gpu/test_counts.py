@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import triton
-from software_gpu.counts import TABLE, cases, class_of, counted, markdown
-from software_gpu.gpu import SoftwareGPU
+from software_gpu import snippets
+from software_gpu.counts import MACHINE, TABLE, cases, class_of, counted, markdown
+from software_gpu.gpu import COUNTS, SoftwareGPU
 
+from halfstep.bench.audit.machine_code import sass
 from halfstep.bench.audit.markdown import between
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +35,7 @@ def test_every_case_is_recorded() -> None:
 def test_the_table_in_the_documentation_is_that_of_the_record() -> None:
     text = (ROOT / "docs" / "performance_tables.md").read_text()
     start, end = between(TABLE, text)
-    assert text[start:end] == markdown(RECORD, "sm_90"), "make bounds writes it"
+    assert text[start:end] == markdown(RECORD), "make bounds writes it"
 
 
 def test_sectors_are_used() -> None:
@@ -40,8 +45,9 @@ def test_sectors_are_used() -> None:
         for case, kernels in recorded.items():
             for kernel, row in kernels.items():
                 if row["instructions"] > 1:  # what works on the whole tensor
-                    most = 1.7 if kernel == "cast_kernel" else 1.3
+                    most = 1.85 if kernel == "cast_kernel" else 1.3
                     assert row["sectors"] <= most * row["least"], (target, case, kernel)
+                    assert row["fresh"] <= row["least"], (target, case, kernel)  # what memory has to move
 
 
 def test_classes() -> None:
@@ -51,3 +57,103 @@ def test_classes() -> None:
         "global",
         "arithmetic",
     ]
+
+
+def counted_by_opcode(
+    machine: SoftwareGPU, body: str, *tensors: torch.Tensor, grid: int = 1
+) -> dict[str, dict[str, int]]:
+    """What each instruction of a small kernel was counted to do."""
+    given = [*tensors, *[tensors[0]] * (4 - len(tensors))]
+    machine.launches.clear()
+    with machine.set(keep=True, counting=True):
+        machine.run_text(snippets.kernel(body), *given, grid=grid)
+    (launch,) = machine.launches
+    assert launch.counts is not None
+    rows = [dict(zip(COUNTS, row, strict=True)) for row in launch.counts.tolist()]
+    return dict(zip(launch.program.opcodes, rows, strict=True))
+
+
+def test_fresh_sectors_are_those_of_the_launch(machine: SoftwareGPU) -> None:
+    """Two blocks of 32 threads load the same 128 bytes, and store 128 bytes each."""
+    body = """
+	ld.param.b64 	%rd1, [tested_param_1];
+	mul.wide.u32 	%rd2, %r10, 4;
+	add.s64 	%rd1, %rd1, %rd2;
+	ld.global.b32 { %r1 }, [ %rd1 + 0 ];
+	st.global.b32 [ %rd10 + 0 ], { %r1 };
+	ld.global.s32 { %r2 }, [ %rd1 + 0 ];"""
+    to, source = torch.zeros(64, dtype=torch.int32), torch.arange(64, dtype=torch.int32)
+    found = counted_by_opcode(machine, body, to, source, grid=2)
+    assert [found[name]["sectors"] for name in ("ld.global.b32", "st.global.b32", "ld.global.s32")] == [8, 8, 8]
+    assert [found[name]["fresh"] for name in ("ld.global.b32", "st.global.b32", "ld.global.s32")] == [4, 8, 0]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "x", "y", "slow"),
+    [
+        ("sqrt.rn.f32 %r5, %r1", 2.0, 0.0, 0),
+        ("sqrt.rn.f32 %r5, %r1", 2.0**-100, 0.0, 0),
+        ("sqrt.rn.f32 %r5, %r1", 0.0, 0.0, 1),
+        ("sqrt.rn.f32 %r5, %r1", 2.0**-110, 0.0, 1),
+        ("sqrt.rn.f32 %r5, %r1", float("inf"), 0.0, 1),
+        ("div.rn.f32 %r5, %r1, %r2", 2.0, 3.0, 0),
+        ("div.rn.f32 %r5, %r1, %r2", 0.0, 3.0, 1),
+        ("div.rn.f32 %r5, %r1, %r2", 1.0, 2.0**-130, 1),
+        ("div.rn.f32 %r5, %r1, %r2", 1.0, float("nan"), 1),
+        ("div.rn.f32 %r5, %r1, %r2", 2.0**100, 2.0**-100, 1),
+    ],
+)
+def test_a_warp_is_slow_where_one_lane_is(
+    machine: SoftwareGPU, instruction: str, x: float, y: float, slow: int
+) -> None:
+    """One lane of the second of two blocks has the operands; the others have 1 and 1."""
+    body = f"""
+	ld.global.b32 {{ %r1 }}, [ %rd11 + 0 ];
+	ld.global.b32 {{ %r2 }}, [ %rd12 + 0 ];
+	{instruction};
+	st.global.b32 [ %rd10 + 0 ], {{ %r5 }};"""
+    tensors = [torch.ones(64) for _ in range(3)]
+    tensors[1][40], tensors[2][40] = x, y
+    found = counted_by_opcode(machine, body, *tensors, grid=2)
+    assert found[instruction.split()[0]]["slow"] == slow
+
+
+def instructions_run(ptx: str, target: str, folder: Path) -> int:
+    """How many instructions run of what ptxas makes of a kernel whose conditional branches are all taken."""
+    assembler = triton.knobs.nvidia.ptxas_blackwell if target == "sm_100" else triton.knobs.nvidia.ptxas
+    (folder / "kernel.ptx").write_text(ptx.replace("sm_90a", target))
+    command = [assembler.path, f"--gpu-name={target}", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
+    subprocess.run(command, check=True)
+    lines = sass((folder / "kernel.cubin").read_bytes(), triton.knobs.nvidia.nvdisasm.path, folder).splitlines()
+    lines = [re.sub(r"/\*\w+\*/", "", line).strip() for line in lines]
+    ran, at = 0, lines.index(".text.tested:")
+    while True:
+        at += 1
+        line = lines[at]
+        ran += line.endswith(";")
+        if line.startswith("EXIT"):
+            return ran
+        if taken := re.match(r"@\S+ BRA `\((\.L_x_\d+)\)", line):
+            at = lines.index(f"{taken[1]}:")
+
+
+@pytest.mark.parametrize(
+    "target", ["sm_90", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sm_80", "sm_100"))]
+)
+@pytest.mark.parametrize("name", list(MACHINE))
+def test_machine_instructions(name: str, target: str, tmp_path: Path) -> None:
+    """ptxas makes as many of one instruction of PTX as the table says, on the way that most numbers take."""
+    kind, wide = ("rd", 64) if name.endswith("64") else ("r", 32)
+    unary = name.startswith(("sqrt", "ex2", "lg2", "rsqrt"))
+    second = "" if unary else ", 3" if name.startswith("shl") else f", %{kind}2"
+    loads = "\n".join(f"\tld.global.b{wide} {{ %{kind}{k} }}, [ %rd1{k} + 0 ];" for k in (1, 2))
+    store = f"\tst.global.b{wide} [ %rd10 + 0 ], {{ %{kind}5 }};"
+    # Beside an instruction of as many operands of which the machine needs one per 32 bits.
+    other = second if "%" in second else ", 0x100000001" if wide == 64 else ", 3"
+    alone, beside = (
+        instructions_run(
+            snippets.kernel(f"{loads}\n\t{middle} %{kind}5, %{kind}1{last};\n{store}", 8), target, tmp_path
+        )
+        for middle, last in ((name, second), (f"xor.b{wide}", other))
+    )
+    assert alone - beside + wide // 32 == MACHINE[name][0]

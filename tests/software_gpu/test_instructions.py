@@ -243,6 +243,11 @@ def test_flushing_instructions_flush(machine: SoftwareGPU) -> None:
     flushed = apply(machine, "fma.rn.ftz.f32", a.dtype, a, b, c)
     assert kept.tolist() == (a * b).tolist()
     assert flushed.tolist() == [0.0, 0.0, 0.0, float(tiny) * 1.5] * 8
+    one = np.ones(32, "f4")
+    assert apply(machine, "mul.rn.ftz.f32", a.dtype, a, b).tolist() == flushed.tolist()
+    assert apply(machine, "mul.ftz.f32", a.dtype, a, one).tolist() == [float(tiny), 0.0, -0.0, 1.5] * 8
+    assert apply(machine, "add.rn.ftz.f32", a.dtype, a, a).tolist() == [2 * float(tiny), 0.0, 0.0, 3.0] * 8
+    assert apply(machine, "sub.rn.ftz.f32", a.dtype, a * 1.5, a).tolist() == [0.0, 0.0, 0.0, 0.75] * 8
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bf16", ml_dtypes.bfloat16), ("f16", np.float16)])
@@ -381,3 +386,35 @@ def test_what_is_not_known_is_named(machine: SoftwareGPU) -> None:
         machine.run_text(kernel("\tsin.approx.f32 \t%r1, %r2;"))
     with pytest.raises(UnknownPTX, match=r"%rs1 has 2 bytes where the operation takes 4"):
         machine.run_text(kernel("\tadd.s32 \t%r1, %rs1, %r2;"))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bf16", ml_dtypes.bfloat16), ("f16", np.float16)])
+def test_fma_of_halves_rounds_once(machine: SoftwareGPU, name: str, kind: type) -> None:
+    generator = np.random.default_rng(26)
+    a, b = (generator.standard_normal(4096).astype(kind) for _ in "ab")
+    c = (-(a.astype("f8") * b.astype("f8")) * (1 + generator.integers(-3, 4, 4096) * 2.0**-12)).astype(kind)
+    c[::2] = (generator.standard_normal(2048) * 2.0 ** generator.integers(-14, 14, 2048)).astype(kind)
+    found = apply(machine, f"fma.rn.{name}", np.dtype("u2"), *(array.view("u2") for array in (a, b, c)))
+    # A product of halves and a third within 2^30 of it fit fp64.
+    expected = (a.astype("f8") * b.astype("f8") + c.astype("f8")).astype(kind)
+    twice = (a * b + c).astype(kind)
+    assert (found == expected.view("u2")).all()
+    assert (expected != twice).sum() > 100  # so that the test tells one rounding from two
+    pairs = apply(machine, f"fma.rn.{name}x2", np.dtype("u4"), *(array.view("u4") for array in (a, b, c)))
+    assert (pairs.view("u2") == found).all()
+    sums = apply(machine, f"add.rn.{name}", np.dtype("u2"), a.view("u2"), c.view("u2"))
+    assert (sums == (a.astype("f8") + c.astype("f8")).astype(kind).view("u2")).all()
+    differences = apply(machine, f"sub.{name}", np.dtype("u2"), a.view("u2"), c.view("u2"))
+    assert (differences == (a.astype("f8") - c.astype("f8")).astype(kind).view("u2")).all()
+    pairs = apply(machine, f"add.{name}x2", np.dtype("u4"), a.view("u4"), c.view("u4"))
+    assert (pairs.view("u2") == sums).all()
+
+
+def test_reciprocal_roots_and_logarithms(machine: SoftwareGPU) -> None:
+    values = np.array([0.25, 1.0, 4.0, 2.0**-126, 2.0**100, 9.0, 2.0**-130, 0.0] * 4, "f4")
+    with np.errstate(divide="ignore"):
+        roots, flushed = 1 / np.sqrt(values.astype("f8")), np.where(values < 2.0**-126, 0, values.astype("f8"))
+        assert_same(apply(machine, "rsqrt.approx.f32", np.dtype("f4"), values), roots.astype("f4"))
+        assert_same(apply(machine, "rsqrt.approx.ftz.f32", np.dtype("f4"), values), (1 / np.sqrt(flushed)).astype("f4"))
+        assert_same(apply(machine, "sqrt.approx.ftz.f32", np.dtype("f4"), values), np.sqrt(flushed).astype("f4"))
+        assert_same(apply(machine, "lg2.approx.ftz.f32", np.dtype("f4"), values), np.log2(flushed).astype("f4"))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
+from halfstep.bench import predict
 from halfstep.bench.audit import command, machine_code, rows
 from halfstep.bench.audit.machine_code import Access
+from halfstep.cli.roofline_picture import family
 
 
 @pytest.mark.parametrize("target", ["sm_9", "sm_75", "H100", "gfx", "sm_90; rm"])
@@ -306,3 +309,36 @@ def test_the_bulk_leaves_out_uniform_loads_and_narrow_paths() -> None:
         Access(True, 32, wide),
     ]
     assert machine_code.operand_bits(chosen, TTGIR) == {8: 32, 16: 32, 32: 32}
+
+
+def test_the_roofline_is_drawn_before_anything_is_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the counts that are recorded here: a panel per GPU, a point per case, on its roof or below it."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(command, "_without_interpreter", lambda argv: None)
+    monkeypatch.setattr(command, "audit", lambda *arguments: [])
+    recorded = Path(__file__).resolve().parents[3] / predict.COUNTS_FILE
+    out = tmp_path / "new" / "folder"
+    assert command.main(["--out", str(out), "--counts", str(recorded)]) == 0
+    assert f"wrote {out / 'roofline.png'}" in capsys.readouterr().err
+    assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
+    drawn = predict.panels(predict.read(recorded))
+    assert [panel.gpu for panel in drawn] == ["A100", "H100", "H200", "B200", "MI300X"]
+    for panel in drawn:
+        assert len(panel.points) >= 49
+        for point in panel.points:
+            assert point.reached <= 1.0001 * min(panel.memory, panel.issue / point.per_byte), (panel.gpu, point)
+    names = [point.name for point in drawn[0].points]
+    assert {family(name) for name in names} == set(range(6))
+
+
+def test_counts_that_cannot_be_drawn_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_without_interpreter", lambda argv: None)
+    empty = tmp_path / "counts.json"
+    empty.write_text("{}")
+    assert command.main(["--out", str(tmp_path / "out"), "--counts", str(empty)]) == 2
+    assert "expected --counts to be a file of make bounds" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

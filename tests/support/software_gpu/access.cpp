@@ -27,28 +27,25 @@ void addresses(Warp &w, const Instruction &i, int operand, bool wide, u64 *into)
         for (int l = 0; l < LANES; l++) into[l] = u32(w.reg<u32>(i.operands[operand])[l] + i.offset);
 }
 
-// How many distinct pieces of `grain` bytes the lanes touch, whose accesses of `bytes` bytes are aligned to them.
-int distinct(const Warp &w, const u64 *at, int bytes, int grain) {
-    u64 seen[LANES * 16];
+// How many distinct pieces of `grain` bytes the lanes touch, whose accesses of `bytes` bytes are aligned to them. They
+// are left in `seen`, in order.
+int distinct(const u64 *at, int lanes, int bytes, int grain, u64 *seen) {
     int found = 0;
-    for (int l = 0; l < LANES; l++)
-        if (w.mask >> l & 1)
-            for (u64 piece = at[l] / grain; piece <= (at[l] + bytes - 1) / grain; piece++) {
-                if (found && seen[found - 1] == piece) continue;
-                seen[found++] = piece;
-            }
+    for (int l = 0; l < lanes; l++)
+        for (u64 piece = at[l] / grain; piece <= (at[l] + bytes - 1) / grain; piece++) {
+            if (found && seen[found - 1] == piece) continue;
+            seen[found++] = piece;
+        }
     std::sort(seen, seen + found);
     return std::unique(seen, seen + found) - seen;
 }
 
-void count_global(Warp &w, const u64 *at, int bytes, bool store) {
-    u64 *to = counts(w);
-    if (!to || !w.block->launch->settings->counting) return;
-    to[REQUESTS]++;
-    to[SECTORS] += distinct(w, at, bytes, 32);
-    to[LINES] += distinct(w, at, bytes, store ? 128 : 64);
-    // What a perfect layout would take for the same distinct bytes; an address is a multiple of the access's width.
-    to[LEAST] += (u64(distinct(w, at, bytes, bytes)) * bytes + 31) / 32;
+// The addresses of the lanes that take part, side by side. Returns how many.
+int taking_part(const Warp &w, const u64 *at, u64 *into) {
+    int lanes = 0;
+    for (int l = 0; l < LANES; l++)
+        if (w.mask >> l & 1) into[lanes++] = at[l];
+    return lanes;
 }
 
 // Shared memory serves 128 bytes at a time: 32 lanes of up to 4 bytes, 16 of 8, 8 of 16, each bank one word.
@@ -217,6 +214,23 @@ void log_shared_write(Warp &w, int lane, u64 address, const u8 *value, int bytes
 
 }  // namespace
 
+void count_global(Warp &w, const u64 *at, int lanes, int bytes, bool store) {
+    u64 *to = counts(w);
+    if (!to || !w.block->launch->settings->counting) return;
+    u64 seen[2 * LANES * 16];  // a wave of AMD has twice the lanes
+    to[REQUESTS]++;
+    to[LINES] += distinct(at, lanes, bytes, store ? 128 : 64, seen);
+    // What a perfect layout would take for the same distinct bytes; an address is a multiple of the access's width.
+    to[LEAST] += (u64(distinct(at, lanes, bytes, bytes, seen)) * bytes + 31) / 32;
+    int sectors = distinct(at, lanes, bytes, 32, seen);
+    to[SECTORS] += sectors;
+    for (int k = 0; k < sectors; k++) to[FRESH] += w.block->launch->touched[store].insert(seen[k]).second;
+}
+
+void count_slow(Warp &w) {
+    if (u64 *to = counts(w)) to[SLOW]++;
+}
+
 const u8 *read_global(Warp &w, int lane, u64 address, int bytes, int aligned) {
     const Settings &settings = *w.block->launch->settings;
     const Range &range = checked(w, lane, address, bytes, aligned, "load", true);
@@ -250,7 +264,8 @@ void load_global(Warp &w, const Instruction &i) {
     u64 at[LANES];
     int bytes = i.values * i.bytes;
     addresses(w, i, i.values, true, at);
-    count_global(w, at, bytes, false);
+    u64 active[LANES];
+    count_global(w, active, taking_part(w, at, active), bytes, false);
     for (int l = 0; l < LANES; l++) {
         if (!(w.mask >> l & 1)) continue;
         const u8 *from = read_global(w, l, at[l], bytes, bytes);
@@ -263,7 +278,8 @@ void store_global(Warp &w, const Instruction &i) {
     u64 at[LANES];
     int bytes = i.values * i.bytes;
     addresses(w, i, 0, true, at);
-    count_global(w, at, bytes, true);
+    u64 active[LANES];
+    count_global(w, active, taking_part(w, at, active), bytes, true);
     for (int l = 0; l < LANES; l++) {
         if (!(w.mask >> l & 1)) continue;
         u8 value[64];

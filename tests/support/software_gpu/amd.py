@@ -6,7 +6,7 @@ import ctypes
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +95,8 @@ class Program:
     user_scalars: int
     arguments: list[tuple[int, int]]
     argument_bytes: int
+
+    lanes: ClassVar[int] = 64  # of a warp
 
     def run(self, machine: Any, arguments: int, *launch: Any) -> bytes | None:
         """Run it with the driver's array of arguments at `arguments`. Returns what went wrong, if anything."""

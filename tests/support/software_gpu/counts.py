@@ -6,13 +6,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,13 +27,36 @@ from . import gpu
 
 # What an instruction occupies, by how its name begins; the rest is arithmetic.
 CLASSES = {
-    "special": ("ex2", "lg2", "div", "sqrt", "rcp", "rem"),
-    "popc": ("popc",),
-    "shuffle": ("shfl", "vote", "redux"),
-    "shared": ("ld.shared", "st.shared", "atom.shared", "ldmatrix", "stmatrix"),
-    "global": ("ld.global", "st.global", "atom.global"),
-    "control": ("bra", "bar", "ret"),
+    "special": (
+        *("ex2", "lg2", "div", "sqrt", "rsqrt", "rcp", "rem"),
+        *("v_exp", "v_log", "v_rcp", "v_sqrt", "v_rsq", "v_div"),
+    ),
+    "popc": ("popc", "v_bcnt"),
+    "shuffle": ("shfl", "vote", "redux", "ds_bpermute", "ds_swizzle", "v_readlane"),
+    "shared": ("ld.shared", "st.shared", "atom.shared", "ldmatrix", "stmatrix", "ds_"),
+    "global": ("ld.global", "st.global", "atom.global", "global_", "buffer_"),
+    "control": ("bra", "bar", "ret", "s_branch", "s_cbranch", "s_barrier", "s_endpgm"),
+    "scalar": ("s_",),
 }
+# Machine instructions that ptxas makes of one of PTX, where it makes several (`test_machine_instructions`), and those
+# that run besides in a warp of which a lane takes the subroutine: on the way of a zero, read from the SASS; a subnormal
+# number takes about 25 of a root and 60 of a quotient. sm_80, sm_90 and sm_100 have the same.
+MACHINE = {
+    "div.rn.f32": (10, 34),
+    "sqrt.rn.f32": (10, 7),
+    "div.full.f32": (8, 0),
+    "ex2.approx.f32": (4, 0),
+    "lg2.approx.f32": (4, 0),
+    "rsqrt.approx.f32": (4, 0),
+    "div.u32": (18, 0),
+    "div.s32": (24, 0),
+    "rem.u32": (17, 0),
+    "add.s64": (2, 0),
+    "shl.b64": (2, 0),
+    "mul.lo.s64": (4, 0),
+}
+LOADS = ("ld.global", "global_load", "buffer_load")
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 SIZE = 2**20
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TABLE = "executed counts"
@@ -37,150 +67,400 @@ def class_of(opcode: str) -> str:
     return next((name for name, begins in CLASSES.items() if opcode.startswith(begins)), "arithmetic")
 
 
+def machine_instructions(opcode: str) -> tuple[int, int]:
+    """What ptxas makes of an instruction of PTX, and what runs besides where it takes the subroutine.
+
+    AMD's are the machine's own, of which scalar ones have a unit of their own beside the vectors'.
+    """
+    return (0, 0) if opcode.startswith("s_") else MACHINE.get(opcode, (1, 0))
+
+
 def summary(launches: Sequence[gpu.Launch], elements: int) -> dict[str, Any]:
     """What some launches took together: thread instructions per element by class, and memory.
 
     Returns:
-        ``instructions`` per element, and by class; ``sectors`` of 32 bytes per element and ``least``, how many the
-        same bytes need; ``lines`` per element (halves of 64 bytes loaded, 128 bytes stored); ``wavefronts`` of shared
-        memory per element; ``beyond``, loads past the end of an allocation; ``barriers``, ``atomics`` and ``diverged``
-        branches per block of threads.
+        ``instructions`` per element, and by class; ``issued``, machine instructions issued per element, times the lanes
+        of a warp whether all take part or not; ``slow``, of warps in which a lane took the subroutine of a division or
+        root, the lanes per element; ``sectors`` of 32 bytes per element, of them ``loaded``, and ``fresh`` ones, which
+        no instruction of the launch touched before in the same way; ``least``, how many the same bytes need; ``lines``
+        per element (halves of 64 bytes loaded, 128 bytes stored); ``wavefronts`` of shared memory per element (not
+        counted for AMD); ``beyond``, loads past the end of an allocation; ``barriers``, ``atomics`` and ``diverged``
+        branches per block of threads; ``trips``, how often a warp ran the access to global memory that it ran most;
+        ``elements``; ``blocks`` of ``threads`` with ``shared_bytes`` of shared memory each.
     """
     classes = dict.fromkeys([*CLASSES, "arithmetic"], 0)
-    sums = dict.fromkeys(("sectors", "least", "lines", "wavefronts", "beyond", "barriers", "atomics", "diverged"), 0)
-    blocks = 0
+    names = ("requests", "sectors", "fresh", "least", "lines", "wavefronts", "beyond", "diverged")
+    sums = dict.fromkeys((*names, "issued", "slow", "loaded", "barriers", "atomics"), 0)
+    blocks, trips = 0, 0.0
     for launch in launches:
         assert launch.counts is not None
-        blocks += launch.grid[0] * launch.grid[1] * launch.grid[2]
+        of_launch = launch.grid[0] * launch.grid[1] * launch.grid[2]
+        blocks += of_launch
+        lanes = launch.program.lanes
         for opcode, row in zip(launch.program.opcodes, launch.counts.tolist(), strict=True):
             of = dict(zip(gpu.COUNTS, row, strict=True))
             classes[class_of(opcode)] += of["threads"]
-            for name in ("sectors", "least", "lines", "wavefronts", "beyond", "diverged"):
+            for name in names:
                 sums[name] += of[name]
-            sums["barriers"] += of["warps"] if opcode.startswith("bar") else 0
-            sums["atomics"] += of["threads"] if opcode.startswith("atom") else 0
-    per_element = {name: round(sums[name] / elements, 4) for name in ("sectors", "least", "lines", "wavefronts")}
+            each, more = machine_instructions(opcode)
+            sums["issued"] += lanes * (of["warps"] * each + of["slow"] * more)
+            sums["slow"] += lanes * of["slow"]
+            sums["loaded"] += of["sectors"] if opcode.startswith(LOADS) else 0
+            sums["barriers"] += of["warps"] if opcode.startswith(("bar", "s_barrier")) else 0
+            sums["atomics"] += of["threads"] if "atom" in opcode else 0
+            if of["requests"]:
+                trips = max(trips, of["warps"] * lanes / (of_launch * launch.threads))
+    elementwise = ("issued", "slow", "sectors", "loaded", "fresh", "least", "lines", "wavefronts")
+    per_element = {name: round(sums[name] / elements, 4) for name in elementwise}
     per_block = {name: round(sums[name] / blocks, 2) for name in ("barriers", "atomics", "diverged")}
     by_class = {name: round(count / elements, 3) for name, count in classes.items() if count}
     whole = round(sum(classes.values()) / elements, 2)
-    return {"instructions": whole, "classes": by_class, **per_element, "beyond": sums["beyond"], **per_block}
+    return {
+        "instructions": whole,
+        "classes": by_class,
+        **per_element,
+        "beyond": sums["beyond"],
+        **per_block,
+        "trips": round(trips, 2),
+        "elements": elements,
+        "blocks": blocks,
+        "threads": launches[0].threads,
+        "shared_bytes": launches[0].shared_bytes,
+    }
 
 
-def cases() -> dict[str, Callable[[], tuple[int, Callable[[], object]]]]:
-    """Name to what makes its inputs and gives elements and a call: one tensor of 2^20, or rows of softmax."""
+Made = tuple[int, Callable[[], object]]  # elements, and a call that handles them
+
+
+def _values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    numbers = torch.randn(shape or (SIZE,), generator=torch.Generator().manual_seed(0))
+    return numbers.to(FP32 if dtype.itemsize == 1 else dtype).to(dtype)
+
+
+def _adam(
+    dtype: torch.dtype,
+    *,
+    tensors: int = 1,
+    zero: bool = False,
+    cls: str = "AdamW",
+    state_dtype: Any = FP32,
+    **options: Any,
+) -> Made:
     import halfstep
+
+    size = SIZE if tensors == 1 else 1000
+    parameters = [torch.nn.Parameter(_values(dtype, size)) for _ in range(tensors)]
+    for parameter in parameters:
+        parameter.grad = _values(dtype, size) * (not zero)
+    optimizer = getattr(halfstep, cls)(parameters, state_dtype=state_dtype, **options)
+    optimizer.step()
+    return tensors * size, optimizer.step
+
+
+def _on_values(name: str, dtype: torch.dtype, *arguments: Any, **options: Any) -> Made:
+    import halfstep
+
+    x = _values(dtype)
+    return SIZE, partial(getattr(halfstep, name), [x] if name.startswith("foreach") else x, *arguments, **options)
+
+
+def _softmax(
+    dtype: torch.dtype, rows: int, columns: int, dim: int = -1, backward: bool = False, **options: Any
+) -> Made:
+    import halfstep
+
+    x = _values(dtype, rows, columns)
+    forward = partial(halfstep.log_softmax if options.pop("log", False) else halfstep.softmax, x, dim, **options)
+    if not backward:
+        return rows * columns, forward
+    x.requires_grad_()
+    y, grad = forward(), _values(dtype, rows, columns)
+    return rows * columns, lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
+
+
+def _count(dtype: torch.dtype, errors: bool) -> Made:
     from halfstep.kernels.statistics import Grid, foreach_count_, width
 
-    def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.randn(shape or (SIZE,), generator=torch.Generator().manual_seed(0)).to(dtype)
+    counts = torch.zeros(1, width(errors), dtype=torch.int64)
+    grid = Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20)
+    return SIZE, partial(foreach_count_, [_values(dtype)], counts, grid)
 
-    Made = tuple[int, Callable[[], object]]
 
-    def adam(dtype: torch.dtype, **options: Any) -> Made:
-        parameter = torch.nn.Parameter(values(dtype))
-        parameter.grad = values(dtype)
-        optimizer = halfstep.AdamW([parameter], **options)
-        optimizer.step()
-        return SIZE, optimizer.step
-
-    def on_values(function: Callable[..., object], dtype: torch.dtype, *arguments: Any, **options: Any) -> Made:
-        x = values(dtype)
-        listed = function.__name__.startswith("foreach")
-        return SIZE, partial(function, [x] if listed else x, *arguments, **options)
-
-    def softmax(rows: int, columns: int) -> Made:
-        return rows * columns, partial(halfstep.softmax, values(BF16, rows, columns))
-
-    def backward(rows: int, columns: int) -> Made:
-        x, grad = values(BF16, rows, columns).requires_grad_(), values(BF16, rows, columns)
-        y = halfstep.softmax(x)
-        return rows * columns, lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
-
-    def count(errors: bool) -> Made:
-        counts = torch.zeros(1, width(errors), dtype=torch.int64)
-        return on_values(foreach_count_, BF16, counts, Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20))
-
-    stochastic = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic", "seed": 0}
-    cast = {"rounding": "stochastic", "seed": 0}
+def cases() -> dict[str, Callable[[], Made]]:
+    """Name to what makes its inputs and gives elements and a call: one tensor of 2^20 if nothing else is said, or rows
+    of softmax."""
+    random, seeded = {"rounding": "stochastic"}, {"rounding": "stochastic", "seed": 0}
+    none: dict[str, Any] = {"master_weights": None}
+    unscale = partial(_on_values, "foreach_unscale_")
+    cast, many = (partial(_on_values, name) for name in ("cast", "foreach_cast"))
+    forward, backward = _softmax, partial(_softmax, backward=True)
+    e4m3 = torch.float8_e4m3fn
     return {
-        "foreach_check bf16": partial(on_values, halfstep.foreach_check, BF16),
-        "foreach_check fp16": partial(on_values, halfstep.foreach_check, FP16),
-        "foreach_check fp32": partial(on_values, halfstep.foreach_check, FP32),
-        "foreach_unscale_ bf16": partial(on_values, halfstep.foreach_unscale_, BF16, 1.0),
-        "statistics bf16": partial(count, errors=False),
-        "statistics bf16 with errors": partial(count, errors=True),
-        "AdamW fp32": partial(adam, FP32),
-        "AdamW bf16 split": partial(adam, BF16),
-        "AdamW bf16 split, bf16 moments": partial(adam, BF16, state_dtype=BF16),
-        "AdamW bf16 no master, stochastic": partial(adam, BF16, **stochastic),
-        "AdamW fp16 full": partial(adam, FP16),
-        "foreach_cast fp32 to bf16": partial(on_values, halfstep.foreach_cast, FP32, BF16),
-        "cast bf16 to e4m3, stochastic": partial(on_values, halfstep.cast, BF16, torch.float8_e4m3fn, **cast),
-        "softmax bf16, 4,096 columns": partial(softmax, 256, 4096),
-        "softmax bf16, 333 columns": partial(softmax, 3000, 333),
-        "softmax bf16, 50,257 columns": partial(softmax, 20, 50_257),
-        "softmax bf16 backward, 4,096 columns": partial(backward, 256, 4096),
+        "foreach_check bf16": partial(_on_values, "foreach_check", BF16),
+        "foreach_check fp16": partial(_on_values, "foreach_check", FP16),
+        "foreach_check fp32": partial(_on_values, "foreach_check", FP32),
+        "foreach_unscale_ bf16": partial(unscale, BF16, 1.0),
+        "foreach_unscale_ fp32": partial(unscale, FP32, 1.0),
+        "statistics bf16": partial(_count, BF16, errors=False),
+        "statistics bf16 with errors": partial(_count, BF16, errors=True),
+        "statistics fp32": partial(_count, FP32, errors=False),
+        "AdamW fp32": partial(_adam, FP32),
+        "AdamW fp32, zero gradients and moments": partial(_adam, FP32, zero=True),
+        "AdamW fp32, amsgrad": partial(_adam, FP32, amsgrad=True),
+        "Adam fp32, L2": partial(_adam, FP32, cls="Adam", weight_decay=0.01),
+        "AdamW bf16 split": partial(_adam, BF16),
+        "AdamW bf16 split, 1,000 tensors of 1,000": partial(_adam, BF16, tensors=1000),
+        "AdamW bf16 split, amsgrad": partial(_adam, BF16, amsgrad=True),
+        "AdamW bf16 split, bf16 moments": partial(_adam, BF16, state_dtype=BF16),
+        "AdamW bf16 split, bf16 moments, stochastic": partial(_adam, BF16, state_dtype=BF16, **random),
+        "AdamW bf16 full": partial(_adam, BF16, master_weights="full"),
+        "AdamW bf16 no master, fp32 moments": partial(_adam, BF16, **none),
+        "AdamW bf16 no master, fp32 moments, stochastic": partial(_adam, BF16, **none, **random),
+        "AdamW bf16 no master, bf16 moments": partial(_adam, BF16, state_dtype=BF16, **none),
+        "AdamW bf16 no master, stochastic": partial(_adam, BF16, state_dtype=BF16, **none, **random),
+        "AdamW fp16 full": partial(_adam, FP16),
+        "AdamW fp16 no master, stochastic": partial(_adam, FP16, **none, **random),
+        "foreach_cast fp32 to bf16": partial(many, FP32, BF16),
+        "foreach_cast fp32 to fp16": partial(many, FP32, FP16),
+        "foreach_cast bf16 to fp32": partial(many, BF16, FP32),
+        "foreach_cast fp32 to bf16, stochastic": partial(many, FP32, BF16, **seeded),
+        "cast fp32 to e4m3": partial(cast, FP32, e4m3),
+        "cast bf16 to e4m3": partial(cast, BF16, e4m3),
+        "cast e4m3 to bf16": partial(cast, e4m3, BF16),
+        "cast bf16 to e4m3, stochastic": partial(cast, BF16, e4m3, **seeded),
+        "softmax bf16, 64 columns": partial(forward, BF16, 16384, 64),
+        "softmax bf16, 333 columns": partial(forward, BF16, 3000, 333),
+        "softmax bf16, 1,024 columns": partial(forward, BF16, 1024, 1024),
+        "softmax bf16, 4,096 columns": partial(forward, BF16, 256, 4096),
+        "softmax fp32, 4,096 columns": partial(forward, FP32, 256, 4096),
+        "softmax bf16, 1,024 columns, causal": partial(forward, BF16, 1024, 1024, causal=True),
+        "log_softmax bf16, 4,096 columns": partial(forward, BF16, 256, 4096, log=True),
+        "softmax bf16, 16,384 columns": partial(forward, BF16, 64, 16384),
+        "softmax bf16, 50,257 columns": partial(forward, BF16, 20, 50_257),
+        "softmax bf16, 65,536 columns": partial(forward, BF16, 132, 65536),
+        "softmax bf16, 16 rows of 262,144": partial(forward, BF16, 16, 262_144),
+        "softmax bf16 over rows, 512 of 4,096": partial(forward, BF16, 512, 4096, 0),
+        "softmax bf16 backward, 64 columns": partial(backward, BF16, 16384, 64),
+        "softmax bf16 backward, 333 columns": partial(backward, BF16, 3000, 333),
+        "softmax bf16 backward, 4,096 columns": partial(backward, BF16, 256, 4096),
+        "softmax bf16 backward, 50,257 columns": partial(backward, BF16, 20, 50_257),
+        "softmax bf16 backward over rows, 512 of 4,096": partial(backward, BF16, 512, 4096, 0),
+    }
+
+
+def _liger(rows: int, columns: int, backward: bool = False) -> Made:
+    function = importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction
+    x = _values(BF16, rows, columns).requires_grad_(backward)
+    if not backward:
+        return rows * columns, partial(function.apply, x)
+    y, grad = function.apply(x), _values(BF16, rows, columns)
+    return rows * columns, lambda: torch.autograd.grad(y, x, grad.clone(), retain_graph=True)
+
+
+def _optimi() -> Made:
+    parameter = torch.nn.Parameter(_values(BF16))
+    parameter.grad = _values(BF16)
+    optimizer = importlib.import_module("optimi").AdamW([parameter], lr=1e-3, triton=True)
+    optimizer.step()
+    return SIZE, optimizer.step
+
+
+def _flashoptim(quantized: bool) -> Made:
+    from halfstep.bench.audit.peers import flashoptim_step
+
+    made: dict[int, torch.Tensor] = {}
+
+    def tensor(dtype: torch.dtype, n: int) -> torch.Tensor:
+        """The same of the same place in every step."""
+        place = len(made)
+        return made.setdefault(
+            place, _values(dtype, n).abs() if dtype.is_floating_point else torch.full((n,), 3, dtype=dtype)
+        )
+
+    return SIZE, partial(flashoptim_step, quantized, tensor, SIZE)
+
+
+def peer_cases() -> dict[str, tuple[str, Callable[[], Made]]]:
+    """The same of other libraries: the distribution each needs, and what makes its inputs."""
+    return {
+        f"liger softmax bf16{' backward' * backward}, {columns:,} columns": (
+            "liger-kernel", partial(_liger, rows, columns, backward)
+        )
+        for backward in (False, True)
+        for rows, columns in ((16384, 64), (3000, 333), (256, 4096), (64, 16384), (20, 50_257))
+    } | {
+        "optimi AdamW bf16, Kahan": ("torch-optimi", _optimi),
+        "flashoptim AdamW bf16, 8-bit moments": ("flashoptim", partial(_flashoptim, True)),
+        "flashoptim AdamW bf16, bf16 moments": ("flashoptim", partial(_flashoptim, False)),
+    }  # fmt: skip
+
+
+def _kernels(machine: gpu.SoftwareGPU, make: Callable[[], Made]) -> dict[str, dict[str, Any]]:
+    elements, call = make()
+    machine.launches.clear()
+    with machine.set(keep=True, counting=True, races=False):
+        call()
+    found: dict[str, list[gpu.Launch]] = {}
+    for launch in machine.launches:
+        found.setdefault(launch.program.name, []).append(launch)
+    return {
+        kernel: summary(launches, elements) | usage(machine.text(launches[0].program), machine.target)
+        for kernel, launches in sorted(found.items())
     }
 
 
 def counted(machine: gpu.SoftwareGPU, name: str) -> dict[str, dict[str, Any]]:
-    """Kernel to its `summary`, for the launches of one case."""
+    """Kernel to its `summary` and `usage`, for the launches of one case."""
     import halfstep
 
     with halfstep.backend("triton"):
-        elements, call = cases()[name]()
-        machine.launches.clear()
-        with machine.set(keep=True, counting=True, races=False):
-            call()
-    kernels = {launch.program.name for launch in machine.launches}
-    return {
-        kernel: summary([launch for launch in machine.launches if launch.program.name == kernel], elements)
-        for kernel in sorted(kernels)
+        return _kernels(machine, cases()[name])
+
+
+@cache  # of a kernel that spills a lot ptxas takes minutes
+def usage(text: str, target: str) -> dict[str, int]:
+    """Registers per thread of a kernel, and bytes per thread of spilled ones: ptxas's, or as AMD's assembly says."""
+    if target.startswith("gfx"):
+        spilled = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", text)
+        registers = re.search(r"\.vgpr_count: +(\d+)", text)
+        assert registers
+        return {"registers": int(registers[1]), "spilled": 4 * sum(map(int, spilled))}
+    import triton
+
+    asked = re.search(r"^\.target (\w+)", text, re.MULTILINE)
+    assert asked
+    tool = triton.knobs.nvidia.ptxas_blackwell if target == "sm_100" else triton.knobs.nvidia.ptxas
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(text)
+        command = [tool.path, "-v", f"--gpu-name={asked[1]}", str(file), "-o", f"{folder}/kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert spills and registers, said
+    return {"registers": int(registers[1]), "spilled": int(spills[1]) + int(spills[2])}
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The table of the docs: of each case the kernel that takes most, ours and then the peers'."""
+    from halfstep.bench import predict
+
+    shown = "sm_90"
+    found: dict[tuple[str, str], dict[str, predict.Limits]] = {}
+    peers = {
+        target: {f"{case} ({peer['peer']})": peer["kernels"] for case, peer in cases_of.items()}
+        for target, cases_of in record.get("peers", {}).items()
     }
-
-
-def markdown(record: dict[str, Any], target: str) -> str:
-    """The table of the docs: the kernel of each case that takes most."""
+    for of in (record["targets"], peers):
+        for one in predict.limits({"targets": of}):
+            found.setdefault((one.case, one.kernel), {})[one.gpu] = one
     lines = [
-        f"Per element on {target}, Triton {record['triton']}: thread instructions (PTX), 32-byte sectors of global",
-        "memory and the least for the same bytes, wavefronts of shared memory (128 bytes at a time).",
+        f"Triton {record['triton']}, executed. Per element on {shown}: thread instructions of PTX; machine",
+        "instructions that are issued for them, times the lanes of a warp; lanes of warps that took the subroutine of",
+        "a root or a quotient; 32-byte sectors of global memory, how much of them is of use, and wavefronts of shared",
+        "memory (128 bytes at a time). Then what is predicted: blocks that an H100 runs at a time on each",
+        "multiprocessor, the bytes that these ask for at a time over what bandwidth times latency needs, and the time",
+        f"to issue the instructions, as a part of the time of memory, on {', '.join(predict.SHOWN)}.",
         "",
-        "| case | kernel | instructions | of them special, popc, shuffle | sectors | least | wavefronts |",
-        "|---|---|---|---|---|---|---|",
+        "| case | kernel | instructions | of them special, popc, shuffle | issued | slow | sectors | of use "
+        "| wavefronts | blocks | in flight | predicted issue / memory |",
+        f"|{'---|' * 12}",
     ]
-    for case, kernels in record["targets"][target].items():
+    for case, kernels in {**record["targets"][shown], **peers.get(shown, {})}.items():
         kernel = max(kernels, key=lambda name: kernels[name]["instructions"])
-        row = kernels[kernel]
+        row, on = kernels[kernel], found.get((case, kernel))
+        if on is None:
+            continue
         parts = ", ".join(f"{row['classes'].get(name, 0):.2g}" for name in ("special", "popc", "shuffle"))
-        figures = f"{row['instructions']:.1f} | {parts} | {row['sectors']:.3f} | {row['least']:.3f}"
-        lines.append(f"| {case} | `{kernel}` | {figures} | {row['wavefronts']:.3f} |")
+        figures = f"{row['instructions']:.1f} | {parts} | {row['issued']:.1f} | {row['slow']:.2g}"
+        useful = f"{row['sectors']:.3f} | {100 * row['least'] / row['sectors']:.0f} %"
+        issue = " / ".join(f"{100 * on[gpu].issue:.0f} %" if gpu in on else "-" for gpu in predict.SHOWN)
+        lines.append(
+            f"| {case} | `{kernel}` | {figures} | {useful} | {row['wavefronts']:.3f} | "
+            f"{on['H100'].resident} | {on['H100'].in_flight:.1f} | {issue} |"
+        )
     return "\n".join(lines)
+
+
+@contextmanager
+def as_cuda(multiprocessors: int) -> Iterator[None]:
+    """Inside, torch without CUDA answers what launchers of others ask it about the device."""
+    properties = mock.Mock(multi_processor_count=multiprocessors)
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", mock.Mock(return_value=properties)),
+        mock.patch.object(torch.cuda, "device", lambda *_: nullcontext()),
+    ):
+        yield
+
+
+def _count_here(target: str, pattern: str) -> dict[str, dict[str, Any]]:
+    """Count in this process, which has no GPU yet: our cases, and those of the peers that are installed."""
+    machine = gpu.install(target)
+    torch.set_num_threads(1)
+    own = {name: counted(machine, name) for name in cases() if fnmatchcase(name, pattern)}
+    theirs = {}
+    for name, (distribution, make) in peer_cases().items():
+        if not fnmatchcase(name, pattern):
+            continue
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{name}: {distribution} is not installed", file=sys.stderr)
+            continue
+        try:
+            with as_cuda(MULTIPROCESSORS[target]):
+                theirs[name] = {"peer": f"{distribution} {version}", "kernels": _kernels(machine, make)}
+        except Exception as error:  # a peer's kernel may do anything; what it did is said
+            print(f"{name}: {distribution} {version} is not counted: {type(error).__name__}: {error}", file=sys.stderr)
+    return {"targets": own, "peers": theirs}
+
+
+def text_of(record: dict[str, Any]) -> str:
+    """The record as JSON with one line per kernel, so that a change reads as a diff of numbers."""
+
+    def lines(value: Any, depth: int) -> str:
+        if not isinstance(value, dict) or "instructions" in value:
+            return json.dumps(value)
+        inner = ",\n".join(f"{' ' * depth}{json.dumps(key)}: {lines(each, depth + 1)}" for key, each in value.items())
+        return f"{{\n{inner}\n{' ' * (depth - 1)}}}"
+
+    return lines(record, 1) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Count what the kernels take per element, on the software GPU.")
     parser.add_argument("--record", type=Path, help="JSON file to write")
     parser.add_argument("--markdown", type=Path, help="page whose table to renew, for sm_90")
+    parser.add_argument(
+        "--case", default="*", metavar="PATTERN", help="count these cases only; the record keeps others"
+    )
     parser.add_argument("--target", choices=gpu.TARGETS, help="count for this one and print JSON")
     given = parser.parse_args()
     if given.target:
-        machine = gpu.install(given.target)
-        torch.set_num_threads(1)
-        print(json.dumps({name: counted(machine, name) for name in cases()}))
+        print(json.dumps(_count_here(given.target, given.case)))
         return 0
     import triton
 
-    record: dict[str, Any] = {"triton": triton.__version__, "targets": {}}
+    record: dict[str, Any] = {"triton": triton.__version__, "targets": {}, "peers": {}}
+    if given.record and given.record.exists():
+        old = json.loads(given.record.read_text())
+        if given.case != "*" and old["triton"] != triton.__version__:
+            parser.error(f"{given.record} was recorded with Triton {old['triton']}: count all cases, without --case")
+        record |= {key: old.get(key, {}) for key in ("targets", "peers")}
     for target in gpu.TARGETS:
-        command = [sys.executable, "-m", "software_gpu.counts", "--target", target]
+        command = [sys.executable, "-m", "software_gpu.counts", "--target", target, "--case", given.case]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1])
-        record["targets"][target] = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
+        for key in ("targets", "peers"):
+            known = record[key].get(target, {}) | found[key]
+            names = cases() if key == "targets" else peer_cases()
+            record[key][target] = {name: known[name] for name in names if name in known}
     if given.record:
-        given.record.write_text(json.dumps(record, indent=1) + "\n")
+        given.record.write_text(text_of(record))
     if given.markdown:
         from halfstep.bench.audit.markdown import write
 
-        write(TABLE, markdown(record, "sm_90"), given.markdown)
+        write(TABLE, markdown(record), given.markdown)
     return 0
 
 

@@ -30,7 +30,9 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[2] / "build" / "software_gpu"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # In the order of `Count` in machine.h.
-COUNTS = ("threads", "warps", "diverged", "requests", "sectors", "least", "lines", "wavefronts", "beyond")
+COUNTS = (
+    *("threads", "warps", "diverged", "requests", "sectors", "least", "lines", "wavefronts", "beyond", "fresh", "slow"),
+)
 
 # Kernels that read whole lines of LINE elements, an argument, where their tensors end within one.
 READ_WHOLE_LINES = ("forward_tile_kernel", "backward_tile_kernel", "forward_long_kernel", "backward_long_kernel")
@@ -219,6 +221,10 @@ class SoftwareGPU:
         if key not in self._programs:
             self._programs[key] = self.read(text)
         return self._programs[key]
+
+    def text(self, program: Program) -> str:
+        """The assembly that a program of this GPU was read from."""
+        return next(self.edit(self._texts[kernel - 1]) for (kernel, _), one in self._programs.items() if one is program)
 
     def _adopt(self, address: int) -> int:
         """Let this launch use the tensor at an address in memory that is not torch's. Returns whether one is there."""

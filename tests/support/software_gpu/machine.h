@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "memory.h"
@@ -47,7 +48,9 @@ struct Instruction {
 };
 
 // What is counted per instruction. ptx.py names them in the same order.
-enum Count { THREADS, WARPS, DIVERGED, REQUESTS, SECTORS, LEAST, LINES, WAVEFRONTS, BEYOND, COUNTS };
+// FRESH: sectors that no instruction of the launch loaded before, or for stores stored to before. SLOW: warps in which a
+// lane's division or root takes the subroutine that ptxas calls where its short sequence does not hold.
+enum Count { THREADS, WARPS, DIVERGED, REQUESTS, SECTORS, LEAST, LINES, WAVEFRONTS, BEYOND, FRESH, SLOW, COUNTS };
 
 // Loads may reach past the allocation that holds `address`, within the line of `bytes` bytes that holds its last one.
 struct Line {
@@ -113,6 +116,7 @@ struct Launch {
     u32 threads;  // of a block
     std::map<uintptr_t, std::vector<GlobalByte>> logs;  // by where an allocation begins
     std::vector<Range> last;  // per instruction: the allocation that it last went to
+    std::unordered_set<u64> touched[2];  // sectors loaded, and stored to
 };
 
 using Run = void (*)(Warp &, const Instruction &);
@@ -150,3 +154,6 @@ void write_shared(Warp &, int lane, u64 address, const u8 *value, int bytes);
 u8 *global_place(Warp &, int lane, u64 address, int bytes);
 u8 *shared_place(Warp &, int lane, u64 address, int bytes);
 void count_shared_atomics(Warp &, const u64 *addresses);
+// Count one access of `lanes` lanes to global memory, of `bytes` bytes each at its own address.
+void count_global(Warp &, const u64 *addresses, int lanes, int bytes, bool store);
+void count_slow(Warp &);

@@ -341,7 +341,35 @@ template <class T> void mixed(const std::string &t) {
     op("fma.rn.f32." + t, [](T a, T b, f32 c) -> f32 { return canonical(std::fma(single(a), single(b), c)); });
 }
 
+// A number rounded to odd keeps what a later rounding to fewer bits needs to know.
+inline f64 odd_sum(f64 a, f64 b) {
+    f64 sum = a + b, from_b = sum - a, error = (a - (sum - from_b)) + (b - from_b);
+    u64 bits = std::bit_cast<u64>(sum);
+    if (!std::isfinite(sum) || error == 0 || bits & 1) return sum;
+    return std::bit_cast<f64>((error > 0) == (sum > 0) ? bits + 1 : bits - 1);
+}
+inline f32 odd_single(f64 x) {
+    f32 nearest = f32(x);
+    if (!std::isfinite(nearest) || f64(nearest) == x || std::bit_cast<u32>(nearest) & 1) return nearest;
+    return std::nextafter(nearest, x > nearest ? INFINITY : -INFINITY);
+}
+template <class T, T (*ROUND)(f32)> T fused(T a, T b, T c) {
+    return ROUND(odd_single(odd_sum(f64(single(a)) * f64(single(b)), single(c))));
+}
+
 template <class T, T (*ROUND)(f32)> void halves(const std::string &t) {
+    for (const char *rn : {"", "rn."}) {
+        op(std::string("add.") + rn + t, [](T a, T b) -> T { return ROUND(odd_single(odd_sum(single(a), single(b)))); });
+        op(std::string("sub.") + rn + t, [](T a, T b) -> T { return ROUND(odd_single(odd_sum(single(a), -single(b)))); });
+        op(std::string("add.") + rn + t + "x2", [](two<T> a, two<T> b) -> two<T> {
+            return {ROUND(odd_single(odd_sum(single(a.low), single(b.low)))),
+                    ROUND(odd_single(odd_sum(single(a.high), single(b.high))))};
+        });
+    }
+    op("fma.rn." + t, [](T a, T b, T c) -> T { return fused<T, ROUND>(a, b, c); });
+    op("fma.rn." + t + "x2", [](two<T> a, two<T> b, two<T> c) -> two<T> {
+        return {fused<T, ROUND>(a.low, b.low, c.low), fused<T, ROUND>(a.high, b.high, c.high)};
+    });
     op("cvt.f32." + t, [](T a) -> f32 { return single(a); });
     op("cvt.rn." + t + ".f32", [](f32 a) -> T { return ROUND(a); });
     op("cvt.rn." + t + "x2.f32", [](f32 high, f32 low) -> two<T> { return {ROUND(low), ROUND(high)}; });
@@ -358,6 +386,38 @@ template <class T, T (*ROUND)(f32)> void halves(const std::string &t) {
     op("neg." + t + "x2", [](u32 a) -> u32 { return a ^ 0x80008000; });
     comparisons<T>(t);
     mixed<T>(t);
+}
+
+// ptxas computes correctly rounded roots and quotients with a short sequence, and calls a subroutine where that does not
+// hold. Of the root the test is in the sequence. Of the quotient it is an instruction (FCHK) without a description: what
+// is here is where each step of the sequence is exact, or rounds to normal numbers.
+bool root_is_slow(f32 x) { return std::bit_cast<u32>(x) - 0x0D000000u > 0x727FFFFFu; }
+bool quotient_is_slow(f32 a, f32 b) {
+    f32 above = std::fabs(a), below = std::fabs(b), quotient = above / below;
+    return !(below >= 0x1p-126f && below < 0x1p126f && above >= 0x1p-102f && above < 0x1p127f && quotient >= 0x1p-125f &&
+             quotient < 0x1p127f);
+}
+
+Run plain_root, plain_quotient;
+
+void root(Warp &w, const Instruction &i) {
+    bool slow = false;
+    for (int l = 0; l < LANES; l++) slow |= w.mask >> l & 1 && root_is_slow(w.reg<f32>(i.operands[1])[l]);
+    if (slow) count_slow(w);
+    plain_root(w, i);
+}
+
+void quotient(Warp &w, const Instruction &i) {
+    const f32 *a = w.reg<f32>(i.operands[1]), *b = w.reg<f32>(i.operands[2]);
+    bool slow = false;
+    for (int l = 0; l < LANES; l++) slow |= w.mask >> l & 1 && quotient_is_slow(a[l], b[l]);
+    if (slow) count_slow(w);
+    plain_quotient(w, i);
+}
+
+void count_slow_lanes() {
+    plain_root = std::exchange(table["sqrt.rn.f32"].run, root);
+    plain_quotient = std::exchange(table["div.rn.f32"].run, quotient);
 }
 
 void fill() {
@@ -434,11 +494,22 @@ void fill() {
     op("fma.rn.ftz.f32", [](f32 a, f32 b, f32 c) -> f32 {
         return flushed(canonical(std::fma(flushed(a), flushed(b), flushed(c))));
     });
+    for (const char *rn : {"", "rn."}) {
+        std::string t = std::string(rn) + "ftz.f32";
+        op("add." + t, [](f32 a, f32 b) -> f32 { return flushed(canonical(flushed(a) + flushed(b))); });
+        op("sub." + t, [](f32 a, f32 b) -> f32 { return flushed(canonical(flushed(a) - flushed(b))); });
+        op("mul." + t, [](f32 a, f32 b) -> f32 { return flushed(canonical(flushed(a) * flushed(b))); });
+    }
     op("div.rn.ftz.f32", [](f32 a, f32 b) -> f32 { return flushed(canonical(flushed(a) / flushed(b))); });
     op("sqrt.rn.ftz.f32", [](f32 a) -> f32 { return flushed(canonical(std::sqrt(flushed(a)))); });
+    count_slow_lanes();
+    op("sqrt.approx.ftz.f32", [](f32 a) -> f32 { return flushed(approximation(std::sqrt(f64(flushed(a))))); });
+    op("rsqrt.approx.f32", [](f32 a) -> f32 { return approximation(1 / std::sqrt(f64(a))); });
+    op("rsqrt.approx.ftz.f32", [](f32 a) -> f32 { return flushed(approximation(1 / std::sqrt(f64(flushed(a))))); });
     op("ex2.approx.f32", [](f32 a) -> f32 { return approximation(std::exp2(f64(a))); });
     op("ex2.approx.ftz.f32", [](f32 a) -> f32 { return flushed(approximation(std::exp2(f64(flushed(a))))); });
     op("lg2.approx.f32", [](f32 a) -> f32 { return approximation(std::log2(f64(a))); });
+    op("lg2.approx.ftz.f32", [](f32 a) -> f32 { return flushed(approximation(std::log2(f64(flushed(a))))); });
     op("div.full.f32", [](f32 a, f32 b) -> f32 { return approximation(f64(a) / f64(b)); });
 
     for (const char *rn : {"", "rn."}) {
@@ -460,6 +531,7 @@ void fill() {
     op_reduce<u32>("redux.sync.add.s32", [](u32 a, u32 b) { return a + b; });
     op_reduce<f32>("redux.sync.max.f32", [](f32 a, f32 b) { return greater(a, b); });
     op_atomic<u64, false>("atom.global.add.u64", [](u64 a, u64 b) { return a + b; });
+    op_atomic<f32, false>("atom.global.add.f32", [](f32 a, f32 b) { return canonical(a + b); });
     op_atomic<u32, false>("atom.global.add.u32", [](u32 a, u32 b) { return a + b; });
     op_atomic<u32, false>("atom.global.or.b32", [](u32 a, u32 b) { return a | b; });
     op_atomic<i64, false>("atom.global.max.s64", [](i64 a, i64 b) { return std::max(a, b); });

@@ -6,7 +6,7 @@ import ctypes
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,8 @@ class Program:
     specials: NDArray[np.int32]
     parameters: list[int]
     loaded: list[tuple[int, int, bool, int, int]]
+
+    lanes: ClassVar[int] = LANES  # of a warp
 
     def run(self, machine: Any, arguments: int, *launch: Any) -> bytes | None:
         """Run it with the driver's array of arguments at `arguments`. Returns what went wrong, if anything."""

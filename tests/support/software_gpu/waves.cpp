@@ -68,16 +68,26 @@ template <Addressing ADDRESS> void load(Wave &w, const WaveInstruction &i) {
     for (int l = 0; l < WAVE; l++)
         if (w.pair(EXEC) >> l & 1)
             put(w, i, 0, l, at[l].masked ? zeros : read_global(w, l, at[l].at, bytes, aligned(i)), bytes);
+    u64 active[WAVE];
+    int lanes = 0;
+    for (int l = 0; l < WAVE; l++)
+        if (w.pair(EXEC) >> l & 1 && !at[l].masked) active[lanes++] = at[l].at;
+    if (lanes) count_global(w, active, lanes, bytes, false);
 }
 
 template <Addressing ADDRESS> void store(Wave &w, const WaveInstruction &i) {
-    int bytes = i.values * i.bytes;
+    int bytes = i.values * i.bytes, lanes = 0;
+    u64 active[WAVE];
     for (int l = 0; l < WAVE; l++) {
         if (!(w.pair(EXEC) >> l & 1)) continue;
         u8 value[16];
         take(w, i.operands[0], l, value, bytes);
-        if (Address at = ADDRESS(w, i, l); !at.masked) write_global(w, l, at.at, value, bytes, aligned(i));
+        if (Address at = ADDRESS(w, i, l); !at.masked) {
+            write_global(w, l, at.at, value, bytes, aligned(i));
+            active[lanes++] = at.at;
+        }
     }
+    if (lanes) count_global(w, active, lanes, bytes, true);
 }
 
 void load_scalars(Wave &w, const WaveInstruction &i) {

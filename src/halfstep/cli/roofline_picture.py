@@ -1,0 +1,128 @@
+"""The picture of ``halfstep bench audit --out``: every counted kernel on the roofline of each GPU.
+
+A kernel lies to the right by how many instructions it issues per byte, and up by the bandwidth that memory, the issue
+of its instructions and shared memory leave it. Where the roof bends, issue takes as long as memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfstep.cli.figures import figure, save, tidy
+
+# Okabe and Ito's colours, told apart without red-green vision; the shapes tell them apart in print.
+FAMILIES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("Adam", ("Adam",), "#0072b2", "o"),
+    ("check, unscale", ("foreach_check", "foreach_unscale"), "#e69f00", "s"),
+    ("cast", ("cast", "foreach_cast"), "#009e73", "^"),
+    ("softmax", ("softmax", "log_softmax"), "#cc79a7", "D"),
+    ("statistics", ("statistics",), "#d55e00", "v"),
+    ("peers", ("",), "#777777", "x"),
+)
+_NAMED = 9  # kernels of a panel that have their names beside them: those of which issue takes most
+
+
+@dataclass(frozen=True)
+class Point:
+    """One kernel on one GPU.
+
+    Attributes:
+        per_byte: instructions issued per byte of global memory.
+        reached: predicted bytes per second.
+    """
+
+    name: str
+    per_byte: float
+    reached: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One GPU.
+
+    Attributes:
+        memory: bytes per second that copies reach.
+        issue: instructions per second.
+        limit: the most of the time of memory that issue may take.
+    """
+
+    gpu: str
+    memory: float
+    issue: float
+    limit: float
+    points: Sequence[Point]
+
+
+def family(name: str) -> int:
+    """Which of `FAMILIES` a case belongs to."""
+    return next(at for at, (_, begins, _, _) in enumerate(FAMILIES) if name.startswith(begins))
+
+
+def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
+    """Draw the panels to `path`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    across = 2
+    down = -(-len(panels) // across)
+    made = figure(14, 4.6 * down + 0.6)
+    from matplotlib.lines import Line2D
+
+    grid = made.subplots(down, across, squeeze=False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _draw_panel(axes, panel)
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle="none", label=name)
+        for name, _, colour, marker in FAMILIES
+    ]
+    handles.append(Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="most that issue may take"))
+    left = list(grid.flat)[len(panels) :]
+    for axes in left:
+        axes.set_axis_off()
+    if left:
+        left[0].legend(handles=handles, loc="upper left", frameon=False, fontsize=11)
+    else:
+        made.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
+    made.suptitle(title, x=0.01, ha="left", fontsize=13)
+    save(made, path)
+
+
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    ridge = panel.issue / panel.memory
+    lowest = min([ridge / 8, *(point.per_byte for point in panel.points)]) / 1.3
+    highest = max([ridge * 4, *(point.per_byte for point in panel.points)]) * 1.3
+    axes.plot([lowest, ridge, highest], [1, 1, ridge / highest], color="black", linewidth=1.2)
+    axes.axvline(ridge * panel.limit, color="black", linewidth=0.8, linestyle=":")
+    for point in panel.points:
+        _, _, colour, marker = FAMILIES[family(point.name)]
+        axes.plot(point.per_byte, point.reached / panel.memory, marker=marker, color=colour, markersize=5)
+    above = sorted(panel.points, key=lambda point: -point.per_byte)[:_NAMED]
+    above = sorted((point for point in above if point.per_byte > ridge * panel.limit), key=lambda point: -point.reached)
+    for at, point in enumerate(above):
+        axes.annotate(
+            point.name,
+            (point.per_byte, point.reached / panel.memory),
+            xytext=(0.02, 0.62 - 0.068 * at),
+            textcoords="axes fraction",
+            fontsize=7.5,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "shrinkB": 3, "relpos": (1, 0.5)},
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(lowest, highest)
+    axes.set_ylim(0.01, 1.5)
+    axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1.0], ["1 %", "3 %", "10 %", "30 %", "100 %"])
+    axes.minorticks_off()
+    ticks = [each for each in (0.3, 1, 3, 10, 30, 100, 300) if lowest <= each <= highest]
+    axes.set_xticks(ticks, [f"{each:g}" for each in ticks])
+    tidy(axes, "both")
+    axes.set_xlabel("instructions issued per byte of memory")
+    axes.set_ylabel("predicted part of what a copy reaches")
+    axes.set_title(
+        f"{panel.gpu}: {panel.memory / 1e12:.2f} TB/s, {panel.issue / 1e12:.1f} T instructions/s", loc="left"
+    )
