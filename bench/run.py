@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli import command_line
-from halfstep.cli.command_line import Parser, a_path, make_folder
+from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
 from halfstep.cli.numbers import above_zero, whole
 from halfstep.cli.terminal import Progress, terminal
 
@@ -46,12 +46,21 @@ def _parser() -> Parser:
         "--minutes", type=above_zero, metavar="M", help="start no further case after so long (default: no limit)"
     )
     parser.add_argument("--threads", type=whole(1), metavar="N", help="of the CPU (default: torch's)")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="of the calling thread, not wall time: for a CPU that others use too; needs --threads 1",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 
 def run(
-    groups: Sequence[str], quick: bool, minutes: float | None = None, out: Path | None = None
+    groups: Sequence[str],
+    quick: bool,
+    minutes: float | None = None,
+    out: Path | None = None,
+    processor_time: bool = False,
 ) -> tuple[dict[str, Any], list[Result]]:
     """Measure the cases of `groups`, writing down what is there after each, so that nothing is lost if it is ended.
 
@@ -64,12 +73,14 @@ def run(
     from halfstep.bench.cases.catalogue import cases
     from halfstep.bench.cases.sizes import sizes_for
     from halfstep.bench.harness import measure
-    from halfstep.bench.timing import clock_for, copy_gb_per_s
+    from halfstep.bench.timing import CpuClock, clock_for, copy_gb_per_s
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    clock, start = clock_for(device), time.monotonic()
+    clock, start = CpuClock(time.thread_time) if processor_time else clock_for(device), time.monotonic()
     every = cases(list(dict.fromkeys(groups)) or GROUP_NAMES, sizes_for(device, quick))
     about = {**run_report.environment(device), "quick": quick, "left_out": 0}
+    if processor_time:
+        about["processor_time"] = True
     about["copy_gb_per_s"] = copy_gb_per_s(clock, COPY_BYTES[device.type])
     results: list[Result] = []
     found: dict[int, list[Result]] = {}
@@ -111,9 +122,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from halfstep.bench import run_report
     from halfstep.bench.harness import FAILED, WRONG, ours
 
+    if arguments.processor_time and (arguments.threads != 1 or torch.cuda.is_available()):
+        raise UsageError("--processor-time is that of one thread on a CPU; add --threads 1, or leave it out")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    about, results = run(arguments.groups, arguments.quick, arguments.minutes, arguments.out)
+    about, results = run(arguments.groups, arguments.quick, arguments.minutes, arguments.out, arguments.processor_time)
     errors = terminal(sys.stderr)
     if arguments.json:
         print(run_report.as_json(about, results))

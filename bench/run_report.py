@@ -151,8 +151,9 @@ def headline(about: dict[str, Any]) -> str:
     threads = f", {about['threads']} thread{'s' if about['threads'] > 1 else ''}" if about["threads"] else ""
     triton = f", triton {about['triton']}" if about["triton"] else ""
     quick = ", quick" if about["quick"] else ""
+    clock = ", processor time" if about.get("processor_time") else ""
     versions = f"halfstep {about['halfstep']}, torch {about['torch']}{triton}"
-    return f"{versions}, {about['device']}{threads}, {about['date']}{quick}"
+    return f"{versions}, {about['device']}{threads}, {about['date']}{quick}{clock}"
 
 
 def table_lines(about: dict[str, Any], results: Sequence[Result], screen: Terminal) -> list[str]:

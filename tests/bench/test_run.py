@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import halfstep
 from halfstep.__main__ import main as halfstep_main
-from halfstep.bench import run, run_report
+from halfstep.bench import run, run_report, timing
 from halfstep.bench.cases import catalogue, sizes
 from halfstep.bench.harness import FAILED, OK, UNAVAILABLE, WRONG, Result
 
@@ -36,6 +37,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--minutes", "0"], "argument --minutes: expected a number above 0, but got '0'"),
         (["--minutes", "inf"], "argument --minutes: expected a number above 0, but got 'inf'"),
         (["--minutes", "soon"], "argument --minutes: expected a number above 0, but got 'soon'"),
+        (
+            ["--processor-time"],
+            "--processor-time is that of one thread on a CPU; add --threads 1, or leave it out",
+        ),
         (["--threads", "0"], "argument --threads: expected an integer of at least 1, but got '0'"),
     ],
 )
@@ -88,6 +93,17 @@ def test_groups_choose_cases_and_json_is_printed(capsys: pytest.CaptureFixture[s
     assert printed["quick"] is True
     assert {row["group"] for row in printed["results"]} == {"cast"}
     assert sum(row["operation"] == "cast" and row["provider"] == "halfstep" for row in printed["results"]) == 8
+
+
+def test_time_can_be_that_of_the_processor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider that waits without working is not charged for it."""
+    clocks = []
+    monkeypatch.setattr(
+        timing, "copy_gb_per_s", lambda clock, size: clocks.append(clock.seconds(lambda: time.sleep(0.01))) or 1.0
+    )
+    assert run.main(["cast", "--processor-time", "--threads", "1"]) == 0
+    assert clocks[0] < 0.01
+    assert "processor time" in capsys.readouterr().out
 
 
 def test_a_wrong_kernel_of_ours_has_no_figure_and_fails_the_run(

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import halfstep
 from halfstep.kernels import cast as module
 from halfstep.kernels import native
+from halfstep.kernels.cast import LARGE
 from halfstep.kernels.multi_tensor import TableCache, is_flat
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
@@ -534,3 +535,29 @@ def test_all_fp32_patterns_to_fp8_and_toward_zero(
     """The same against ml_dtypes for FP8; toward zero against the nearest value, or the one below it."""
     with using("native", "cast"):
         assert sum(walks.in_processes(capfd, walks.walk_casts, None, target, rounding)) == 2 * (2**23 - 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_a_large_cast_and_a_small_one_have_the_bits_of_the_reference(source: torch.dtype, target: torch.dtype) -> None:
+    """On a CPU the one is converted in C++, the other by torch."""
+    bits = torch.arange(2**16, dtype=torch.int32).repeat(2)[: LARGE + 5]
+    if source == torch.float32:  # every sign, exponent and upper half, on both sides of ties
+        low = torch.tensor([0, 0x7FFF, 0x8000, 0x8001])[torch.arange(len(bits)) % 4]
+        x = ((bits.long() << 16) + low).to(torch.int32).view(torch.float32)
+    else:
+        x = bits.to(torch.int16).view(source)
+    for part in (x, x[: LARGE - 1]):
+        got = halfstep.cast(part, target)
+        with halfstep.backend("reference"):
+            want = halfstep.cast(part, target)
+        assert torch.equal(got.isnan(), want.isnan())
+        keep, width = ~want.isnan(), torch.int32 if target == torch.float32 else torch.int16
+        assert torch.equal(got[keep].view(width), want[keep].view(width))
