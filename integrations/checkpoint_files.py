@@ -1,13 +1,13 @@
-"""What makes a checkpoint on disk complete, and how a damaged one is told from a good one.
+"""Format of checkpoints on disk, and detection of damaged ones.
 
-Two kinds stand side by side in a run's folder:
+There are two kinds, which may be in the same folder:
 
-- ``step-00000120.pt``: one file, a ``torch.save`` archive and a last line with the SHA-256 of all bytes before it;
-- ``step-00000120/``: one folder that many ranks wrote with torch.distributed.checkpoint, and its ``manifest.json`` with
-  the size and SHA-256 of every other file in it.
+- ``step-00000120.pt``: a file with a ``torch.save`` archive and a last line with the SHA-256 of all bytes before it;
+- ``step-00000120/``: a folder written by several ranks with torch.distributed.checkpoint, with a ``manifest.json`` that
+  lists the size and SHA-256 of every other file in it.
 
-Either is written under another name (unfinished_saves.py), flushed to disk, and renamed when it is complete. Nothing
-under a checkpoint's name is ever half written, nor half removed.
+Both are written under another name (unfinished_saves.py), flushed to disk, and renamed when they are complete. Nothing
+with the name of a checkpoint is ever partially written or partially removed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, found or trusted. The message names the file and what to do, in one line."""
 
     def __init__(self, message: str) -> None:
-        # It may quote a file, which may hold anything, also what a terminal obeys.
+        # The message may quote a file, which may contain control characters of a terminal.
         if len(message) > LONGEST_MESSAGE:
             message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
         super().__init__(printable(message))
 
 
 def name_of(step: int) -> str:
-    """The name of a step's checkpoint: of its folder, and of its file before ``.pt``."""
+    """The name of the checkpoint of a step, without the suffix ``.pt`` of a file."""
     return f"step-{step:08d}"
 
 
@@ -96,7 +96,7 @@ def _has_its_length(path: Path) -> bool:
 
 
 def write_manifest(folder: Path, step: int, world_size: int, files: dict[str, dict[str, Any]]) -> None:
-    """Write down, and flush to disk, what `folder` must hold: by file name its ``bytes`` and ``sha256``."""
+    """Write the manifest of `folder` and flush it to disk. `files` has ``bytes`` and ``sha256`` by file name."""
     content = {"format": FORMAT, "step": step, "world_size": world_size, "files": dict(sorted(files.items()))}
     with (folder / MANIFEST).open("w") as file:
         json.dump({"content": content, "sha256": _digest_of(content)}, file, indent=1)
@@ -109,7 +109,7 @@ def _digest_of(content: Any) -> str:
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Leave the newest `keep` checkpoints up to `step`, and all after it."""
+    """Remove all checkpoints up to `step` except the newest `keep`. Later ones are kept."""
     older = [path for number, path in checkpoints(folder) if number <= step]
     for path in older[:-keep]:
         unfinished_saves.remove(path)
@@ -119,7 +119,7 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
 
 def _digest_of_file(path: Path, length: int) -> str | None:
-    """The SHA-256 of the first `length` bytes of a file; None if it has not so many."""
+    """The SHA-256 of the first `length` bytes of a file; None if it is shorter."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while length and (part := file.read(min(length, 1 << 20))):
@@ -154,7 +154,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The content of a folder's manifest.
 
     Raises:
-        CheckpointError: it is missing, or not as it was written.
+        CheckpointError: the manifest is missing or damaged.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -184,7 +184,7 @@ def _is_record(name: str, record: Any) -> bool:
 
 
 def folder_complaint(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Why the folder is not what was saved, or None if every byte is; of its files, every `parts`-th from `part` on."""
+    """Why a folder is damaged, or None if it is not. Only every `parts`-th file, starting with `part`, is checked."""
     try:
         files = read_manifest(folder)["files"]
     except CheckpointError as error:
@@ -207,7 +207,7 @@ def folder_complaint(folder: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def _origin(folder: Path, digest: str | None) -> str:
-    """Where bytes that do not belong into a folder came from."""
+    """The origin of a file with a wrong digest, for a message."""
     for _, other in checkpoints(folder.parent):
         try:
             files = read_manifest(other)["files"] if other.is_dir() else {}
@@ -220,7 +220,7 @@ def _origin(folder: Path, digest: str | None) -> str:
 
 
 def complaint(path: Path) -> str | None:
-    """Why a checkpoint is not what was saved, or None if every byte is."""
+    """Why a checkpoint is damaged, or None if every byte is as it was saved."""
     try:
         return folder_complaint(path) if path.is_dir() else _file_complaint(path)
     except OSError as error:
@@ -228,7 +228,7 @@ def complaint(path: Path) -> str | None:
 
 
 def remedy(path: Path) -> str:
-    """What to do about a checkpoint that cannot be used."""
+    """The remedy for a checkpoint that cannot be used, for a message."""
     good = [old for _, old in checkpoints(path.parent) if old != path and complaint(old) is None]
     if good:
         return f"{good[-1]} is good: continue from that, or delete the damaged one"
@@ -236,16 +236,16 @@ def remedy(path: Path) -> str:
 
 
 def missing(path: Path) -> CheckpointError:
-    """The error for a checkpoint that is not there."""
+    """The error for a checkpoint that does not exist."""
     present = ", ".join(str(old) for _, old in checkpoints(path.parent)) or "none"
     return CheckpointError(f"no checkpoint {path}; in that folder there are: {present}")
 
 
 def read_archive(path: Path, length: int | None = None) -> dict[str, Any]:
-    """The dict that an archive in a file holds, on the CPU, running nothing that is in it.
+    """The dict in an archive, on the CPU, read without executing code from the file.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the archive cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -258,7 +258,7 @@ def read_archive(path: Path, length: int | None = None) -> dict[str, Any]:
 
 
 class Hashed:
-    """A file that hashes what is written to it, so that it is never read back or held in memory."""
+    """A file that computes the hash of what is written, which then need not be read again or held in memory."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -283,7 +283,7 @@ class Hashed:
         self._file.close()
 
     def record(self) -> dict[str, Any]:
-        """Its entry in a manifest."""
+        """The file's entry in a manifest."""
         return {"bytes": self.bytes, "sha256": self.digest.hexdigest()}
 
 

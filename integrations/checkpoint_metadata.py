@@ -1,9 +1,9 @@
-"""What lies where in a folder of shards: torch.distributed.checkpoint's ``.metadata``, read as data and not believed.
+"""The file ``.metadata`` of torch.distributed.checkpoint, read as data and validated.
 
-torch reads it with `pickle.load`, which imports and calls what the file asks for. Here the pickle becomes plain nodes
-(pickle_data.py), of which `Metadata` is built field by field and held against the files beside it: every part of a
-tensor lies within the tensor and within its file, parts do not overlap and leave nothing out, and no two things share
-bytes. So what is read is no larger than the folder, and no memory that is made for it stays as it was found.
+torch reads it with `pickle.load`, which imports and calls what the file names. Here the pickle is read as plain nodes
+(pickle_data.py), from which `Metadata` is built field by field and compared with the files in the folder: every shard
+is within its tensor and within its file, shards neither overlap nor leave gaps, and no two entries share bytes. What is
+read is therefore no larger than the folder, and no allocated memory stays uninitialized.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DCP = "torch.distributed.checkpoint"
 
 
 def _one_of(*allowed: Any) -> Function:
-    """A function that takes one of some values, and gives nothing: its result is not used."""
+    """A function that accepts one of some values and returns nothing, since its result is not used."""
 
     def taken(value: Any) -> None:
         if value not in allowed:
@@ -49,7 +49,7 @@ _MEMORY_FORMAT = _one_of(0, 1, 2)
 
 
 def _member(kind: Any, name: Any) -> None:
-    """``getattr(_MEM_FORMAT_ENCODING, name)``, as which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    """``getattr(_MEM_FORMAT_ENCODING, name)``, by which Python 3.11.0 to 3.11.3 pickle members of enums."""
     if kind is not _MEMORY_FORMAT or name not in (
         "TORCH_CONTIGUOUS_FORMAT",
         "TORCH_CHANNELS_LAST",

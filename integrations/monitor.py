@@ -1,4 +1,4 @@
-"""Watch what a training loop's gradients need of their format: every so many steps, at next to no cost."""
+"""Count during training where gradients fall in their format, at a small cost every few steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from halfstep.numerics.statistics.named_tensors import countable, named_tensors,
 
 @dataclass(frozen=True)
 class AmpReport:
-    """What an `AmpMonitor` has seen.
+    """The result of an `AmpMonitor`.
 
     Attributes:
-        steps: seen so far.
-        collected: in how many of them gradients were counted.
-        scale: the loss scale now; 1 without a scaler.
-        statistics: of the gradients of all these steps together, at that scale.
-        advice: on the scale; None where no gradient held a number but 0.
+        steps: number of steps so far.
+        collected: number of steps in which gradients were counted.
+        scale: the present loss scale; 1 without a scaler.
+        statistics: statistics of the gradients of all these steps together, at that scale.
+        advice: advice on the loss scale; None if all gradients were 0.
     """
 
     steps: int
@@ -38,7 +38,7 @@ class AmpReport:
     advice: ScaleAdvice | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report for JSON."""
         return {
             "steps": self.steps,
             "collected": self.collected,

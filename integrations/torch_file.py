@@ -1,10 +1,10 @@
-"""Files of `torch.save`, in both of its formats: what they hold, and their tensors, mapped into memory.
+"""The content of files of `torch.save`, in both of its formats, with tensors mapped into memory.
 
-Since torch 1.6 such a file is a zip archive without compression: ``data.pkl`` and the bytes of each storage. Before, it
-was five pickles (a magic number, a version, the machine, the content, the storages' keys) and then, for each storage,
-eight bytes with its number of elements and its bytes. Nothing in either is trusted: pickle_data.py reads the pickles as
-data, with a description for each tensor, and every place, size and stride is checked against the file before memory is
-asked for.
+Since torch 1.6 such a file is an uncompressed zip archive: ``data.pkl`` and the bytes of each storage. Before, it was
+five pickles (a magic number, a version, the machine, the content, the keys of the storages), followed for each storage
+by eight bytes with the number of elements, and its bytes. Nothing in a file is trusted: pickle_data.py reads the
+pickles as data, with a description of each tensor, and every offset, size and stride is checked against the file before
+memory is allocated.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ALIGNED = 16  # bytes: the largest element
 
 
 class Refused(PickleError):
-    """A pickle with an object beside tensors and containers; the text is its class or function."""
+    """The file contains an object other than tensors and containers. The text is its class or function."""
 
 
 class Unsuitable(ValueError):
-    """A file that may be whole and is not read all the same. The text goes on from the file's name."""
+    """The file may be undamaged but cannot be read. The text continues a sentence that starts with its name."""
 
 
 class Storage(NamedTuple):

@@ -1,13 +1,13 @@
-"""Names for what is not complete yet: each save has its own, and only what is proved to be left over is removed.
+"""Temporary names of saves, and removal of what killed saves have left.
 
-A save takes a name that nobody else has, ``.halfstep-TOKEN``, and holds the file ``.halfstep-TOKEN.lock`` locked until
-it is over. The system gives the lock back when the process ends, however it ends, so who gets it knows that the save is
-dead, also on another machine or in another container. Where the file system has no locks, nothing counts as dead, and
-what a killed save leaves stays. Nothing else in the folder is touched, whatever its name begins with.
+A save uses a unique name, ``.halfstep-TOKEN``, and keeps the file ``.halfstep-TOKEN.lock`` locked until it ends. The
+system releases the lock when the process ends for any reason. A process that can take the lock therefore knows that the
+save has ended, also if it ran on another machine or in another container. If the file system has no locks, nothing is
+removed. Other files in the folder are never changed.
 
-    .halfstep-TOKEN                     what is being written
-    .halfstep-TOKEN.lock                locked by who writes it
-    .halfstep-TOKEN.replaced-NAME       what the name stood for until now; it counts while nothing has that name
+    .halfstep-TOKEN                     the checkpoint being written
+    .halfstep-TOKEN.lock                locked by the process that writes it
+    .halfstep-TOKEN.replaced-NAME       the previous checkpoint NAME, which is valid until NAME exists again
     .halfstep-TOKEN.removed             a folder that is being removed
 """
 

@@ -1,21 +1,21 @@
-"""Streams and CUDA graphs, as host code must look at them, and numbers of the host on their way to a device.
+"""Rules for streams and CUDA graphs in host code, and transfers from the host to a device.
 
-**A graph owns its tables.** What is recorded into a graph runs at each replay, and between replays come eager calls,
-other captures and whatever the caller frees. So:
+**A graph owns its tables.** Captured work runs in each replay. Between replays there are eager calls, other captures,
+and memory that the caller frees. Therefore:
 
-1. A capture reads nothing that eager calls keep for one another (tables, scratch, answers), and marks nothing: that
-   something "was copied" is noted where the copy runs, never where it is recorded.
-2. What captured work needs beside the tensors it works on is made in the capture, in the graph's own memory, and filled
-   by captured copies or launches. No eager call gets to see it.
-3. Captured copies read pinned memory that nobody writes again and that is kept as long as the graph (`upload`).
-4. Eager calls and graphs share what training goes on from (parameters, moments, step counts, the scale), and that stays
-   where it is: it exists before a capture, and what has been captured is written in place from then on.
+1. A capture does not read what eager calls store for later calls (tables, buffers, verdicts), and does not change what
+   they know: that something "was copied" is stored where the copy runs, never where it is captured.
+2. What captured work needs in addition to the tensors it processes is allocated during the capture, in the memory of
+   the graph, and filled by captured copies or launches. Eager calls never use it.
+3. Captured copies read pinned memory that is not written again and that is kept alive as long as the graph (`upload`).
+4. Eager calls and graphs share the state of training (parameters, moments, step counts, the scale). It exists before a
+   capture, and after a capture it is written in place.
 
-**A table belongs to one stream.** What is kept from call to call is written and read on one stream: two streams may
-call the same function at the same time.
+**A table belongs to one stream.** What is kept from call to call is written and read on one stream, since two streams
+may call the same function at the same time.
 
-**The host does not wait.** Numbers go through pinned memory (`upload`); an index is on the device or a slice, never a
-list, which would be copied from memory that is not pinned.
+**The host does not wait.** Numbers are transferred through pinned memory (`upload`). An index is a tensor on the device
+or a slice, never a list, which would be copied from memory that is not pinned.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-# What captured copies read, by the graph, and where torch cannot tell which graph it is, for good.
+# The memory that captured copies read: by graph, or forever if torch does not say which graph is captured.
 _of_graphs: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 _for_good: list[torch.Tensor] = []
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether launches on the current stream of `device` are recorded into a CUDA graph and not run."""
+    """Whether the current stream of `device` is being captured in a CUDA graph."""
     if device.type != "cuda":
         return False
     if device.index is None or device.index == torch.cuda.current_device():
@@ -46,15 +46,16 @@ def current_stream(device: torch.device) -> int:
 
 
 def upload(numbers: torch.Tensor, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy numbers of the host to a device; on a GPU through pinned memory, in the current stream, without a wait.
+    """Copy a tensor from the host to a device. On a GPU, the host does not wait.
 
-    During a capture the copy is the graph's. What it reads lives as long as the graph; with a torch that does not say
-    which graph it is (``CUDAGraph.get_currently_capturing_graph``), as long as the process.
+    The copy goes through pinned memory, in the current stream. During a capture it becomes part of the graph, and the
+    pinned memory lives as long as the graph, or as long as the process if this version of torch does not tell which
+    graph is captured (``CUDAGraph.get_currently_capturing_graph``).
 
     Args:
-        numbers: on the CPU; not written later.
-        device: where to.
-        out: a tensor there to write to, of the same shape and dtype.
+        numbers: a tensor on the CPU that is not written later.
+        device: the target device.
+        out: a tensor on the device to write to, of the same shape and dtype.
 
     Returns:
         `out`, or a new tensor, which for the CPU is `numbers`.

@@ -1,7 +1,7 @@
-"""How results are shown to people: as texts and pictures that `halfstep.cli` makes.
+"""Texts and pictures of results, which `halfstep.cli` makes.
 
-Imports point one way, so a result does not know the module that shows it. ``halfstep/__init__.py``, which knows every
-layer, names it in `module`.
+This layer must not import `halfstep.cli`, so ``halfstep/__init__.py``, which may import every layer, stores the name of
+the presenting module in `module`.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ module = ""  # dotted name of the module that has the functions
 
 
 def shown(function: str, *arguments: Any) -> Any:
-    """What a function of the presenting module, imported on first use, makes of the arguments."""
+    """The result of a function of the presenting module, which is imported at its first use."""
     return getattr(importlib.import_module(module), function)(*arguments)

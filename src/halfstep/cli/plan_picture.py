@@ -32,7 +32,7 @@ ACROSS = 4  # entries of the legend side by side
 
 
 def stack(made: dict[str, Any]) -> dict[str, int]:
-    """Bytes of each kind at the plan's peak: what is always there, and the phase that needs most besides."""
+    """The bytes of each kind at the peak: what is always allocated, and the phase that needs most in addition."""
     totals = made["totals"]
     phases = ("always", "backward" if totals["backward"] >= totals["step"] else "step")
     counted = [part for part in made["parts"] if part["place"] == "gpu" and part["phase"] in phases]
@@ -110,7 +110,7 @@ def draw(path: Path, content: dict[str, Any]) -> None:
 
 
 def _places(plans: list[dict[str, Any]]) -> list[float]:
-    """Where bars stand: those of one strategy side by side, and a gap before the next."""
+    """The positions of the bars, with a gap between strategies."""
     found: list[float] = []
     for made, before in zip(plans, [None, *plans], strict=False):
         apart = before is not None and made["settings"]["strategy"] != before["settings"]["strategy"]

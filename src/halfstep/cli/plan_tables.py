@@ -186,12 +186,12 @@ def _comparison(content: dict[str, Any], screen: Terminal) -> list[str]:
 
 
 def numbers_of_gpus(content: dict[str, Any]) -> list[int]:
-    """Those of the plans, each once."""
+    """The numbers of GPUs of the plans, without repetitions."""
     return list(dict.fromkeys(made["settings"]["gpus"] for made in content["plans"]))
 
 
 def gpus_of(content: dict[str, Any]) -> str:
-    """1 GPU; 8 GPUs; 8, 64 and 1,024 GPUs."""
+    """The text "1 GPU", "8 GPUs" or "8, 64 and 1,024 GPUs"."""
     *others, last = (f"{count:,}" for count in numbers_of_gpus(content))
     return f"{', '.join(others)} and {last} GPUs" if others else f"{last} GPU{'s' * (last != '1')}"
 

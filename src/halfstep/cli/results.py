@@ -45,7 +45,7 @@ def count(number: int) -> str:
 
 
 def power(scale: float) -> str:
-    """``"2^16"``; other numbers as they are."""
+    """A power of two as ``"2^16"``; other numbers unchanged."""
     fraction, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
@@ -54,7 +54,7 @@ def power(scale: float) -> str:
 
 
 def statistics_table(found: Statistics, limit: int | None) -> str:
-    """`Statistics.table`."""
+    """The result of `Statistics.table`."""
     rows = found.worst(limit)
     head = ("tensor", "size", "zero", "flushed", "subn.", "normal", "overfl.", "err p99")
     lines = [head, *(_cells(row) for row in rows), _cells(found.total)]
@@ -79,7 +79,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def statistics_picture(found: Statistics, path: str | Path) -> None:
-    """`Statistics.picture`."""
+    """Draw `Statistics.picture`."""
     from halfstep.cli import figures, results_picture
 
     figures.save(results_picture.of_statistics(found), path)
@@ -96,7 +96,7 @@ _VERDICTS = {
 
 
 def advice_text(advice: ScaleAdvice) -> str:
-    """Of ``str(advice)``."""
+    """The result of ``str(advice)``."""
     name, acceptable = advice.format.name, percent(advice.share)
     total = advice.statistics.total
     best = power(advice.scale)
@@ -129,7 +129,7 @@ def _range(low: float, high: float) -> str:
 
 
 def advice_picture(advice: ScaleAdvice, path: str | Path) -> None:
-    """`ScaleAdvice.picture`."""
+    """Draw `ScaleAdvice.picture`."""
     from halfstep.cli import figures, results_picture
 
     figures.save(results_picture.of_advice(advice), path)
@@ -139,7 +139,7 @@ def advice_picture(advice: ScaleAdvice, path: str | Path) -> None:
 
 
 def overflow_text(report: OverflowReport) -> str:
-    """Of ``str(report)``."""
+    """The result of ``str(report)``."""
     head = f"{report.skipped} of {report.steps} steps skipped"
     if not report.parameters:
         return head

@@ -43,7 +43,7 @@ def _at(scale: float) -> str:
 
 
 def _kind(form: Format, exponent: int) -> str:
-    """What becomes of most numbers of this exponent."""
+    """What most numbers with this exponent become."""
     if exponent < form.emin - form.mantissa - 1:
         return "flushed"
     if exponent < form.emin:
@@ -116,7 +116,7 @@ def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, s
 
 
 def draw_bars(axes: Any, rows: Sequence[Row], title: str) -> None:
-    """A bar per tensor, cut by what becomes of its elements; the first row on top."""
+    """Draw a bar per tensor, divided by what its elements become, with the first row on top."""
     left = [0.0] * len(rows)
     places = list(range(len(rows)))[::-1]
     for kind, colour in KIND_COLOURS.items():
@@ -149,7 +149,7 @@ def of_statistics(found: Statistics) -> Any:
 
 
 def draw_scales(axes: Any, advice: ScaleAdvice) -> None:
-    """What each scale would lose: the worst tensor's share flushed, and all tensors' overflow; the interval shaded."""
+    """Draw the largest share of any tensor that each scale would flush or overflow, and shade the interval."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     exponents, curves = advice.exponents, advice.curves

@@ -18,7 +18,7 @@ __all__ = ["Answer", "Given", "LookupParser", "UsageError"]
 
 
 class Answer(NamedTuple):
-    """What a command has found: the words it understood; on demand, results for JSON and lines for the screen."""
+    """The answer of a command: its parsed input, and functions for the results in JSON and the lines on the screen."""
 
     input: dict[str, Any]
     results: Callable[[], list[dict[str, Any]]]
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A number and how it was written."""
+    """A number, and the text it was parsed from."""
 
     text: str
     number: Number
@@ -36,14 +36,14 @@ class Given(NamedTuple):
 
 
 class LookupParser(command_line.Parser):
-    """The shared one, with --json, and with an -f that takes several names."""
+    """The shared parser with an option --json, and with an option -f that takes several names."""
 
     def __init__(self, command: str, description: str, epilog: str) -> None:
         super().__init__(command, description, epilog)
         self.add_argument("--json", action="store_true", help="print JSON; its shape is in docs/lookup.md")
 
     def prepared(self, words: Sequence[str]) -> list[str]:
-        """The words, with -f before each of its names."""
+        """The words, with -f repeated before each name of a format that follows it."""
         many = {name for action in self._actions if action.dest == "formats" for name in action.option_strings}
         made: list[str] = []
         naming = plain = False  # after -f and a name; after --
@@ -83,14 +83,14 @@ def number(hint: str) -> Callable[[str], Given]:
 
 
 def add_formats(parser: LookupParser, help: str) -> None:
-    """The option -f, once with several names or several times."""
+    """Add the option -f, which takes several names and may be repeated."""
     parser.add_argument(
         "-f", "--format", dest="formats", action="append", type=format_named, metavar="FORMAT", default=[], help=help
     )
 
 
 def add_overflow(parser: LookupParser) -> None:
-    """The option --overflow."""
+    """Add the option --overflow."""
     parser.add_argument(
         "--overflow",
         choices=OVERFLOWS,
@@ -102,7 +102,7 @@ def add_overflow(parser: LookupParser) -> None:
 
 
 def distinct(chosen: Iterable[Format]) -> list[Format]:
-    """The formats as named, each once; all there are if none was named."""
+    """The named formats without repetitions; all formats if none was named."""
     return list({format.name: format for format in chosen}.values()) or list(formats.values())
 
 

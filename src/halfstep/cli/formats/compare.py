@@ -52,14 +52,14 @@ def _outcome_and_value(found: Encoded) -> tuple[str, object]:
 
 
 def _percent(part: int, whole: int) -> str:
-    """A share that never claims all or nothing where it is not."""
+    """A share in percent, which shows 0 and 100 only if they are exact."""
     if part in (0, whole):
         return "none" if part == 0 else "all"
     return f"{number_text.rounded(Fraction(100 * part, whole), 3)} %"
 
 
 def _range_words(one: Format, other: Format) -> list[str]:
-    """Who reaches further up, and further down."""
+    """Which format reaches further up, and which further down."""
     further: dict[str, list[str]] = {}
     for what, first, second in (
         ("up", one.emax, other.emax),
@@ -73,7 +73,7 @@ def _range_words(one: Format, other: Format) -> list[str]:
 
 
 def _precision_words(one: Format, other: Format) -> list[str]:
-    """Whose numbers are closer together, at 1 where both are normal."""
+    """Which format has the smaller distance between numbers, at 1 if both have normal numbers there."""
     fine, coarse = (one, other) if step_exponent(one, 0) <= step_exponent(other, 0) else (other, one)
     ratio = step_exponent(coarse, 0) - step_exponent(fine, 0)
     if ratio == 0 or not fine.min_subnormal <= 1 <= fine.max or not coarse.min_subnormal <= 1 <= coarse.max:
@@ -83,7 +83,7 @@ def _precision_words(one: Format, other: Format) -> list[str]:
 
 
 def pair_words(one: Format, other: Format) -> list[str]:
-    """Two formats, compared in sentences."""
+    """The comparison of two formats in sentences."""
     shared = shared_values(one, other)
     words = [*_range_words(one, other), *_precision_words(one, other)]
     if shared in (one.values, other.values):
@@ -112,7 +112,7 @@ def pair_dict(one: Format, other: Format) -> dict[str, Any]:
 
 
 def _figures_lines(chosen: Sequence[Format], screen: Terminal) -> list[str]:
-    """The figures, a column each; in as many tables as fit beneath one another."""
+    """The properties, one format per column, in several tables if the screen is too narrow for one."""
     columns = [figures(format) for format in chosen]
     rows = [[name, *(column[row][1] for column in columns)] for row, (name, _) in enumerate(columns[0])]
     rows = [row for row in rows if row[0] != "codes"]
@@ -128,7 +128,7 @@ def _figures_lines(chosen: Sequence[Format], screen: Terminal) -> list[str]:
 
 
 def _example_lines(chosen: Sequence[Format], screen: Terminal) -> list[str]:
-    """What becomes of the examples."""
+    """What each format makes of the example numbers."""
     rows = []
     for text in examples(chosen):
         row = [text]
@@ -148,7 +148,7 @@ def _example_lines(chosen: Sequence[Format], screen: Terminal) -> list[str]:
 
 
 def short_value(found: Encoded) -> str:
-    """The value stored, in a column of a table."""
+    """The stored value for a column of a table."""
     return "" if found.stored is None else found.stored.text(15)
 
 

@@ -19,7 +19,7 @@ _STYLES = {"normal": "", "subnormal": "note", "zero": "faint", "infinity": "bad"
 
 
 class Code(NamedTuple):
-    """A code, how it was written, and how many bits that shows; 0 if, as in decimal, none."""
+    """A code, its text, and the number of bits that the text shows; 0 for decimal numbers, which show none."""
 
     text: str
     code: int
@@ -44,7 +44,7 @@ def code(text: str) -> Code:
 
 
 def widths() -> list[int]:
-    """Bits of the formats there are, ascending."""
+    """The widths of all formats in bits, ascending."""
     return sorted({format.bits for format in formats.values()})
 
 
@@ -129,7 +129,7 @@ def _row(stored: Stored, screen: Terminal, digits: int) -> list[str]:
 
 
 def _lines(given: Code, found: Sequence[Stored], screen: Terminal) -> list[str]:
-    """The table, with as many digits as there is room for; bits too wide for that have a line of their own."""
+    """The table, with as many digits as fit. Bits that are too wide are on a line of their own."""
     header, left = ["format", "bits", "value", "hex float", "class"], [False] * 5
     for digits in (44, 24, 16):
         lines = table(header, [_row(stored, screen, digits) for stored in found], left)

@@ -58,7 +58,7 @@ def _rows(found: Sequence[Encoded], screen: Terminal, hexadecimal: bool, digits:
 
 
 def screen_lines(found: Sequence[Encoded], screen: Terminal) -> list[str]:
-    """The table, as wide as the screen allows: with hexadecimal floats, without, or with wide bits on a second line."""
+    """The table in the widest form that fits: with hexadecimal floats, without, or with wide bits on a second line."""
     header = ["format", "code", "bits", "stored", "hex float", "ulps", "outcome"]
     right = [False, False, False, False, False, True, False]
     lines = table(header, _rows(found, screen, True, 24), right)
@@ -84,7 +84,7 @@ def screen_lines(found: Sequence[Encoded], screen: Terminal) -> list[str]:
 
 
 def _closer(found: Encoded) -> str:
-    """A line with all digits."""
+    """A line with all digits of a number."""
     stored = found.stored
     if stored is None or found.error is None or found.error == 0:
         return ""

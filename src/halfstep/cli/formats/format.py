@@ -24,7 +24,7 @@ def _parser() -> arguments.LookupParser:
 
 
 def _card(format: Format, screen: Terminal) -> list[str]:
-    """Everything of one format."""
+    """All properties of one format."""
     rows = [*names(format), *figures(format)]
     width = max(len(name) for name, _ in rows)
     lines = [screen.paint(format.name, "strong") + f": {format.title}"]
@@ -36,7 +36,7 @@ def _card(format: Format, screen: Terminal) -> list[str]:
 
 
 def _table(chosen: Sequence[Format], screen: Terminal) -> list[str]:
-    """One row each: with overflow, integers and torch's name where there is room."""
+    """One row per format; with overflow, integers and the name in torch if they fit."""
     header = ["format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has"]
     rows = [
         [

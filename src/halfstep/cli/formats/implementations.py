@@ -38,7 +38,7 @@ class Implementation(NamedTuple):
     scale: str = "magnitude"
 
     def cast(self, number: Number, format: Format) -> Number | None:
-        """The value it stores; None where what it does is not defined."""
+        """The value that the implementation stores; None if that is undefined."""
         for name in self.via:
             if formats[name].bits <= format.bits and name != "fp64":
                 break  # from float64 to float64 leads no detour
@@ -82,7 +82,7 @@ IMPLEMENTATIONS = (
 
 
 class Conversion(NamedTuple):
-    """A value, and who stores it."""
+    """A value, and the implementations that store it."""
 
     value: Number | None
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ class Conversion(NamedTuple):
 
     @property
     def who(self) -> str:
-        """The names, in short."""
+        """The names of the implementations, shortened."""
         names = list(self.names)
         if {"torch 2.12 and later", "torch before 2.12"} <= set(names):
             names = ["torch", *(name for name in names if not name.startswith("torch"))]
@@ -100,7 +100,7 @@ class Conversion(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The value, as it is shown; "undefined" if it is not defined."""
+        """The value as it is shown, or "undefined"."""
         if self.value is None:
             return "undefined"
         if isinstance(self.value, float):
@@ -110,7 +110,7 @@ class Conversion(NamedTuple):
 
 
 def conversions(number: Number, format: Format) -> list[Conversion]:
-    """Who stores what, in the order of the table; empty if all store what rounding once, to nearest, gives."""
+    """The values and who stores them, in the order of the table; empty if all store the nearest number."""
     found: dict[str, list[str]] = {}
     values: dict[str, Number | None] = {}
     for implementation in IMPLEMENTATIONS:

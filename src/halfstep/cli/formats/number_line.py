@@ -19,7 +19,7 @@ def _row(width: int, labels: Sequence[tuple[int, str]]) -> str:
 
 
 def column_of(position: Fraction, width: int) -> int:
-    """The column of a position between 0 and 1; only 0, 1/2 and 1 stand on the first, middle and last column."""
+    """The column of a position between 0 and 1. Only 0, 1/2 and 1 are in the first, middle and last column."""
     last, middle = width - 1, (width - 1) // 2
     if position <= 0 or position >= 1:
         return 0 if position <= 0 else last

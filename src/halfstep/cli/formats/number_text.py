@@ -45,7 +45,7 @@ def _power_of_ten(x: Fraction) -> int:
 
 
 def decimal(x: Fraction) -> str | None:
-    """All decimal digits of `x`; None if they never end, as those of 1/3, or are more than anyone reads."""
+    """All decimal digits of `x`; None if there are infinitely many, as for 1/3, or too many to read."""
     if max(x.numerator.bit_length(), x.denominator.bit_length()) > 4 * _LONGEST:
         return None
     twos = (x.denominator & -x.denominator).bit_length() - 1
@@ -60,7 +60,7 @@ def decimal(x: Fraction) -> str | None:
 
 
 def rounded(x: Fraction, digits: int) -> str:
-    """`x` to so many significant decimal digits, to nearest, ties to even."""
+    """`x` rounded to a number of significant decimal digits, to nearest, ties to even."""
     if x == 0:
         return "0"
     exponent = _power_of_ten(x)
@@ -71,7 +71,7 @@ def rounded(x: Fraction, digits: int) -> str:
 
 
 def hex_float(x: Fraction) -> str | None:
-    """`x` as C and Python write it in hexadecimal, ``0x1.4p+1``; None if it is no sum of powers of two."""
+    """`x` as a hexadecimal float of C and Python, ``0x1.4p+1``; None if it is not a binary fraction."""
     if x == 0:
         return "0x0p+0"
     if x.denominator & (x.denominator - 1):

@@ -23,12 +23,12 @@ _INK = "#111827"
 
 
 def _colour(format: Format) -> str:
-    """One colour for all formats of a size."""
+    """The colour of a format, which depends on its size."""
     return _FAMILIES[min(_FAMILIES, key=lambda bits: abs(bits - format.bits))]
 
 
 def _axes_of_powers(axes: Any, lowest: int, highest: int) -> None:
-    """Powers of two below, the decimal ones above."""
+    """Label the axis with powers of two below and powers of ten above."""
     axes.set_xlim(lowest, highest)
     step = 20 if highest - lowest > 120 else 8 if highest - lowest > 40 else 4
     ticks = range(math.ceil(lowest / step) * step, highest + 1, step)
@@ -42,14 +42,14 @@ def _axes_of_powers(axes: Any, lowest: int, highest: int) -> None:
 
 
 def _span(formats: Sequence[Format]) -> tuple[int, int]:
-    """Powers of two to draw: what the formats need with room for labels, or what fits."""
+    """The range of powers of two to draw: what the formats need and room for labels, or what fits."""
     low, high = min(map(lowest_exponent, formats)), max(format.emax + 1 for format in formats)
     room = max(4, (high - low) // 5)
     return max(_LOWEST, low - room), min(_HIGHEST, high + room)
 
 
 def draw_range(axes: Any, formats: Sequence[Format]) -> None:
-    """From the smallest to the largest number of each format, a bar each; subnormal numbers lighter."""
+    """Draw a bar from the smallest to the largest number of each format, lighter for subnormal numbers."""
     lowest, highest = _span(formats)
     _axes_of_powers(axes, lowest, highest)
     for row, format in enumerate(formats):
@@ -75,7 +75,7 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
 
 
 def _centre(formats: Sequence[Format]) -> tuple[int, int]:
-    """Powers of two in which the narrow formats lie; wider ones run through."""
+    """The range of powers of two of the narrow formats. Bars of wider formats cross it."""
     narrow = [format for format in formats if format.emax - lowest_exponent(format) < 60]
     if not narrow:
         return max(_LOWEST, min(map(lowest_exponent, formats))), min(_HIGHEST, max(one.emax + 1 for one in formats))
@@ -83,7 +83,7 @@ def _centre(formats: Sequence[Format]) -> tuple[int, int]:
 
 
 def draw_density(axes: Any, formats: Sequence[Format]) -> None:
-    """Values between each power of two and the next: a cell each, with log2 of their number."""
+    """Draw a cell for each binade, with log2 of the number of values in it."""
     from matplotlib.colors import Normalize
 
     lowest, highest = _centre(formats)
@@ -113,7 +113,7 @@ def draw_density(axes: Any, formats: Sequence[Format]) -> None:
 
 
 def _shade(stored: Stored) -> Any:
-    """The colour of a code's class; of normal numbers the darker the larger."""
+    """The colour of a code's class. Larger normal numbers are darker."""
     from matplotlib.colors import to_rgb
 
     if stored.sort != "normal":
@@ -125,7 +125,7 @@ def _shade(stored: Stored) -> Any:
 
 
 def _cell(stored: Stored) -> str:
-    """The value, in as many digits as a cell is wide."""
+    """The value with as many digits as fit a cell."""
     if isinstance(stored.value, float):
         return special_text(stored.value)
     text = short(stored.value)
@@ -133,7 +133,7 @@ def _cell(stored: Stored) -> str:
 
 
 def draw_codes(axes: Any, format: Format) -> None:
-    """Every code with its value, coloured by class."""
+    """Draw every code with its value, coloured by class."""
     columns = min(16, format.codes)
     rows = format.codes // columns
     for code in range(format.codes):

@@ -1,4 +1,4 @@
-"""The figures of a format in words, for one format and for several side by side."""
+"""The properties of formats as text, for one format and for several side by side."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from halfstep.numerics.formats.table import FORMAT_KINDS, Format
 
 
 def short(value: float | Fraction) -> str:
-    """A figure in a few digits: all of them where nine columns hold them."""
+    """A number with a few digits, or with all of them if they fit nine columns."""
     exact = Fraction(value)
     whole = number_text.decimal(exact)
     return whole if whole is not None and len(whole.lstrip("-")) <= 9 else number_text.rounded(exact, 4)
 
 
 def power_of_two(value: float) -> str:
-    """A power of two, as one."""
+    """A number as a power of two."""
     return f"2^{number_text.power_of_two(Fraction(value))}"
 
 
 def fields(format: Format) -> str:
-    """Bits of sign, exponent and mantissa."""
+    """The bits of sign, exponent and mantissa."""
     return f"{int(format.signed)}/{format.exponent}/{format.mantissa}"
 
 
 def special(format: Format) -> str:
-    """Which values beside the finite ones it has."""
+    """The special values of a format."""
     have = (("inf", format.has_infinity), ("nan", format.has_nan))
     return " ".join(name for name, has in have if has) or "neither"
 
 
 def overflow(format: Format) -> str:
-    """Where numbers become more than the largest one, rounding to nearest."""
+    """The threshold of overflow for rounding to nearest."""
     threshold = overflow_threshold(format)
     return f"{'from' if overflows(threshold, format) else 'beyond'} {short(threshold)}"
 
@@ -50,7 +50,7 @@ def least(format: Format) -> str:
 
 
 def figures(format: Format) -> list[tuple[str, str]]:
-    """Names of figures and what they are."""
+    """The names of properties and their texts."""
     codes = [
         f"{name} {code_text(code, format)}"
         for name, code in (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
@@ -78,7 +78,7 @@ def figures(format: Format) -> list[tuple[str, str]]:
 
 
 def names(format: Format) -> list[tuple[str, str]]:
-    """What it is called, and who has it."""
+    """The kind of a format, its aliases, and the dtypes and hardware that support it."""
     dtypes = [
         f"{package}.{name}"
         for package, name in (("torch", format.torch), ("numpy", format.numpy), ("ml_dtypes", format.ml_dtypes))
@@ -93,7 +93,7 @@ def names(format: Format) -> list[tuple[str, str]]:
 
 
 def format_dict(format: Format) -> dict[str, Any]:
-    """`Format.as_dict` with every figure as all JSON of the lookup shows numbers, and codes in hexadecimal."""
+    """`Format.as_dict` with numbers in the form of all JSON of the lookup, and codes in hexadecimal."""
     row = format.as_dict()
     for name in ("max", "lowest", "min_normal", "min_subnormal", "eps"):
         row[name] = number_dict(Fraction(row[name]))

@@ -1,4 +1,4 @@
-"""Why a number is rounded as it is: the rule that decided, what chance would do, and what rounding twice would."""
+"""The rule that decides the rounding of a number, and the results of stochastic and of double rounding."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RULES = {
 
 
 class Detour(NamedTuple):
-    """What rounding to another format first leads to."""
+    """The result of rounding to another format first."""
 
     via: tuple[Format, ...]
     found: Encoded
 
 
 def rule(found: Encoded, around: Neighbours | None) -> str:
-    """The key of `RULES` that decided, rounding to nearest."""
+    """The key in `RULES` of the rule that decides rounding to nearest."""
     number, format = found.number, found.format
     if around is None:
         return "special"
@@ -48,7 +48,7 @@ def rule(found: Encoded, around: Neighbours | None) -> str:
 
 
 def detours(number: Number, format: Format) -> list[Detour]:
-    """The ways by wider formats that end elsewhere than rounding once."""
+    """The wider formats through which double rounding gives another result than rounding once."""
     if not finite(number):
         return []
     direct, made = decode_exact(encode_exact(number, format), format), []
@@ -89,7 +89,7 @@ def chances(number: Number, format: Format, overflow: str) -> list[tuple[Fractio
 
 
 def ends_around(found: Encoded, around: Neighbours) -> tuple[Fraction, Fraction]:
-    """The values on both sides, as if the exponent had no end."""
+    """The values on both sides, as if the exponent had no upper limit."""
     step, exact = Fraction(around.ulp), Fraction(found.number)
     if found.format.kind == "scale" and exact < Fraction(found.format.min_normal):
         return Fraction(0), Fraction(found.format.min_normal)
@@ -98,5 +98,5 @@ def ends_around(found: Encoded, around: Neighbours) -> tuple[Fraction, Fraction]
 
 
 def nearest(found: Encoded) -> Stored:
-    """What rounding to nearest stores."""
+    """The value that rounding to nearest stores."""
     return Stored(encode_exact(found.number, found.format), found.format)

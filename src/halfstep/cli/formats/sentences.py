@@ -1,4 +1,4 @@
-"""What `halfstep why` says: a sentence or two for each step from a number to what is stored."""
+"""The text of `halfstep why`: one or two sentences for each step from a number to the stored value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.numerics.formats.table import Format
 
 
 def text(number: Number, format: Format) -> str:
-    """A number among those of a format: all its digits, or enough of them to see how it differs from its neighbours."""
+    """A number with all its digits, or with enough of them to distinguish it from its neighbours."""
     if isinstance(number, float):
         return special_text(number)
     whole = number_text.decimal(number)
@@ -24,14 +24,14 @@ def text(number: Number, format: Format) -> str:
 
 
 def power(number: Fraction) -> str:
-    """A power of two as one, and in decimal."""
+    """A number as a power of two and in decimal."""
     whole = number_text.decimal(number)
     digits = f"= {whole}" if whole is not None and len(whole) <= 24 else f"≈ {number_text.rounded(number, 4)}"
     return f"2^{number_text.power_of_two(number)} {digits}"
 
 
 def _step_words(found: Encoded, around: Neighbours) -> str:
-    """How far apart the numbers are there."""
+    """The sentence on the distance between the numbers."""
     format, exact, step = found.format, abs(Fraction(found.number)), Fraction(around.ulp)
     apart = f"{power(step)} apart: 1 ulp"
     if format.kind == "integer":
@@ -49,7 +49,7 @@ def _step_words(found: Encoded, around: Neighbours) -> str:
 
 
 def _rule_words(found: Encoded, around: Neighbours, decided: str, screen: Terminal) -> list[str]:
-    """What was decided, and why."""
+    """The sentence on the decision and its reason."""
     format, exact = found.format, Fraction(found.number)
     low, high = ends_around(found, around)
     step = high - low
@@ -75,7 +75,7 @@ def _rule_words(found: Encoded, around: Neighbours, decided: str, screen: Termin
 
 
 def _tied(around: Neighbours) -> list[int]:
-    """Codes of the even neighbour and of the odd one, if there is something on its side."""
+    """The codes of the even and the odd neighbour, where there is one."""
     codes = [code for code in (around.code_below, around.code_above) if code is not None]
     return [around.code_nearest, *(code for code in codes if code != around.code_nearest)]
 
@@ -102,7 +102,7 @@ def _overflow_words(found: Encoded) -> list[str]:
 
 
 def _instead(found: Encoded) -> str:
-    """What stands for an overflow or an infinity."""
+    """The sentence on what represents an overflow or an infinity."""
     format = found.format
     if found.stored is None:
         return f"{format.name} has no NaN, so that nothing can stand for it."
@@ -116,7 +116,7 @@ def _instead(found: Encoded) -> str:
 
 
 def words(found: Encoded, around: Neighbours | None, decided: str, screen: Terminal) -> list[str]:
-    """The explanation, a sentence or two each."""
+    """The explanation, as a list of one or two sentences each."""
     format = found.format
     if around is None:
         if found.number == found.number:

@@ -12,7 +12,7 @@ from halfstep.numerics.formats.table import Format
 
 
 def lowest_exponent(format: Format) -> int:
-    """The e of the smallest positive value, 2^e."""
+    """The exponent e of the smallest positive value, 2^e."""
     return format.emin - format.mantissa if format.has_subnormals else format.emin
 
 
@@ -38,7 +38,7 @@ def _shared_in(exponent: int, formats: tuple[Format, ...], top: Fraction) -> int
 
 
 def shared_values(one: Format, other: Format) -> int:
-    """Number of values that both formats have: infinities count, NaNs do not, and both zeros are one."""
+    """Number of values that both formats have. Infinities count, NaNs do not, and both zeros count as one."""
     exponents = range(max(lowest_exponent(one), lowest_exponent(other)), min(one.emax, other.emax) + 2)
     tops = [Fraction(min(one.max, other.max))]
     if one.signed and other.signed:

@@ -1,4 +1,4 @@
-"""Pieces of text that several commands show: bits, errors, outcomes, and who stores something else."""
+"""Texts that several commands show: bits, errors, outcomes, and implementations with other results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _STYLES = {
 
 
 def bits(stored: Stored, screen: Terminal) -> str:
-    """The fields, coloured, with spaces between."""
+    """The bits of the fields, coloured and separated by spaces."""
     return " ".join(screen.paint(text, name) for name, text in stored.fields)
 
 
 def number_lines(given: Given, screen: Terminal) -> list[str]:
-    """The number itself, in every notation that says something new."""
+    """The number in every notation that adds information."""
     if isinstance(given.number, float):
         named = [special_text(given.number)]
     else:
@@ -34,7 +34,7 @@ def number_lines(given: Given, screen: Terminal) -> list[str]:
 
 
 def distance(ulps: Fraction) -> str:
-    """A number of ulps in four digits, or as many as tell it from exactly one half."""
+    """A number of ulps with four digits, or with as many as distinguish it from one half."""
     if ulps == 0:
         return "0"
     texts = (number_text.rounded(ulps, digits) for digits in range(4, 24))
@@ -47,7 +47,7 @@ def ulps(found: Encoded) -> str:
 
 
 def outcome(found: Encoded, screen: Terminal) -> str:
-    """What happened, coloured; of subnormals also that they are."""
+    """The outcome, coloured, and whether the result is subnormal."""
     subnormal = found.stored is not None and found.stored.sort == "subnormal"
     text, style = found.outcome, _STYLES[found.outcome]
     if subnormal and text in ("exact", "rounded"):
@@ -60,7 +60,7 @@ def outcome(found: Encoded, screen: Terminal) -> str:
 
 
 def implementation_lines(given: Given, found: Sequence[Encoded], screen: Terminal) -> list[str]:
-    """Who stores something else."""
+    """The implementations that store another value."""
     rows = []
     for one in found:
         for number, conversion in enumerate(implementations.conversions(given.number, one.format)):

@@ -1,4 +1,4 @@
-"""A number in a format as it is shown and as it is put in JSON: code, fields, value, error, and what happened to it."""
+"""A number in a format, on the screen and in JSON: code, fields, value, error and outcome."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ OUTCOMES = {
 
 
 def finite(number: Number) -> bool:
-    """Whether it is no infinity and no NaN; -0.0 is finite."""
+    """Whether the number is neither an infinity nor a NaN. -0.0 is finite."""
     return isinstance(number, Fraction) or number == 0
 
 
 def special_text(number: float) -> str:
-    """An infinity, NaN or -0.0."""
+    """The text of an infinity, NaN or -0.0."""
     return "nan" if number != number else "-0" if number == 0 else "inf" if number > 0 else "-inf"
 
 
 def number_dict(number: Number) -> dict[str, str | None]:
-    """A number as all JSON of the lookup shows it; infinities and NaN have a decimal only."""
+    """A number in the form of all JSON of the lookup. Infinities and NaN have only a decimal."""
     if isinstance(number, float):
         text, zero = special_text(number), number == 0
         return {"decimal": text, "hex": "-0x0p+0" if zero else None, "fraction": "0" if zero else None}
@@ -58,12 +58,12 @@ class Stored:
 
     @property
     def hex(self) -> str:
-        """The code, with all its leading zeros."""
+        """The code in hexadecimal, with leading zeros."""
         return code_text(self.code, self.format)
 
     @property
     def fields(self) -> tuple[tuple[str, str], ...]:
-        """Names and bits of the fields the format has, the first one first."""
+        """The names and bits of the fields, from the most significant one."""
         bits = f"{self.code:0{self.format.bits}b}"
         found, start = [], 0
         for name, width in (
@@ -87,7 +87,7 @@ class Stored:
 
     @cached_property
     def shortest(self) -> str:
-        """The shortest decimal that rounds to it, or its name."""
+        """The shortest decimal that rounds to the value, or the name of a special value."""
         return (
             number_text.shortest(self.code, self.format)
             if isinstance(self.value, Fraction)
@@ -95,7 +95,7 @@ class Stored:
         )
 
     def text(self, width: int) -> str:
-        """The value in so many columns: all its digits, or the shortest decimal after ≈."""
+        """The value in at most `width` columns: all its digits, or ≈ and the shortest decimal."""
         if isinstance(self.value, float):
             return special_text(self.value)
         whole = number_text.decimal(self.value)
@@ -127,14 +127,14 @@ class Encoded:
 
     @cached_property
     def error(self) -> Fraction | None:
-        """Stored minus given; None unless both are finite."""
+        """The stored value minus the given one; None unless both are finite."""
         if self.stored is None or not finite(self.number) or not finite(self.stored.value):
             return None
         return Fraction(self.stored.value) - Fraction(self.number)
 
     @property
     def ulps(self) -> Fraction | None:
-        """The error in distances of the format's numbers around the given one, as if the exponent had no end."""
+        """The error in ulps of the given number, as if the exponent had no upper limit."""
         return None if self.error is None else self.error / Fraction(ulp_exact(self.number, self.format))
 
     @property
@@ -167,18 +167,18 @@ class Encoded:
 
 
 def code_text(code: int, format: Format) -> str:
-    """A code in hexadecimal, with all its leading zeros."""
+    """A code in hexadecimal, with leading zeros."""
     return f"0x{code:0{-(-format.bits // 4)}x}"
 
 
 def overflow_threshold(format: Format, negative: bool = False) -> Fraction:
-    """Magnitude from which, or beyond which, rounding to nearest leaves the format: `Format.overflow`, exactly."""
+    """The exact value of `Format.overflow`, the threshold of overflow for rounding to nearest."""
     largest = -format.lowest if negative and format.kind == "integer" else format.max
     return Fraction(largest) + Fraction(ulp_exact(Fraction(largest), format)) / 2
 
 
 def overflows(number: Number, format: Format) -> bool:
-    """Whether rounding to nearest leads beyond the largest number."""
+    """Whether rounding to nearest overflows."""
     if not finite(number):
         return number == number
     exact, negative = Fraction(number), number < 0

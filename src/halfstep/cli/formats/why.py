@@ -1,4 +1,4 @@
-"""``halfstep why``: how a number comes to be stored as it is."""
+"""``halfstep why``: explain how a number is rounded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _parser() -> arguments.LookupParser:
 
 
 def _picture(found: Encoded, around: Neighbours, given: Given, screen: Terminal) -> list[str]:
-    """The number line, where the number lies between two others or what would be others."""
+    """The number line, if the number is between two numbers of the format or beyond the largest one."""
     format, exact = found.format, Fraction(found.number)
     low, high = ends_around(found, around)
     inner = low if exact > 0 else high
@@ -54,7 +54,7 @@ def _picture(found: Encoded, around: Neighbours, given: Given, screen: Terminal)
 
 
 def _roundings(found: Encoded, overflow: str, screen: Terminal) -> list[str]:
-    """What each way of rounding stores."""
+    """The value that each rounding mode stores."""
     rows = []
     for rounding in ENCODE_ROUNDINGS[:-1]:
         one = encoded(found.number, found.format, rounding, overflow)

@@ -1,4 +1,4 @@
-"""What each strategy makes of the model and the optimizer; `ThisRank` says who takes part."""
+"""The strategies: how model and optimizer are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halfstep.integrations import checkpoint, ddp, zero
 
 
 def wrap(model: nn.Module, world: ThisRank) -> nn.Module:
-    """The model as the strategy trains it; nothing is cast. Under FSDP2 each block and the rest are sharded."""
+    """The model wrapped for the strategy, without casts. FSDP2 shards each block, and the rest."""
     kind = world.device.type
     if world.strategy in ("ddp", "zero1"):
         return DistributedDataParallel(model, device_ids=[world.device] if kind == "cuda" else None)
@@ -40,14 +40,14 @@ def wrap(model: nn.Module, world: ThisRank) -> nn.Module:
 
 
 def compress_gradients(model: nn.Module, world: ThisRank) -> None:
-    """Have DDP send a wrapped model's gradients in the dtype that was asked for."""
+    """Make DDP send the gradients of a wrapped model in the dtype of --compress."""
     if isinstance(model, DistributedDataParallel) and world.layout.compress != "none":
         model.register_comm_hook(model.process_group, ddp.HOOKS[world.layout.compress])
 
 
 @contextmanager
 def backward_of(model: nn.Module, last: bool) -> Iterator[None]:
-    """Around forward and backward of one micro-batch: gradients stay on their rank until the last one of the step."""
+    """A context for one micro-batch: gradients are not reduced before the last one of the step."""
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():
             yield
@@ -58,7 +58,7 @@ def backward_of(model: nn.Module, last: bool) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of the whole parameters that FSDP2 keeps after a forward pass without a backward pass."""
+    """Free the gathered parameters that FSDP2 keeps after a forward without a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -67,7 +67,7 @@ def reshard(model: nn.Module) -> None:
 def make_optimizer(
     kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]], world: ThisRank, **options: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer over the wrapped model's parameters; under ZeRO-1 each rank has state for its part of them."""
+    """An optimizer of the wrapped model's parameters. Under ZeRO-1 each rank holds a part of its state."""
     if world.strategy == "zero1":
         return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
     if world.strategy == "tp" and kind is torch.optim.AdamW:
@@ -76,13 +76,13 @@ def make_optimizer(
 
 
 def local_state(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
-    """The state this process holds, by parameter."""
+    """The state on this rank, by parameter."""
     held: Mapping[Any, Any] = getattr(optimizer, "optim", optimizer).state
     return held
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state, whole and on the CPU, on the first rank at least. Collective."""
+    """The complete state of the optimizer on the CPU, at least on the first rank. Collective."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return zero.state_dict(optimizer)
     whole: dict[str, Any] = checkpoint.gather(optimizer.state_dict())
@@ -90,7 +90,7 @@ def gather_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `gather_optimizer` has gathered, under whatever strategy."""
+    """Load the result of `gather_optimizer` under any strategy."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         zero.load_state_dict(optimizer, state)
     else:
@@ -98,7 +98,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def counts_here(parameter: torch.Tensor, world: ThisRank) -> bool:
-    """Whether this rank is the one that speaks for the part of a parameter that it holds; others may hold copies."""
+    """Whether this rank counts its shard of a parameter, of which other ranks may hold copies."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0
     coordinate = parameter.device_mesh.get_coordinate()

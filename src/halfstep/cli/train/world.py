@@ -1,4 +1,4 @@
-"""Who trains: one process, or the ranks of a job that torchrun started, and how the training is laid out over them."""
+"""The processes of a training, one or the ranks of a torchrun job, and how it is distributed over them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPRESSIONS = ("none", "fp16", "bf16")
 
 
 class LaunchError(ValueError):
-    """The strategy, the device and the way the process was started do not fit. The message says what to type."""
+    """Strategy, device and the way the process was started do not match. The message says what to type."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ExecutionOptions:
 
 @dataclass(frozen=True)
 class ThisRank:
-    """This process's place among all that train together."""
+    """This process among all processes of the training."""
 
     strategy: str
     device: torch.device
@@ -60,7 +60,7 @@ class ThisRank:
         return range(self.rank * share, (self.rank + 1) * share)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean of `values` over all ranks; a NaN or infinity on any rank stays one."""
+        """The mean of `values` over all ranks. A NaN or an infinity on any rank is kept."""
         if self.size == 1:
             return values
         values = values.to(self.device)
@@ -68,7 +68,7 @@ class ThisRank:
         return values / self.size
 
     def objects(self, value: _T) -> list[_T]:
-        """What every rank has of something that can be pickled, in rank order. Tensors are on the CPU."""
+        """The picklable objects of all ranks, in rank order. Tensors are on the CPU."""
         if self.size == 1:
             return [value]
         everyone = [value] * self.size
@@ -77,7 +77,7 @@ class ThisRank:
 
 
 def restarts() -> int:
-    """How often torchrun has started this job's processes again after one failed."""
+    """How often torchrun has restarted the processes of this job after a failure."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
 
@@ -207,7 +207,7 @@ def _join(backend: str, device: torch.device, rank: int, size: int) -> None:
 
 @contextmanager
 def world(strategy: str, device: str, layout: ExecutionOptions) -> Iterator[ThisRank]:
-    """Connect the processes for the length of the block: NCCL on GPUs, gloo on CPUs."""
+    """Connect the processes during the block: by NCCL on GPUs, by gloo on CPUs."""
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if strategy == "single":
         own = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
