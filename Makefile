@@ -111,7 +111,7 @@ lint: $(VENV)/.dev
 audit: $(VENV)/.test
 	$(BIN)/halfstep bench audit
 
-# With the peers of the extra `bench` installed, their table too.
+# With the peers of the extra `bench` installed, their table and counts too.
 bounds: $(VENV)/.test
 	$(BIN)/halfstep bench audit --peers --record tests/kernels/audit_bounds.json --markdown docs/performance_tables.md
 	cd tests/support && $(abspath $(BIN))/python -m software_gpu.counts \

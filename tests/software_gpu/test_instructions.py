@@ -418,3 +418,16 @@ def test_reciprocal_roots_and_logarithms(machine: SoftwareGPU) -> None:
         assert_same(apply(machine, "rsqrt.approx.ftz.f32", np.dtype("f4"), values), (1 / np.sqrt(flushed)).astype("f4"))
         assert_same(apply(machine, "sqrt.approx.ftz.f32", np.dtype("f4"), values), np.sqrt(flushed).astype("f4"))
         assert_same(apply(machine, "lg2.approx.ftz.f32", np.dtype("f4"), values), np.log2(flushed).astype("f4"))
+
+
+def test_what_flashoptim_quantizes_with(machine: SoftwareGPU) -> None:
+    codes = integers("i4", 27)
+    assert apply(machine, "cvt.s8.s32", np.dtype("i2"), codes).tolist() == codes.astype("i1").tolist()
+    a = np.array([1.5, -1.5, 0.0, -0.0, 2.0**-140, -(2.0**-140), -7.0, np.inf] * 4, "f4")
+    b = np.array([-2.0, -1.0, 3.0, 3.0, -4.0, 5.0, 0.5, -1.0] * 4, "f4")
+    floors = apply(machine, "cvt.rmi.ftz.f32.f32", a.dtype, a)
+    assert floors.tolist() == [1.0, -2.0, 0.0, 0.0, 0.0, 0.0, -7.0, np.inf] * 4
+    assert apply(machine, "copysign.f32", a.dtype, a, b).tolist() == np.copysign(b, a).tolist()
+    least = apply(machine, "min.xorsign.abs.f32", a.dtype, a, b)
+    signs = np.signbit(a) != np.signbit(b)
+    assert least.tolist() == (np.where(signs, -1, 1) * np.minimum(abs(a), abs(b))).tolist()

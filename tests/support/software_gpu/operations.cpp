@@ -500,6 +500,13 @@ void fill() {
         op("sub." + t, [](f32 a, f32 b) -> f32 { return flushed(canonical(flushed(a) - flushed(b))); });
         op("mul." + t, [](f32 a, f32 b) -> f32 { return flushed(canonical(flushed(a) * flushed(b))); });
     }
+    op("cvt.s8.s32", [](i32 a) -> i16 { return int8_t(a); });
+    op("cvt.rmi.ftz.f32.f32", [](f32 a) -> f32 { return canonical(std::floor(flushed(a))); });
+    op("copysign.f32", [](f32 sign, f32 a) -> f32 { return std::copysign(a, sign); });
+    op("min.xorsign.abs.f32", [](f32 a, f32 b) -> f32 {
+        f32 least = smaller(std::fabs(a), std::fabs(b));
+        return std::signbit(a) != std::signbit(b) ? -least : least;
+    });
     op("div.rn.ftz.f32", [](f32 a, f32 b) -> f32 { return flushed(canonical(flushed(a) / flushed(b))); });
     op("sqrt.rn.ftz.f32", [](f32 a) -> f32 { return flushed(canonical(std::sqrt(flushed(a)))); });
     count_slow_lanes();
