@@ -1,8 +1,9 @@
 """Times of calls: interleaved rounds, their percentiles, and the machine's copy to compare with.
 
-Every benchmark times with `rounds`. All calls are timed in turn, A B C A B C ..., beginning with another one each
-round, so that a machine that slows down slows all; ratios are taken round by round (`paired`). Python's garbage
-collector waits.
+Every benchmark times with `rounds`. All calls are timed once per round, so that a machine that slows down slows all;
+ratios are taken round by round (`paired`). The order is drawn anew for each round: a call finds the caches as the one
+before it left them and pays for the lines that are still to be written back, so no call may always follow the same one.
+Python's garbage collector waits.
 
 On a CPU a sample is the mean of as many calls as fill a millisecond, caches as the calls before left them. On a GPU it
 is one call between two events, after a write to a buffer larger than the L2 cache ("cold"), queued behind it so that
@@ -14,6 +15,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import random
 import statistics
 import time
 import weakref
@@ -250,12 +252,13 @@ def rounds(
     fits = seconds / max(1e-9, sum(cost for _, _, cost in planned))
     count = max(least, min(most, int(fits)))
     taken: list[list[float]] = [[] for _ in planned]
+    shuffled = random.Random(0)
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for number in range(count):
-            order = [(number + index) % len(planned) for index in range(len(planned))]
+        for _ in range(count):
+            order = shuffled.sample(range(len(planned)), len(planned))
             prepare()
             for index, value in zip(order, clock.round([planned[index][:2] for index in order]), strict=True):
                 taken[index].append(value)
