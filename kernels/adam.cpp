@@ -81,15 +81,17 @@ template <typename F> void roughen(float* __restrict x, const uint32_t* __restri
     for (int64_t i = 0; i < n; ++i) x[i] = roughened<F>(x[i], words[i]);
 }
 
-// The random words of elements start to start + n of a tensor, of which the whole parameter may hold more.
+// The random words of elements start to start + n of a tensor, of which the whole parameter may hold more. Draws 1 and 2,
+// those of the moments, lie BLOCK and 2 * BLOCK behind draw 0.
+template <int DRAWS>
 void random_words_of(const int64_t* table, int64_t tensors, int64_t start, int64_t n, uint32_t* words) {
     auto at = [&](Operand row) { return table[row * tensors]; };
     const uint32_t step = uint32_t(whole(*(const float*)at(STEP)));
     for (int64_t done = 0; done < n;) {
         const int64_t row = (start + done) / at(INNER), column = (start + done) % at(INNER);
         const int64_t run = at(INNER) - column < n - done ? at(INNER) - column : n - done;
-        random_words<BLOCK>(uint64_t(at(SEED)), step, uint32_t(at(STREAM)), at(BASE) + row * at(INNER_WHOLE) + column,
-                            run, words + done);
+        random_words<BLOCK, DRAWS>(uint64_t(at(SEED)), step, uint32_t(at(STREAM)),
+                                   at(BASE) + row * at(INNER_WHOLE) + column, run, words + done);
         done += run;
     }
 }
@@ -154,15 +156,15 @@ inline V average(V old_value, V new_value, V weight, V beta, bool near_old) {
     return near_old ? old_value + weight * (new_value - old_value) : new_value + beta * (old_value - new_value);
 }
 
-// A bf16 moment rounded stochastically, still in fp32, by the lower 16 bits of `words`.
+// A bf16 moment rounded stochastically, still in fp32.
 inline V noisy(V x, U words) {
-    U code = (magnitude(x) + (words & 0xffffu)) & 0xffff0000u;
+    U code = (magnitude(x) + (words >> 16)) & 0xffff0000u;
     code = select((I)(code > 0x7f7f0000u), splat_bits(0x7f800000u), code);
     code = select(is_nan(x), splat_bits(0x7fc00000u), code);
     return (V)(code | ((U)x & 0x80000000u));
 }
 
-// The update of n elements, each read and written once. NOISY: the moments are rounded by `words`.
+// The update of n elements, each read and written once. NOISY: the moments are rounded by draws 1 and 2 in `words`.
 template <bool AMSGRAD, bool L2, bool NOISY, typename Weight, typename G, typename S>
 void update(const Hyper& h, int64_t n, Weight weight, const G* grad, S* first, S* second, S* top,
             const uint32_t* words) {
@@ -171,14 +173,14 @@ void update(const Hyper& h, int64_t n, Weight weight, const G* grad, S* first, S
     const V factor = splat(h.root), eps = splat(h.eps), step_size = splat(h.step_size), infinite = splat(INFINITY);
     const V beta1 = splat(h.beta1), beta2 = splat(h.beta2);
     // The new weight from the old one; m, v and highest become what is stored.
-    const auto step = [&](V w, V g, V& m, V& v, V& highest, U word) {
+    const auto step = [&](V w, V g, V& m, V& v, V& highest, U word_m, U word_v) {
         g = g * gscale;
         if (L2) g = g + decay * w;
         const V mean = m = average(m, g, w1, beta1, near_m);
         V square = v = average(smaller(most, v), smaller(most, g * g), w2, beta2, near_v);
         if (NOISY) {
-            m = noisy(m, word);
-            v = noisy(v, (word >> 16) ^ word);
+            m = noisy(m, word_m);
+            v = noisy(v, word_v);
         }
         if (AMSGRAD) {
             if (NOISY) square = v;
@@ -192,10 +194,13 @@ void update(const Hyper& h, int64_t n, Weight weight, const G* grad, S* first, S
         n,
         [&](int64_t i) {
             V m = get(first + i), v = get(second + i), highest{};
-            U word{};
+            U word_m{}, word_v{};
             if (AMSGRAD) highest = get(top + i);
-            if (NOISY) std::memcpy(&word, words + i, sizeof word);
-            const V w = step(weight.get(i), get(grad + i), m, v, highest, word);
+            if (NOISY) {
+                std::memcpy(&word_m, words + BLOCK + i, sizeof word_m);
+                std::memcpy(&word_v, words + 2 * BLOCK + i, sizeof word_v);
+            }
+            const V w = step(weight.get(i), get(grad + i), m, v, highest, word_m, word_v);
             put(first + i, m);
             put(second + i, v);
             if (AMSGRAD) put(top + i, highest);
@@ -203,10 +208,13 @@ void update(const Hyper& h, int64_t n, Weight weight, const G* grad, S* first, S
         },
         [&](int64_t i, int64_t k) {
             V m = get_some(first + i, k), v = get_some(second + i, k), highest{};
-            U word{};
+            U word_m{}, word_v{};
             if (AMSGRAD) highest = get_some(top + i, k);
-            if (NOISY) std::memcpy(&word, words + i, size_t(k) * sizeof *words);
-            const V w = step(weight.get_some(i, k), get_some(grad + i, k), m, v, highest, word);
+            if (NOISY) {
+                std::memcpy(&word_m, words + BLOCK + i, size_t(k) * sizeof *words);
+                std::memcpy(&word_v, words + 2 * BLOCK + i, size_t(k) * sizeof *words);
+            }
+            const V w = step(weight.get_some(i, k), get_some(grad + i, k), m, v, highest, word_m, word_v);
             put_some(first + i, m, k);
             put_some(second + i, v, k);
             if (AMSGRAD) put_some(top + i, highest, k);
@@ -219,7 +227,7 @@ struct Layout { int32_t param, grad, state, master, stochastic; };
 // Up to BLOCK elements of every operand in fp32, beside their random words.
 struct Block {
     alignas(64) float grad[BLOCK], weight[BLOCK], first[BLOCK], second[BLOCK], top[BLOCK];
-    alignas(64) uint32_t words[BLOCK];
+    alignas(64) uint32_t words[3 * BLOCK];  // by draw
 };
 
 // The n elements from `start` on of a tensor of any layout.
@@ -252,7 +260,8 @@ struct Staged {
             walk(n, [&](int64_t i) { put(block.weight + i, weight.get(i)); },
                  [&](int64_t i, int64_t k) { put_some(block.weight + i, weight.get_some(i, k), k); });
         });
-        if (layout.stochastic) random_words_of(table, tensors, start, n, block.words);
+        if (layout.stochastic && layout.state == BF16) random_words_of<3>(table, tensors, start, n, block.words);
+        else if (layout.stochastic) random_words_of<1>(table, tensors, start, n, block.words);
     }
     void write(Block& block, bool amsgrad) const {
         with_dtype(layout.state, [&](auto* type) {

@@ -31,17 +31,11 @@ unit in the last place arrive in the mean: bf16 moments, and an fp16 or bf16 par
 its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was stored: the larger of
 two bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step by step.
 
-The random bits are named by (seed, stream, step, index): the words of philox.py, where stream is the parameter's number
-in the optimizer, step its t, and index the element's place, row by row, in the whole parameter. Hence the same bits
-whatever the launch shape, the batch, the number of ranks and the sharding. One 32-bit word w serves up to three
-roundings:
+The random bits are named by (seed, stream, step, index), as philox.py says, where stream is the parameter's number in
+the optimizer, step its t, and index the element's place, row by row, in the whole parameter. Hence the same bits
+whatever the launch shape, the batch, the number of ranks and the sharding. The parameter takes draw 0, m draw 1 and v
+draw 2: no two roundings share chance.
 
-    parameter   w                 bf16 looks at the upper 16 bits, fp16 at the upper 13 (below 2^-14: at 31)
-    m           w << 16           its lower 16 bits
-    v           w ^ (w << 16)     the exclusive or of both halves
-
-Halves of a uniform word are uniform and independent, and so is their exclusive or of either: no two roundings of one
-element share chance. (An fp16 parameter below 2^-14 looks at the lower half too, where the upper one is a tie.)
 A shard is a part of its parameter: element i of it is element
 
     base + i // inner * inner_whole + i % inner
@@ -74,7 +68,7 @@ from halfstep.kernels.multi_tensor import (
     has_memory,
     own_operations,
 )
-from halfstep.kernels.philox import reference_words, words_of, words_of_groups
+from halfstep.kernels.philox import reference_words, words_of, words_of_runs
 from halfstep.kernels.rounding import (
     FORMATS,
     STOCHASTIC,
@@ -234,8 +228,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 
 
-def _reference_noise(batch: Batch, tensor: int) -> torch.Tensor | None:
-    """The random words of a tensor's elements, or None if nothing is rounded by chance."""
+def _reference_noise(batch: Batch, tensor: int) -> list[torch.Tensor] | None:
+    """The random words of a tensor's elements, three draws, or None if nothing is rounded by chance."""
     if not batch.layout.stochastic:
         return None
     assert batch.table is not None
@@ -244,19 +238,19 @@ def _reference_noise(batch: Batch, tensor: int) -> torch.Tensor | None:
     row = local // column[INNER]
     index = column[BASE] + row * column[INNER_WHOLE] + (local - row * column[INNER])
     step = batch.lists[STEP][tensor].reshape(()).clamp(1.0, 2.0**30).long()
-    return reference_words(index, column[SEED], step, column[STREAM])
+    return [reference_words(index, column[SEED], step, column[STREAM], draw) for draw in range(3)]
 
 
 def _reference_rounded(x: torch.Tensor, dtype: torch.dtype, words: torch.Tensor | None) -> torch.Tensor:
     if words is None or dtype not in FORMATS:
         return x.to(dtype)
-    return reference_round(x, dtype, STOCHASTIC, words=words & 0xFFFFFFFF)
+    return reference_round(x, dtype, STOCHASTIC, words=words)
 
 
 def _reference_update(
-    layout: Layout, tensors: Sequence[torch.Tensor | None], hyper: torch.Tensor, words: torch.Tensor | None
+    layout: Layout, tensors: Sequence[torch.Tensor | None], hyper: torch.Tensor, words: list[torch.Tensor] | None
 ) -> None:
-    """One tensor's step; `tensors` by operand, of one shape, `hyper` its row, `words` its random bits."""
+    """One tensor's step; `tensors` by operand, of one shape, `hyper` its row, `words` its random bits by draw."""
     gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2 = hyper.unbind()
     grad, param, extra, first, second, top = tensors
     assert grad is not None and param is not None and first is not None and second is not None
@@ -273,8 +267,8 @@ def _reference_update(
     square = torch.where(square > MAX, MAX, square)
     v = second.float()
     v = _average(torch.where(v > MAX, MAX, v), square, w2, beta2)
-    new_first = _reference_rounded(m, first.dtype, None if words is None else words << 16)
-    new_second = _reference_rounded(v, second.dtype, None if words is None else words ^ (words << 16))
+    new_first = _reference_rounded(m, first.dtype, None if words is None else words[1])
+    new_second = _reference_rounded(v, second.dtype, None if words is None else words[2])
     if words is not None and layout.amsgrad:
         v = new_second.float()
     used = v
@@ -303,7 +297,10 @@ def _reference_update(
     else:
         if layout.master == FULL_MASTER and extra is not None:
             write(extra, new)
-        write(param, _reference_rounded(new, param.dtype, words if layout.master == NO_MASTER else None))
+        write(
+            param,
+            _reference_rounded(new, param.dtype, None if words is None or layout.master != NO_MASTER else words[0]),
+        )
 
 
 def _reference_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
@@ -420,8 +417,8 @@ def _pointer(address, dtype: tl.constexpr, HINT: tl.constexpr):
     """A pointer, with the alignment that the compiler may rely on; the hint must come after the cast to survive.
 
     HINT is what 16-bit operands are told, in bytes; 0: nothing is known. Beside fp32 operands it is 8: each thread then
-    holds the same four elements of every operand, and no value has to move between threads. So it is beside random
-    words, which come four at a time. Where all operands have 16 bits it is 16.
+    holds the same four elements of every operand, and no value has to move between threads. Where all operands have 16
+    bits it is 16.
     """
     pointer = address.to(tl.pointer_type(dtype))
     if HINT:
@@ -448,7 +445,9 @@ def _adam_block(
     start,  # of the chunk, in elements
     offsets,  # from there
     mask,
-    word,  # random uint32, looked at if STOCHASTIC
+    word,  # random uint32 words of the parameter and of both moments, looked at if STOCHASTIC
+    word_m,
+    word_v,
     hyper,  # of the tensor
     PARAM_T: tl.constexpr,
     GRAD_T: tl.constexpr,
@@ -492,8 +491,8 @@ def _adam_block(
     v = to_float32(tl.load(at_second, mask=mask))
     v = tl.where(v > _MAX, _MAX, v)
     v = tl.where(w2 < 0.5, v + w2 * (square - v), square + beta2 * (v - square))
-    tl.store(at_first, _rounded(m, word << 16, STATE_T, STOCHASTIC), mask=mask)
-    stored = _rounded(v, word ^ (word << 16), STATE_T, STOCHASTIC)
+    tl.store(at_first, _rounded(m, word_m, STATE_T, STOCHASTIC), mask=mask)
+    stored = _rounded(v, word_v, STATE_T, STOCHASTIC)
     tl.store(at_second, stored, mask=mask)
     if AMSGRAD:
         if STOCHASTIC:
@@ -516,10 +515,14 @@ def _adam_block(
 
 
 @jit
-def _ahead(offsets, to_end, run, jump):
-    """How far behind a chunk's first element others lie in the whole parameter, from how far they do in the shard."""
-    ends = tl.where(offsets < to_end, 0, (offsets - to_end) // run + 1)
-    return offsets + ends.to(tl.int64) * jump
+def _places(index, offsets, left, to_end, run, jump):
+    """The indices in the whole parameter of elements that lie `offsets` behind a chunk's first one in the shard."""
+    if to_end >= left:  # the chunk lies within one run, as nearly every one does: a division is many instructions
+        places = index + offsets
+    else:
+        ends = tl.where(offsets < to_end, 0, (offsets - to_end) // run + 1)
+        places = index + (offsets + ends.to(tl.int64) * jump)
+    return places
 
 
 @partial(jit, do_not_specialize=["tensors"])
@@ -555,6 +558,7 @@ def adam_kernel(
         left = tl.minimum(numel - start, CHUNK).to(tl.int32)
         every = grad | param | extra | first | second | top
         wide = every % 16 == 0
+        EACH: tl.constexpr = HINT // 2  # elements that a thread holds side by side
         if STOCHASTIC:
             step = tl.load(tl.load(table + _STEP * tensors).to(tl.pointer_type(tl.float32)))
             step = tl.minimum(tl.maximum(step, 1.0), 1073741824.0).to(tl.int64)
@@ -571,34 +575,40 @@ def adam_kernel(
             # Within a chunk all that lies beyond it is equally far, so 32 bits say where runs end.
             to_end = tl.minimum(inner - column, 2 * CHUNK).to(tl.int32)
             run = tl.minimum(inner, 2 * CHUNK).to(tl.int32)
-            # Four elements side by side can then share one call of Philox.
-            wide = wide & (index % 4 == 0) & ((to_end >= left) | ((to_end | run | jump) % 4 == 0))
+            # What a thread holds side by side can then share one call of Philox.
+            wide = wide & (index % EACH == 0) & ((to_end >= left) | ((to_end | run | jump) % EACH == 0))
+        DRAWS: tl.constexpr = 1 if STATE_T == tl.float32 else 3
         if wide:
             # The mask's bound is a multiple of 16, or it would undo the hint.
             bulk = (left // 16) * 16
             offsets = tl.arange(0, CHUNK)
+            word, word_m, word_v = 0, 0, 0
             if STOCHASTIC:
-                group = (index + _ahead(tl.arange(0, CHUNK // 4) * 4, to_end, run, jump)) >> 2
-                word = words_of_groups(group, seed, step, stream, CHUNK)
+                first_of_run = _places(index, tl.arange(0, CHUNK // EACH) * EACH, left, to_end, run, jump)
+                word, word_m, word_v = words_of_runs(first_of_run, seed, step, stream, DRAWS, EACH, CHUNK)
             _adam_block(
-                grad, param, extra, first, second, top, start, offsets, offsets < bulk, word if STOCHASTIC else 0,
+                grad, param, extra, first, second, top, start, offsets, offsets < bulk, word, word_m, word_v,
                 hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT,
             )  # fmt: skip
             if bulk < left:
                 tail = bulk + tl.arange(0, 16)
+                few, few_m, few_v = 0, 0, 0
                 if STOCHASTIC:
-                    few = words_of(index + _ahead(tail, to_end, run, jump), seed, step, stream)
+                    places = _places(index, tail, left, to_end, run, jump)
+                    few, few_m, few_v = words_of(places, seed, step, stream, DRAWS)
                 _adam_block(
-                    grad, param, extra, first, second, top, start, tail, tail < left, few if STOCHASTIC else 0,
+                    grad, param, extra, first, second, top, start, tail, tail < left, few, few_m, few_v,
                     hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0,
                 )  # fmt: skip
         else:
             for begin in range(0, left, 512):
                 offsets = begin + tl.arange(0, 512)
+                some, some_m, some_v = 0, 0, 0
                 if STOCHASTIC:
-                    word = words_of(index + _ahead(offsets, to_end, run, jump), seed, step, stream)
+                    places = _places(index, offsets, left, to_end, run, jump)
+                    some, some_m, some_v = words_of(places, seed, step, stream, DRAWS)
                 _adam_block(
-                    grad, param, extra, first, second, top, start, offsets, offsets < left, word if STOCHASTIC else 0,
+                    grad, param, extra, first, second, top, start, offsets, offsets < left, some, some_m, some_v,
                     hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0,
                 )  # fmt: skip
 
@@ -617,7 +627,7 @@ def _constexprs(layout: Layout) -> dict[str, Any]:
         "AMSGRAD": layout.amsgrad,
         "L2": layout.l2,
         "STOCHASTIC": layout.stochastic,
-        "HINT": 8 if beside_fp32 or layout.stochastic else 16,
+        "HINT": 8 if beside_fp32 else 16,
         "CHUNK": CHUNK,
     }
 

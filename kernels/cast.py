@@ -43,7 +43,7 @@ from halfstep.kernels.multi_tensor import (
     own_operations,
 )
 from halfstep.kernels.op import Op, batch_first
-from halfstep.kernels.philox import check_seed, consecutive_words, reference_words, words_of
+from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_runs
 from halfstep.kernels.rounding import (
     FORMATS,
     NEAREST,
@@ -191,27 +191,28 @@ def _cast_chunk(
     READ: tl.constexpr = tl.uint8 if SOURCE == tl.float8e4nv or SOURCE == tl.float8e5 else SOURCE
     WRITE: tl.constexpr = tl.uint8 if TARGET == tl.float8e4nv or TARGET == tl.float8e5 else TARGET
     RANDOM: tl.constexpr = ROUNDING == _ROUND_STOCHASTIC
+    IN: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    OUT: tl.constexpr = TARGET.primitive_bitwidth // 8
+    # Elements that a thread holds side by side: 128 bits on the wider side. So neighbouring threads access neighbouring
+    # bytes on both sides, each request uses whole sectors, and no value has to move between threads.
+    EACH: tl.constexpr = 16 // (IN if IN > OUT else OUT)
+    # As many of them as share a call of Philox, eight at most.
+    RUN: tl.constexpr = EACH if EACH < 8 else 8
     wide = (source | target) % 16 == 0
     if RANDOM:
-        wide = wide & (index % 4 == 0)
+        wide = wide & (index % RUN == 0)
     if wide:
-        # Elements per thread: those of a store of 128 bits, or a thread would write what another has read; 8 from fp32
-        # to FP8, so that two loads of 128 bits use all of what the memory sends.
-        IN: tl.constexpr = SOURCE.primitive_bitwidth // 8
-        OUT: tl.constexpr = TARGET.primitive_bitwidth // 8
-        EACH: tl.constexpr = 8 if IN == 4 and OUT == 1 else 16 // OUT
-        # Triton 3.4 and 3.5 know no min of two constants.
-        READ_AT: tl.constexpr = EACH * IN if EACH * IN < 16 else 16
-        read = tl.multiple_of(source.to(tl.pointer_type(READ)), READ_AT)
+        read = tl.multiple_of(source.to(tl.pointer_type(READ)), EACH * IN)
         write = tl.multiple_of(target.to(tl.pointer_type(WRITE)), EACH * OUT)
         # The mask's bound is a multiple of 16, or it would undo the hints.
         bulk = (left // 16) * 16
         offsets = tl.arange(0, CHUNK)
+        first_of_run = index + tl.arange(0, CHUNK // RUN) * RUN
         _cast_block(
             read + offsets,
             write + offsets,
             offsets < bulk,
-            consecutive_words(index, seed, 0, stream, CHUNK) if RANDOM else 0,
+            words_of_runs(first_of_run, seed, 0, stream, 1, RUN, CHUNK)[0] if RANDOM else 0,
             SOURCE,
             TARGET,
             ROUNDING,
@@ -223,7 +224,7 @@ def _cast_chunk(
                 source.to(tl.pointer_type(READ)) + tail,
                 target.to(tl.pointer_type(WRITE)) + tail,
                 tail < left,
-                words_of(index + tail, seed, 0, stream) if RANDOM else 0,
+                words_of(index + tail, seed, 0, stream, 1)[0] if RANDOM else 0,
                 SOURCE,
                 TARGET,
                 ROUNDING,
@@ -236,7 +237,7 @@ def _cast_chunk(
                 source.to(tl.pointer_type(READ)) + at,
                 target.to(tl.pointer_type(WRITE)) + at,
                 at < left,
-                words_of(index + at, seed, 0, stream) if RANDOM else 0,
+                words_of(index + at, seed, 0, stream, 1)[0] if RANDOM else 0,
                 SOURCE,
                 TARGET,
                 ROUNDING,

@@ -79,16 +79,11 @@ template <typename F, Rounding R, bool SATURATE> inline uint32_t round_to(float 
     if (F::bias != 127) {
         const bool small = magnitude < ((128 - F::bias) << 23);
         const float value = from_bits(small ? magnitude : 0u);
-        uint32_t tiny;
-        if (R == NEAREST) {
-            constexpr float magic = power_of_two(24 - int(F::bias) - int(F::mantissa));
-            tiny = bits_of(value + magic) - bits_of(magic);
-        } else {
-            const float units = value * power_of_two(int(F::mantissa) + int(F::bias) - 1);
-            const int32_t whole = int32_t(units);
-            tiny = uint32_t(whole);
-            if (R == STOCHASTIC) tiny += int32_t(word >> 1) < int32_t((units - float(whole)) * 2147483648.0f);
-        }
+        // The unit in the last place of the sum is the least subnormal of F, or its 2^-dropped for STOCHASTIC.
+        constexpr float magic = power_of_two((R == NEAREST ? 24 - int(F::mantissa) : 1) - int(F::bias));
+        uint32_t tiny = bits_of(value + magic) - bits_of(magic);
+        if (R == STOCHASTIC) tiny = (tiny + noise) >> dropped;
+        if (R == TOWARD_ZERO) tiny = uint32_t(int32_t(value * power_of_two(int(F::mantissa) + int(F::bias) - 1)));
         code = small ? tiny : code;
     }
     code = code > F::largest ? (SATURATE || R == TOWARD_ZERO ? F::largest : F::overflow) : code;
@@ -97,9 +92,10 @@ template <typename F, Rounding R, bool SATURATE> inline uint32_t round_to(float 
     return code | ((b >> (32 - F::bits)) & (1u << (F::bits - 1)));
 }
 
-// The random words of elements first to first + n of kernels/philox.py, n at most `LIMIT`.
+// The random numbers of kernels/philox.py: the words of calls, four for each group of eight elements.
+constexpr int ROUNDS = 7;
 #if defined(__AVX512F__)
-// Sixteen groups of four words, in order. What the compiler makes of the loop below takes 1.8 times as long.
+// Sixteen groups, in order. What the compiler makes of the loop below takes 1.8 times as long.
 inline void sixteen_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64_t group, uint32_t* words) {
     constexpr auto ODD = _MM_PERM_ENUM(0xf5), EVEN = _MM_PERM_ENUM(0xa0);
     const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -109,7 +105,7 @@ inline void sixteen_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64
     __m512i c1 = _mm512_mask_add_epi32(high, _mm512_cmplt_epu32_mask(c0, lane), high, one);  // where c0 wrapped
     __m512i c2 = _mm512_set1_epi32(int(step)), c3 = _mm512_set1_epi32(int(stream));
     uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < ROUNDS; ++round) {
         // 64-bit products of the even lanes and of the odd ones, then their upper and lower halves side by side.
         const __m512i p0 = _mm512_mul_epu32(c0, a), q0 = _mm512_mul_epu32(_mm512_shuffle_epi32(c0, ODD), a);
         const __m512i p1 = _mm512_mul_epu32(c2, b), q1 = _mm512_mul_epu32(_mm512_shuffle_epi32(c2, ODD), b);
@@ -134,47 +130,63 @@ inline void sixteen_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64
     _mm512_store_si512(words + 32, _mm512_shuffle_i32x4(m, n, 0x88));
     _mm512_store_si512(words + 48, _mm512_shuffle_i32x4(m, n, 0xdd));
 }
-template <int64_t LIMIT>
-inline void random_words(uint64_t seed, uint32_t step, uint32_t stream, int64_t first, int64_t n, uint32_t* words) {
-    alignas(64) uint32_t all[(LIMIT + 6 + 63) / 64 * 64];
-    const int64_t group = first / 4, groups = n > 0 ? (first + n - 1) / 4 - group + 1 : 0;
-    for (int64_t i = 0; i < groups; i += 16) sixteen_groups(seed, step, stream, uint64_t(group + i), all + 4 * i);
-    std::memcpy(words, all + (first - 4 * group), n * sizeof(uint32_t));
+inline void words_of_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64_t group, int64_t groups, uint32_t* to) {
+    for (int64_t i = 0; i < groups; i += 16) sixteen_groups(seed, step, stream, group + i, to + 4 * i);
 }
 #else
-template <int64_t LIMIT>
-inline void random_words(uint64_t seed, uint32_t step, uint32_t stream, int64_t first, int64_t n, uint32_t* words) {
-    constexpr int64_t MOST = LIMIT / 4 + 2;
-    alignas(64) uint32_t c0[MOST], c1[MOST], c2[MOST], c3[MOST];
-    const int64_t group = first / 4, groups = n > 0 ? (first + n - 1) / 4 - group + 1 : 0;
-    for (int64_t i = 0; i < groups; ++i) {
-        c0[i] = uint32_t(uint64_t(group + i));
-        c1[i] = uint32_t(uint64_t(group + i) >> 32);
-        c2[i] = step;
-        c3[i] = stream;
-    }
-    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-        for (int64_t i = 0; i < groups; ++i) {
-            const uint64_t p0 = uint64_t(c0[i]) * 0xd2511f53u, p1 = uint64_t(c2[i]) * 0xcd9e8d57u;
-            c0[i] = uint32_t(p1 >> 32) ^ c1[i] ^ k0;
-            c1[i] = uint32_t(p1);
-            c2[i] = uint32_t(p0 >> 32) ^ c3[i] ^ k1;
-            c3[i] = uint32_t(p0);
+inline void words_of_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64_t group, int64_t groups, uint32_t* to) {
+    for (int64_t begin = 0; begin < groups; begin += 16) {
+        uint32_t c0[16], c1[16], c2[16], c3[16];
+        for (int64_t i = 0; i < 16; ++i) {
+            c0[i] = uint32_t(group + begin + i);
+            c1[i] = uint32_t((group + begin + i) >> 32);
+            c2[i] = step;
+            c3[i] = stream;
         }
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
+        uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+        for (int round = 0; round < ROUNDS; ++round) {
+            for (int64_t i = 0; i < 16; ++i) {
+                const uint64_t p0 = uint64_t(c0[i]) * 0xd2511f53u, p1 = uint64_t(c2[i]) * 0xcd9e8d57u;
+                c0[i] = uint32_t(p1 >> 32) ^ c1[i] ^ k0;
+                c1[i] = uint32_t(p1);
+                c2[i] = uint32_t(p0 >> 32) ^ c3[i] ^ k1;
+                c3[i] = uint32_t(p0);
+            }
+            k0 += 0x9e3779b9u;
+            k1 += 0xbb67ae85u;
+        }
+        for (int64_t i = 0; i < 16; ++i) {
+            to[4 * (begin + i)] = c0[i];
+            to[4 * (begin + i) + 1] = c1[i];
+            to[4 * (begin + i) + 2] = c2[i];
+            to[4 * (begin + i) + 3] = c3[i];
+        }
     }
-    alignas(64) uint32_t all[4 * MOST];
-    for (int64_t i = 0; i < groups; ++i) {
-        all[4 * i] = c0[i];
-        all[4 * i + 1] = c1[i];
-        all[4 * i + 2] = c2[i];
-        all[4 * i + 3] = c3[i];
-    }
-    std::memcpy(words, all + (first - 4 * group), n * sizeof(uint32_t));
 }
 #endif
+
+// The words that rounding looks at, of elements first to first + n: `words` of draw 0, and `words` + STRIDE and + 2 STRIDE
+// of draws 1 and 2 if there are as many. n is at most LIMIT.
+template <int64_t LIMIT, int DRAWS = 1, int64_t STRIDE = LIMIT>
+inline void random_words(uint64_t seed, uint32_t step, uint32_t stream, int64_t first, int64_t n, uint32_t* words) {
+    constexpr int64_t MOST = ((LIMIT + 14) / 8 + 15) / 16 * 64;  // words of whole calls of sixteen_groups
+    alignas(64) uint32_t all[DRAWS][MOST];
+    const int64_t group = first / 8, groups = n > 0 ? (first + n - 1) / 8 - group + 1 : 0;
+    words_of_groups(seed, step, stream, uint64_t(group), groups, all[0]);
+    if (DRAWS == 3) {
+        for (int64_t i = 0; i < 4 * groups; i += 4) {
+            for (int64_t k = 0; k < 4; ++k) all[1 % DRAWS][i + k] = all[0][i + k] ^ all[0][i + (k + 1) % 4];
+            for (int64_t k = 0; k < 4; ++k) all[2 % DRAWS][i + k] = all[1 % DRAWS][i + k] ^ all[0][i + (k + 2) % 4];
+        }
+    }
+    for (int draw = 0; draw < DRAWS; ++draw) {
+        // In memory the lower half of a word comes first, as the even element does.
+        alignas(64) uint16_t halves[2 * MOST];
+        std::memcpy(halves, all[draw], 16 * groups);
+        const uint16_t* from = halves + (first - 8 * group);
+        for (int64_t i = 0; i < n; ++i) words[draw * STRIDE + i] = uint32_t(from[i]) << 16 | 0x8000u;
+    }
+}
 
 template <typename T> inline void load(const T* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);

@@ -1,14 +1,27 @@
-"""Counter-based random words for stochastic rounding: the same bits for any launch shape, device or sharding.
+"""Counter-based random bits for stochastic rounding: the same for any launch shape, device or sharding.
 
-Philox4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call turns
-a counter and a key into four 32-bit words, so an element's word depends on nothing but its name:
+Philox4x32-7 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): seven rounds are
+the fewest with which they found no failure in BigCrush. One call turns a counter and a key into four words of 32 bits,
+which serve eight elements with 16 random bits each, so an element's bits depend on nothing but its name:
 
-    word(i) = Philox(counter = (low(i // 4), high(i // 4), step, stream), key = (low(seed), high(seed)))[i % 4]
+    w0, w1, w2, w3 = Philox(counter = (low(i // 8), high(i // 8), step, stream), key = (low(seed), high(seed)))
+    k              = i % 8 // 2
+    draw 0         = half of w[k]                                 the lower half for even i, the upper one for odd i
+    draw 1         = half of w[k] ^ w[k + 1]                      k + 1 and k + 2 modulo 4
+    draw 2         = half of w[k] ^ w[k + 1] ^ w[k + 2]
 
 `i` is the element's index, row by row, in the whole tensor, of which a process may hold a part; `stream` tells tensors
-apart, `step` the times the same tensor is rounded. A block of consecutive elements costs one call per four.
+apart, `step` the times the same tensor is rounded. Draws 1 and 2 are for elements that round more than one number. The
+twelve combinations of the words of a call differ, and a sum modulo 2 of uniform, independent bits is uniform and
+independent of any other: of all 24 draws of a call, any two are independent, so that rounding errors add up with the
+variance of independent ones. Three of them may determine each other.
 
-About 20 integer instructions per element, which hide behind the memory traffic of a cast or an optimizer step.
+**Words.** Rounding code takes a draw r as the 32-bit number ``2^16 r + 2^15``: the bits that are looked at are the
+upper ones. Where 16 bits or fewer are dropped, that is r without its lower bits; where more are dropped, the set bit
+makes the probability the nearest multiple of 2^-16.
+
+A call takes 28 machine instructions (a product of 64 bits and an exclusive or of three numbers, twice per round): 3.5
+per element with one draw, about 1 more for each of the other two.
 """
 
 from __future__ import annotations
@@ -20,7 +33,7 @@ from halfstep.kernels.backend import jit, tl
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
+ROUNDS = 7
 
 # --------------------------------------------------------------------------------------------------------- reference
 
@@ -40,7 +53,11 @@ def check_seed(seed: object) -> int:
 
 
 def reference_words(
-    index: torch.Tensor, seed: int | torch.Tensor, step: int | torch.Tensor = 0, stream: int | torch.Tensor = 0
+    index: torch.Tensor,
+    seed: int | torch.Tensor,
+    step: int | torch.Tensor = 0,
+    stream: int | torch.Tensor = 0,
+    draw: int = 0,
 ) -> torch.Tensor:
     """The words of elements, in plain torch on any device.
 
@@ -48,11 +65,12 @@ def reference_words(
         index: int64, any shape: the elements' indices, from 0.
         seed: 64 bits, or a 0-dim int64 tensor.
         step, stream: 32 bits each, or int64 tensors that broadcast with `index`.
+        draw: 0, 1 or 2.
 
     Returns:
-        int64 of the shape of `index`, values from 0 to 2^32 - 1.
+        int64 of the shape of `index`: 16 random bits, a one and 15 zeros.
     """
-    group = index >> 2
+    group = index >> 3
 
     def word(value: int | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(value, dtype=torch.int64, device=index.device) & _MASK
@@ -64,40 +82,103 @@ def reference_words(
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (p1 >> 32 & _MASK) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    which = index & 3
-    return torch.where(which == 0, c0, torch.where(which == 1, c1, torch.where(which == 2, c2, c3)))
+
+    def of_pair(pair: torch.Tensor) -> torch.Tensor:
+        return torch.where(pair == 0, c0, torch.where(pair == 1, c1, torch.where(pair == 2, c2, c3)))
+
+    pair = index >> 1 & 3
+    mixed = of_pair(pair)
+    for further in range(1, draw + 1):
+        mixed = mixed ^ of_pair(pair + further & 3)
+    half = torch.where(index & 1 == 1, mixed >> 16, mixed & 0xFFFF)
+    return half << 16 | 0x8000
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
+if tl is not None:
+    _ROUNDS = tl.constexpr(ROUNDS)
+
 
 @jit
-def words_of(index, seed, step, stream):
-    """The word of each element of a block of int64 indices, as uint32: one Philox call per element.
+def _of_group(group, seed, step, stream):
+    """The four words of each of a block of int64 groups; `seed` is an integer, of `step` and `stream` 32 bits count."""
+    low = group.to(tl.uint32)
+    high = (group >> 32).to(tl.uint32)
+    fill = tl.zeros_like(low)
+    return tl.philox(seed, low, high, (fill + step).to(tl.uint32), (fill + stream).to(tl.uint32), _ROUNDS)
 
-    `seed` is an integer; of `step` and `stream` the lower 32 bits count.
+
+@jit
+def _mixed(a, b, c, d, DRAW: tl.constexpr):
+    """The words whose halves are a draw, of the words of a call."""
+    if DRAW == 0:
+        return a, b, c, d
+    elif DRAW == 1:
+        return a ^ b, b ^ c, c ^ d, d ^ a
+    else:
+        return a ^ b ^ c, b ^ c ^ d, c ^ d ^ a, d ^ a ^ b
+
+
+@jit
+def _chosen(index, a, b, c, d):
+    """The word of each element of a block of indices, of the words of its call."""
+    low = index.to(tl.uint32)
+    pair = (low >> 1) & 3
+    word = tl.where(pair == 0, a, tl.where(pair == 1, b, tl.where(pair == 2, c, d)))
+    return (tl.where(low & 1 == 1, word, word << 16) & 0xFFFF0000) | 0x8000
+
+
+@jit
+def _halves(words):
+    """Both halves of each word side by side, in a new last dimension."""
+    return tl.join((words << 16) | 0x8000, (words & 0xFFFF0000) | 0x8000)
+
+
+@jit
+def _side_by_side(first, a, b, c, d, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """The words of `EACH` consecutive elements for each of a block of indices `first`, of the words of their calls."""
+    if EACH == 8:
+        # join puts its operands side by side in a new last dimension: (a, b, c, d) of each group in this order.
+        words = tl.join(tl.join(a, c), tl.join(b, d))
+    else:
+        second = (first.to(tl.uint32) & 4) != 0
+        words = tl.join(tl.where(second, c, a), tl.where(second, d, b))
+    return tl.reshape(_halves(words), (BLOCK,))
+
+
+@jit
+def words_of(index, seed, step, stream, DRAWS: tl.constexpr):
+    """Draws 0, 1 and 2 of each element of a block of int64 indices, as uint32 words: one Philox call per element.
+
+    With DRAWS 1 the other two are draw 0 again, which costs nothing. `seed`, `step` and `stream` as in `_of_group`.
     """
-    group = index >> 2
-    low = group.to(tl.uint32)
-    high = (group >> 32).to(tl.uint32)
-    fill = tl.zeros_like(low)
-    a, b, c, d = tl.philox(seed, low, high, (fill + step).to(tl.uint32), (fill + stream).to(tl.uint32))
-    which = index & 3
-    return tl.where(which == 0, a, tl.where(which == 1, b, tl.where(which == 2, c, d)))
+    a, b, c, d = _of_group(index >> 3, seed, step, stream)
+    word = _chosen(index, a, b, c, d)
+    if DRAWS == 1:
+        return word, word, word
+    else:
+        a1, b1, c1, d1 = _mixed(a, b, c, d, 1)
+        a2, b2, c2, d2 = _mixed(a, b, c, d, 2)
+        return word, _chosen(index, a1, b1, c1, d1), _chosen(index, a2, b2, c2, d2)
 
 
 @jit
-def words_of_groups(group, seed, step, stream, BLOCK: tl.constexpr):
-    """The words of four consecutive elements for each of a block of int64 groups, an element's index // 4."""
-    low = group.to(tl.uint32)
-    high = (group >> 32).to(tl.uint32)
-    fill = tl.zeros_like(low)
-    a, b, c, d = tl.philox(seed, low, high, (fill + step).to(tl.uint32), (fill + stream).to(tl.uint32))
-    # join puts its operands side by side in a new last dimension: (a, b, c, d) of each group in this order.
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK,))
+def words_of_runs(first, seed, step, stream, DRAWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """The same for runs of consecutive elements: `EACH` from each of a block of int64 indices `first`, BLOCK in all.
 
-
-@jit
-def consecutive_words(first, seed, step, stream, BLOCK: tl.constexpr):
-    """The words of elements `first` (int64, a multiple of 4) to ``first + BLOCK``: one Philox call per four."""
-    return words_of_groups((first >> 2) + tl.arange(0, BLOCK // 4), seed, step, stream, BLOCK)
+    `first` are multiples of EACH. With EACH 8 there is one Philox call for eight elements. With EACH 4 there is one for
+    four: for threads that hold no more side by side, and compute the call that they share with their neighbour twice.
+    """
+    a, b, c, d = _of_group(first >> 3, seed, step, stream)
+    word = _side_by_side(first, a, b, c, d, EACH, BLOCK)
+    if DRAWS == 1:
+        return word, word, word
+    else:
+        a1, b1, c1, d1 = _mixed(a, b, c, d, 1)
+        a2, b2, c2, d2 = _mixed(a, b, c, d, 2)
+        return (
+            word,
+            _side_by_side(first, a1, b1, c1, d1, EACH, BLOCK),
+            _side_by_side(first, a2, b2, c2, d2, EACH, BLOCK),
+        )

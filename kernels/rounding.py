@@ -3,17 +3,26 @@
 **Nearest-even** is what the hardware does. Under Triton's interpreter fp32 -> bf16 truncates and bf16 arithmetic works
 on raw bits, so there both directions go through integers; compiled kernels use the conversion instructions.
 
-**Toward zero and stochastic**, and every conversion to FP8, go through integers everywhere (`round_float32`). A format
-with m mantissa bits drops the last 23 - m bits of an fp32 number inside its normal range:
+**Toward zero and stochastic**, and every conversion to FP8, go through integers everywhere (`round_float32`). With m
+mantissa bits in the format, let t be |x| in units, a unit being the distance of the format's numbers at x, and
+D = 23 - m. Inside the normal range, t is a multiple of 2^-D; below it the unit is fixed. The result is
 
-    toward zero   drop them
-    stochastic    add as many uniformly random bits first; what carries rounds away from zero
+    toward zero   floor(t)
+    stochastic    floor(T + n / 2^D), with a random n of D bits
 
-so the result is one of the two neighbours, away from zero with a probability of exactly the dropped part of a unit, and
-a value of the format never moves. Below the normal range the unit is fixed: with t = |x| / smallest subnormal, exact in
-fp32, the result is floor(t), plus one if a random 31-bit fraction is below t - floor(t). Beyond the largest finite
-number lies one more value of the grid, which stands for what overflow gives: infinity, NaN in E4M3, or with saturation
-the largest finite number, infinities included. Toward zero, finite numbers stop at the largest finite one.
+where T is t rounded to a multiple of 2^-D, to nearest even, which changes subnormals only. So the result is one of the
+two neighbours, and a value of the format never moves. `n` is the upper D bits of a word of philox.py, which holds 16
+random bits, a one and zeros. Up to D = 16 (fp16, bf16), the probability of rounding away from zero is exactly the part
+of T behind the point. In FP8 (D = 20 and 21) it is the nearest multiple of 2^-16; from bf16 and fp16, whose normal
+numbers leave at most 8 of those bits, that is exact too.
+
+In integers, T * 2^D inside the normal range is the pattern of |x| less the difference of the exponent biases. Below it,
+that of |x| * 2^(bias - 127), an fp32 subnormal: on GPUs one multiplication covers both. The reference and C++ stay
+among normal numbers, because CPUs are slow with subnormal ones and may be told to flush them to zero.
+
+Beyond the largest finite number lies one more value of the grid, which stands for what overflow gives: infinity, NaN in
+E4M3, or with saturation the largest finite number, infinities included. Toward zero, finite numbers stop at the largest
+finite one.
 
 **Split master.** An fp32 value `w` is stored as the bf16 weight the model sees and a 16-bit remainder:
 
@@ -108,13 +117,11 @@ def reference_round(
     code = (magnitude - ((127 - form.bias) << 23) + noise) >> dropped
     if form.bias != 127:  # bf16 and fp32 end at the same exponent, so there the normal way serves subnormals too
         units = magnitude.view(torch.float32) * 2.0 ** (form.mantissa + form.bias - 1)
-        units = torch.where(units < 2.0**23, units, 0.0)  # not used beyond, and must fit an integer
-        if rounding == NEAREST:
-            tiny = units.round().to(torch.int32)
+        units = torch.where(units < 2.0**form.mantissa, units, 0.0)  # not used beyond, and must fit an integer
+        if rounding == STOCHASTIC:
+            tiny = ((units * 2.0**dropped).round().to(torch.int32) + noise) >> dropped
         else:
-            tiny = units.to(torch.int32)
-            if rounding == STOCHASTIC and words is not None:
-                tiny = tiny + ((words >> 1) < ((units - units.floor()) * 2.0**31).long()).to(torch.int32)
+            tiny = (units.round() if rounding == NEAREST else units).to(torch.int32)
         code = torch.where(magnitude < (128 - form.bias) << 23, tiny, code)
     over = code > form.largest
     finite_stops = saturate or rounding == TOWARD_ZERO
@@ -212,40 +219,43 @@ def round_float32(
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    rounded = magnitude - ((127 - BIAS) << 23)
     if ROUNDING == _STOCHASTIC:
-        rounded += word >> (32 - DROPPED)
-    elif ROUNDING == _NEAREST:
-        rounded += (1 << (DROPPED - 1)) - 1 + ((magnitude >> DROPPED) & 1)
-    code = rounded >> DROPPED
-    if BIAS != 127:
-        small = magnitude < ((128 - BIAS) << 23)
-        value = tl.where(small, magnitude, 0).to(tl.float32, bitcast=True)
-        if ROUNDING == _NEAREST:
-            # The unit of the sum is the smallest subnormal, so that the addition itself rounds to nearest even.
-            MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
-            MAGIC_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
-            tiny = (value + MAGIC).to(tl.uint32, bitcast=True) - MAGIC_BITS
+        if BIAS == 127:
+            scaled = magnitude
         else:
-            units = value * 2.0 ** (MANTISSA + BIAS - 1)
-            whole = units.to(tl.int32)
-            tiny = whole.to(tl.uint32)
-            if ROUNDING == _STOCHASTIC:
-                part = ((units - whole.to(tl.float32)) * 2147483648.0).to(tl.int32)
-                tiny += ((word >> 1).to(tl.int32) < part).to(tl.uint32)
-        code = tl.where(small, tiny, code)
-    code = tl.where(code > LARGEST, LARGEST if SATURATE or ROUNDING == _TOWARD_ZERO else OVERFLOW, code)
+            scaled = (tl.abs(x) * 2.0 ** (BIAS - 127)).to(tl.uint32, bitcast=True)
+        code = (scaled + (word >> (32 - DROPPED))) >> DROPPED
+    else:
+        rounded = magnitude - ((127 - BIAS) << 23)
+        if ROUNDING == _NEAREST:
+            rounded += (1 << (DROPPED - 1)) - 1 + ((magnitude >> DROPPED) & 1)
+        code = rounded >> DROPPED
+        if BIAS != 127:
+            small = magnitude < ((128 - BIAS) << 23)
+            value = tl.where(small, magnitude, 0).to(tl.float32, bitcast=True)
+            if ROUNDING == _NEAREST:
+                # The unit of the sum is the smallest subnormal, so that the addition itself rounds to nearest even.
+                MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+                MAGIC_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+                tiny = (value + MAGIC).to(tl.uint32, bitcast=True) - MAGIC_BITS
+            else:
+                tiny = (value * 2.0 ** (MANTISSA + BIAS - 1)).to(tl.int32).to(tl.uint32)
+            code = tl.where(small, tiny, code)
+    code = tl.minimum(code, LARGEST if SATURATE or ROUNDING == _TOWARD_ZERO else OVERFLOW)
     if ROUNDING == _TOWARD_ZERO and not SATURATE:
         code = tl.where(magnitude == 0x7F800000, OVERFLOW, code)
-    code = tl.where(magnitude > 0x7F800000, NAN, code)
+    if OVERFLOW != NAN or SATURATE or ROUNDING == _TOWARD_ZERO:  # or what overflows is NaN already
+        code = tl.where(magnitude > 0x7F800000, NAN, code)
     return code | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
 
 
 @jit
 def stochastic_float32(x, word, dtype: tl.constexpr):
-    """A block of fp32 rounded stochastically to fp16 or bf16."""
+    """A block of fp32 rounded stochastically to fp16 or bf16. A NaN's sign may be lost."""
     if dtype == tl.bfloat16:
-        code = round_float32(x, word, 16, 7, 127, 0x7F7F, 0x7F80, 0x7FC0, 2, False)
+        # The sign may stay beside the magnitude, for only a NaN's could be reached by a carry.
+        bits = tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
+        code = (bits + (word >> 16)) >> 16
     else:
         code = round_float32(x, word, 16, 10, 15, 0x7BFF, 0x7C00, 0x7E00, 2, False)
     return code.to(tl.uint16).to(dtype, bitcast=True)

@@ -24,7 +24,7 @@ import numpy as np
 
 from halfstep.kernels import native
 from halfstep.numerics.formats import philox_words
-from halfstep.numerics.formats.exact import beyond_code, no_nan_here
+from halfstep.numerics.formats.exact import beyond_code, no_nan_here, subnormal_steps
 from halfstep.numerics.formats.table import Format
 
 WORTH_COMPILING = 2**16  # elements of an array that is rounded stochastically
@@ -100,10 +100,12 @@ class Encoder:
         self._has_above = not integer
         self._ends_among_subnormals = format.kind == "scale" and format.emin == -source.bias
         self._has_below = integer or (format.kind != "scale" and format.emin > 1 - source.bias)
-        self._coarse_noise = format.has_subnormals and format.emin > -126
+        self._steps = subnormal_steps(format)
         self._flush = not subnormals and format.has_subnormals
         self._scale = 1.0 if integer else 2.0 ** (format.mantissa - format.emin) if self._has_below else 0.0
-        magic = source.mantissa + (0 if integer else format.emin - format.mantissa)
+        # Of a sum with it, the unit in the last place is the format's least subnormal, or 2^-steps of that.
+        finer = self._steps or 0 if rounding == "stochastic" else 0
+        magic = source.mantissa + (0 if integer else format.emin - format.mantissa - finer)
         U = source.unsigned
         self._magic, self._magic_pattern = source.float(2.0**magic), U(source.pattern(magic))
         self._least, self._rebias = U(least), U(((source.bias - format.bias) << source.mantissa) & (2**source.bits - 1))
@@ -221,10 +223,14 @@ class Encoder:
             least_normal = U(1 << self._source.mantissa)
             extra[(extra != 0) & (extra < least_normal)] = least_normal
         small: Array = extra.view(self._source.float)
-        if how == "nearest":
-            # An ulp of the sum is the format's least subnormal number, so the addition rounds to nearest even.
-            np.add(small, self._magic, out=units)
-            return np.subtract(units.view(U), self._magic_pattern, out=extra)
+        if how == "nearest" or (how == "stochastic" and self._steps is not None):
+            np.add(small, self._magic, out=units)  # the addition rounds to nearest even
+            code = np.subtract(units.view(U), self._magic_pattern, out=extra)
+            if how == "stochastic" and self._steps is not None:
+                assert words is not None
+                code += words >> np.uint32(32 - self._steps)
+                code >>= U(self._steps)
+            return code
         np.multiply(small, self._source.float(self._scale), out=units)
         whole: Array = np.empty(count, self._source.signed)
         np.copyto(whole, units, casting="unsafe")
@@ -236,12 +242,8 @@ class Encoder:
             whole |= units > 0
         elif how == "stochastic":
             assert words is not None
-            if self._coarse_noise:
-                units *= self._source.float(2.0**31)
-                whole += (words >> np.uint32(1)).view(np.int32) < units.astype(np.int32)
-            else:
-                units *= self._source.float(2.0**32)
-                whole += (words + units.astype(np.uint64)) >> np.uint64(32) > 0
+            units *= self._source.float(2.0**32)
+            whole += (words + units.astype(np.uint64)) >> np.uint64(32) > 0
         elif how in ("up", "down"):
             outward = scratch.extra[:count]
             self._outward(block, outward)
@@ -313,11 +315,14 @@ def encoder(double: bool, format: Format, rounding: str, overflow: str, nan: str
 
 def random_words(first: int, count: int, seed: int) -> Array:
     """The random words of elements `first` to ``first + count - 1``, as uint32."""
-    groups = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
-    words = np.empty((groups.size, 4), np.uint32)
-    for column, four in enumerate(philox_words.four_words(groups, seed)):
-        words[:, column] = four
-    return words.reshape(-1)[first % 4 : first % 4 + count]
+    groups = np.arange(first // 8, (first + count + 7) // 8, dtype=np.uint64)
+    draws = np.empty((groups.size, 8), np.uint32)
+    for pair, both in enumerate(philox_words.four_words(groups, seed)):
+        draws[:, 2 * pair], draws[:, 2 * pair + 1] = both & 0xFFFF, both >> np.uint64(16)
+    words = draws.reshape(-1)[first % 8 : first % 8 + count]
+    words <<= np.uint32(16)
+    words |= np.uint32(0x8000)
+    return words
 
 
 def compiled_words(first: int, count: int, seed: int) -> Array:

@@ -9,7 +9,7 @@ a unit is the distance between the format's numbers there, at least that of its 
     up, down       k + 1 if d > 0 and the number is positive (up) or negative (down)
     odd            the odd one of k and k + 1 if d > 0 (Boldo and Melquiond, 2008). Rounding the result to a format with
                    at least two bits fewer gives the same as rounding once
-    stochastic     k + 1 with probability d, in steps of 2^-32 (2^-31 among subnormals)
+    stochastic     k + 1 with probability d, rounded to a multiple of 2^-16
 
 **Overflow.** A number is rounded as if the exponent of the format had no upper limit. It overflows if the result is
 beyond the largest number. Toward zero and to odd no finite number overflows; "up" overflows for positive numbers only,
@@ -21,9 +21,10 @@ ml_dtypes do; "odd" is the same as toward zero. E8M0 has neither zero nor sign: 
 2^-127 in every mode, and negative numbers overflow (to NaN, or to 2^-127 if saturated). Rounding a scale by
 "toward_zero" or "down" is the floor of OCP's specification; "up" is the ceiling that NVIDIA recommends.
 
-**Stochastic rounding** uses a random word of 32 bits, Philox of the seed and the index of the element, as in
-`halfstep.cast`. It chooses k + 1 if word + 2^32 d >= 2^32, or, for subnormals of formats with a narrower exponent than
-fp32, if floor(word / 2) < floor(2^31 d).
+**Stochastic rounding** uses 16 random bits r, from Philox of the seed and the index of the element, as in
+`halfstep.cast`. With the word 2^16 r + 2^15, it chooses k + 1 if word + 2^32 d >= 2^32. For subnormals of formats with a
+narrower exponent than fp32 and m <= 10 mantissa bits, d is first rounded to a multiple of 2^-(23 - m), to nearest even,
+and only the upper 23 - m bits of the word are used, as in fp32 arithmetic.
 """
 
 from __future__ import annotations
@@ -256,10 +257,17 @@ def _away(below: int, rest: Fraction, rounding: str, negative: bool, word: int, 
     if rounding == "odd":
         return rest > 0 and below % 2 == 0
     if rounding == "stochastic":
-        if format.emin > -126 and format.has_subnormals and below < 1 << format.mantissa:
-            return word >> 1 < rest * 2**31 // 1
+        steps = subnormal_steps(format)
+        if steps is not None and below < 1 << format.mantissa:
+            return (word >> (32 - steps)) + round(rest * 2**steps) >= 2**steps
         return word + rest * 2**32 >= 2**32
     return rest > 0 and rounding == ("down" if negative else "up")
+
+
+def subnormal_steps(format: Format) -> int | None:
+    """How many bits behind the point stochastic rounding looks at below the least normal number; None: at all."""
+    coarse = format.emin > -126 and format.has_subnormals and format.mantissa <= 10
+    return 23 - format.mantissa if coarse else None
 
 
 def _code(units: int, power: int, format: Format) -> int:

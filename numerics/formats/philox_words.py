@@ -1,4 +1,4 @@
-"""The random words of kernels/philox.py without torch: Philox4x32-10 with the seed as key and the element as counter.
+"""The random words of kernels/philox.py without torch: Philox4x32-7 with the seed as key and the element as counter.
 
 The same code works on Python integers and on numpy arrays of uint64, which hold the products of 32-bit numbers.
 """
@@ -10,18 +10,18 @@ from typing import Any
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
+ROUNDS = 7
 
 
 def four_words(group: Any, seed: int) -> tuple[Any, Any, Any, Any]:
-    """The words of elements ``4 * group`` to ``4 * group + 3``: step 0, stream 0 of `kernels.philox`.
+    """What one call gives for elements ``8 * group`` to ``8 * group + 7``: step 0, stream 0 of `kernels.philox`.
 
     Args:
         group: an int, or a numpy array of uint64.
         seed: from 0 to 2^63 - 1.
 
     Returns:
-        Four ints, or arrays like `group`, with values from 0 to 2^32 - 1.
+        Four ints, or arrays like `group`, with values from 0 to 2^32 - 1: 16 bits per element, the lower half first.
     """
     c0, c1, c2, c3 = group & _MASK, group >> 32 & _MASK, group & 0, group & 0
     k0, k1 = seed & _MASK, seed >> 32
@@ -33,5 +33,6 @@ def four_words(group: Any, seed: int) -> tuple[Any, Any, Any, Any]:
 
 
 def word(index: int, seed: int) -> int:
-    """The random word of one element."""
-    return int(four_words(index // 4, seed)[index % 4])
+    """The random word of one element: its 16 random bits, a one and 15 zeros."""
+    both = int(four_words(index // 8, seed)[index % 8 // 2])
+    return (both >> 16 if index % 2 else both & 0xFFFF) << 16 | 0x8000

@@ -1,4 +1,4 @@
-"""Random words: the published test vectors, and the same words from the reference, from C++ and from Triton."""
+"""Random bits: the published test vectors, and the same words from the reference, from C++ and from Triton."""
 
 from __future__ import annotations
 
@@ -12,58 +12,65 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import INTERPRET, jit, tl, triton
-from halfstep.kernels.philox import check_seed, consecutive_words, reference_words, words_of
+from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_runs
+from halfstep.kernels.rounding import FORMATS, STOCHASTIC, reference_round
 
 DEVICE = torch.device("cpu" if INTERPRET or not torch.cuda.is_available() else "cuda")
 
-# Counter, key and result from the file kat_vectors of Random123, the authors' own implementation.
+# Counter, key and result of philox4x32 with 7 rounds, from the file kat_vectors of Random123, the authors' own.
 KNOWN = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     ),
 ]
 
 SEEDS = (0, 1, 2**31 + 5, 0x1234_5678_9ABC_DEF0, 2**63 - 1)
-# From the start, across 2^32 elements, and across the 2^34 where the second word of the counter begins to count.
-FIRSTS = (0, 3, 2**32 - 6, 2**34 - 2, 2**40 + 1)
+# From the start, across 2^32 elements, and across the 2^35 where the second word of the counter begins to count.
+FIRSTS = (0, 3, 2**32 - 6, 2**35 - 2, 2**40 + 5)
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_the_reference_gives_the_published_vectors(
     counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
 ) -> None:
+    assert words_by_definition(counter, key) == list(expected)
     group = counter[0] | counter[1] << 32
-    if group >= 2**61:  # an index counts elements, four per group, and so ends before the counter does
-        assert words_by_definition(counter, key) == list(expected)
-        return
-    words = reference_words(4 * group + torch.arange(4), key[0] | key[1] << 32, counter[2], counter[3])
-    assert words.tolist() == list(expected)
+    if group < 2**60:  # an index counts elements, eight per group, and so ends before the counter does
+        words = reference_words(8 * group + torch.arange(8), key[0] | key[1] << 32, counter[2], counter[3])
+        assert words.tolist() == [half << 16 | 0x8000 for word in expected for half in (word & 0xFFFF, word >> 16)]
 
 
 def words_by_definition(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
-    """Philox4x32-10 in Python integers, from the definition in the paper."""
+    """Philox4x32-7 in Python integers, from the definition in the paper."""
     c, k = list(counter), list(key)
-    for _ in range(10):
+    for _ in range(7):
         left, right = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
         c = [(right >> 32) ^ c[1] ^ k[0], right % 2**32, (left >> 32) ^ c[3] ^ k[1], left % 2**32]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
     return c
 
 
+def word_by_definition(element: int, seed: int, step: int, stream: int, draw: int) -> int:
+    """The word of an element in Python integers, from the docstring of kernels/philox.py."""
+    group, place = divmod(element, 8)
+    w = words_by_definition((group % 2**32, group >> 32, step, stream), (seed % 2**32, seed >> 32))
+    k = place // 2
+    mixed = w[k] if draw == 0 else w[k] ^ w[(k + 1) % 4] if draw == 1 else w[k] ^ w[(k + 1) % 4] ^ w[(k + 2) % 4]
+    return (mixed // 2**16 if element % 2 else mixed % 2**16) * 2**16 + 2**15
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("first", FIRSTS)
 def test_the_reference_against_the_definition(first: int, seed: int) -> None:
     step, stream = 7, 2**32 - 1
-    index = torch.arange(first, first + 9)
-    words = reference_words(index, seed, step, stream).tolist()
-    for element, word in zip(index.tolist(), words, strict=True):
-        group = element // 4
-        counter = (group % 2**32, group >> 32, step, stream)
-        assert word == words_by_definition(counter, (seed % 2**32, seed >> 32))[element % 4]
+    index = torch.arange(first, first + 17)
+    for draw in range(3):
+        words = reference_words(index, seed, step, stream, draw).tolist()
+        assert words == [word_by_definition(element, seed, step, stream, draw) for element in index.tolist()]
 
 
 def test_step_and_stream_may_be_tensors() -> None:
@@ -75,26 +82,116 @@ def test_step_and_stream_may_be_tensors() -> None:
         assert torch.equal(both[row], reference_words(index, 5, step, stream))
 
 
-def test_words_are_uniform() -> None:
-    """Each of the 32 bits is set half of the time, and the four words of a group differ."""
-    n = 1 << 18
-    words = reference_words(torch.arange(n), 0).numpy().astype(np.uint32)
-    ones = np.array([(words >> bit & 1).sum() for bit in range(32)])
-    assert np.abs(ones - n / 2).max() < 5 * np.sqrt(n) / 2  # five standard deviations
-    assert len(np.unique(words)) > 0.9999 * n - 10  # about n^2 / 2^33 = 8 repeat by chance
+# ----------------------------------------------------------------------------------------------------------- statistics
+#
+# Each statistic stays within five standard deviations of what independent, uniform draws give; the seeds are fixed.
+# Of these 77 tests, 63 fail with three rounds instead of seven, 42 with four and 13 with five.
+
+COUNT = 2**16  # calls, of eight elements
+
+
+def draws(draw: int = 0, seed: int = 0, step: int = 0, stream: int = 0, first: int = 0) -> np.ndarray:
+    """The random bits of elements from `first` on, as uint16."""
+    words = reference_words(torch.arange(first, first + 8 * COUNT), seed, step, stream, draw)
+    return (words.numpy() >> 16).astype(np.uint16)
+
+
+def most_unbalanced_bit(numbers: np.ndarray) -> float:
+    """By how many standard deviations the number of ones of a bit differs from half, at most."""
+    ones = np.array([np.count_nonzero(numbers >> np.uint16(bit) & np.uint16(1)) for bit in range(16)])
+    return float(np.abs(ones - len(numbers) / 2).max() / (len(numbers) ** 0.5 / 2))
+
+
+def chi_square(found: np.ndarray, expected: np.ndarray | float) -> float:
+    """By how many of its standard deviations chi-square exceeds the degrees of freedom."""
+    found = found.ravel()
+    return float((((found - expected) ** 2 / expected).sum() - (found.size - 1)) / (2 * (found.size - 1)) ** 0.5)
+
+
+@pytest.mark.parametrize("draw", range(3))
+@pytest.mark.parametrize("first", [0, 2**35 - 4 * COUNT])
+def test_draws_are_uniform(draw: int, first: int) -> None:
+    numbers = draws(draw, first=first)
+    assert most_unbalanced_bit(numbers) < 5
+    assert chi_square(np.bincount(numbers >> 6, minlength=1024), len(numbers) / 1024) < 5
+    assert chi_square(np.bincount(numbers & 1023, minlength=1024), len(numbers) / 1024) < 5
+    # A number and the next one, which is another half of a word or another word or call.
+    pairs = (numbers[:-1] >> 11).astype(np.int64) * 32 + (numbers[1:] >> 11)
+    assert chi_square(np.bincount(pairs, minlength=1024), len(pairs) / 1024) < 5
+
+
+@pytest.mark.parametrize("draw", range(3))
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"first": 8 << bit} for bit in (0, 1, 2, 7, 20, 31, 32, 40)),
+        *({name: 1 << bit} for name in ("step", "stream") for bit in (0, 1, 7, 31)),
+        *({"seed": 1 << bit} for bit in (0, 1, 7, 31, 32, 62)),
+    ],
+    ids=str,
+)
+def test_names_that_differ_in_one_bit_have_unrelated_draws(other: dict[str, int], draw: int) -> None:
+    """Counters, tensors, steps and seeds: no bit of one follows the same bit, or any bit's neighbours, of the other."""
+    numbers, others = draws(draw), draws(draw, **other)
+    if "first" in other and other["first"] < 8 * COUNT:  # where both hold the same calls, shifted
+        numbers, others = numbers[: other["first"]], others[: other["first"]]
+    limit = 5 if len(numbers) > 1000 else 6  # few numbers: the normal distribution's tail is not theirs
+    for turned in (0, 1, 8):
+        assert most_unbalanced_bit(numbers ^ (others << turned | others >> (16 - turned)).astype(np.uint16)) < limit
+    if len(numbers) == 8 * COUNT:
+        pairs = (numbers >> 11).astype(np.int64) * 32 + (others >> 11)
+        assert chi_square(np.bincount(pairs, minlength=1024), len(pairs) / 1024) < 5
+
+
+def test_any_two_of_the_24_draws_of_a_call_are_independent() -> None:
+    """Two of a call, bit by bit at every distance, and as numbers; three may determine each other."""
+    columns = np.concatenate([draws(draw, seed=1).reshape(-1, 8) for draw in range(3)], axis=1)
+    correlation = np.corrcoef(columns.astype(np.float64), rowvar=False)
+    assert np.abs(correlation - np.eye(24)).max() < 5 / COUNT**0.5
+    for one in range(24):
+        for other in range(one):
+            assert most_unbalanced_bit(columns[:, one] ^ columns[:, other]) < 5.5  # 4,416 bits in all
+    assert (columns[:, 0] ^ columns[:, 2] == columns[:, 8]).all()  # draw 1 of element 0, of draws 0 of 0 and 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_the_direction_of_rounding_has_its_probability(dtype: torch.dtype) -> None:
+    """How many of many equal numbers go up: chi-square over 64 parts of a unit, tensors, steps and places in a call."""
+    form = FORMATS[dtype]
+    dropped, count = 23 - form.mantissa, 2**13
+    parts = (np.random.default_rng(0).integers(1, 2**16, 64) << 16 >> (32 - dropped)).astype(np.int64)
+    for names in ({"step": 1}, {"stream": 2}, {"seed": 2**40}):
+        for draw in range(3):
+            x = torch.from_numpy((0x3F800000 + parts).astype(np.int32)).view(torch.float32).repeat_interleave(count)
+            words = reference_words(torch.arange(len(x)), **{"seed": 0, **names}, draw=draw)
+            rounded = reference_round(x, dtype, STOCHASTIC, words=words).float().numpy()
+            up = (rounded > 1).reshape(64, count // 8, 8).sum(axis=1)  # by place in a call
+            chance = (parts / 2.0**dropped)[:, None]
+            squares = (up - count / 8 * chance) ** 2 / (count / 8 * chance * (1 - chance))
+            assert abs(squares.sum() - 512) < 5 * 1024**0.5
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
 
 
 @jit
-def every_word_kernel(out, first, seed, step, stream, n, BLOCK: tl.constexpr):
+def every_word_kernel(out, first, seed, step, stream, n, DRAWS: tl.constexpr, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     index = tl.load(first) + lane
-    tl.store(out + lane, words_of(index, tl.load(seed), step, stream).to(tl.int64), mask=lane < n)
+    word, second, third = words_of(index, tl.load(seed), step, stream, DRAWS)
+    tl.store(out + lane, word.to(tl.int64), mask=lane < n)
+    tl.store(out + n + lane, second.to(tl.int64), mask=lane < n)
+    tl.store(out + 2 * n + lane, third.to(tl.int64), mask=lane < n)
 
 
 @jit
-def block_kernel(out, first, seed, step, stream, BLOCK: tl.constexpr):
-    words = consecutive_words(tl.load(first), tl.load(seed), step, stream, BLOCK)
-    tl.store(out + tl.arange(0, BLOCK), words.to(tl.int64))
+def runs_kernel(out, first, seed, step, stream, DRAWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    firsts = tl.load(first) + EACH * tl.arange(0, BLOCK // EACH)
+    word, second, third = words_of_runs(firsts, tl.load(seed), step, stream, DRAWS, EACH, BLOCK)
+    lane = tl.arange(0, BLOCK)
+    tl.store(out + lane, word.to(tl.int64))
+    tl.store(out + BLOCK + lane, second.to(tl.int64))
+    tl.store(out + 2 * BLOCK + lane, third.to(tl.int64))
 
 
 needs_triton = pytest.mark.skipif(
@@ -103,23 +200,33 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
+@pytest.mark.parametrize("draws", [1, 3])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("first", FIRSTS)
-def test_triton_gives_the_words_of_the_reference(first: int, seed: int) -> None:
+def test_triton_gives_the_words_of_the_reference(first: int, seed: int, draws: int) -> None:
     # In memory: the interpreter takes an integer argument from 2^31 to 2^32 for a negative one.
     start, key = torch.tensor(first, device=DEVICE), torch.tensor(seed, device=DEVICE)
-    out = torch.empty(64, dtype=torch.int64, device=DEVICE)
-    every_word_kernel[(1,)](out, start, key, 3, 2**31 + 5, 64, BLOCK=64)
-    assert torch.equal(out.cpu(), reference_words(first + torch.arange(64), seed, 3, 2**31 + 5))
-    aligned = first // 4 * 4
-    block_kernel[(1,)](out, torch.tensor(aligned, device=DEVICE), key, 1, 1, BLOCK=64)
-    assert torch.equal(out.cpu(), reference_words(aligned + torch.arange(64), seed, 1, 1))
+    out = torch.empty(3, 64, dtype=torch.int64, device=DEVICE)
+
+    def expected(from_: int, step: int, stream: int) -> torch.Tensor:
+        of = [0, 1, 2] if draws == 3 else [0, 0, 0]
+        return torch.stack([reference_words(from_ + torch.arange(64), seed, step, stream, draw) for draw in of])
+
+    every_word_kernel[(1,)](out, start, key, 3, 2**31 + 5, 64, DRAWS=draws, BLOCK=64)
+    assert torch.equal(out.cpu(), expected(first, 3, 2**31 + 5))
+    for each in (4, 8):
+        aligned = first // each * each
+        runs_kernel[(1,)](out, torch.tensor(aligned, device=DEVICE), key, 1, 1, DRAWS=draws, EACH=each, BLOCK=64)
+        assert torch.equal(out.cpu(), expected(aligned, 1, 1))
 
 
 WRAPPER = """
 #include "native.h"
 extern "C" void words(uint64_t seed, uint32_t step, uint32_t stream, int64_t first, int64_t n, uint32_t* out) {
     halfstep::random_words<256>(seed, step, stream, first, n, out);
+}
+extern "C" void draws(uint64_t seed, uint32_t step, uint32_t stream, int64_t first, int64_t n, uint32_t* out) {
+    halfstep::random_words<256, 3>(seed, step, stream, first, n, out);
 }
 """
 
@@ -143,18 +250,20 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("first", FIRSTS)
 def test_cpp_gives_the_words_of_the_reference(library: ctypes.CDLL, first: int, seed: int) -> None:
-    for n in (0, 1, 2, 3, 4, 5, 16, 255, 256):
-        out = np.full(n + 1, 7, dtype=np.uint32)
-        library.words(
-            ctypes.c_uint64(seed),
-            ctypes.c_uint32(11),
-            ctypes.c_uint32(2**32 - 2),
-            ctypes.c_int64(first),
-            ctypes.c_int64(n),
-            ctypes.c_void_p(out.ctypes.data),
-        )
-        assert out[:n].tolist() == reference_words(first + torch.arange(n), seed, 11, 2**32 - 2).tolist()
-        assert out[n] == 7, "written beyond the end"
+    for n in (0, 1, 2, 7, 8, 9, 16, 255, 256):
+        expected = [reference_words(first + torch.arange(n), seed, 11, 2**32 - 2, draw).tolist() for draw in range(3)]
+        for function, draws in ((library.words, 1), (library.draws, 3)):
+            out = np.full((draws, 256), 7, dtype=np.uint32)
+            function(
+                ctypes.c_uint64(seed),
+                ctypes.c_uint32(11),
+                ctypes.c_uint32(2**32 - 2),
+                ctypes.c_int64(first),
+                ctypes.c_int64(n),
+                ctypes.c_void_p(out.ctypes.data),
+            )
+            assert out[:, :n].tolist() == expected[:draws]
+            assert (out[:, n:] == 7).all(), "written beyond the end"
 
 
 @pytest.mark.parametrize(

@@ -224,18 +224,29 @@ def test_stochastic_rounding_is_unbiased_over_all_words_inside_the_normal_range(
     "dtype", [d for d in DTYPES if d != torch.bfloat16]
 )  # whose subnormals need no way of their own
 def test_stochastic_rounding_of_subnormals_has_the_exact_probability(round_by: Round, dtype: torch.dtype) -> None:
-    """Away from zero for exactly `part` of all 2^31 fractions: the one below rounds up, the one at it does not."""
+    """Away from zero for exactly `part` of all draws of 23 - m bits, rounded to so many bits itself."""
     form = FORMATS[dtype]
-    unit = 2.0 ** (1 - form.bias - form.mantissa)
+    unit, steps = 2.0 ** (1 - form.bias - form.mantissa), 23 - form.mantissa
     generator = np.random.default_rng(3)
-    units = np.concatenate([generator.uniform(0, 2**form.mantissa - 1, 500), [2.0**-20, 0.5, 2.0**-31, 2.0**-33]])
+    units = np.concatenate([generator.uniform(0, 2**form.mantissa - 1, 500), [2.0**-13, 0.5, 2.0**-22, 2.0**-33]])
     x = torch.from_numpy((units * unit).astype(np.float32))
     exact = x.double() / unit
-    part = ((exact - exact.floor()) * 2**31).long()
-    below = round_by(x, dtype, STOCHASTIC, False, (part - 1).clamp(min=0) << 1)
-    at = round_by(x, dtype, STOCHASTIC, False, part << 1)
-    assert torch.equal(below, exact.floor().long() + (part > 0))
-    assert torch.equal(at, exact.floor().long())
+    parts = ((exact - exact.floor()) * 2**steps).round().long()
+    last = round_by(x, dtype, STOCHASTIC, False, (2**steps - parts - 1).clamp(max=2**steps - 1) << (32 - steps))
+    first = round_by(x, dtype, STOCHASTIC, False, (2**steps - parts).clamp(max=2**steps - 1) << (32 - steps))
+    assert torch.equal(last, exact.floor().long() + (parts == 2**steps))
+    assert torch.equal(first, exact.floor().long() + (parts > 0))
+
+
+@dtypes
+def test_the_probability_is_the_part_of_a_unit_to_2_16(round_by: Round, dtype: torch.dtype) -> None:
+    """Over all 2^16 draws: exactly where 16 bits or fewer are dropped, the nearest multiple of 2^-16 in FP8."""
+    draws, dropped = torch.arange(2**16) << 16 | 0x8000, 23 - FORMATS[dtype].mantissa
+    for pattern in (0x3F800001, 0x3F9E0652, 0x40490FDB, 0x42C8FFFF, 0x3FAAAAAA, 0x3F80000F, 0x3F800008, 0x3F800007):
+        x = torch.full((2**16,), pattern, dtype=torch.int32).view(torch.float32)
+        codes = round_by(x, dtype, STOCHASTIC, False, draws)
+        part = pattern % 2**dropped / 2**dropped
+        assert int((codes - codes.min()).sum()) == int(part * 2**16 + 0.5) % 2**16, hex(pattern)
 
 
 @dtypes

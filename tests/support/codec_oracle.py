@@ -207,7 +207,8 @@ def _moves(part: Fraction, word: int, magnitude: Fraction, name: str) -> bool:
     spec = SPECS[name]
     floating = name not in ("int8", "e8m0fnu")
     if floating and 1 - spec.bias > -126 and magnitude < Fraction(2) ** (1 - spec.bias):
-        return word // 2 < math.floor(part * 2**31)
+        steps = 2 ** (23 - spec.mantissa)
+        return word * steps // 2**32 + round(part * steps) >= steps
     return word >= 2**32 - part * 2**32
 
 

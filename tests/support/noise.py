@@ -37,26 +37,29 @@ class Noise:
     def place(self, size: int) -> tuple[int, int, int]:
         return (self.base, self.inner or max(size, 1), self.inner_whole or max(size, 1))
 
-    def words(self, size: int, step: int) -> np.ndarray:
+    def words(self, size: int, step: int, draw: int = 0) -> np.ndarray:
         """uint32, one per element."""
         base, inner, inner_whole = self.place(size)
         i = np.arange(size, dtype=np.int64)
         index = base + i // inner * inner_whole + i % inner
-        return words(index.astype(np.uint64), self.seed, step, self.stream)
+        return words(index.astype(np.uint64), self.seed, step, self.stream, draw)
 
 
-def words(index: np.ndarray, seed: int, step: int, stream: int) -> np.ndarray:
+def words(index: np.ndarray, seed: int, step: int, stream: int, draw: int = 0) -> np.ndarray:
     """The words of kernels/philox.py for uint64 indices, as uint32."""
-    group = index // np.uint64(4)
-    counter = [group & LOWER, group >> np.uint64(32), *(np.full_like(group, value) for value in (step, stream))]
+    call, place = np.divmod(index, np.uint64(8))
+    counter = [call & LOWER, call >> np.uint64(32), *(np.full_like(call, value) for value in (step, stream))]
     key = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32)]
-    for number in range(10):
+    for number in range(7):
         k0, k1 = ((key[i] + np.uint64(number * weyl)) & LOWER for i, weyl in ((0, 0x9E3779B9), (1, 0xBB67AE85)))
         left, right = counter[0] * np.uint64(0xD2511F53), counter[2] * np.uint64(0xCD9E8D57)
         high = np.uint64(32)
         counter = [(right >> high) ^ counter[1] ^ k0, right & LOWER, (left >> high) ^ counter[3] ^ k1, left & LOWER]
-    chosen = np.choose((index % np.uint64(4)).astype(np.int64), counter)
-    return np.asarray(chosen).astype(np.uint32)
+    # The eight draws of 16 bits of a call, as they lie in memory with the lowest byte first.
+    mixed = [np.bitwise_xor.reduce([counter[(k + further) % 4] for further in range(draw + 1)]) for k in range(4)]
+    draws = np.stack(mixed, axis=-1).astype("<u4").view("<u2")
+    chosen = np.take_along_axis(draws, place[..., None].astype(np.int64), axis=-1)[..., 0]
+    return chosen.astype(np.uint32) * np.uint32(2**16) + np.uint32(2**15)
 
 
 def stochastic(values: np.ndarray, dtype: torch.dtype, random: np.ndarray) -> np.ndarray:
@@ -76,8 +79,9 @@ def stochastic(values: np.ndarray, dtype: torch.dtype, random: np.ndarray) -> np
     part = finite / unit - whole
     dropped = 23 - mantissa
     up = part + (random >> np.uint32(32 - dropped)).astype(np.float64) / 2**dropped >= 1
-    if least > -126:  # below the smallest normal number a unit may be cut finer than that
-        up = np.where(finite < 2.0**least, (random >> np.uint32(1)) < np.floor(part * 2**31), up)
+    if least > -126:  # below the smallest normal number a part of a unit may be finer than that
+        near = np.rint(part * 2**dropped) / 2**dropped
+        up = np.where(finite < 2.0**least, near + (random >> np.uint32(32 - dropped)) / 2.0**dropped >= 1, up)
     result = (whole + up) * unit
     result = np.where(result > largest, np.inf, result)
     result = np.copysign(np.where(np.isfinite(magnitude), result, magnitude), exact)

@@ -316,15 +316,14 @@ def adam_step(
         q[q > biggest] = biggest
         v[v > biggest] = biggest
         v = v + w2 * (q - v) if w2 < 0.5 else q + beta2 * (v - q)
-        words = np.zeros(grad.size, np.uint32) if tensor.noise is None else tensor.noise.words(grad.size, count)
-        lower = words % np.uint32(65536) * np.uint32(65536)
+        words = [None if tensor.noise is None else tensor.noise.words(grad.size, count, draw) for draw in range(3)]
 
-        def stored(x: np.ndarray, like: np.ndarray, word: np.ndarray) -> np.ndarray:
-            if tensor.noise is None or like.dtype == f32:
+        def stored(x: np.ndarray, like: np.ndarray, word: np.ndarray | None) -> np.ndarray:
+            if word is None or like.dtype == f32:
                 return x.astype(like.dtype)
             return stochastic(x, FP16 if like.dtype == np.float16 else BF16, word)
 
-        new_m, new_v = stored(m, tensor.m, lower), stored(v, tensor.v, words ^ lower)
+        new_m, new_v = stored(m, tensor.m, words[1]), stored(v, tensor.v, words[2])
         a, top = v, None
         if tensor.top is not None:
             v = v if tensor.noise is None else new_v.astype(f32)
@@ -341,7 +340,7 @@ def adam_step(
             code, extra = split(w)
             param = code.view(ml_dtypes.bfloat16)
         else:
-            param = stored(w, tensor.param, words) if tensor.extra is None else w.astype(tensor.param.dtype)
+            param = stored(w, tensor.param, words[0]) if tensor.extra is None else w.astype(tensor.param.dtype)
             extra = None if tensor.extra is None else w
         return AdamTensor(
             param,

@@ -67,11 +67,10 @@ def code(value: float, dtype: torch.dtype, rounding: str, saturate: bool, word: 
             up = part > Fraction(1, 2) or (part == Fraction(1, 2) and below % 2 == 1)
         elif rounding == "toward_zero":
             up = False
-        elif below >= 2 ** mantissa(dtype) or dtype == torch.bfloat16:  # bf16's subnormals are fp32's
-            dropped = 23 - mantissa(dtype)
-            up = part + Fraction(word >> (32 - dropped), 2**dropped) >= 1
         else:
-            up = word >> 1 < math.floor(part * 2**31)
+            dropped = 23 - mantissa(dtype)
+            near = Fraction(round(part * 2**dropped), 2**dropped)  # the part itself, save among subnormals
+            up = near + Fraction(word >> (32 - dropped), 2**dropped) >= 1
         result = below + up
     if result > largest:
         if saturate or rounding == "toward_zero":

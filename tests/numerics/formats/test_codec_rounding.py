@@ -384,9 +384,10 @@ def test_where_a_word_makes_the_difference(name: str) -> None:
     unit = float(codec.ulp(form.max / 4, name))  # of a number in the middle, and k units of it
     base = form.max / 4 - (form.max / 4) % unit
     normal = [(base, unit, Fraction(2**32 - word, 2**32), Fraction(1, 2**32)) for word in words]
-    # Among subnormals the comparison goes the other way, with 31 bits.
-    tiny = [(5 * form.min_subnormal, form.min_subnormal, Fraction(word >> 1, 2**31) + Fraction(1, 2**31),
-             Fraction(1, 2**31)) for word in words]  # fmt: skip
+    # Among subnormals, that of 23 - m bits: of the part that is rounded to so many, and of the word.
+    steps = 23 - form.mantissa
+    tiny = [(5 * form.min_subnormal, form.min_subnormal, Fraction(2**steps - (word >> (32 - steps)), 2**steps),
+             Fraction(1, 2**steps)) for word in words]  # fmt: skip
     if name in ("bf16", "tf32"):  # whose subnormals are those of fp32 and rounded as its normal numbers are
         tiny = [(5 * form.min_subnormal, form.min_subnormal, part, step) for _, _, part, step in normal]
     for cases in (normal,) if name == "int8" else (normal, tiny):
