@@ -153,7 +153,7 @@ struct Split {
 
 // A moving average, from whichever end is nearer.
 inline V average(V old_value, V new_value, V weight, V beta, bool near_old) {
-    return near_old ? old_value + weight * (new_value - old_value) : new_value + beta * (old_value - new_value);
+    return near_old ? old_value + weight * (new_value - old_value) : new_value - beta * (new_value - old_value);
 }
 
 // A bf16 moment rounded stochastically, still in fp32.

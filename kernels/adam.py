@@ -6,7 +6,7 @@ IEEE fp32 operation in this order (w is the fp32 weight: the parameter or its ma
 
     g  = g * gscale                                   sign, 1/scale and clip factor in one number
     g  = g + decay * w                                only with L2 decay
-    m  = m + (1 - beta1) * (g - m)                    for beta1 <= 0.5: g + beta1 * (m - g)
+    m  = m + (1 - beta1) * (g - m)                    for beta1 <= 0.5: g - beta1 * (g - m)
     q  = min(g * g, MAX)                              MAX = largest fp32: the square of a huge g must not stick at inf
     v  = v + (1 - beta2) * (q - v)                    likewise for beta2 <= 0.5
     a  = max(a, v)                                    only with amsgrad; then a stands for v below
@@ -83,7 +83,8 @@ from halfstep.kernels.rounding import (
     to_float32,
 )
 
-CHUNK = 2048
+CHUNK = 2048  # elements per program ...
+BLOCK = 1024  # ... and per trip of its loop: eight per thread, in few enough registers that nothing is spilled
 LANES = 256  # tensors per program of the prepare kernel
 MAX = torch.finfo(torch.float32).max
 
@@ -221,7 +222,7 @@ def _reference_prepare(batch: Batch, groups: torch.Tensor, control: Control) -> 
 
 def _average(old: torch.Tensor, new: torch.Tensor, weight: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """The moving average, from whichever end is nearer."""
-    return torch.where(weight < 0.5, old + weight * (new - old), new + beta * (old - new))
+    return torch.where(weight < 0.5, old + weight * (new - old), new - beta * (new - old))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -435,6 +436,23 @@ def _rounded(x, word, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @jit
+def _numbers(hyper):
+    """The numbers that every element of a tensor needs. Loaded once, before any store: the compiler must suppose that a
+    store may change them."""
+    return (
+        tl.load(hyper + _GSCALE),
+        tl.load(hyper + _DECAY_FACTOR),
+        tl.load(hyper + _W1),
+        tl.load(hyper + _W2),
+        tl.load(hyper + _ROOT),
+        tl.load(hyper + _EPS_),
+        tl.load(hyper + _STEP_SIZE),
+        tl.load(hyper + _BETA1_),
+        tl.load(hyper + _BETA2_),
+    )
+
+
+@jit
 def _adam_block(
     grad,  # int64 addresses of the operands, and what follows
     param,
@@ -448,7 +466,7 @@ def _adam_block(
     word,  # random uint32 words of the parameter and of both moments, looked at if STOCHASTIC
     word_m,
     word_v,
-    hyper,  # of the tensor
+    hyper,  # what `_numbers` gives for the tensor
     PARAM_T: tl.constexpr,
     GRAD_T: tl.constexpr,
     STATE_T: tl.constexpr,
@@ -466,15 +484,7 @@ def _adam_block(
     at_first = _pointer(first, STATE_T, HINT) + start + offsets
     at_second = _pointer(second, STATE_T, HINT) + start + offsets
     at_top = _pointer(top, STATE_T, HINT) + start + offsets
-    gscale = tl.load(hyper + _GSCALE)
-    decay = tl.load(hyper + _DECAY_FACTOR)
-    w1 = tl.load(hyper + _W1)
-    w2 = tl.load(hyper + _W2)
-    root = tl.load(hyper + _ROOT)
-    eps = tl.load(hyper + _EPS_)
-    step_size = tl.load(hyper + _STEP_SIZE)
-    beta1 = tl.load(hyper + _BETA1_)
-    beta2 = tl.load(hyper + _BETA2_)
+    gscale, decay, w1, w2, root, eps, step_size, beta1, beta2 = hyper
     if MASTER == _SPLIT_MASTER:
         w = join_float32(tl.load(at_param, mask=mask), tl.load(at_extra, mask=mask))
     elif MASTER == _FULL_MASTER:
@@ -485,12 +495,13 @@ def _adam_block(
     if L2:
         g = g + decay * w
     m = to_float32(tl.load(at_first, mask=mask))
-    m = tl.where(w1 < 0.5, m + w1 * (g - m), g + beta1 * (m - g))
+    v = to_float32(tl.load(at_second, mask=mask))
     square = g * g
     square = tl.where(square > _MAX, _MAX, square)
-    v = to_float32(tl.load(at_second, mask=mask))
     v = tl.where(v > _MAX, _MAX, v)
-    v = tl.where(w2 < 0.5, v + w2 * (square - v), square + beta2 * (v - square))
+    # From the nearer end, with one choice per element: the factor's sign and size are those of the tensor.
+    m = tl.where(w1 < 0.5, m, g) + tl.where(w1 < 0.5, w1, -beta1) * (g - m)
+    v = tl.where(w2 < 0.5, v, square) + tl.where(w2 < 0.5, w2, -beta2) * (square - v)
     tl.store(at_first, _rounded(m, word_m, STATE_T, STOCHASTIC), mask=mask)
     stored = _rounded(v, word_v, STATE_T, STOCHASTIC)
     tl.store(at_second, stored, mask=mask)
@@ -541,6 +552,7 @@ def adam_kernel(
     STOCHASTIC: tl.constexpr,
     HINT: tl.constexpr,  # see _pointer
     CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -549,10 +561,13 @@ def adam_kernel(
     table = rows + _ADDRESSES * tensors + tensor
     grad = tl.load(table + _GRAD * tensors)
     param = tl.load(table + _PARAM * tensors)
-    extra = tl.load(table + _EXTRA * tensors)
     first = tl.load(table + _M * tensors)
     second = tl.load(table + _V * tensors)
-    top = tl.load(table + _TOP * tensors)
+    extra, top = first, first
+    if MASTER != _NO_MASTER:
+        extra = tl.load(table + _EXTRA * tensors)
+    if AMSGRAD:
+        top = tl.load(table + _TOP * tensors)
     hyper += tensor * _HYPER_COLUMNS
     if tl.load(hyper + _SKIP) == 0:
         left = tl.minimum(numel - start, CHUNK).to(tl.int32)
@@ -578,18 +593,20 @@ def adam_kernel(
             # What a thread holds side by side can then share one call of Philox.
             wide = wide & (index % EACH == 0) & ((to_end >= left) | ((to_end | run | jump) % EACH == 0))
         DRAWS: tl.constexpr = 1 if STATE_T == tl.float32 else 3
+        numbers = _numbers(hyper)
         if wide:
             # The mask's bound is a multiple of 16, or it would undo the hint.
             bulk = (left // 16) * 16
-            offsets = tl.arange(0, CHUNK)
-            word, word_m, word_v = 0, 0, 0
-            if STOCHASTIC:
-                first_of_run = _places(index, tl.arange(0, CHUNK // EACH) * EACH, left, to_end, run, jump)
-                word, word_m, word_v = words_of_runs(first_of_run, seed, step, stream, DRAWS, EACH, CHUNK)
-            _adam_block(
-                grad, param, extra, first, second, top, start, offsets, offsets < bulk, word, word_m, word_v,
-                hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT,
-            )  # fmt: skip
+            for begin in range(0, bulk, BLOCK):
+                offsets = begin + tl.arange(0, BLOCK)
+                word, word_m, word_v = 0, 0, 0
+                if STOCHASTIC:
+                    firsts = _places(index, begin + tl.arange(0, BLOCK // EACH) * EACH, left, to_end, run, jump)
+                    word, word_m, word_v = words_of_runs(firsts, seed, step, stream, DRAWS, EACH, BLOCK)
+                _adam_block(
+                    grad, param, extra, first, second, top, start, offsets, offsets < bulk, word, word_m, word_v,
+                    numbers, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT,
+                )  # fmt: skip
             if bulk < left:
                 tail = bulk + tl.arange(0, 16)
                 few, few_m, few_v = 0, 0, 0
@@ -598,7 +615,7 @@ def adam_kernel(
                     few, few_m, few_v = words_of(places, seed, step, stream, DRAWS)
                 _adam_block(
                     grad, param, extra, first, second, top, start, tail, tail < left, few, few_m, few_v,
-                    hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0,
+                    numbers, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0,
                 )  # fmt: skip
         else:
             for begin in range(0, left, 512):
@@ -609,7 +626,7 @@ def adam_kernel(
                     some, some_m, some_v = words_of(places, seed, step, stream, DRAWS)
                 _adam_block(
                     grad, param, extra, first, second, top, start, offsets, offsets < left, some, some_m, some_v,
-                    hyper, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0,
+                    numbers, PARAM_T, GRAD_T, STATE_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0,
                 )  # fmt: skip
 
 
@@ -629,12 +646,8 @@ def _constexprs(layout: Layout) -> dict[str, Any]:
         "STOCHASTIC": layout.stochastic,
         "HINT": 8 if beside_fp32 else 16,
         "CHUNK": CHUNK,
+        "BLOCK": BLOCK,
     }
-
-
-def _warps(layout: Layout) -> int:
-    """As many as leave no layout with a spill on any target: random words and eight elements at a time want 8."""
-    return 8 if layout.stochastic or _constexprs(layout)["HINT"] == 16 else 4
 
 
 def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
@@ -664,7 +677,7 @@ def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
                 table.tensors,
                 hyper,
                 **_constexprs(batch.layout),
-                num_warps=_warps(batch.layout),
+                num_warps=4,
                 num_stages=1,
                 enable_fp_fusion=False,
             )

@@ -311,11 +311,11 @@ def adam_step(
             g = g + decay * w
         m, v = tensor.m.astype(f32), tensor.v.astype(f32)
         biggest = np.finfo(f32).max
-        m = m + w1 * (g - m) if w1 < 0.5 else g + beta1 * (m - g)
+        m = m + w1 * (g - m) if w1 < 0.5 else g - beta1 * (g - m)
         q = g * g
         q[q > biggest] = biggest
         v[v > biggest] = biggest
-        v = v + w2 * (q - v) if w2 < 0.5 else q + beta2 * (v - q)
+        v = v + w2 * (q - v) if w2 < 0.5 else q - beta2 * (q - v)
         words = [None if tensor.noise is None else tensor.noise.words(grad.size, count, draw) for draw in range(3)]
 
         def stored(x: np.ndarray, like: np.ndarray, word: np.ndarray | None) -> np.ndarray:
