@@ -58,7 +58,7 @@ import numpy as np
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import MOST_THREADS, jit, most_warps, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -499,9 +499,10 @@ def _adam_block(
     square = g * g
     square = tl.where(square > _MAX, _MAX, square)
     v = tl.where(v > _MAX, _MAX, v)
-    # From the nearer end, with one choice per element: the factor's sign and size are those of the tensor.
-    m = tl.where(w1 < 0.5, m, g) + tl.where(w1 < 0.5, w1, -beta1) * (g - m)
-    v = tl.where(w2 < 0.5, v, square) + tl.where(w2 < 0.5, w2, -beta2) * (square - v)
+    # One choice per element; that of the factor is the same for all. A product by -1 negates: `-beta1` is 0 - beta1,
+    # which is the other zero for a beta1 of 0.
+    m = tl.where(w1 < 0.5, m, g) + tl.where(w1 < 0.5, w1, beta1 * -1.0) * (g - m)
+    v = tl.where(w2 < 0.5, v, square) + tl.where(w2 < 0.5, w2, beta2 * -1.0) * (square - v)
     tl.store(at_first, _rounded(m, word_m, STATE_T, STOCHASTIC), mask=mask)
     stored = _rounded(v, word_v, STATE_T, STOCHASTIC)
     tl.store(at_second, stored, mask=mask)
@@ -633,7 +634,16 @@ def adam_kernel(
 # ---------------------------------------------------------------------------------------------------------- launchers
 
 
-def _constexprs(layout: Layout) -> dict[str, Any]:
+def _threads(layout: Layout, lanes: int) -> int:
+    """The threads of a program. Each holds eight elements of a block, and four where eight would spill registers.
+
+    That is so with a third fp32 moment, and on GPUs with warps of 64 threads (AMD).
+    """
+    three_moments = layout.amsgrad and layout.state == torch.float32
+    return BLOCK // (4 if three_moments or lanes == 64 else 8)
+
+
+def _constexprs(layout: Layout, threads: int) -> dict[str, Any]:
     beside_fp32 = torch.float32 in (layout.param, layout.grad, layout.state) or layout.master == FULL_MASTER
     return {
         "PARAM_T": triton_dtype(layout.param),
@@ -644,7 +654,7 @@ def _constexprs(layout: Layout) -> dict[str, Any]:
         "AMSGRAD": layout.amsgrad,
         "L2": layout.l2,
         "STOCHASTIC": layout.stochastic,
-        "HINT": 8 if beside_fp32 else 16,
+        "HINT": 8 if beside_fp32 or BLOCK // threads < 8 else 16,
         "CHUNK": CHUNK,
         "BLOCK": BLOCK,
     }
@@ -671,13 +681,15 @@ def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
             enable_fp_fusion=False,
         )
         if table.chunks:
+            lanes = MOST_THREADS // most_warps(hyper.device)
+            threads = _threads(batch.layout, lanes)
             adam_kernel[(table.chunks,)](
                 table.rows,
                 table.chunk_tensor,
                 table.tensors,
                 hyper,
-                **_constexprs(batch.layout),
-                num_warps=4,
+                **_constexprs(batch.layout, threads),
+                num_warps=threads // lanes,
                 num_stages=1,
                 enable_fp_fusion=False,
             )

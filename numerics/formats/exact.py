@@ -22,9 +22,9 @@ ml_dtypes do; "odd" is the same as toward zero. E8M0 has neither zero nor sign: 
 "toward_zero" or "down" is the floor of OCP's specification; "up" is the ceiling that NVIDIA recommends.
 
 **Stochastic rounding** uses 16 random bits r, from Philox of the seed and the index of the element, as in
-`halfstep.cast`. With the word 2^16 r + 2^15, it chooses k + 1 if word + 2^32 d >= 2^32. For subnormals of formats with a
-narrower exponent than fp32 and m <= 10 mantissa bits, d is first rounded to a multiple of 2^-(23 - m), to nearest even,
-and only the upper 23 - m bits of the word are used, as in fp32 arithmetic.
+`halfstep.cast`. With the word 2^16 r + 2^15, it chooses k + 1 if word + 2^32 d >= 2^32. For subnormals of formats with
+a narrower exponent than fp32 and m <= 10 mantissa bits, d is first rounded to a multiple of 2^-(23 - m), to nearest
+even, and only the upper 23 - m bits of the word are used, as in fp32 arithmetic.
 """
 
 from __future__ import annotations
