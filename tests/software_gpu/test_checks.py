@@ -53,6 +53,14 @@ def test_whole_lines_may_be_read_where_a_launch_says_so(machine: SoftwareGPU) ->
         run(machine, STORE, tensor)
 
 
+def test_a_number_that_looks_like_untouched_memory(machine: SoftwareGPU) -> None:
+    """A few bytes at the end of a tensor may hold what the bytes of untouched memory there would."""
+    load = "\tld.global.b8 { %rs1 }, [ %rd10 + 1 ];"
+    for value in range(256):
+        memory = torch.full((33,), value, dtype=torch.uint8)
+        machine.run_text(kernel(load, wide=1), *[memory] * 4)
+
+
 def test_freed_memory(machine: SoftwareGPU) -> None:
     tensor = torch.zeros(32, dtype=torch.int32)
     address = tensor.data_ptr()

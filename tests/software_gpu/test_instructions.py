@@ -180,12 +180,13 @@ def test_signs_of_16_bits(machine: SoftwareGPU) -> None:
 
 def test_numbers_narrower_than_their_registers(machine: SoftwareGPU) -> None:
     """They lie in the low bits; what is above them does not count."""
-    for bits, held in ((8, "u4"), (8, "u2"), (16, "u4")):
+    for bits, held in ((8, "u4"), (8, "u2"), (16, "u4"), (8, "u8"), (16, "u8"), (32, "u8")):
         values = integers(held, 25)
         low = (values & np.array((1 << bits) - 1, held)).astype("i8")
         signed = low - ((low >> bits - 1) << bits)
-        assert apply(machine, f"cvt.s32.s{bits}", np.dtype("i4"), values).tolist() == signed.tolist()
-        assert apply(machine, f"cvt.u32.u{bits}", np.dtype("u4"), values).tolist() == low.tolist()
+        to = 64 if bits == 32 else 32
+        assert apply(machine, f"cvt.s{to}.s{bits}", np.dtype(f"i{to // 8}"), values).tolist() == signed.tolist()
+        assert apply(machine, f"cvt.u{to}.u{bits}", np.dtype(f"u{to // 8}"), values).tolist() == low.tolist()
 
 
 def test_counting_bits(machine: SoftwareGPU) -> None:
@@ -287,6 +288,11 @@ def test_extremes_pass_over_nan_and_tell_zeros_apart(machine: SoftwareGPU, name:
     b = np.array([2, 3, np.nan, np.nan, -0.0, 0.0, 7, 5], "f4").repeat(4)
     expected = {"max": [2, 3, 2, np.nan, 0.0, 0.0, 7, 5], "min": [1, 3, 2, np.nan, -0.0, -0.0, -np.inf, 5]}[name]
     assert_same(apply(machine, f"{name}.f32", a.dtype, a, b), np.array(expected, "f4").repeat(4))
+    low, high, best = ((values.view("u4") >> 16).astype("u2") for values in (a, b, np.array(expected, "f4").repeat(4)))
+    best = np.where(best & 0x7FFF > 0x7F80, 0x7FFF, best).astype("u2")  # a NaN is the GPU's
+    assert apply(machine, f"{name}.bf16", low.dtype, low, high).tolist() == best.tolist()
+    pairs = [values.repeat(2).view("u4") for values in (low, high, best)]
+    assert apply(machine, f"{name}.bf16x2", pairs[0].dtype, *pairs[:2]).tolist() == pairs[2].tolist()
 
 
 @pytest.mark.parametrize("end", [1, -1])

@@ -246,6 +246,7 @@ template <class To, class From> void conversion(const std::string &to, const std
     // What is narrower than its register lies in the low bits.
     op("cvt." + to + "." + from + ".of16", [](u16 a) -> To { return To(From(a)); });
     op("cvt." + to + "." + from + ".of32", [](u32 a) -> To { return To(From(a)); });
+    op("cvt." + to + "." + from + ".of64", [](u64 a) -> To { return To(From(a)); });
 }
 
 template <class T> void conversions(const std::string &from) {
@@ -380,6 +381,14 @@ template <class T, T (*ROUND)(f32)> void halves(const std::string &t) {
             return {ROUND(single(a.low) * single(b.low)), ROUND(single(a.high) * single(b.high))};
         });
     }
+    op("max." + t, [](T a, T b) -> T { return ROUND(greater(single(a), single(b))); });
+    op("min." + t, [](T a, T b) -> T { return ROUND(smaller(single(a), single(b))); });
+    op("max." + t + "x2", [](two<T> a, two<T> b) -> two<T> {
+        return {ROUND(greater(single(a.low), single(b.low))), ROUND(greater(single(a.high), single(b.high)))};
+    });
+    op("min." + t + "x2", [](two<T> a, two<T> b) -> two<T> {
+        return {ROUND(smaller(single(a.low), single(b.low))), ROUND(smaller(single(a.high), single(b.high)))};
+    });
     op("abs." + t, [](T a) -> T { return {u16(a.bits & 0x7FFF)}; });
     op("neg." + t, [](T a) -> T { return {u16(a.bits ^ 0x8000)}; });
     op("abs." + t + "x2", [](u32 a) -> u32 { return a & 0x7FFF7FFF; });

@@ -211,7 +211,7 @@ def _decode(reader: _Reader, opcode: str, operands: list[str], labels: dict[str,
         name = f"{name}.of3"
     if (
         parts[0] == "cvt"
-        and parts[-1] in ("s8", "u8", "s16", "u16")
+        and parts[-1] in ("s8", "u8", "s16", "u16", "s32", "u32")
         and reader.width(operands[1]) > _BYTES[parts[-1][1:]]
     ):
         name += f".of{8 * reader.width(operands[1])}"
