@@ -14,11 +14,12 @@ Rules for the values that are not numbers, the same in every implementation:
 * -inf elsewhere gives 0 (log: -inf), never NaN. An output of -inf is a constant: gradients that reach it are ignored.
 * NaN or +inf that is kept makes the whole row NaN, as in torch. What a boolean mask or `causal` drops is not looked at.
 
-Bytes per element: forward reads `x` once and writes `y` once (read twice beyond one block of the GPU kernel); backward
-reads `dy` and `y` and writes `dx`. Neither `x` nor a mask is kept for the backward. `causal` reads the lower triangle
-only, about half. Masks are read through their strides, so a broadcast mask costs its own size, not that of `x`.
-No copy is made for a dimension that is not the last one, nor for a transposed `x`; one is for strides that leave no two
-neighbours together, for `causal` on a transposed `x`, and for a gradient that is not contiguous.
+Bytes per element: forward reads `x` once and writes `y` once; backward reads `dy` and `y` and writes `dx`. Of rows
+longer than the GPU kernels hold in registers (32,768 elements forward, 16,384 backward), what is beyond is read twice.
+Neither `x` nor a mask is kept for the backward. `causal` reads the lower triangle only, about half. Masks are read
+through their strides, so a broadcast mask costs its own size, not that of `x`. No copy is made for a dimension that is
+not the last one, nor for a transposed `x`; one is for strides that leave no two neighbours together, for `causal` on a
+transposed `x`, and for a gradient that is not contiguous.
 
 Online rescaling for long rows: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. Starting `m`
 from the lowest finite number instead of -inf is what keeps blocks of -inf from making NaN.

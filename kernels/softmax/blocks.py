@@ -9,38 +9,38 @@ from halfstep.kernels.rounding import to_float32
 
 
 def constant(value: float) -> Any:
-    """A global that kernels may read; plain where Triton is not installed."""
+    """A global value that kernels may read; the plain value where Triton is not installed."""
     return value if tl is None else tl.constexpr(value)
 
 
-LOWEST = constant(-3.4028234663852886e38)  # where a maximum starts: from -inf, -inf - -inf would make NaN
+LOWEST = constant(-3.4028234663852886e38)  # Maxima start from it: from -inf, -inf - -inf would make NaN.
 PLAIN, BOOLEAN, ADDITIVE = constant(0), constant(1), constant(2)  # kinds of mask
 
 
 @jit
-def logits(x, mask, inside, mask_inside, kept, scale, MASK: tl.constexpr, POLICY: tl.constexpr):
-    """A block of z in fp32. `x` and `mask` point at the elements, the insides say which to load, `kept` which count."""
-    z = to_float32(tl.load(x, mask=inside, other=0.0, eviction_policy=POLICY)) * scale
+def logits(x, mask, scale, MASK: tl.constexpr):
+    """z of a block in fp32, from blocks of x and of a mask of the kind MASK."""
+    z = to_float32(x) * scale
     if MASK == BOOLEAN:
-        kept = kept & (tl.load(mask, mask=mask_inside, other=0) != 0)
+        z = tl.where(mask != 0, z, float("-inf"))
     elif MASK == ADDITIVE:
-        z += to_float32(tl.load(mask, mask=mask_inside, other=0.0))
-    return tl.where(kept, z, float("-inf"))
+        z += to_float32(mask)
+    return z
 
 
 @jit
-def gradient(dy, p, total, scale, kept, LOG: tl.constexpr):
+def gradient(dy, p, total, scale, LOG: tl.constexpr):
     """dx of a block; `total` is sum(dy) or sum(dy * y)."""
     if LOG:
-        return tl.where(kept & (p != float("-inf")), (dy - tl.exp(p) * total) * scale, 0.0)
+        return tl.where(p != float("-inf"), (dy - tl.exp(p) * total) * scale, 0.0)
     else:
-        return tl.where(kept, p * (dy - total) * scale, 0.0)
+        return p * (dy - total) * scale
 
 
 @jit
-def summand(dy, p, kept, LOG: tl.constexpr):
+def summand(dy, p, LOG: tl.constexpr):
     """What a block adds to `total`."""
     if LOG:
-        return tl.where(kept & (p != float("-inf")), dy, 0.0)
+        return tl.where(p != float("-inf"), dy, 0.0)
     else:
-        return tl.where(kept, dy * p, 0.0)
+        return dy * p

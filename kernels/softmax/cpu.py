@@ -15,7 +15,10 @@ _Geometry = ctypes.c_int64 * 12
 
 
 def forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
-    """Rows of any strides, with a mask or without. `queries`: rows of one causal matrix, 0 for none."""
+    """Compute rows of any strides, with a mask or without, into the contiguous `y`.
+
+    `queries` is the number of rows of one causal matrix, 0 without `causal`.
+    """
     x, mask = rows.x, rows.mask
     geometry = _Geometry(*rows.sizes, rows.columns, *rows.x_strides, *rows.mask_strides, rows.mask_column, queries)
     kind = _NO_MASK if mask is None else _BOOLEAN if mask.dtype == torch.bool else DTYPE_CODES[mask.dtype]
@@ -27,7 +30,7 @@ def forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) 
 
 
 def plain_forward(x: torch.Tensor, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
-    """Contiguous and without a mask, which for small tensors saves half of the host time."""
+    """Compute contiguous rows without a mask. For small tensors this call saves half of the host time."""
     columns = x.shape[-1]
     rows, dtypes = x.numel() // columns, (DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype])
     native.functions("softmax").halfstep_softmax_rows(
@@ -36,7 +39,7 @@ def plain_forward(x: torch.Tensor, y: torch.Tensor, scale: float, queries: int, 
 
 
 def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool) -> None:
-    """Contiguous rows."""
+    """Compute the gradient `dx` of contiguous rows from the result `y` and its gradient."""
     columns = y.shape[-1]
     rows, dtypes = y.numel() // columns, (DTYPE_CODES[y.dtype], DTYPE_CODES[dx.dtype])
     native.functions("softmax").halfstep_softmax_backward(
@@ -45,7 +48,7 @@ def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float
 
 
 def strided_forward(x: torch.Tensor, y: torch.Tensor, sizes: tuple[int, int, int], scale: float, log: bool) -> None:
-    """The middle dimension of contiguous (outer, columns, inner) tensors of one dtype."""
+    """Compute over the middle dimension of contiguous tensors of one dtype and of `sizes` (outer, columns, inner)."""
     dtype, threads = DTYPE_CODES[y.dtype], native.threads()
     native.functions("softmax").halfstep_softmax_strided(address(x), address(y), *sizes, scale, log, dtype, threads)
 
@@ -53,7 +56,7 @@ def strided_forward(x: torch.Tensor, y: torch.Tensor, sizes: tuple[int, int, int
 def strided_backward(
     grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, sizes: tuple[int, int, int], scale: float, log: bool
 ) -> None:
-    """The middle dimension of contiguous (outer, columns, inner) tensors of one dtype."""
+    """Compute the gradient over the middle dimension, for tensors like those of `strided_forward`."""
     dtype, threads = DTYPE_CODES[dx.dtype], native.threads()
     native.functions("softmax").halfstep_softmax_strided_backward(
         address(grad), address(y), address(dx), *sizes, scale, log, dtype, threads

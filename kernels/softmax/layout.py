@@ -28,7 +28,15 @@ class Rows(NamedTuple):
 
 
 def _merge(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Fold neighbouring dimensions together where every operand steps through both with one stride: three or more."""
+    """Merge neighbouring dimensions through which every operand steps with one stride.
+
+    Args:
+        sizes: of the dimensions.
+        strides: of the same dimensions, one sequence per operand.
+
+    Returns:
+        The sizes and, per operand, the strides of what is left: three dimensions, filled up with size 1, or more.
+    """
     merged: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
     for dim, size in enumerate(sizes):
@@ -47,7 +55,10 @@ def _merge(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[tuple[int, ..
 
 
 def _simpler(x: torch.Tensor, full: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` and its expanded mask with one of them copied, for fewer dimensions; without a mask `full` is `x`."""
+    """Copy `x` or, where that is contiguous, its expanded mask, so that more dimensions can be merged.
+
+    Without a mask `full` is `x`, and so is the second result.
+    """
     if x.is_contiguous():
         return x, full.contiguous()
     x = x.contiguous()

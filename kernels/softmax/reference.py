@@ -19,7 +19,7 @@ def _dropped_by_causal(x: torch.Tensor) -> torch.Tensor:
 def reference_forward(
     x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Of `x` and a mask, the result in `dtype`."""
+    """The softmax of `x`, or its logarithm, in `dtype`; arguments as in `halfstep.softmax`."""
     compute = math_dtype(x.dtype, dtype)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -40,7 +40,7 @@ def reference_forward(
 def reference_backward(
     grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Of the result and its gradient, that of `x` in `dtype`."""
+    """The gradient of `x` in `dtype`, from the result `y` and its gradient."""
     compute = math_dtype(grad.dtype, y.dtype, dtype)
     if y.numel() == 0:
         return torch.empty(y.shape, dtype=dtype, device=y.device)
@@ -61,7 +61,10 @@ def reference_backward(
 def reference_double_backward(
     gg: torch.Tensor, grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `gg`, the gradient of dx, those of `grad` and `y`. Plain torch, so that it can be differentiated again."""
+    """The gradients of `grad` and `y` from `gg`, the gradient of dx.
+
+    Plain torch, so that it can be differentiated again.
+    """
     compute = math_dtype(gg.dtype, grad.dtype, y.dtype)
     u, dy, p = scale * gg.to(compute), grad.to(compute), y.to(compute)
     if causal:

@@ -1,21 +1,23 @@
 """Triton kernels for sums over the last dimension.
 
-Rows up to one block are read once and stay in registers, several of them per program where short; longer rows are read
-twice, and where there are few of them each is cut into pieces for several programs: one launch leaves the maximum and
-sum of each piece, a second one puts them together in the same order every time and writes.
+A program works on a tile of whole rows, or on one long row, or on a piece of one. The tile stays in registers, so that
+rows which it holds are read once. What a longer row has beyond its tile is read twice: forward for the maximum and the
+sum, and backward, from its end, for the result. What was read last is then read again first, while it is still in L2.
 
-Columns that `causal` drops are not loaded: the limit is rounded up to 16 columns so that the compiler still sees that
-neighbouring lanes share the mask and loads 128 bits at a time.
+A tile is a tuple of PARTS blocks of shape (ROWS, LANES, VECTOR), which lie one after the other along the row, so that
+its length need not be a power of two. A thread holds whole vectors of neighbouring columns. What can be done once per
+vector instead of once per element is: asking whether it lies in the row, and rescaling the sum.
 
-Where a row begins off a 16-byte boundary, as every second row of an odd length does, its block begins at the boundary
-below: LINE elements lie between the boundaries (0 where the compiler sees that all rows begin on one), the first
-`lead` of the block belong to the row before. A line that holds an element of the row is loaded whole, which never
-touches a page without one, and what is not the row's is set aside; lines that are the row's are stored whole, the few
-elements at its two ends one by one.
+Vectors begin on 16-byte boundaries. Where rows begin elsewhere (ENDS), as every second row of an odd length does, the
+tile begins at the first boundary in the row, and the elements before it and after the last whole vector, fewer than
+two vectors, are handled one per lane beside the tile. Where the operands of a row begin at different distances from
+the boundaries, vectors have one element.
 
-Triton compiles a kernel again for an integer that is 1 and for one that 16 divides. Of columns and strides it learns
-so where accesses can be wide. Of the numbers that are not to be specialised, which change with every batch and
-sequence length, it would learn nothing.
+If there are few long rows, each is cut into pieces: one launch leaves the maximum and sum of each piece, a second one
+puts them together in the same order every time and writes.
+
+Triton compiles a kernel again for an integer that is 1 and for one that 16 divides. What the kernels gain from that
+the launcher finds out and passes as constants, so that nothing is left for Triton to specialise.
 """
 
 from __future__ import annotations
@@ -24,14 +26,20 @@ import functools
 
 from halfstep.kernels.backend import jit, tl
 from halfstep.kernels.rounding import from_float32, to_float32
-from halfstep.kernels.softmax.blocks import BOOLEAN, LOWEST, PLAIN, constant, gradient, logits, summand
+from halfstep.kernels.softmax.blocks import LOWEST, PLAIN, constant, gradient, logits, summand
 
-WHOLE, PARTIAL, FINISH = constant(0), constant(1), constant(2)  # stages of a long row
+WHOLE, PARTIAL, FINISH = constant(0), constant(1), constant(2)  # what a launch does: whole rows, or pieces in two steps
+# Arguments that no form of a kernel is compiled for.
+FORWARD_GENERAL = [
+    *("x", "mask", "y", "partial", "rows", "columns", "queries", "size_b", "size_c"),
+    *("x_a", "x_b", "x_c", "mask_a", "mask_b", "mask_c", "mask_column", "pieces", "span"),
+]
+BACKWARD_GENERAL = ["grad", "y", "dx", "partial", "rows", "columns", "queries", "pieces", "span"]
 
 
 @jit
 def _row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.constexpr):
-    """Where a row begins, in elements. FLAT: one stride tells."""
+    """Where rows begin, in elements. FLAT: all rows lie one `stride_c` apart."""
     if FLAT:
         return row.to(tl.int64) * stride_c
     else:
@@ -41,413 +49,455 @@ def _row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.cons
 
 
 @jit
-def _lead(row, LINE: tl.constexpr):
-    """How many elements each row begins after the boundary below."""
+def _before_boundary(row, VECTOR: tl.constexpr):
+    """How many elements of each row, given by address, lie before its first boundary of a vector."""
     size: tl.constexpr = row.dtype.scalar.element_ty.primitive_bitwidth // 8
-    return (row.to(tl.int64) // size % LINE).to(tl.int32)
+    return (-(row.to(tl.int64) // size) & (VECTOR - 1)).to(tl.int32)
 
 
 @jit
-def _round_up(x, LINE: tl.constexpr):
-    return (x + (LINE - 1)) // LINE * LINE
+def _aligned(pointer, offset, VECTOR: tl.constexpr):
+    """A pointer, or a block of pointers, of which the compiler knows that a vector begins `offset` elements on.
 
-
-@jit
-def _round_down(x, LINE: tl.constexpr):
-    return x // LINE * LINE
-
-
-@jit
-def _along(mask, column, mask_column):
-    """Where a row of the mask has its columns. In 64 bits: of a transposed mask of 50,000 by 50,000 they lie so far."""
-    return mask + column.to(tl.int64) * mask_column
-
-
-@jit
-def _ends(lead, columns, LINE: tl.constexpr):
-    """The columns of a row, or rows, before its first whole line and after its last, and which of these there are."""
-    lane = tl.arange(0, 2 * LINE)[None, :]
-    column = tl.where(lane < LINE, lane, _round_down(lead + columns, LINE) - lead + lane - LINE)
-    return column, tl.where(lane < LINE, lane < _round_up(lead, LINE) - lead, column < columns)
-
-
-@jit
-def _window(at, lead, columns, limit, loaded, LINE: tl.constexpr):
-    """The columns of a block that stand `at` lanes from the boundary below the row; which to load; which count."""
-    column = at - lead
-    if LINE > 0:
-        return column, at < loaded, (column >= 0) & (column < limit)
+    The sum is made here because the compiler keeps what it knows with the operation that made a value.
+    """
+    bytes: tl.constexpr = VECTOR * (pointer.dtype.element_ty.primitive_bitwidth // 8)
+    if offset.type.is_block():
+        return tl.multiple_of(pointer + offset, [bytes, bytes, bytes])
     else:
-        return column, (at < columns) & (at < loaded), at < limit
+        return tl.multiple_of(pointer + offset, bytes)
 
 
 @jit
-def _writable(at, lead, columns, LINE: tl.constexpr, IN_STEP: tl.constexpr):
-    """Which of a block to store: if in step, whole lines."""
-    if LINE == 0:
-        return at < columns
-    elif IN_STEP:
-        return (at >= _round_up(lead, LINE)) & (at < _round_down(lead + columns, LINE))
-    else:
-        return (at >= lead) & (at < lead + columns)
+def _vectors(begin, PART: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """The first element of each vector in one part of a tile that begins at `begin`."""
+    return begin + (PART * LANES + tl.arange(0, LANES)[None, :, None]) * VECTOR
 
 
-@functools.partial(jit, do_not_specialize=["rows", "queries", "size_b", "size_c"])
-def forward_tile_kernel(
-    x,
-    mask,
+@jit
+def _elements(begin, PART: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """The elements of one part of a tile that begins at `begin`."""
+    return _vectors(begin, PART, LANES, VECTOR) + tl.arange(0, VECTOR)[None, None, :]
+
+
+@jit
+def _loaded(
+    row,  # where the elements are counted from
+    step,  # from one to the next
+    begin,
+    end,  # vectors that begin here or later are left out: their values are any
+    POLICY: tl.constexpr,  # of L2
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The parts of a tile as they are in memory. All are asked for before the first is needed."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        at = _elements(begin, part, LANES, VECTOR) * step
+        values = tl.load(row + at, mask=_vectors(begin, part, LANES, VECTOR) < end, eviction_policy=POLICY)
+        parts += (values,)  # type: ignore[assignment]
+    return parts
+
+
+@jit
+def _logits(
+    xs,  # a tile of x
+    masks,  # a tile of the mask
+    begin,
+    limit,  # the first element that `causal` drops
+    scale,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """z of a tile."""
+    zs = ()
+    for part in tl.static_range(PARTS):
+        z = logits(xs[part], masks[part], scale, MASK)
+        if CAUSAL:
+            z = tl.where(_elements(begin, part, LANES, VECTOR) < limit, z, float("-inf"))
+        zs += (z,)  # type: ignore[assignment]
+    return zs
+
+
+@jit
+def _peaks(
+    xs,
+    zs,
+    scale,
+    begin,
+    end,
+    least,  # where the maximum starts
+    OF_X: tl.constexpr,  # the largest x makes the largest z, which saves multiplying all others
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The maximum of z over the vectors of each lane."""
+    for part in tl.static_range(PARTS):
+        if OF_X:
+            peak = tl.max(to_float32(xs[part]), axis=2, keep_dims=True) * scale
+        else:
+            peak = tl.max(zs[part], axis=2, keep_dims=True)
+        least = tl.where(_vectors(begin, part, LANES, VECTOR) < end, tl.maximum(least, peak), least)
+    return least
+
+
+@jit
+def _sums(terms, begin, end, PARTS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """The sum of a tile over the vectors of each lane."""
+    sums = 0.0
+    for part in tl.static_range(PARTS):
+        inside = _vectors(begin, part, LANES, VECTOR) < end
+        sums += tl.where(inside, tl.sum(terms[part], axis=2, keep_dims=True), 0.0)
+    return sums
+
+
+@jit
+def _exponentials(zs, top, PARTS: tl.constexpr):
+    """exp(z - top) of a tile."""
+    es = ()
+    for part in tl.static_range(PARTS):
+        es += (tl.exp(zs[part] - top),)  # type: ignore[assignment]
+    return es
+
+
+@jit
+def _store(
     y,
+    zs,
+    es,
+    top,
+    shift,  # logarithm of the sum
+    factor,  # 1 / sum
+    begin,
+    end,
+    LOG: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Write the result of a tile."""
+    for part in tl.static_range(PARTS):
+        result = zs[part] - top - shift if LOG else es[part] * factor
+        inside = _vectors(begin, part, LANES, VECTOR) < end
+        into = y + _elements(begin, part, LANES, VECTOR)
+        tl.store(into, from_float32(result, y.dtype.scalar.element_ty), mask=inside)
+
+
+@jit
+def _per_lane(block):
+    """A block of one value per lane, (ROWS, LANES, 1), as (ROWS, LANES).
+
+    Of the former Triton keeps as many copies as a vector has elements. Carried around a loop, each would be computed.
+    """
+    return tl.max(block, axis=2)
+
+
+@jit
+def _end_columns(head, body, columns, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """The columns before a row's first whole vector and after its last, one per lane, and which lanes have one."""
+    lane = tl.arange(0, LANES)[None, :, None]
+    column = tl.where(lane < VECTOR, lane, head + body + lane - VECTOR)
+    return column, tl.where(lane < VECTOR, lane < tl.minimum(head, columns), column < columns)
+
+
+@functools.partial(jit, do_not_specialize=FORWARD_GENERAL)
+def forward_row_kernel(
+    x,  # rows over three dimensions, each with its columns side by side
+    mask,  # seen as rows like x; x itself where there is none
+    y,  # contiguous
+    partial,  # maximum and sum of each piece of a row, one pair after the other
     rows,
     columns,
     queries,  # rows of one causal matrix
-    size_b,
+    size_b,  # sizes of the second and the third dimension of the rows
     size_c,
-    x_a,
+    x_a,  # steps of x from row to row along the three dimensions, in elements
     x_b,
     x_c,
-    mask_a,
+    mask_a,  # the same of the mask
     mask_b,
     mask_c,
-    mask_column,
-    scale,
-    MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LOG: tl.constexpr,
-    FLAT: tl.constexpr,
-    WIDE: tl.constexpr,  # 2^31 rows or more
-    LINE: tl.constexpr,
-    MASK_IN_STEP: tl.constexpr,  # rows of the mask begin where those of x do, seen from the boundaries
-    Y_IN_STEP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """ROWS whole rows of at most BLOCK columns."""
-    program = tl.program_id(0)
-    if WIDE:
-        program = program.to(tl.int64)
-    row = program * ROWS + tl.arange(0, ROWS)
-    at = tl.arange(0, BLOCK)[None, :]
-    column = at
-    exists = (row < rows)[:, None]
-    x += _row_offset(row, size_b, size_c, x_a, x_b, x_c, FLAT)
-    limit = columns
-    if CAUSAL:
-        limit = (row % queries + 1)[:, None]
-    if LINE > 0:
-        lead = _lead(x, LINE)[:, None]
-        column = at - lead
-        if CAUSAL:
-            limit = tl.minimum(limit, columns).to(tl.int32)
-        real = exists & _writable(at, lead, columns, LINE, False)
-        inside = exists & (at < _round_up(lead + limit, LINE))
-        x_block = tl.multiple_of(x - _lead(x, LINE), 16)[:, None] + at
-    else:
-        real = exists & (column < columns)
-        inside = real
-        if CAUSAL:
-            inside = real & (column < _round_up(limit, 16))
-        x_block = x[:, None] + at
-    kept = real
-    if CAUSAL:
-        kept = real & (column < limit)
-    mask_inside = inside
-    mask_block = mask
-    if MASK != PLAIN:
-        mask += _row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, FLAT)
-        if LINE > 0 and MASK_IN_STEP:
-            mask_block = tl.multiple_of(mask - _lead(x, LINE), LINE if MASK == BOOLEAN else 16)[:, None] + at
-        else:
-            mask_block = _along(mask[:, None], column, mask_column)
-            if LINE > 0:
-                mask_inside = kept
-    z = logits(x_block, mask_block, inside, mask_inside, kept, scale, MASK, "")
-    top = tl.maximum(tl.max(z, axis=1), LOWEST)[:, None]  # LOWEST: -inf - -inf would be NaN
-    z -= top
-    e = tl.exp(z)
-    s = tl.sum(e, axis=1)
-    s = tl.where(s == 0.0, 1.0, s)[:, None]  # asking s > 0 instead would hide a NaN
-    result = z - tl.log(s) if LOG else e * (1.0 / s)
-    y += row.to(tl.int64) * columns
-    if LINE > 0 and Y_IN_STEP:
-        whole = exists & _writable(at, lead, columns, LINE, True)
-        y_block = tl.multiple_of(y - _lead(x, LINE), 16)[:, None] + at
-        tl.store(y_block, from_float32(result, y.dtype.scalar.element_ty), mask=whole)
-        column, there = _ends(lead, columns, LINE)
-        there = exists & there
-        kept = there & (column < limit)
-        if MASK != PLAIN:
-            mask_block = _along(mask[:, None], column, mask_column)
-        z = logits(x[:, None] + column, mask_block, kept, kept, kept, scale, MASK, "") - top
-        result = z - tl.log(s) if LOG else tl.exp(z) * (1.0 / s)
-        tl.store(y[:, None] + column, from_float32(result, y.dtype.scalar.element_ty), mask=there)
-    else:
-        tl.store(y[:, None] + column, from_float32(result, y.dtype.scalar.element_ty), mask=real)
-
-
-@functools.partial(jit, do_not_specialize=["rows", "queries", "size_b", "size_c", "pieces"])
-def forward_long_kernel(
-    x,
-    mask,
-    y,
-    partial,  # maximum and sum of each piece, one pair after the other
-    rows,
-    columns,
-    queries,
-    size_b,
-    size_c,
-    x_a,
-    x_b,
-    x_c,
-    mask_a,
-    mask_b,
-    mask_c,
-    mask_column,
-    pieces,  # per row
+    mask_column,  # the mask's step from column to column
+    pieces,  # of each row
     span,  # columns of a piece
-    scale,
-    MASK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    LOG: tl.constexpr,
-    FLAT: tl.constexpr,
-    WIDE: tl.constexpr,
-    LINE: tl.constexpr,
-    MASK_IN_STEP: tl.constexpr,
-    Y_IN_STEP: tl.constexpr,
-    STAGE: tl.constexpr,  # WHOLE rows, or PARTIAL and then FINISH for rows in pieces
-    PIECES: tl.constexpr,  # no less than `pieces`
-    BLOCK: tl.constexpr,
+    scale,  # what x is multiplied by
+    MASK: tl.constexpr,  # PLAIN, BOOLEAN or ADDITIVE
+    CAUSAL: tl.constexpr,  # drop the columns above the diagonal
+    LOG: tl.constexpr,  # the logarithm of the softmax
+    FLAT: tl.constexpr,  # one step leads from each row to the next
+    OF_X: tl.constexpr,  # no mask, not causal, no negative scale: the largest x makes the largest z
+    MASK_ALIGNED: tl.constexpr,  # the mask's columns lie side by side, and its vectors where those of x do
+    ENDS: tl.constexpr,  # rows may begin or end off a boundary
+    STAGE: tl.constexpr,  # WHOLE, PARTIAL or FINISH
+    PIECES: tl.constexpr,  # power of two, no less than `pieces`
+    PARTS: tl.constexpr,  # blocks of a tile
+    ROWS: tl.constexpr,  # shape of a block
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LOOP: tl.constexpr,  # blocks that a trip over the rest of a row takes; 0: rows fit in the tile
 ):
-    """A row of any length, or a piece of one, in two passes."""
-    program = tl.program_id(0)
-    if WIDE:
-        program = program.to(tl.int64)
-    row = program
+    """Softmax of ROWS rows, or of one longer row or piece."""
     begin = 0
-    if STAGE != WHOLE:
-        row = program // pieces
-        begin = program % pieces * span
-    x += _row_offset(row, size_b, size_c, x_a, x_b, x_c, FLAT)
+    if STAGE == WHOLE:
+        row = tl.program_id(0)
+        if ROWS > 1:
+            row = (row * ROWS + tl.arange(0, ROWS))[:, None, None]
+            columns = tl.where(row < rows, columns, 0)
+    else:
+        row = tl.program_id(0) // pieces
+        begin = tl.multiple_of(tl.program_id(0) % pieces * span, VECTOR)
+    x_row = _row_offset(row, size_b, size_c, x_a, x_b, x_c, FLAT)
+    mask_row = x_row
     if MASK != PLAIN:
-        mask += _row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, FLAT)
+        mask_row = _row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, FLAT)
+    y_row = row.to(tl.int64) * columns
     limit = columns
     if CAUSAL:
-        limit = tl.minimum(limit, (row % queries + 1).to(tl.int32))
-    lead = 0
-    x_line, mask_line = x, mask
-    loaded = _round_up(limit, 16)
-    if LINE > 0:
-        lead = _lead(x, LINE)
-        loaded = _round_up(lead + limit, LINE)
-        x_line = tl.multiple_of(x - lead, 16)
-        if MASK != PLAIN and MASK_IN_STEP:
-            mask_line = tl.multiple_of(mask - lead, LINE if MASK == BOOLEAN else 16)
-    first_end = lead + limit
-    last_end = lead + columns
+        limit = tl.minimum(columns, (row % queries + 1).to(tl.int32))
+    head = 0
+    body = columns
+    if ENDS:
+        head = tl.minimum(_before_boundary(x + x_row, VECTOR), columns)
+        body = (columns - head) // VECTOR * VECTOR
+    # From here on elements are counted from the first boundary. Those to write end at `last`, those to read at `seen`.
+    x_body = _aligned(x, x_row + head, VECTOR)
+    y_body = _aligned(y, y_row + head, VECTOR)
+    if MASK_ALIGNED:
+        mask_body = _aligned(mask, mask_row + head, VECTOR)
+        mask_step = 1
+    else:  # in 64 bits: the columns of a transposed mask of 50,000 by 50,000 lie that far apart
+        mask_step = mask_column.to(tl.int64)
+        mask_body = mask + (mask_row + head * mask_step)
+    last = body
     if STAGE != WHOLE:
-        first_end = tl.minimum(first_end, begin + span)
-        last_end = tl.minimum(last_end, begin + span)
-    lane = tl.arange(0, BLOCK)
-    if STAGE != FINISH:
-        # Lane by lane, so that the loop holds no reduction across threads.
-        m = tl.full((BLOCK,), LOWEST, tl.float32)
-        s = tl.zeros((BLOCK,), tl.float32)
-        for start in range(begin, first_end, BLOCK):
-            at = start + lane
-            column, inside, kept = _window(at, lead, columns, limit, loaded, LINE)
-            mask_block = mask_line + at
-            mask_inside = inside
-            if LINE == 0 or not MASK_IN_STEP:
-                mask_block = _along(mask, column, mask_column)
-                if LINE > 0:
-                    mask_inside = kept
-            z = logits(x_line + at, mask_block, inside, mask_inside, kept, scale, MASK, "evict_last")
-            higher = tl.maximum(m, z)
-            s = s * tl.exp(m - higher) + tl.exp(z - higher)
-            m = higher
-        top = tl.max(m, axis=0)
-        total = tl.sum(s * tl.exp(m - top), axis=0)
-    if STAGE == PARTIAL:
-        tl.store(partial + 2 * program, top)
-        tl.store(partial + 2 * program + 1, total)
+        last = tl.minimum(body, begin + span)
+    seen = last
+    if CAUSAL:
+        seen = tl.minimum(last, limit - head)
+
+    xs = _loaded(x_body, 1, begin, seen, "", PARTS, LANES, VECTOR)
+    masks = xs
+    if MASK != PLAIN:
+        masks = _loaded(mask_body, mask_step, begin, seen, "", PARTS, LANES, VECTOR)
+    zs = _logits(xs, masks, begin, limit - head, scale, MASK, CAUSAL, PARTS, LANES, VECTOR)
+    if ENDS:
+        with_ends = columns
+        if STAGE != WHOLE:  # the first piece of a row has both of its ends
+            with_ends = tl.where(begin == 0, columns, 0)
+        end, there = _end_columns(head, body, with_ends, LANES, VECTOR)
+        kept = there & (end < limit)
+        x_end = tl.load(x + (x_row + end), mask=kept, other=0.0)
+        mask_end = x_end
+        if MASK != PLAIN:
+            mask_end = tl.load(mask + (mask_row + end * mask_column.to(tl.int64)), mask=kept, other=0)
+        z_end = tl.where(kept, logits(x_end, mask_end, scale, MASK), float("-inf"))
+    rest = begin + PARTS * LANES * VECTOR
+    TRIP: tl.constexpr = LOOP * LANES * VECTOR
+    if STAGE == FINISH:
+        piece = tl.arange(0, PIECES)
+        pair = partial + 2 * (row * pieces + piece)
+        tops = tl.load(pair, mask=piece < pieces, other=LOWEST)
+        top = tl.max(tops, axis=0)
+        total = tl.sum(tl.load(pair + 1, mask=piece < pieces, other=0.0) * tl.exp(tops - top), axis=0)
+        es = _exponentials(zs, top, PARTS)
     else:
-        if STAGE == FINISH:
-            piece = tl.arange(0, PIECES)
-            pair = partial + 2 * (row * pieces + piece)
-            m = tl.load(pair, mask=piece < pieces, other=LOWEST)
-            top = tl.max(m, axis=0)
-            total = tl.sum(tl.load(pair + 1, mask=piece < pieces, other=0.0) * tl.exp(m - top), axis=0)
-        total = tl.where(total == 0.0, 1.0, total)
+        # Maxima start from the lowest finite number: from -inf, -inf - -inf would make NaN.
+        lowest = tl.full((ROWS, LANES, 1), LOWEST, tl.float32)
+        tops = _peaks(xs, zs, scale, begin, seen, lowest, OF_X, PARTS, LANES, VECTOR)
+        if ENDS:
+            tops = tl.maximum(tops, z_end)
+        if LOOP > 0:
+            m = tl.full((ROWS, LANES), LOWEST, tl.float32)
+            s = tl.zeros((ROWS, LANES), tl.float32)
+            for start in range(rest, seen, TRIP):
+                xs_ = _loaded(x_body, 1, start, seen, "evict_last", LOOP, LANES, VECTOR)
+                masks_ = xs_
+                if MASK != PLAIN:
+                    masks_ = _loaded(mask_body, mask_step, start, seen, "", LOOP, LANES, VECTOR)
+                zs_ = _logits(xs_, masks_, start, limit - head, scale, MASK, CAUSAL, LOOP, LANES, VECTOR)
+                higher = _peaks(xs_, zs_, scale, start, seen, m[:, :, None], OF_X, LOOP, LANES, VECTOR)
+                more = _sums(_exponentials(zs_, higher, LOOP), start, seen, LOOP, LANES, VECTOR)
+                s = s * tl.exp(m - _per_lane(higher)) + _per_lane(more)
+                m = _per_lane(higher)
+            tops = tl.maximum(tops, m[:, :, None])
+        top = tl.max(tops, axis=1, keep_dims=True)
+        es = _exponentials(zs, top, PARTS)
+        sums = _sums(es, begin, seen, PARTS, LANES, VECTOR)
+        if ENDS:
+            sums += tl.exp(z_end - top)
+        if LOOP > 0:
+            sums += s[:, :, None] * tl.exp(m[:, :, None] - top)
+        total = tl.sum(sums, axis=1, keep_dims=True)
+    if STAGE == PARTIAL:
+        tl.store(partial + 2 * tl.program_id(0), tl.max(top))  # the one number that it holds
+        tl.store(partial + 2 * tl.program_id(0) + 1, tl.max(total))
+    else:
+        total = tl.where(total == 0.0, 1.0, total)  # asking total > 0 instead would hide a NaN
         shift, factor = tl.log(total), 1.0 / total
-        y_line = y + (row.to(tl.int64) * columns - lead)
-        if LINE > 0 and Y_IN_STEP:
-            y_line = tl.multiple_of(y_line, 16)
-        for start in range(begin, last_end, BLOCK):
-            at = start + lane
-            column, inside, kept = _window(at, lead, columns, limit, loaded, LINE)
-            real = _writable(at, lead, columns, LINE, Y_IN_STEP)
-            mask_block = mask_line + at
-            mask_inside = inside
-            if LINE == 0 or not MASK_IN_STEP:
-                mask_block = _along(mask, column, mask_column)
-                if LINE > 0:
-                    mask_inside = kept
-            z = logits(x_line + at, mask_block, inside, mask_inside, kept, scale, MASK, "evict_first") - top
-            result = z - shift if LOG else tl.exp(z) * factor
-            tl.store(y_line + at, from_float32(result, y.dtype.element_ty), mask=real)
-        if LINE > 0 and Y_IN_STEP:
-            if begin == 0:
-                column, there = _ends(lead, columns, LINE)
-                at = column + lead
-                kept = there & (column < limit)
-                mask_block = _along(mask, column, mask_column)
-                z = logits(x_line + at, mask_block, kept, kept, kept, scale, MASK, "") - top
-                result = z - shift if LOG else tl.exp(z) * factor
-                tl.store(y_line + at, from_float32(result, y.dtype.element_ty), mask=there)
+        _store(y_body, zs, es, top, shift, factor, begin, last, LOG, PARTS, LANES, VECTOR)
+        if ENDS:
+            result = z_end - top - shift if LOG else tl.exp(z_end - top) * factor
+            tl.store(y + (y_row + end), from_float32(result, y.dtype.element_ty), mask=there)
+        if LOOP > 0:
+            trips = tl.cdiv(last - rest, TRIP)
+            for back in range(0, trips):
+                start = rest + (trips - 1 - back) * TRIP
+                xs_ = _loaded(x_body, 1, start, seen, "evict_first", LOOP, LANES, VECTOR)
+                masks_ = xs_
+                if MASK != PLAIN:
+                    masks_ = _loaded(mask_body, mask_step, start, seen, "", LOOP, LANES, VECTOR)
+                zs_ = _logits(xs_, masks_, start, limit - head, scale, MASK, CAUSAL, LOOP, LANES, VECTOR)
+                es_ = _exponentials(zs_, top, LOOP)
+                _store(y_body, zs_, es_, top, shift, factor, start, last, LOG, LOOP, LANES, VECTOR)
 
 
-@functools.partial(jit, do_not_specialize=["rows", "queries"])
-def backward_tile_kernel(
-    grad,
-    y,
-    dx,
-    rows,
-    columns,
-    queries,
-    scale,
+@jit
+def _summed(
+    dys,  # tiles of the gradient and of the result
+    ps,
+    begin,
+    end,
+    limit,  # the first element that `causal` drops
     CAUSAL: tl.constexpr,
     LOG: tl.constexpr,
-    WIDE: tl.constexpr,
-    LINE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """ROWS whole rows of at most BLOCK columns; everything contiguous, and in step if LINE is not 0."""
-    program = tl.program_id(0)
-    if WIDE:
-        program = program.to(tl.int64)
-    row = program * ROWS + tl.arange(0, ROWS)
-    at = tl.arange(0, BLOCK)[None, :]
-    column = at
-    exists = (row < rows)[:, None]
-    limit = columns
-    if CAUSAL:
-        limit = (row % queries + 1)[:, None]
-    base = row.to(tl.int64) * columns
-    if LINE > 0:
-        lead = _lead(y + base, LINE)
-        grad_block = tl.multiple_of(grad + (base - lead), 16)[:, None] + at
-        y_block = tl.multiple_of(y + (base - lead), 16)[:, None] + at
-        dx_block = tl.multiple_of(dx + (base - lead), 16)[:, None] + at
-        lead = lead[:, None]
-        column = at - lead
+    """What the vectors of each lane add to the sum of their row."""
+    terms = ()
+    for part in tl.static_range(PARTS):
+        term = summand(to_float32(dys[part]), to_float32(ps[part]), LOG)
         if CAUSAL:
-            limit = tl.minimum(limit, columns).to(tl.int32)
-        real = exists & _writable(at, lead, columns, LINE, True)
-        inside = exists & (at < _round_up(lead + limit, LINE))
-        kept = exists & (column >= 0) & (column < limit)
-    else:
-        offset = base[:, None] + at
-        grad_block, y_block, dx_block = grad + offset, y + offset, dx + offset
-        real = exists & (column < columns)
-        inside, kept = real, real
-        if CAUSAL:
-            kept = real & (column < limit)
-            inside = real & (column < _round_up(limit, 16))
-    dy = to_float32(tl.load(grad_block, mask=inside, other=0.0))
-    p = to_float32(tl.load(y_block, mask=inside, other=0.0))
-    total = tl.sum(summand(dy, p, kept, LOG), axis=1)[:, None]
-    result = gradient(dy, p, total, scale, kept, LOG)
-    tl.store(dx_block, from_float32(result, dx.dtype.element_ty), mask=real)
-    if LINE > 0:
-        column, there = _ends(lead, columns, LINE)
-        there = exists & there
-        kept = there & (column < limit)
-        offset = base[:, None] + column
-        dy = to_float32(tl.load(grad + offset, mask=kept, other=0.0))
-        p = to_float32(tl.load(y + offset, mask=kept, other=0.0))
-        result = gradient(dy, p, total, scale, kept, LOG)
-        tl.store(dx + offset, from_float32(result, dx.dtype.element_ty), mask=there)
+            term = tl.where(_elements(begin, part, LANES, VECTOR) < limit, term, 0.0)
+        terms += (term,)  # type: ignore[assignment]
+    return _sums(terms, begin, end, PARTS, LANES, VECTOR)
 
 
-@functools.partial(jit, do_not_specialize=["rows", "queries", "pieces"])
-def backward_long_kernel(
-    grad,
-    y,
+@jit
+def _store_gradient(
     dx,
-    partial,  # the sum of each piece
-    rows,
-    columns,
-    queries,
-    pieces,
-    span,
+    dys,
+    ps,
+    total,
     scale,
+    begin,
+    end,
+    limit,  # the first element that `causal` drops
     CAUSAL: tl.constexpr,
     LOG: tl.constexpr,
-    WIDE: tl.constexpr,
-    LINE: tl.constexpr,
-    STAGE: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """A row of any length, or a piece of one, in two passes; contiguous and in step as in the tile kernel."""
-    program = tl.program_id(0)
-    if WIDE:
-        program = program.to(tl.int64)
-    row = program
+    """Write dx of a tile."""
+    for part in tl.static_range(PARTS):
+        result = gradient(to_float32(dys[part]), to_float32(ps[part]), total, scale, LOG)
+        if CAUSAL:
+            result = tl.where(_elements(begin, part, LANES, VECTOR) < limit, result, 0.0)
+        inside = _vectors(begin, part, LANES, VECTOR) < end
+        into = dx + _elements(begin, part, LANES, VECTOR)
+        tl.store(into, from_float32(result, dx.dtype.scalar.element_ty), mask=inside)
+
+
+@functools.partial(jit, do_not_specialize=BACKWARD_GENERAL)
+def backward_row_kernel(
+    grad,  # gradient of the result; contiguous like y and dx
+    y,  # the result
+    dx,  # gradient of x
+    partial,  # the sum of each piece of a row
+    rows,
+    columns,
+    queries,  # rows of one causal matrix
+    pieces,  # of each row
+    span,  # columns of a piece
+    scale,  # what x was multiplied by
+    CAUSAL: tl.constexpr,  # columns above the diagonal are dropped
+    LOG: tl.constexpr,  # y is the logarithm of the softmax
+    ENDS: tl.constexpr,  # rows may begin or end off a boundary
+    STAGE: tl.constexpr,  # WHOLE, PARTIAL or FINISH
+    PIECES: tl.constexpr,  # power of two, no less than `pieces`
+    PARTS: tl.constexpr,  # blocks of a tile
+    ROWS: tl.constexpr,  # shape of a block
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LOOP: tl.constexpr,  # blocks that a trip over the rest of a row takes; 0: rows fit in the tile
+):
+    """The derivative of ROWS rows, or of one longer row or piece; tiles and loops as in the forward kernel."""
     begin = 0
-    if STAGE != WHOLE:
-        row = program // pieces
-        begin = program % pieces * span
+    if STAGE == WHOLE:
+        row = tl.program_id(0)
+        if ROWS > 1:
+            row = (row * ROWS + tl.arange(0, ROWS))[:, None, None]
+            columns = tl.where(row < rows, columns, 0)
+    else:
+        row = tl.program_id(0) // pieces
+        begin = tl.multiple_of(tl.program_id(0) % pieces * span, VECTOR)
     base = row.to(tl.int64) * columns
-    grad += base
-    y += base
-    dx += base
     limit = columns
     if CAUSAL:
-        limit = tl.minimum(limit, (row % queries + 1).to(tl.int32))
-    lead = 0
-    grad_line, y_line, dx_line = grad, y, dx
-    loaded = _round_up(limit, 16)
-    if LINE > 0:
-        lead = _lead(y, LINE)
-        loaded = _round_up(lead + limit, LINE)
-        grad_line, y_line = tl.multiple_of(grad - lead, 16), tl.multiple_of(y - lead, 16)
-        dx_line = tl.multiple_of(dx - lead, 16)
-    first_end = lead + limit
-    last_end = lead + columns
+        limit = tl.minimum(columns, (row % queries + 1).to(tl.int32))
+    head = 0
+    body = columns
+    if ENDS:
+        head = tl.minimum(_before_boundary(y + base, VECTOR), columns)
+        body = (columns - head) // VECTOR * VECTOR
+    grad_body = _aligned(grad, base + head, VECTOR)
+    y_body = _aligned(y, base + head, VECTOR)
+    dx_body = _aligned(dx, base + head, VECTOR)
+    last = body
     if STAGE != WHOLE:
-        first_end = tl.minimum(first_end, begin + span)
-        last_end = tl.minimum(last_end, begin + span)
-    lane = tl.arange(0, BLOCK)
-    if STAGE != FINISH:
-        sums = tl.zeros((BLOCK,), tl.float32)
-        for start in range(begin, first_end, BLOCK):
-            at = start + lane
-            column, inside, kept = _window(at, lead, columns, limit, loaded, LINE)
-            dy = to_float32(tl.load(grad_line + at, mask=inside, other=0.0, eviction_policy="evict_last"))
-            p = to_float32(tl.load(y_line + at, mask=inside, other=0.0, eviction_policy="evict_last"))
-            sums += summand(dy, p, kept, LOG)
-        total = tl.sum(sums, axis=0)
-    if STAGE == PARTIAL:
-        tl.store(partial + program, total)
+        last = tl.minimum(body, begin + span)
+    seen = last
+    if CAUSAL:
+        seen = tl.minimum(last, limit - head)
+    dropped = limit - head
+
+    dys = _loaded(grad_body, 1, begin, seen, "", PARTS, LANES, VECTOR)
+    ps = _loaded(y_body, 1, begin, seen, "", PARTS, LANES, VECTOR)
+    if ENDS:
+        with_ends = columns
+        if STAGE != WHOLE:  # the first piece of a row has both of its ends
+            with_ends = tl.where(begin == 0, columns, 0)
+        end, there = _end_columns(head, body, with_ends, LANES, VECTOR)
+        kept = there & (end < limit)
+        dy_end = to_float32(tl.load(grad + (base + end), mask=kept, other=0.0))
+        p_end = to_float32(tl.load(y + (base + end), mask=kept, other=0.0))
+    rest = begin + PARTS * LANES * VECTOR
+    TRIP: tl.constexpr = LOOP * LANES * VECTOR
+    if STAGE == FINISH:
+        piece = tl.arange(0, PIECES)
+        total = tl.sum(tl.load(partial + row * pieces + piece, mask=piece < pieces, other=0.0), axis=0)
     else:
-        if STAGE == FINISH:
-            piece = tl.arange(0, PIECES)
-            total = tl.sum(tl.load(partial + row * pieces + piece, mask=piece < pieces, other=0.0), axis=0)
-        for start in range(begin, last_end, BLOCK):
-            at = start + lane
-            column, inside, kept = _window(at, lead, columns, limit, loaded, LINE)
-            real = _writable(at, lead, columns, LINE, True)
-            dy = to_float32(tl.load(grad_line + at, mask=inside, other=0.0, eviction_policy="evict_first"))
-            p = to_float32(tl.load(y_line + at, mask=inside, other=0.0, eviction_policy="evict_first"))
-            result = gradient(dy, p, total, scale, kept, LOG)
-            tl.store(dx_line + at, from_float32(result, dx.dtype.element_ty), mask=real)
-        if LINE > 0:
-            if begin == 0:
-                column, there = _ends(lead, columns, LINE)
-                at = column + lead
-                kept = there & (column < limit)
-                dy = to_float32(tl.load(grad_line + at, mask=kept, other=0.0))
-                p = to_float32(tl.load(y_line + at, mask=kept, other=0.0))
-                result = gradient(dy, p, total, scale, kept, LOG)
-                tl.store(dx_line + at, from_float32(result, dx.dtype.element_ty), mask=there)
+        sums = _summed(dys, ps, begin, seen, dropped, CAUSAL, LOG, PARTS, LANES, VECTOR)
+        if ENDS:
+            sums += tl.where(kept, summand(dy_end, p_end, LOG), 0.0)
+        if LOOP > 0:
+            more = tl.zeros((ROWS, LANES), tl.float32)
+            for start in range(rest, seen, TRIP):
+                dys_ = _loaded(grad_body, 1, start, seen, "evict_last", LOOP, LANES, VECTOR)
+                ps_ = _loaded(y_body, 1, start, seen, "evict_last", LOOP, LANES, VECTOR)
+                more += _per_lane(_summed(dys_, ps_, start, seen, dropped, CAUSAL, LOG, LOOP, LANES, VECTOR))
+            sums += more[:, :, None]
+        total = tl.sum(sums, axis=1, keep_dims=True)
+    if STAGE == PARTIAL:
+        tl.store(partial + tl.program_id(0), tl.max(total))  # the one number that it holds
+    else:
+        _store_gradient(dx_body, dys, ps, total, scale, begin, last, dropped, CAUSAL, LOG, PARTS, LANES, VECTOR)
+        if ENDS:
+            result = tl.where(kept, gradient(dy_end, p_end, total, scale, LOG), 0.0)
+            tl.store(dx + (base + end), from_float32(result, dx.dtype.element_ty), mask=there)
+        if LOOP > 0:
+            trips = tl.cdiv(last - rest, TRIP)
+            for back in range(0, trips):
+                start = rest + (trips - 1 - back) * TRIP
+                dys_ = _loaded(grad_body, 1, start, seen, "evict_first", LOOP, LANES, VECTOR)
+                ps_ = _loaded(y_body, 1, start, seen, "evict_first", LOOP, LANES, VECTOR)
+                _store_gradient(
+                    dx_body, dys_, ps_, total, scale, start, last, dropped, CAUSAL, LOG, LOOP, LANES, VECTOR
+                )

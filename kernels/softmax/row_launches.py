@@ -1,50 +1,71 @@
-"""Launches of the Triton kernels for sums over the last dimension: blocks, warps, pieces of rows and lines."""
+"""Launches of the Triton kernels for sums over the last dimension: tiles, warps, vectors and pieces of rows."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from halfstep.kernels.backend import by_address, most_warps, on_device
-from halfstep.kernels.multi_tensor import DTYPE_CODES, address
+from halfstep.kernels.backend import MOST_THREADS, by_address, most_warps, on_device
+from halfstep.kernels.multi_tensor import address
 from halfstep.kernels.softmax.layout import Rows, mask_operand
-from halfstep.kernels.softmax.row_kernels import (
-    backward_long_kernel,
-    backward_tile_kernel,
-    forward_long_kernel,
-    forward_tile_kernel,
-)
+from halfstep.kernels.softmax.row_kernels import FINISH, PARTIAL, WHOLE, backward_row_kernel, forward_row_kernel
 
-# Longest row that one block holds in registers without spilling on any target, by warps of 32 lanes.
-FORWARD_ONE_PASS = 32768
-BACKWARD_ONE_PASS = 16384
-LOOP_BLOCK, LOOP_WARPS = 8192, 16
+# Elements of a tile that one program holds in registers without spilling on any target, with 1,024 threads; forward
+# half of them where vectors have one element, whose addresses take registers too.
+FORWARD_TILE, BACKWARD_TILE = 32768, 16384
+# Elements that a trip over the rest of a longer row takes; half of them forward, where there is a mask or vectors have
+# fewer than 8, so that the registers suffice.
+FORWARD_LOOP, BACKWARD_LOOP = 16384, 8192
+PIECE = 8192  # elements; a piece of a row is a multiple of it
+PIECE_THREADS = 512
 MOST_PIECES = 256  # of a row
-SHORTEST_LINED = 128  # columns; in shorter rows the lines lost at both ends are too large a part
+SHORTEST_WITH_ENDS = 64  # columns; in shorter rows the elements at both ends are too large a part
+SHORT_WARPS = 4  # of a program that has several rows: fewer make so many programs that launching them takes long
+SHORT_RUN = 64  # elements of a row that lie together in a part, where it has as many: 128 bytes of 16-bit numbers
 
 
-def tile_shape(columns: int, per_warp: int, most: int = 32) -> tuple[int, int, int]:
-    """ROWS, BLOCK and warps of a tile kernel. Up to 512 columns one warp has whole rows to itself, so that no reduction
-    crosses warps: no barrier and no shared memory."""
+def tile_shape(columns: int, vector: int, ends: bool, per_thread: int, lanes: int) -> tuple[dict[str, int], int]:
+    """Shape of a tile that holds whole rows, and its warps.
+
+    Up to 32 times `per_thread` columns, a row stays within a warp, so that no reduction crosses warps: no barrier and
+    no shared memory.
+
+    Args:
+        columns: of a row.
+        vector: elements of a vector.
+        ends: whether the elements at the ends of a row need a lane each.
+        per_thread: elements of a row that a thread holds, or a quarter more.
+        lanes: of a warp.
+    """
     block = max(16, 1 << (columns - 1).bit_length())
-    if block <= 512:
-        return 1024 // block, block, 1
-    return 1, block, min(most, max(2, block // per_warp))
-
-
-def loop_block(line: int, mask_kind: int) -> int:
-    """A mask beside lines takes the registers of half a block."""
-    return LOOP_BLOCK // 2 if line and mask_kind else LOOP_BLOCK
+    most = max(1, per_thread // vector)  # parts
+    least = max(1, min(32, SHORT_RUN // vector, block // vector))
+    if ends:
+        columns, least = columns // vector * vector, max(least, 2 * vector)
+    across = max(least, block // (most * vector))
+    whole = -(-block // (across * vector))
+    step = -(-whole // 4)  # a few numbers of parts are enough: a form is compiled for each
+    parts = -(-columns // (across * vector * step)) * step
+    if across > least and most > 1 and columns <= (most + step) * vector * across // 2:
+        across, parts = across // 2, most + step
+    rows, warps = 1, max(1, across // lanes)
+    if across <= 32:
+        rows = SHORT_WARPS * lanes // across * (1 << max(1, most // parts).bit_length() - 1)
+        warps = SHORT_WARPS
+    return {"PARTS": parts, "ROWS": rows, "LANES": across, "VECTOR": vector}, warps
 
 
 @functools.cache
 def _programs_at_once(device: torch.device) -> int:
-    """How many programs of the long kernels the device runs at a time; 16 stands for a device that is interpreted."""
+    """How many programs for pieces the device runs at a time; 16 stands for a device that is interpreted."""
     if device.type != "cuda":
         return 16
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count  # two of 16 warps each
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count * (MOST_THREADS // PIECE_THREADS)
 
 
 def _pieces(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
@@ -52,96 +73,101 @@ def _pieces(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
     wished = min(_programs_at_once(device) // rows, MOST_PIECES)
     if wished < 2:
         return 1, columns
-    span = -(-columns // (wished * LOOP_BLOCK)) * LOOP_BLOCK
+    span = -(-columns // (wished * PIECE)) * PIECE
     return -(-columns // span), span
 
 
-def _boundaries(*tensors: torch.Tensor) -> int:
-    """LINE of the kernels: elements between 16-byte boundaries of the smallest floating dtype."""
-    return 16 // min(tensor.element_size() for tensor in tensors if tensor.dtype in DTYPE_CODES)
+def held_columns(columns: int, tile: int, loop: int) -> int:
+    """How many columns of a row longer than a tile to hold in registers: so that its last trip masks the fewest."""
+    return min((tile, tile * 3 // 4), key=lambda held: held + -(-(columns - held) // loop) * loop)
 
 
-def _in_step(line: int, x: torch.Tensor, other: torch.Tensor, *steps: tuple[int, int, int]) -> bool:
-    """Whether rows of both begin equally far from a boundary. `steps`: sizes of dimensions, strides of both."""
-    apart = address(x) // x.element_size() - address(other) // other.element_size()
-    return apart % line == 0 and all((one - two) % line == 0 for size, one, two in steps if size > 1)
+def _vector(line: int, tensor: torch.Tensor, columns: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """The most elements, up to `line`, that each row of a tensor can be cut into without a rest on either side."""
+    begins = (step for size, step in zip(sizes, strides, strict=True) if size > 1)
+    return math.gcd(line, columns, address(tensor) // tensor.element_size(), *begins)
 
 
-def _lines(rows: Rows, y: torch.Tensor) -> tuple[int, bool, bool]:
-    """LINE, MASK_IN_STEP and Y_IN_STEP for a forward launch."""
-    x, mask = rows.x, rows.mask
-    b, c = rows.sizes[1:]
-    operands = (x, y) if mask is None else (x, mask, y)
-    steps = (*rows.x_strides, rows.columns, *(rows.mask_strides if mask is not None else ()))
-    plain = all(step % 16 == 0 for step in steps) and all(address(tensor) % 16 == 0 for tensor in operands)
-    if plain or rows.columns < SHORTEST_LINED:
-        return 0, False, False
-    line = _boundaries(*operands)
-    y_strides = (b * c * rows.columns, c * rows.columns, rows.columns)
-    y_in_step = _in_step(line, x, y, *zip(rows.sizes, rows.x_strides, y_strides, strict=True))
-    mask_in_step = False
-    if mask is not None and rows.mask_column == 1:
-        mask_in_step = _in_step(line, x, mask, *zip(rows.sizes, rows.x_strides, rows.mask_strides, strict=True))
-    return line, mask_in_step, y_in_step
+def _in_step(line: int, sizes: Sequence[int], *tensors: tuple[torch.Tensor, Sequence[int]]) -> bool:
+    """Whether rows of all tensors, given with their strides, begin equally far from multiples of `line` elements."""
+    begins = []
+    for tensor, strides in tensors:
+        steps = [step for size, step in zip(sizes, strides, strict=True) if size > 1]
+        begins.append([address(tensor) // tensor.element_size(), *steps])
+    return all((one - other) % line == 0 for of in begins[1:] for one, other in zip(begins[0], of, strict=True))
 
 
 def _launch(
-    kernels: tuple[Any, Any],  # of short rows and of long ones
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    kernel: Any,
+    tensors: tuple[torch.Tensor, ...],  # of which the last is written
     sizes: tuple[int, ...],  # of which the first two are rows and columns
     scale: float,
     fixed: dict[str, Any],
-    one_pass: int,
-    per_warp: int,
-    block: int,  # of long rows
+    tile: int,  # elements that a program can hold
+    loop: int,  # elements of a trip over the rest
     partials: int,  # numbers that each piece of a row leaves
 ) -> None:
-    """The kernel of short rows once, or that of long ones once for whole rows and twice for rows in pieces."""
-    tile_kernel, long_kernel = kernels
+    """Launch once for whole rows, or twice for rows in pieces."""
     count, columns = sizes[:2]
-    reach = columns + max(fixed["LINE"] - 1, 0)  # lanes from the boundary below a row to its end, at most
-    fixed |= {"WIDE": count >= 2**30}
+    vector, ends = fixed.pop("VECTOR"), fixed["ENDS"]
     device = tensors[-1].device
-    operands: list[Any] = [*map(by_address, tensors)] if fixed["LINE"] else [*tensors]
+    lanes = MOST_THREADS // most_warps(device)
+    operands = [*map(by_address, tensors)]
     with on_device(device):
-        if reach <= one_pass:
-            tile, block, warps = tile_shape(reach, per_warp, most_warps(device))
-            fixed |= {"ROWS": tile, "BLOCK": block, "num_warps": warps}
-            tile_kernel[(-(-count // tile),)](*operands, *sizes, scale, **fixed)
+        if columns <= tile:
+            shape, warps = tile_shape(columns, vector, ends, tile // MOST_THREADS, lanes)
+            constants = {**fixed, **shape, "num_warps": warps, "STAGE": WHOLE, "PIECES": 1, "LOOP": 0}
+            kernel[(-(-count // shape["ROWS"]),)](*operands, operands[-1], *sizes, 1, 1, scale, **constants)
             return
-        fixed |= {"BLOCK": block, "num_warps": LOOP_WARPS}
-        pieces, span = _pieces(count, reach, device)
+        pieces, span = _pieces(count, columns, device)
         if pieces == 1:
-            long_kernel[(count,)](*operands, operands[-1], *sizes, 1, 1, scale, **fixed, STAGE=0, PIECES=1)
+            held = held_columns(columns, tile, loop)
+            shape, warps = tile_shape(held, vector, ends, tile // MOST_THREADS, lanes)
+            trip = max(1, loop // (shape["LANES"] * vector))
+            constants = {**fixed, **shape, "num_warps": warps, "ROWS": 1, "LOOP": trip, "STAGE": WHOLE, "PIECES": 1}
+            kernel[(count,)](*operands, operands[-1], *sizes, 1, 1, scale, **constants)
             return
         partial = torch.empty(partials * count * pieces, dtype=torch.float32, device=device)
-        for stage in (1, 2):
-            long_kernel[(count * pieces,)](
-                *operands, partial, *sizes, pieces, span, scale, **fixed, STAGE=stage, PIECES=MOST_PIECES
-            )
+        shape, warps = tile_shape(PIECE, vector, ends, PIECE // PIECE_THREADS, lanes)
+        constants = {**fixed, **shape, "num_warps": warps, "ROWS": 1, "LOOP": shape["PARTS"], "PIECES": MOST_PIECES}
+        for stage in (PARTIAL, FINISH):
+            kernel[(count * pieces,)](*operands, partial, *sizes, pieces, span, scale, **constants, STAGE=stage)
 
 
 def forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
-    """Launch the forward kernels into the contiguous `y`. `queries`: rows of one causal matrix, 0 for none."""
-    a, b, c = rows.sizes
-    mask, kind = mask_operand(rows.x, rows.mask)
-    line, mask_in_step, y_in_step = _lines(rows, y)
-    sizes = (a * b * c, rows.columns, max(queries, 1), b, c, *rows.x_strides, *rows.mask_strides, rows.mask_column)
+    """Launch the forward kernel into the contiguous `y`. `queries`: rows of one causal matrix, 0 for none."""
+    (a, b, c), columns, x = rows.sizes, rows.columns, rows.x
+    mask, kind = mask_operand(x, rows.mask)
+    line = 16 // max(x.element_size(), y.element_size())
+    y_strides = (b * c * columns, c * columns, columns)
+    vector = _vector(line, x, columns, rows.sizes, rows.x_strides)
+    vector = _vector(vector, y, columns, rows.sizes, y_strides)
+    ends = vector < line and columns >= SHORTEST_WITH_ENDS
+    ends = ends and _in_step(line, rows.sizes, (x, rows.x_strides), (y, y_strides))
+    if ends:
+        vector = line
+    aligned = kind > 0 and rows.mask_column == 1
+    aligned = aligned and _in_step(vector, rows.sizes, (x, rows.x_strides), (mask, rows.mask_strides))
+    sizes = (a * b * c, columns, max(queries, 1), b, c, *rows.x_strides, *rows.mask_strides, rows.mask_column)
     fixed = {"MASK": kind, "CAUSAL": queries > 0, "LOG": log, "FLAT": a * b == 1}
-    fixed |= {"LINE": line, "MASK_IN_STEP": mask_in_step, "Y_IN_STEP": y_in_step}
-    kernels = forward_tile_kernel, forward_long_kernel
-    _launch(kernels, (rows.x, mask, y), sizes, scale, fixed, FORWARD_ONE_PASS, 1024, loop_block(line, kind), 2)
+    fixed |= {"OF_X": kind == 0 and not queries and scale >= 0, "MASK_ALIGNED": aligned}
+    fixed |= {"VECTOR": vector, "ENDS": ends}
+    loop = FORWARD_LOOP if vector == 8 and kind == 0 else FORWARD_LOOP // 2
+    tile = FORWARD_TILE if vector > 1 else FORWARD_TILE // 2
+    _launch(forward_row_kernel, (x, mask, y), sizes, scale, fixed, tile, loop, 2)
 
 
 def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool) -> None:
-    """Launch the backward kernels on contiguous tensors. `queries`: rows of one causal matrix, 0 for none."""
+    """Launch the backward kernel on contiguous tensors. `queries`: rows of one causal matrix, 0 for none."""
     columns = y.shape[-1]
-    line = 0
-    if columns >= SHORTEST_LINED and (columns % 16 or any(address(tensor) % 16 for tensor in (grad, y, dx))):
-        line = _boundaries(y, dx)
-        if not (_in_step(line, y, grad) and _in_step(line, y, dx)):
-            line = 0
-    sizes = (y.numel() // columns, columns, max(queries, 1))
-    fixed = {"CAUSAL": queries > 0, "LOG": log, "LINE": line}
-    kernels = backward_tile_kernel, backward_long_kernel
-    _launch(kernels, (grad, y, dx), sizes, scale, fixed, BACKWARD_ONE_PASS, 512, LOOP_BLOCK, 1)
+    count = y.numel() // columns
+    vector = line = 16 // max(y.element_size(), dx.element_size())
+    for tensor in (grad, y, dx):
+        vector = _vector(vector, tensor, columns, (count,), (columns,))
+    ends = vector < line and columns >= SHORTEST_WITH_ENDS
+    ends = ends and _in_step(line, (count,), *((tensor, (columns,)) for tensor in (grad, y, dx)))
+    if ends:
+        vector = line
+    sizes = (count, columns, max(queries, 1))
+    fixed = {"CAUSAL": queries > 0, "LOG": log, "VECTOR": vector, "ENDS": ends}
+    _launch(backward_row_kernel, (grad, y, dx), sizes, scale, fixed, BACKWARD_TILE, BACKWARD_LOOP, 1)

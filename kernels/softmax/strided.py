@@ -18,32 +18,40 @@ from halfstep.kernels.softmax.layout import as_strided_rows, mask_operand
 STRIDED_FORWARD, STRIDED_BACKWARD, STRIDED_LOOP = 32768, 16384, 4096
 
 
+@jit
+def _logits(x, mask, inside, scale, MASK: tl.constexpr, POLICY: tl.constexpr):
+    """z of a tile in fp32, from pointers to its elements; -inf for those that are not `inside`."""
+    values = tl.load(x, mask=inside, other=0.0, eviction_policy=POLICY)
+    masks = values if MASK == PLAIN else tl.load(mask, mask=inside, other=0)
+    return tl.where(inside, logits(values, masks, scale, MASK), float("-inf"))
+
+
 @functools.partial(jit, do_not_specialize=["size_b", "tiles"])
 def forward_strided_kernel(
-    x,
-    mask,
-    y,
-    columns,
-    size_b,
+    x,  # three outer dimensions a, b and c, and the columns of each sum; neighbours lie along c
+    mask,  # seen like x; x itself where there is none
+    y,  # seen like x
+    columns,  # terms of a sum
+    size_b,  # sizes of the outer dimensions
     size_c,
-    x_a,
+    x_a,  # steps of x along the outer dimensions and from column to column, in elements
     x_b,
     x_c,
     x_column,
-    mask_a,
+    mask_a,  # the same of the mask
     mask_b,
     mask_c,
     mask_column,
-    y_a,
+    y_a,  # the same of y
     y_b,
     y_c,
     y_column,
     tiles,  # that size_c takes
-    scale,
-    MASK: tl.constexpr,
-    LOG: tl.constexpr,
-    ONE_PASS: tl.constexpr,  # columns <= COLUMNS
-    COLUMNS: tl.constexpr,
+    scale,  # what x is multiplied by
+    MASK: tl.constexpr,  # PLAIN, BOOLEAN or ADDITIVE
+    LOG: tl.constexpr,  # the logarithm of the softmax
+    ONE_PASS: tl.constexpr,  # columns <= COLUMNS: a tile holds whole sums
+    COLUMNS: tl.constexpr,  # shape of a tile
     WIDTH: tl.constexpr,
 ):
     """WIDTH sums side by side, for a dimension in which neighbours lie apart, COLUMNS of each at a time."""
@@ -61,7 +69,7 @@ def forward_strided_kernel(
         column = lane.to(tl.int64)[:, None]
         inside = (column < columns) & side
         mask_block = mask + (column * mask_column + mask_side)
-        z = logits(x + (column * x_column + x_side), mask_block, inside, inside, inside, scale, MASK, "")
+        z = _logits(x + (column * x_column + x_side), mask_block, inside, scale, MASK, "")
         z -= tl.maximum(tl.max(z, axis=0), LOWEST)[None, :]
         e = tl.exp(z)
         s = tl.sum(e, axis=0)
@@ -75,7 +83,7 @@ def forward_strided_kernel(
             column = (start + lane).to(tl.int64)[:, None]
             inside = (column < columns) & side
             mask_block = mask + (column * mask_column + mask_side)
-            z = logits(x + (column * x_column + x_side), mask_block, inside, inside, inside, scale, MASK, "evict_last")
+            z = _logits(x + (column * x_column + x_side), mask_block, inside, scale, MASK, "evict_last")
             higher = tl.maximum(m, z)
             s = s * tl.exp(m - higher) + tl.exp(z - higher)
             m = higher
@@ -88,26 +96,26 @@ def forward_strided_kernel(
             inside = (column < columns) & side
             mask_block = mask + (column * mask_column + mask_side)
             x_block = x + (column * x_column + x_side)
-            z = logits(x_block, mask_block, inside, inside, inside, scale, MASK, "evict_first") - top
+            z = _logits(x_block, mask_block, inside, scale, MASK, "evict_first") - top
             result = z - shift if LOG else tl.exp(z) * factor
             tl.store(y + (column * y_column + y_side), from_float32(result, y.dtype.element_ty), mask=inside)
 
 
 @functools.partial(jit, do_not_specialize=["columns", "tiles"])
 def backward_strided_kernel(
-    grad,
-    y,
-    dx,
-    columns,
+    grad,  # gradient of the result; like y and dx contiguous, of shape (outer, columns, inner)
+    y,  # the result
+    dx,  # gradient of x
+    columns,  # terms of a sum
     inner,  # elements from one column to the next
-    tiles,
-    scale,
-    LOG: tl.constexpr,
-    ONE_PASS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    tiles,  # that inner takes
+    scale,  # what x was multiplied by
+    LOG: tl.constexpr,  # y is the logarithm of the softmax
+    ONE_PASS: tl.constexpr,  # columns <= COLUMNS: a tile holds whole sums
+    COLUMNS: tl.constexpr,  # shape of a tile
     WIDTH: tl.constexpr,
 ):
-    """The middle dimension of contiguous (outer, columns, inner) tensors, tiled as in the forward kernel."""
+    """The derivative over the middle dimension of contiguous (outer, columns, inner) tensors, tiled as forward."""
     program = tl.program_id(0)
     c = (program % tiles).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     side = (c < inner)[None, :]
@@ -121,8 +129,8 @@ def backward_strided_kernel(
         offset = lane.to(tl.int64)[:, None] * inner + c[None, :]
         dy = to_float32(tl.load(grad + offset, mask=inside, other=0.0))
         p = to_float32(tl.load(y + offset, mask=inside, other=0.0))
-        total = tl.sum(summand(dy, p, inside, LOG), axis=0)[None, :]
-        result = gradient(dy, p, total, scale, inside, LOG)
+        total = tl.sum(tl.where(inside, summand(dy, p, LOG), 0.0), axis=0)[None, :]
+        result = gradient(dy, p, total, scale, LOG)
         tl.store(dx + offset, from_float32(result, dx.dtype.element_ty), mask=inside)
     else:
         sums = tl.zeros((COLUMNS, WIDTH), tl.float32)
@@ -132,7 +140,7 @@ def backward_strided_kernel(
             offset = column.to(tl.int64)[:, None] * inner + c[None, :]
             dy = to_float32(tl.load(grad + offset, mask=inside, other=0.0, eviction_policy="evict_last"))
             p = to_float32(tl.load(y + offset, mask=inside, other=0.0, eviction_policy="evict_last"))
-            sums += summand(dy, p, inside, LOG)
+            sums += tl.where(inside, summand(dy, p, LOG), 0.0)
         total = tl.sum(sums, axis=0)[None, :]
         for start in range(0, columns, COLUMNS):
             column = start + lane
@@ -140,13 +148,21 @@ def backward_strided_kernel(
             offset = column.to(tl.int64)[:, None] * inner + c[None, :]
             dy = to_float32(tl.load(grad + offset, mask=inside, other=0.0, eviction_policy="evict_first"))
             p = to_float32(tl.load(y + offset, mask=inside, other=0.0, eviction_policy="evict_first"))
-            result = gradient(dy, p, total, scale, inside, LOG)
+            result = gradient(dy, p, total, scale, LOG)
             tl.store(dx + offset, from_float32(result, dx.dtype.element_ty), mask=inside)
 
 
 def tile_shape(columns: int, across: int, one_pass: int, most: int = 32) -> tuple[dict[str, int], int]:
-    """Sizes and warps of a kernel, and its tiles: 32 sums side by side or more, where there are as many, and in one
-    pass where a tile of `one_pass` elements holds all columns."""
+    """Shape of the tiles, with the warps of a kernel, and how many tiles lie side by side.
+
+    A tile has 32 sums or more where there are as many, and all columns where `one_pass` elements hold them.
+
+    Args:
+        columns: terms of a sum.
+        across: sums that lie side by side.
+        one_pass: elements that a tile of whole sums may have.
+        most: warps that a program may have.
+    """
     side = 1 << (across - 1).bit_length()
     tall = 1 << (columns - 1).bit_length()
     whole = tall * min(side, 32) <= one_pass

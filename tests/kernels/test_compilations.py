@@ -119,22 +119,21 @@ def forms() -> dict[str, dict[str, int]]:
     return json.loads(done.stdout)
 
 
-# Blocks of 16, 32 and 64 columns: one of length 1, of other lengths, and of multiples of 16.
-ROW_FORMS = 3 + 2 + 2
+# Blocks of 16, 32 and 64 columns, each in vectors of 1, 2 and 4 elements of fp32.
+ROW_FORMS = 3 * 3
 LISTS = ("check_kernel", "finish_kernel", "cast_kernel", "multi_cast_kernel", "prepare_kernel", "adam_kernel")
 
 
 @pytest.mark.parametrize(
     ("job", "expected"),
     [
-        ("short rows", {"forward_tile_kernel": ROW_FORMS, "backward_tile_kernel": ROW_FORMS}),
-        ("short rows, causal", {"forward_tile_kernel": ROW_FORMS, "backward_tile_kernel": ROW_FORMS}),
-        # Of the batch stride, too, 16 divides some: those of lengths that 4 divides.
-        ("one mask for all queries", {"forward_tile_kernel": ROW_FORMS + 3}),
+        ("short rows", {"forward_row_kernel": ROW_FORMS, "backward_row_kernel": ROW_FORMS}),
+        ("short rows, causal", {"forward_row_kernel": ROW_FORMS, "backward_row_kernel": ROW_FORMS}),
+        ("one mask for all queries", {"forward_row_kernel": ROW_FORMS}),
         # Tiles of 1, 2, 4, 8, 16, 32 and 64 columns; forward 16, 32 and 48 are forms of their own.
         ("another dimension", {"forward_strided_kernel": 7 + 3, "backward_strided_kernel": 7}),
         # Rows that begin on boundaries and rows that do not; two stages each.
-        ("long rows in pieces", {"forward_long_kernel": 4, "backward_long_kernel": 4}),
+        ("long rows in pieces", {"forward_row_kernel": 4, "backward_row_kernel": 4}),
         ("lists of tensors", dict.fromkeys(LISTS, 1)),
         ("lists of two dtypes", {"check_kernel": 2, "finish_kernel": 1}),
         ("one tensor", {"cast_kernel": 1}),

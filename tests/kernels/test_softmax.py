@@ -188,9 +188,10 @@ def test_dtypes(name: str, log: bool, dtype: torch.dtype, out: torch.dtype) -> N
 @pytest.mark.parametrize("name", ALL)
 def test_rows_longer_than_one_block(name: str, masked: str, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two-pass kernels, with small limits where the interpreter would take minutes at the real ones."""
-    monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 128)
-    monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 128)
-    monkeypatch.setattr(row_launches, "LOOP_BLOCK", 64)
+    monkeypatch.setattr(row_launches, "FORWARD_TILE", 128)
+    monkeypatch.setattr(row_launches, "BACKWARD_TILE", 128)
+    for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
+        monkeypatch.setattr(row_launches, limit, 64)
     for columns in (129, 192, 500):
         x = normal(5, columns, dtype=BF16)
         x[1, :150] = -INF  # whole blocks of -inf first
@@ -212,30 +213,32 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
     if path != "one pass":
         if name != "triton":
             pytest.skip("one path only")
-        monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 64)
-        monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 64)
-        monkeypatch.setattr(row_launches, "LOOP_BLOCK", 64)
+        monkeypatch.setattr(row_launches, "FORWARD_TILE", 64)
+        monkeypatch.setattr(row_launches, "BACKWARD_TILE", 64)
+        for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
+            monkeypatch.setattr(row_launches, limit, 64)
         monkeypatch.setattr(row_launches, "_programs_at_once", lambda device: 1 if path == "two passes" else 400)
     pairs = [(BF16, BF16), (BF16, FP32), (FP32, BF16), (FP32, FP32)]
     for dtype, out in pairs if path == "one pass" else pairs[:3:2]:
-        wide = normal(2, 2, 160, dtype=dtype)
+        wide = normal(2, 2, 330, dtype=dtype)
         wide[0, 1, 40:] = -INF
-        views = wide[..., :133], wide[..., 5:138], wide[..., 3:147], normal(4, 133, dtype=dtype)[1:]
+        views = wide[..., :303], wide[..., 5:308], wide[..., 3:317], normal(4, 303, dtype=dtype)[1:]
         for x in views if path == "one pass" else views[1::2]:
             check(Case(x, log=log, dtype=out, scale=0.5), name)
-    x = normal(2, 2, 133, dtype=BF16)
-    for mask in (normal(2, 2, 133), normal(133).to(BF16), normal(2, 2, 133).half(), normal(2, 1), normal(160)[3:136]):
+    x = normal(2, 2, 303, dtype=BF16)
+    for mask in (normal(2, 2, 303), normal(303).to(BF16), normal(2, 2, 303).half(), normal(2, 1), normal(330)[3:306]):
         check(Case(x, log=log, mask=mask), name)
         check(Case(x.float(), log=log, mask=mask > 0), name)
-    check(Case(x, log=log, mask=normal(2, 2, 133) > 0, causal=True), name)
-    check(Case(normal(2, 70, 133, dtype=FP16)[:, 66:], log=log, causal=True), name)
+    check(Case(x, log=log, mask=normal(2, 2, 303) > 0, causal=True), name)
+    check(Case(normal(2, 70, 303, dtype=FP16)[:, 66:], log=log, causal=True), name)
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 128)
-    monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 128)
-    monkeypatch.setattr(row_launches, "LOOP_BLOCK", 128)
+    monkeypatch.setattr(row_launches, "FORWARD_TILE", 128)
+    monkeypatch.setattr(row_launches, "BACKWARD_TILE", 128)
+    for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
+        monkeypatch.setattr(row_launches, limit, 128)
     for columns, numbers in ((1024, (2, 9)), (1001, (6, 1000))):
         x, dy = normal(3, columns), normal(3, columns, seed=1)
         x[1, :200] = -INF  # the first pieces have nothing to keep
@@ -263,20 +266,19 @@ def test_no_launch_has_more_threads_than_a_gpu_takes(lanes: int, monkeypatch: py
         )
         monkeypatch.setattr(module, kernel, launch())
     with using("triton", "softmax"):
-        for columns in (8, 512, 1024, 4096, row_launches.BACKWARD_ONE_PASS, row_launches.FORWARD_ONE_PASS, 2**16):
+        for columns in (8, 512, 1024, 4096, row_launches.BACKWARD_TILE, row_launches.FORWARD_TILE, 2**16):
             x = torch.empty(1, columns, 40)
             for dim, one in ((-1, x[..., 0].contiguous()), (-2, x)):
                 y = halfstep.softmax(one, dim)
                 dispatch.backward(y, y, dim, 1.0, False, False, y.dtype)
     most = {kernel: max(warps) for kernel, warps in launched.items()}
-    tiles = {"forward_tile_kernel", "backward_tile_kernel", "forward_strided_kernel"}
-    assert most == {kernel: 1024 // lanes if kernel in tiles else 16 for kernel in launched}
-    assert len(most) == 6
+    assert most == {kernel: 16 if kernel == "backward_strided_kernel" else 1024 // lanes for kernel in launched}
+    assert len(most) == 4
 
 
 def test_how_many_pieces() -> None:
     """No fewer than fill the device, no shorter than a block, none empty, at most 256."""
-    block, device = row_launches.LOOP_BLOCK, torch.device("cpu")
+    block, device = row_launches.PIECE, torch.device("cpu")
     assert row_launches._programs_at_once(device) == 16
     for rows in (1, 2, 7, 8, 9, 16, 17, 1000):
         for columns in (block + 1, 50257, 1 << 20, (1 << 31) - 9):
@@ -292,9 +294,9 @@ def test_how_many_pieces() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_the_real_limits_of_one_block(name: str) -> None:
     for columns in (
-        row_launches.BACKWARD_ONE_PASS + 1,
-        row_launches.FORWARD_ONE_PASS,
-        row_launches.FORWARD_ONE_PASS + 1,
+        row_launches.BACKWARD_TILE + 1,
+        row_launches.FORWARD_TILE,
+        row_launches.FORWARD_TILE + 1,
     ):
         check(Case(normal(2, columns, dtype=BF16)), name)
 
@@ -334,15 +336,16 @@ def test_rectangular_causal_counts_from_the_upper_left_corner(name: str) -> None
         torch.testing.assert_close(weights, attended)
 
 
-@pytest.mark.parametrize(("queries", "keys", "one_pass"), [(40, 40, True), (20, 133, True), (5, 133, False)])
+@pytest.mark.parametrize(("queries", "keys", "one_pass"), [(40, 40, True), (20, 133, True), (5, 303, False)])
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_dropped_is_not_looked_at(
     name: str, queries: int, keys: int, one_pass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not one_pass:
-        monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 64)
-        monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 64)
-        monkeypatch.setattr(row_launches, "LOOP_BLOCK", 64)
+        monkeypatch.setattr(row_launches, "FORWARD_TILE", 64)
+        monkeypatch.setattr(row_launches, "BACKWARD_TILE", 64)
+        for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
+            monkeypatch.setattr(row_launches, limit, 64)
     x, dy = normal(2, queries, keys), normal(2, queries, keys, seed=1)
     above = torch.ones(queries, keys, dtype=torch.bool).triu(1)
     for log in (False, True):
@@ -531,11 +534,12 @@ def cases(draw: st.DrawFn) -> tuple[Case, torch.Tensor]:
 )
 def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if path != "one pass":
-        monkeypatch.setattr(row_launches, "FORWARD_ONE_PASS", 16)
-        monkeypatch.setattr(row_launches, "BACKWARD_ONE_PASS", 16)
+        monkeypatch.setattr(row_launches, "FORWARD_TILE", 16)
+        monkeypatch.setattr(row_launches, "BACKWARD_TILE", 16)
         monkeypatch.setattr(strided, "STRIDED_FORWARD", 16)
         monkeypatch.setattr(strided, "STRIDED_BACKWARD", 16)
-        monkeypatch.setattr(row_launches, "LOOP_BLOCK", 32)
+        for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
+            monkeypatch.setattr(row_launches, limit, 32)
         monkeypatch.setattr(strided, "STRIDED_LOOP", 128)
         monkeypatch.setattr(row_launches, "_programs_at_once", lambda device: 1 if path == "two passes" else 2000)
 
@@ -570,7 +574,7 @@ def test_lazy_negations_are_read_with_their_sign(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["native", "triton"])
-def test_rows_too_long_to_count_in_32_bits_are_left_to_the_reference(
+def test_rows_too_long_or_too_many_to_count_in_32_bits_are_left_to_the_reference(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "LONGEST", 9)
@@ -581,7 +585,8 @@ def test_rows_too_long_to_count_in_32_bits_are_left_to_the_reference(
             dispatch, function, lambda *args, original=original: called.append(original.__name__) or original(*args)
         )
     with using(name, "softmax") as device:
-        for columns, expected in ((9, []), (10, ["reference_forward", "reference_backward"])):
-            x = normal(2, columns).to(device).requires_grad_()
-            halfstep.softmax(x).sum().backward()
-            assert called == expected
+        left = ["reference_forward", "reference_backward"]
+        for shape, expected in (((9, 9), []), ((2, 10), left), ((10, 2), left if name == "triton" else [])):
+            called.clear()
+            halfstep.softmax(normal(*shape).to(device).requires_grad_()).sum().backward()
+            assert called == expected, shape

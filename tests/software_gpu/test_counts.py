@@ -39,13 +39,14 @@ def test_the_table_in_the_documentation_is_that_of_the_record() -> None:
 
 
 def test_sectors_are_used() -> None:
-    """A warp's request touches few more 32-byte sectors than its bytes fill."""
+    """A warp's request touches few more 32-byte sectors than its bytes fill. Causal rows end within one."""
     for target, recorded in RECORD["targets"].items():
         for case, kernels in recorded.items():
             for kernel, row in kernels.items():
                 if row["instructions"] > 1:  # what works on the whole tensor
                     assert row["sectors"] <= 1.3 * row["least"], (target, case, kernel)
-                    assert row["fresh"] <= row["least"], (target, case, kernel)  # what memory has to move
+                    ragged = 1.01 if "causal" in case else 1.0
+                    assert row["fresh"] <= ragged * row["least"], (target, case, kernel)  # what memory has to move
 
 
 def test_classes() -> None:

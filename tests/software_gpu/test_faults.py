@@ -80,7 +80,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "adam full fp16": ("adam_kernel", (*GUARDS, *PLACES)),
     "adam stochastic": ("adam_kernel", (*GUARDS, *PLACES)),
     "statistics with errors": ("count_kernel", ("atomic operation left out", "stride doubled")),
-    "softmax masked": ("forward_tile_kernel", PLACES),
+    "softmax masked": ("forward_row_kernel", PLACES),
     "softmax strided": ("forward_strided_kernel", ("barrier removed", *PLACES[:3])),
 }
 
@@ -95,7 +95,7 @@ AMD_SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "adam split": ("adam_kernel", (*AMD_PLACES, SUMS[0], "guard dropped", "end of a buffer moved")),
     "adam stochastic": ("adam_kernel", AMD_PLACES),
     "statistics with errors": ("count_kernel", ("atomic operation left out",)),
-    "softmax masked": ("forward_tile_kernel", AMD_PLACES),
+    "softmax masked": ("forward_row_kernel", AMD_PLACES),
 }
 
 

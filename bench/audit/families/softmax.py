@@ -1,4 +1,8 @@
-"""The softmax kernels: each code path once or twice, where registers are tightest."""
+"""The softmax kernels: each code path once or twice, where registers are tightest.
+
+A static count of a long row sees its tile once and one trip over the rest: forward for the maximum and the sum, and
+back for the result. Its bytes are given per element of a trip.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,14 @@ import torch
 import halfstep
 from halfstep.bench.audit.launches import Variant
 from halfstep.kernels.softmax import strided
-from halfstep.kernels.softmax.row_kernels import (
-    backward_long_kernel,
-    backward_tile_kernel,
-    forward_long_kernel,
-    forward_tile_kernel,
+from halfstep.kernels.softmax.row_kernels import backward_row_kernel, forward_row_kernel
+from halfstep.kernels.softmax.row_launches import (
+    BACKWARD_LOOP,
+    BACKWARD_TILE,
+    FORWARD_LOOP,
+    FORWARD_TILE,
+    held_columns,
 )
-from halfstep.kernels.softmax.row_launches import BACKWARD_ONE_PASS, FORWARD_ONE_PASS
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "u8": torch.bool}
 _STAGES = ("", "first half of pieces", "second half of pieces")
@@ -41,8 +46,20 @@ def _softmax_backward(grad: torch.Tensor, y: torch.Tensor, dim: int, causal: boo
     torch.ops.halfstep.softmax_backward(grad, y, dim, 1.0, causal, log, _DTYPES[target])
 
 
+_TILE, _TRIP = ("PARTS", "ROWS", "LANES", "VECTOR"), ("LOOP", "LANES", "VECTOR")
+
+
+def _passes(columns: int, tile: int, loop: int, stage: int) -> tuple[tuple[str, ...], float, float]:
+    """The constants that make up what is counted per, and how often its elements are read and written."""
+    if stage:  # the tile of a piece has the size of a trip
+        return _TRIP, 2.0, 0.0 if stage == 1 else 2.0
+    if columns <= tile:
+        return _TILE, 1.0, 1.0
+    held = held_columns(columns, tile, loop) / loop
+    return _TRIP, held + 2.0, held + 1.0
+
+
 def _forward(
-    kernel: Any,
     columns: int,
     source: str,
     target: str,
@@ -52,41 +69,43 @@ def _forward(
     stage: int = 0,
     in_step: bool = True,
 ) -> Variant:
-    """`kernel`: the one that a row of so many columns must reach. `mask`: its dtype. `stage`: of a row in pieces, 1 or
-    2. `in_step`: rows of all operands begin equally far from a boundary of 16 bytes."""
+    """`mask`: its dtype. `stage`: of a row in pieces, 1 or 2. `in_step`: rows of all operands begin equally far from a
+    boundary of 16 bytes."""
     # A mask for all heads; as many queries as have every row of x begin as far from a boundary as that of the mask.
     x = _empty(source, *((1, 1) if stage else (2, 2, 8)), columns + 3 * (not in_step))[..., :columns]
     masks = _empty(mask, 2, 1, 8, columns) if mask else None
-    passes = 2 if kernel is forward_long_kernel and not stage else 1
     # Out of step a mask is read an element at a time, which is not counted.
     beside = _DTYPES[mask].itemsize if mask and in_step else 0
     words = [f"{columns} {source}->{target}", f"{mask} mask" * bool(mask), "causal" * causal, "log" * log]
+    plain = not mask and in_step and max(_DTYPES[source].itemsize, _DTYPES[target].itemsize) == 2
+    tile, loop = FORWARD_TILE if in_step else FORWARD_TILE // 2, FORWARD_LOOP if plain else FORWARD_LOOP // 2
+    per, reads, writes = _passes(columns, tile, loop, stage)
     return Variant(
-        kernel,
+        forward_row_kernel,
         _named(*words, _STAGES[stage], "out of step" * (not in_step)),
         partial(_softmax, log, x, mask=masks, causal=causal, dtype=_DTYPES[target]),
-        bytes_read=float((_DTYPES[source].itemsize + beside) * passes),
-        bytes_written=0.0 if stage == 1 else _DTYPES[target].itemsize,
+        bytes_read=(_DTYPES[source].itemsize + beside) * reads,
+        bytes_written=_DTYPES[target].itemsize * writes,
         exact=False,
-        tile=("BLOCK",) if kernel is forward_long_kernel else ("ROWS", "BLOCK"),
+        tile=per,
         index=max(stage - 1, 0),
     )
 
 
 def _backward(
-    kernel: Any, columns: int, source: str, target: str, causal: bool = False, log: bool = False, stage: int = 0
+    columns: int, source: str, target: str, causal: bool = False, log: bool = False, stage: int = 0
 ) -> Variant:
     """As `_forward`."""
     grad, y = (_empty(source, *((1, 1) if stage else (2, 2, 8)), columns) for _ in range(2))
-    passes = 2 if kernel is backward_long_kernel and not stage else 1
+    per, reads, writes = _passes(columns, BACKWARD_TILE, BACKWARD_LOOP, stage)
     return Variant(
-        kernel,
+        backward_row_kernel,
         _named(f"{columns} {source}->{target}", "causal" * causal, "log" * log, _STAGES[stage]),
         partial(_softmax_backward, grad, y, -1, causal, log, target),
-        bytes_read=2.0 * _DTYPES[source].itemsize * passes,
-        bytes_written=0.0 if stage == 1 else _DTYPES[target].itemsize,
+        bytes_read=2.0 * _DTYPES[source].itemsize * reads,
+        bytes_written=_DTYPES[target].itemsize * writes,
         exact=False,
-        tile=("BLOCK",) if kernel is backward_long_kernel else ("ROWS", "BLOCK"),
+        tile=per,
         index=max(stage - 1, 0),
     )
 
@@ -133,53 +152,55 @@ def _strided_backward(
 
 def variants() -> Iterator[Variant]:
     """Rows of each kind of tile and loop, other dimensions, and the same backward."""
-    yield _forward(forward_tile_kernel, 64, "bf16", "bf16")
-    yield _forward(forward_tile_kernel, 333, "bf16", "bf16")
-    yield _forward(forward_tile_kernel, 512, "fp32", "fp32")
-    yield _forward(forward_tile_kernel, 512, "bf16", "bf16", causal=True)
-    yield _forward(forward_tile_kernel, 4096, "bf16", "bf16")
-    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS, "fp32", "fp32")
-    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS, "bf16", "bf16", causal=True)
-    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS, "bf16", "bf16", mask="u8")
-    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS, "fp16", "fp32", mask="fp32", log=True)
-    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS - 17, "bf16", "fp32", log=True)
-    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS - 17, "fp32", "fp32", causal=True)
-    yield _forward(forward_tile_kernel, FORWARD_ONE_PASS - 17, "bf16", "bf16", mask="u8")
-    yield _forward(forward_long_kernel, 50257, "bf16", "bf16")
-    yield _forward(forward_long_kernel, 50257, "bf16", "bf16", in_step=False)
-    yield _forward(forward_long_kernel, 50257, "bf16", "bf16", mask="u8", in_step=False)
-    yield _forward(forward_long_kernel, 50257, "bf16", "fp32", log=True)
-    yield _forward(forward_long_kernel, 50257, "bf16", "bf16", mask="bf16", causal=True)
-    yield _forward(forward_long_kernel, LONG, "fp32", "bf16", log=True)
-    yield _forward(forward_long_kernel, LONG, "bf16", "bf16", causal=True)
-    yield _forward(forward_long_kernel, LONG, "bf16", "bf16", mask="bf16")
-    yield _forward(forward_long_kernel, LONG, "bf16", "bf16", stage=1)
-    yield _forward(forward_long_kernel, LONG, "bf16", "bf16", stage=2)
-    yield _forward(forward_long_kernel, ODD, "bf16", "bf16", causal=True, stage=1)
-    yield _forward(forward_long_kernel, ODD, "bf16", "fp32", causal=True, log=True, stage=2)
+    yield _forward(64, "bf16", "bf16")
+    yield _forward(333, "bf16", "bf16")
+    yield _forward(4097, "bf16", "bf16")
+    yield _forward(512, "fp32", "fp32")
+    yield _forward(512, "bf16", "bf16", causal=True)
+    yield _forward(4096, "bf16", "bf16")
+    yield _forward(FORWARD_TILE, "fp32", "fp32")
+    yield _forward(FORWARD_TILE, "bf16", "bf16", causal=True)
+    yield _forward(FORWARD_TILE, "bf16", "bf16", mask="u8")
+    yield _forward(FORWARD_TILE, "fp16", "fp32", mask="fp32", log=True)
+    yield _forward(FORWARD_TILE - 17, "bf16", "fp32", log=True)
+    yield _forward(FORWARD_TILE - 17, "fp32", "fp32", causal=True)
+    yield _forward(FORWARD_TILE - 17, "bf16", "bf16", mask="u8")
+    yield _forward(50257, "bf16", "bf16")
+    yield _forward(65536, "bf16", "bf16")
+    yield _forward(50257, "bf16", "bf16", in_step=False)
+    yield _forward(50257, "bf16", "bf16", mask="u8", in_step=False)
+    yield _forward(50257, "bf16", "fp32", log=True)
+    yield _forward(50257, "bf16", "bf16", mask="bf16", causal=True)
+    yield _forward(LONG, "fp32", "bf16", log=True)
+    yield _forward(LONG, "bf16", "bf16", causal=True)
+    yield _forward(LONG, "bf16", "bf16", mask="bf16")
+    yield _forward(LONG, "bf16", "bf16", stage=1)
+    yield _forward(LONG, "bf16", "bf16", stage=2)
+    yield _forward(ODD, "bf16", "bf16", causal=True, stage=1)
+    yield _forward(ODD, "bf16", "fp32", causal=True, log=True, stage=2)
     yield _strided_forward(64, 4096, "bf16", "bf16")
     yield _strided_forward(1024, 4096, "fp32", "bf16", log=True)
     yield _strided_forward(1024, 4096, "bf16", "bf16", mask="u8")
     yield _strided_forward(8192, 4096, "bf16", "bf16", mask="u8", passes=2)
     yield _strided_forward(8192, 4096, "fp32", "fp32", log=True, passes=2)
     yield _strided_forward(512, 4096, "bf16", "bf16", transposed=True)
-    yield _backward(backward_tile_kernel, 64, "bf16", "bf16")
-    yield _backward(backward_tile_kernel, 333, "bf16", "bf16")
-    yield _backward(backward_tile_kernel, 512, "fp32", "fp32")
-    yield _backward(backward_tile_kernel, 512, "bf16", "bf16", causal=True, log=True)
-    yield _backward(backward_tile_kernel, 4096, "bf16", "bf16")
-    yield _backward(backward_tile_kernel, BACKWARD_ONE_PASS, "fp32", "fp16", log=True)
-    yield _backward(backward_tile_kernel, BACKWARD_ONE_PASS, "bf16", "bf16", causal=True)
-    yield _backward(backward_tile_kernel, BACKWARD_ONE_PASS - 17, "fp32", "fp32")
-    yield _backward(backward_tile_kernel, BACKWARD_ONE_PASS - 17, "bf16", "bf16", causal=True, log=True)
-    yield _backward(backward_long_kernel, 50257, "bf16", "bf16")
-    yield _backward(backward_long_kernel, 50257, "fp32", "bf16", causal=True, log=True)
-    yield _backward(backward_long_kernel, LONG, "fp32", "fp32")
-    yield _backward(backward_long_kernel, LONG, "bf16", "bf16", causal=True, log=True)
-    yield _backward(backward_long_kernel, LONG, "bf16", "bf16", stage=1)
-    yield _backward(backward_long_kernel, LONG, "bf16", "bf16", stage=2)
-    yield _backward(backward_long_kernel, ODD, "bf16", "bf16", causal=True, log=True, stage=1)
-    yield _backward(backward_long_kernel, ODD, "bf16", "bf16", causal=True, log=True, stage=2)
+    yield _backward(64, "bf16", "bf16")
+    yield _backward(333, "bf16", "bf16")
+    yield _backward(512, "fp32", "fp32")
+    yield _backward(512, "bf16", "bf16", causal=True, log=True)
+    yield _backward(4096, "bf16", "bf16")
+    yield _backward(BACKWARD_TILE, "fp32", "fp16", log=True)
+    yield _backward(BACKWARD_TILE, "bf16", "bf16", causal=True)
+    yield _backward(BACKWARD_TILE - 17, "fp32", "fp32")
+    yield _backward(BACKWARD_TILE - 17, "bf16", "bf16", causal=True, log=True)
+    yield _backward(50257, "bf16", "bf16")
+    yield _backward(50257, "fp32", "bf16", causal=True, log=True)
+    yield _backward(LONG, "fp32", "fp32")
+    yield _backward(LONG, "bf16", "bf16", causal=True, log=True)
+    yield _backward(LONG, "bf16", "bf16", stage=1)
+    yield _backward(LONG, "bf16", "bf16", stage=2)
+    yield _backward(ODD, "bf16", "bf16", causal=True, log=True, stage=1)
+    yield _backward(ODD, "bf16", "bf16", causal=True, log=True, stage=2)
     yield _strided_backward(64, 4096, "bf16", "bf16")
     yield _strided_backward(512, 4096, "fp32", "fp32", log=True)
     yield _strided_backward(8192, 4096, "bf16", "bf16", passes=2)

@@ -34,9 +34,6 @@ COUNTS = (
     *("threads", "warps", "diverged", "requests", "sectors", "least", "lines", "wavefronts", "beyond", "fresh", "slow"),
 )
 
-# Kernels that read whole lines of LINE elements, an argument, where their tensors end within one.
-READ_WHOLE_LINES = ("forward_tile_kernel", "backward_tile_kernel", "forward_long_kernel", "backward_long_kernel")
-
 _LOAD = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
@@ -243,7 +240,7 @@ class SoftwareGPU:
         return 0
 
     def note_lines(self, *arguments: Any, LINE: int, **others: Any) -> None:
-        """Called by Triton before a launch of `READ_WHOLE_LINES`: how long a line of each tensor is."""
+        """Allow the next launch to read whole lines of LINE elements where a tensor ends within one."""
         tensors = [thing for thing in arguments if hasattr(thing, "data_ptr")] if LINE else []
         lines = [(tensor.data_ptr(), LINE * tensor.element_size()) for tensor in tensors]
         self._lines = np.array(lines, np.uint64).reshape(-1, 2)
@@ -362,11 +359,9 @@ def install(target: str) -> SoftwareGPU:
         use_stubbed_driver(int(target.removeprefix("sm_")))
 
     from halfstep.kernels import adam, backend, cast, loss_scale, rounding, statistics, unscale  # noqa: F401
-    from halfstep.kernels.softmax import row_launches
+    from halfstep.kernels.softmax import dispatch  # noqa: F401
 
     assert not rounding.INTERPRETED, "halfstep was imported under TRITON_INTERPRET=1; the software GPU comes first"
-    for name in READ_WHOLE_LINES:
-        getattr(row_launches, name).add_pre_run_hook(gpu.note_lines)
     backend.TAKES_CPU_TENSORS = True
     gc.collect()
     gc.freeze()  # what is here by now holds no tensor of a test, and `_adopt` need not look at it
