@@ -1,15 +1,15 @@
-"""What loss scale gradients need, which parameter sets the limits, and whether 16 bits are enough at all.
+"""Recommend a loss scale for gradients, name the parameters that limit it, and tell whether 16 bits suffice.
 
-From the counts of one pass (counts.py) everything at every power of two S follows. With x the gradients:
+The counts of one pass (counts.py) determine the losses at every power of two S. For gradients x:
 
-    flushed(S)      numbers of a tensor that x * S rounds to zero; falls as S rises
-    overflow(S)     numbers that overflow; rises with S. One is enough to skip a step, so none is allowed
-    high            the largest S at which none overflows
-    low             the smallest S at which no tensor loses more than the acceptable share of its numbers to zero
+    flushed(S)      the number of elements of a tensor that x * S rounds to zero; decreases with S
+    overflow(S)     the number of elements that overflow; increases with S. None is allowed, since one skips the step
+    high            the largest S at which no element overflows
+    low             the smallest S at which no tensor loses more than the accepted share of its elements to zero
 
-The scale advised lies at or below high / 2^headroom, so that gradients may grow by that much. Of those scales it
-flushes fewest numbers, then leaves fewest subnormal; of equally good ones it is 1, or else the one in the middle, so
-that gradients may shrink too.
+The recommended scale is at most high / 2^headroom, so that gradients can grow by this factor. Among these scales, it is
+one that flushes the fewest elements, and then leaves the fewest subnormal. Among equally good scales, it is 1 or
+otherwise the middle one, so that gradients can shrink, too.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from halfstep.numerics.statistics.counts import Statistics, checked_scale, stati
 from halfstep.numerics.statistics.named_tensors import named_tensors
 from halfstep.numerics.statistics.updates import UpdateLoss, last_updates, lost_updates
 
-EXPONENTS = np.arange(-126, 127)  # of the scales considered: those that GradScaler allows
+EXPONENTS = np.arange(-126, 127)  # log2 of the scales that are compared: those that GradScaler allows
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What ends the interval of scales on one side.
+    """The parameter that limits the interval of scales on one side.
 
     Attributes:
-        name: of the parameter.
-        scale: the first scale, one factor of two outside, that is not allowed.
-        share: of the parameter's numbers that are lost there.
+        name: The name of the parameter.
+        scale: The first scale outside of the interval, a factor of two beyond its end.
+        share: The share of the parameter's finite nonzero elements that is lost at this scale.
     """
 
     name: str
@@ -51,21 +51,25 @@ class Limit:
 
 @dataclass(frozen=True)
 class ScaleAdvice:
-    """Made by `advise_scale`.
+    """A recommended loss scale and its reasons, as returned by `advise_scale`.
 
     Attributes:
-        format: of the gradients.
-        scale: the power of two to use.
-        low, high: the interval of scales that lose no more than `share`; low > high if there is none.
-        below, above: what limits it; None where nothing does.
-        share, headroom: as asked for.
-        lost: the share of all numbers that are flushed at `scale`.
-        verdict: ``"unscaled"`` (the format suffices as it is), ``"scaled"`` (with loss scaling), ``"bf16"`` (its range
-            is too narrow, bf16's is not), ``"neither"``.
-        statistics: of the gradients at `scale`.
-        updates: by format name, how many updates weights kept in it without a master would lose; empty if not asked.
-        notes: what to know about the gradients.
-        curves: what every scale would lose.
+        format: The format of the gradients.
+        scale: The recommended loss scale, a power of two.
+        low: The smallest scale at which no tensor loses more than `share` of its elements.
+        high: The largest scale at which nothing overflows. If it is below `low`, no scale is good enough.
+        below: The parameter that limits the scale from below; None if none does.
+        above: The parameter that limits the scale from above; None if none does.
+        share: The accepted share of elements flushed to zero, as passed to `advise_scale`.
+        headroom: The bits by which gradients can grow before they overflow, as passed to `advise_scale`.
+        lost: The share of all finite nonzero elements that are flushed at `scale`.
+        verdict: ``"unscaled"`` (the format suffices without loss scaling), ``"scaled"`` (with loss scaling), ``"bf16"``
+            (the format's range is too small, but that of bf16 suffices) or ``"neither"``.
+        statistics: The statistics of the gradients at `scale`.
+        updates: By name of a format, the updates that would be lost if weights were kept in it without a master; empty
+            if no updates were passed.
+        notes: Remarks about the gradients.
+        curves: The losses at every scale.
     """
 
     format: Format
@@ -85,16 +89,16 @@ class ScaleAdvice:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """``(low, high)``, or None if no scale is good enough."""
+        """The interval ``(low, high)`` of good scales; None if there is none."""
         return (self.low, self.high) if self.low <= self.high else None
 
     @property
     def exponents(self) -> list[int]:
-        """log2 of the scales that were considered: those of `curves`."""
+        """log2 of the scales of `curves`."""
         return EXPONENTS.tolist()
 
     def updates_lost(self, format: str) -> float | None:
-        """The share of all updates that weights kept in a format would lose; None if it was not measured."""
+        """The share of all updates that weights in a format would lose without a master; None if not measured."""
         found = self.updates.get(format)
         if found is None:
             return None
@@ -102,12 +106,12 @@ class ScaleAdvice:
 
     @property
     def needs_master(self) -> bool | None:
-        """Whether weights in bf16 need an fp32 master, in that more than `share` of updates is lost; None: unknown."""
+        """Whether bf16 weights without an fp32 master lose more than `share` of updates; None if not measured."""
         lost = self.updates_lost("bf16")
         return None if lost is None else lost > self.share
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The recommendation as a dict that can be written as JSON."""
         limits = {
             name: limit and {"name": limit.name, "scale": limit.scale, "share": limit.share}
             for name, limit in (("below", self.below), ("above", self.above))
@@ -146,7 +150,14 @@ class ScaleAdvice:
 
 @dataclass(frozen=True)
 class Curves:
-    """What is lost at every scale 2^EXPONENTS: int64 (tensors, scales), and how many numbers there are of each."""
+    """The losses at every scale 2^EXPONENTS.
+
+    Attributes:
+        flushed: int64 (tensors, scales), the number of elements that are flushed to zero.
+        subnormal: int64 (tensors, scales), the number of elements that become subnormal.
+        overflow: int64 (tensors, scales), the number of elements that overflow.
+        numbers: int64 (tensors,), the number of finite nonzero elements.
+    """
 
     flushed: np.ndarray
     subnormal: np.ndarray
@@ -155,13 +166,13 @@ class Curves:
 
 
 def _curves(found: Statistics, format: Format) -> Curves:
-    """From the counts at one scale, a power of two, to those at all."""
+    """The losses at all scales from the counts at one, which must be a power of two."""
     cells = found.counts[:, :CELLS].reshape(len(found), ROWS, CLASSES)[:, :ZERO]
     below = np.concatenate([np.zeros((len(found), 1), np.int64), cells.sum(2).cumsum(1)], axis=1)  # below each row
     numbers = below[:, -1]
     shift = EXPONENTS - round(math.log2(found.scale))
 
-    # The row that an exponent has after shifting. The first and the last row hold what has left the range; it stays.
+    # The rows of three thresholds at each scale. Elements in the first and last row have left fp32's range and stay.
     tie, normal, top = (
         (exponent - shift - LOWEST).clip(0, ZERO - 1)
         for exponent in (format.emin - format.mantissa - 1, format.emin, format.emax)
@@ -174,7 +185,7 @@ def _curves(found: Statistics, format: Format) -> Curves:
 
 
 def _counted(gradients: Any, format: Format, scaled_by: float | torch.Tensor) -> Statistics:
-    """The statistics of unscaled gradients, wherever they come from."""
+    """The statistics of the gradients without their scale."""
     factor = checked_scale("scaled_by", float(scaled_by))
     if isinstance(gradients, Statistics):
         if gradients.format != format:
@@ -290,10 +301,10 @@ def advise_scale(
 
 
 def _best(curves: Curves, last: int, first: int, headroom: int) -> int:
-    """The place of the scale to use: see the module's docstring."""
+    """The index of the recommended scale in `EXPONENTS`, as the module's docstring defines it."""
     limit = max(0, last - headroom)
     if limit < first <= last:
-        return first  # to lose no more than is acceptable counts for more than all of the headroom
+        return first  # losing no more than the accepted share matters more than the whole headroom
     flushed, subnormal = (counts.sum(0)[: limit + 1] for counts in (curves.flushed, curves.subnormal))
     good = np.flatnonzero((flushed == flushed[-1]) & (subnormal + flushed == subnormal[-1] + flushed[-1]))
     one = int(np.flatnonzero(EXPONENTS == 0)[0])
@@ -301,7 +312,7 @@ def _best(curves: Curves, last: int, first: int, headroom: int) -> int:
 
 
 def _limit(names: Sequence[str], lost: np.ndarray, numbers: np.ndarray, place: int) -> Limit | None:
-    """The tensor that loses the largest share of its numbers at a scale."""
+    """The tensor that loses the largest share of its elements at the scale with this index."""
     if not 0 <= place < EXPONENTS.size:
         return None
     shares = lost[:, place] / numbers.clip(1)
@@ -310,8 +321,11 @@ def _limit(names: Sequence[str], lost: np.ndarray, numbers: np.ndarray, place: i
 
 
 def _fits_bf16(found: Statistics, share: float) -> bool:
-    """Whether bf16 holds the unscaled numbers. Its overflow begins inside the topmost binade, all of which is taken
-    for too large, since these counts may be those of a format that overflows elsewhere."""
+    """Whether bf16 holds the unscaled gradients.
+
+    bf16 overflows inside its topmost binade. All of that binade counts as too large, because the classes of these
+    counts may belong to a format that overflows at another fraction.
+    """
     form = formats["bf16"]
     curves = _curves(found, form)
     one = int(np.flatnonzero(EXPONENTS == 0)[0])

@@ -1,9 +1,9 @@
-"""Where the elements of tensors fall in a format: zero, flushed, subnormal, normal, overflowing, and how far rounding
-moves them.
+"""Count where the elements of tensors fall in a format: zero, flushed, subnormal, normal or overflowing, and how large
+their relative rounding errors are.
 
-One pass over each tensor (kernels/statistics.py), counted on its device; nothing waits until a number is asked for.
-All counts are exact: as if each element, times a scale that is a power of two without rounding, were rounded to the
-format to nearest, ties to even. A scale that is none multiplies in fp32 first, as a training loop would.
+Each tensor is read once, on its device (kernels/statistics.py), and the host only waits when a result is read. All
+counts are exact. If the scale is a power of two, they are those of the exact product, rounded to the format to nearest,
+ties to even. Any other scale is multiplied in fp32 first, as in a training loop.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from halfstep.numerics.formats.table import Format, formats
 from halfstep.numerics.presentation import shown
 from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
 
-LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # as GradScaler's: the inverse is finite too
+LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # as for GradScaler, so that 1 / scale is finite too
 QUANTILES = (0.5, 0.9, 0.99)
 KINDS = ("zero", "flushed", "subnormal", "normal", "overflow", "infinite", "nan")
 
 
 def grid_of(format: Format) -> Grid:
-    """The format as counting knows it.
+    """The parameters of a format for the kernel that counts.
 
     Raises:
-        ValueError: it is no floating-point format with mantissa bits, or reaches beyond fp32's range.
+        ValueError: the format is not a floating-point format with 1 to 23 mantissa bits, or exceeds fp32's range.
     """
     if format.kind in ("scale", "integer") or not 1 <= format.mantissa <= 23:
         raise ValueError(
@@ -57,15 +57,19 @@ def grid_of(format: Format) -> Grid:
             f"Expected format to be within fp32's range, 2^-149 to 2^127, but got {format.name!r}, with numbers from "
             f"2^{format.emin - format.mantissa} to 2^{format.emax}"
         )
-    # In units of fp32's last place at 2^emax. Half a step beyond the largest number overflows itself if that number's
-    # code is odd, since the tie then goes to the next one.
+    # In units of the last place of an fp32 number with exponent emax. The tie half a step above the largest number
+    # overflows if the code of that number is odd, since it rounds to the next code, which is even.
     threshold = math.ldexp(format.overflow, 23 - format.emax) - (1 << 23)
     overflow = math.ceil(threshold) + (format.largest_code % 2 == 0 and threshold == math.floor(threshold))
     return Grid(23 - format.mantissa, format.emin, format.emax, min(overflow, 1 << 23))
 
 
 def checked_scale(name: str, scale: Any) -> float:
-    """`scale` as the fp32 number it stands for."""
+    """Validate a scale and round it to fp32.
+
+    Raises:
+        ValueError: `scale` is not a number from 2^-126 to 2^126.
+    """
     if isinstance(scale, bool) or not isinstance(scale, Real) or not LEAST_SCALE <= float(scale) <= LARGEST_SCALE:
         raise ValueError(f"Expected {name} to be a number from 2^-126 to 2^126, or a tensor of one, but got {scale!r}")
     return float(np.float32(float(scale)))
@@ -76,14 +80,17 @@ def checked_scale(name: str, scale: Any) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """What was counted of one tensor, or of all.
+    """The counts of one tensor, or of all tensors together.
 
     Attributes:
-        name, dtype: of the tensor.
-        format, scale: what it was counted for.
-        cells: int64 (exponents and specials, classes); see kernels/statistics.py.
-        errors: int64, the histogram of relative rounding errors; None if they were not counted.
-        largest_error: the largest of them, to fp32; None likewise.
+        name: The name of the tensor; "total" for all tensors together.
+        dtype: The dtype of the tensor, such as "float32"; "" for all tensors together.
+        format: The format for which the elements were counted.
+        scale: The factor by which the elements were multiplied.
+        cells: int64 (286, 3), the counts by exponent (280 rows, from -151 on), zeros, infinities and NaNs, and by the
+            class of the fraction; see kernels/statistics.py.
+        errors: int64 (194,), the histogram of the relative rounding errors; None if they were not counted.
+        largest_error: The largest relative rounding error, rounded to fp32; None if errors were not counted.
     """
 
     name: str
@@ -96,48 +103,54 @@ class Row:
 
     @property
     def elements(self) -> int:
-        """How many there are; of a sharded tensor those of this rank, of a sparse one those stored."""
+        """The number of elements: for a sharded tensor those of this rank, for a sparse tensor the stored ones."""
         return int(self.cells.sum())
 
     @property
     def zero(self) -> int:
-        """Exactly zero before any scaling and rounding."""
+        """The number of elements that are zero before they are scaled and rounded."""
         return int(self.cells[ZERO].sum())
 
     @property
     def infinite(self) -> int:
+        """The number of elements that are infinite before they are scaled and rounded."""
         return int(self.cells[INFINITE].sum())
 
     @property
     def nan(self) -> int:
+        """The number of elements that are NaN."""
         return int(self.cells[NOT_A_NUMBER].sum())
 
     @property
     def flushed(self) -> int:
-        """Not zero, and rounded to zero: at most half the smallest number of the format."""
+        """The number of nonzero elements that round to zero: at most half the smallest number of the format."""
         tie = self.format.emin - self.format.mantissa - 1 - LOWEST
         return int(self.cells[:tie].sum() + self.cells[tie, 0])
 
     @property
     def subnormal(self) -> int:
-        """Not flushed, and below the smallest normal number, where the grid is coarser than the format's precision."""
+        """The number of elements below the smallest normal number that are not flushed, kept with fewer bits."""
         return int(self.cells[: self.format.emin - LOWEST].sum()) - self.flushed
 
     @property
     def overflow(self) -> int:
-        """Finite, and rounded beyond the largest number: to infinity, or what the format has in its place."""
+        """The number of finite elements that round beyond the largest number: to infinity, or to its replacement."""
         top = self.format.emax - LOWEST
         return int(self.cells[top, 2] + self.cells[top + 1 : ZERO].sum())
 
     @property
     def normal(self) -> int:
+        """The number of elements that round to numbers of the format with its full precision."""
         return int(self.cells[:ZERO].sum()) - self.flushed - self.subnormal - self.overflow
 
     def share(self, kind: str) -> float:
-        """The share of elements of a kind, one of `KINDS`, from 0 to 1; 0 of a tensor without elements.
+        """The share of the elements that are of one kind, from 0 to 1; 0 for a tensor without elements.
+
+        Args:
+            kind: "zero", "flushed", "subnormal", "normal", "overflow", "infinite" or "nan".
 
         Raises:
-            ValueError: there is no such kind.
+            ValueError: `kind` is none of these.
         """
         if kind not in KINDS:
             raise ValueError(f"Expected kind to be one of {', '.join(map(repr, KINDS))}, but got {kind!r}")
@@ -146,15 +159,15 @@ class Row:
 
     @property
     def lost(self) -> float:
-        """The share of the numbers that are neither zero, infinite nor NaN that are flushed or overflow."""
+        """The share of the finite nonzero elements that are flushed or overflow, from 0 to 1."""
         numbers = int(self.cells[:ZERO].sum())
         return (self.flushed + self.overflow) / numbers if numbers else 0.0
 
     @property
     def exponents(self) -> dict[int, int]:
-        """How many numbers y have the exponent e, 2^e <= |y| < 2^(e + 1), scale included.
+        """The number of scaled elements y by exponent e, where 2^e <= |y| < 2^(e + 1); only exponents that occur.
 
-        -151 stands for all exponents below -150, 128 for all above 127.
+        Exponent -151 includes all smaller exponents, and exponent 128 all larger ones.
         """
         counts = self.cells[:ZERO].sum(1)
         return {int(place) + LOWEST: int(counts[place]) for place in np.flatnonzero(counts)}
@@ -162,13 +175,16 @@ class Row:
     def error_quantile(self, q: float) -> tuple[float, float]:
         """Bounds of the q-quantile of the relative rounding error |y - round(y)| / |y|.
 
-        Over the numbers that neither are zero nor overflow; the flushed ones have an error of 1. The quantile is the
-        least error that a share of at least `q` of them does not exceed. It is known by its bin, of which there are
-        eight per octave.
+        The quantile is the least error that at least a share of `q` of the elements does not exceed. Zeros and
+        elements that overflow have no error; elements that are flushed have an error of 1. The bounds are the ends of
+        the histogram's bin, of which there are eight per octave.
+
+        Args:
+            q: The share, from 0 to 1.
 
         Returns:
-            ``(low, high)``: low <= quantile < high, or the quantile itself, twice, where it is 0 or 1. NaN without
-            numbers.
+            ``(low, high)`` with low <= quantile < high; twice the quantile itself if it is 0 or 1; twice NaN if no
+            element has an error.
 
         Raises:
             ValueError: `q` is not from 0 to 1, or errors were not counted.
@@ -187,7 +203,7 @@ class Row:
         return _edge(place), _edge(place + 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: counts, exponents, and the quantiles' bounds."""
+        """The counts, exponents and bounds of error quantiles, as a dict that can be written as JSON."""
         made: dict[str, Any] = {"name": self.name, "dtype": self.dtype, "elements": self.elements}
         made |= {kind: getattr(self, kind) for kind in KINDS}
         made["exponents"] = {str(exponent): count for exponent, count in self.exponents.items()}
@@ -199,19 +215,21 @@ class Row:
 
 
 def _edge(place: int) -> float:
-    """The lower end of a bin of the error histogram."""
+    """The lower end of a bin of the histogram of errors."""
     octave, part = divmod(place - 1, PER_OCTAVE)
     return math.ldexp(1 + part / PER_OCTAVE, octave - 24)
 
 
 class Statistics(Sequence[Row]):
-    """Where tensors fall in a format. Made by `statistics`; reading anything but names waits for the device, once.
+    """Where tensors fall in a format, as counted by `statistics`.
 
-    A sequence of one `Row` per tensor, in the order given; ``found["name"]`` is a tensor's row, `total` that of all.
+    A sequence with one `Row` per tensor, in the order in which they were given. ``found["name"]`` is the row of one
+    tensor, and ``found.total`` that of all tensors together. Reading anything but `names` and `format` waits for the
+    device, once.
 
     Attributes:
-        names: of the tensors.
-        format: the format.
+        names: The names of the tensors.
+        format: The format for which they were counted.
     """
 
     def __init__(
@@ -231,7 +249,7 @@ class Statistics(Sequence[Row]):
     # ------------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> Statistics:
-        """Wait for the device and fetch the counts, if that was not done. Returns itself."""
+        """Wait for the device and copy the counts to the host, unless that was done before. Returns itself."""
         if self._counts is None:
             columns = self._counted[0][0].shape[1] if self._counted else width(True)
             counts = np.zeros((len(self.names), columns), dtype=np.int64)
@@ -244,13 +262,14 @@ class Statistics(Sequence[Row]):
 
     @property
     def counts(self) -> np.ndarray:
-        """int64 (tensors, columns): all there is, as kernels/statistics.py has it."""
+        """int64 (tensors, columns): all counts, in the order that kernels/statistics.py describes."""
         self.read()
         assert self._counts is not None
         return self._counts
 
     @property
     def scale(self) -> float:
+        """The factor by which the elements were multiplied."""
         self.read()
         assert isinstance(self._scale, float)
         return self._scale
@@ -279,7 +298,7 @@ class Statistics(Sequence[Row]):
 
     @property
     def total(self) -> Row:
-        """All tensors together."""
+        """The counts of all tensors together."""
         counts = self.counts
         together = counts.sum(0)
         if counts.shape[1] > CELLS:
@@ -289,9 +308,10 @@ class Statistics(Sequence[Row]):
     # ------------------------------------------------------------------------------------------------------ combining
 
     def at(self, scale: float) -> Statistics:
-        """What would have been counted at another scale, without errors, from the same counts.
+        """The statistics at another scale, computed from these counts, without errors.
 
-        Exact for all numbers that this scale left within fp32's range, which are all if it is 1 and none was fp64.
+        They are exact for all elements that are within fp32's range at this scale. At a scale of 1, these are all
+        elements, except of fp64 tensors.
 
         Raises:
             ValueError: `scale` is out of range or is not this one times a power of two.
@@ -307,14 +327,14 @@ class Statistics(Sequence[Row]):
         moved = np.zeros_like(cells)
         moved[:, ZERO:] = cells[:, ZERO:]
         where = (np.arange(ZERO) + shift).clip(0, ZERO - 1)
-        # What has left the range does not come back.
+        # The exponents of elements that have left fp32's range are not known, so they stay in the outermost rows.
         where[0], where[-1] = 0, ZERO - 1
         for place, new in enumerate(where):
             moved[:, new] += cells[:, place]
         return self._with(moved.reshape(len(self), CELLS), float(np.float32(scale)))
 
     def relabelled(self, scale: float) -> Statistics:
-        """The same counts as those of other elements at another scale: of gradients that were scaled when counted."""
+        """The same counts with another scale, for gradients that were already scaled when they were counted."""
         return self._with(self.counts, scale)
 
     def _with(self, counts: np.ndarray, scale: float) -> Statistics:
@@ -323,10 +343,10 @@ class Statistics(Sequence[Row]):
         return made
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Of the same tensors counted elsewhere or at another time: what was counted of both, by name.
+        """Add the counts of two statistics by name, such as those of two ranks or of two steps.
 
         Raises:
-            ValueError: formats, scales or what was counted differ.
+            ValueError: they have different formats or scales, or only one has errors.
         """
         if (self.format, self.scale, self.counts.shape[1:]) != (other.format, other.scale, other.counts.shape[1:]):
             raise ValueError(
@@ -352,7 +372,7 @@ class Statistics(Sequence[Row]):
     # -------------------------------------------------------------------------------------------------------- showing
 
     def worst(self, limit: int | None = None) -> list[Row]:
-        """The tensors that lose most to flushing and overflow first, then those with most subnormals."""
+        """The rows by share of elements lost to flushing and overflow, the largest first, then by subnormal share."""
         found = sorted(self, key=lambda row: (-row.lost, -row.share("subnormal")))
         return found if limit is None else found[:limit]
 
@@ -378,7 +398,7 @@ class Statistics(Sequence[Row]):
         return self.table(limit=20)
 
     def __repr__(self) -> str:
-        # Without waiting for the device, as a debugger may ask at any time.
+        # This does not wait for the device, because debuggers call it at any time.
         return f"<Statistics of {len(self)} tensors in {self.format.name}>"
 
     def picture(self, path: str | Path) -> None:

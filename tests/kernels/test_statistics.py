@@ -180,6 +180,64 @@ def test_long_and_short_and_strided_tensors_in_one_call() -> None:
     examine(tensors, "fp16", 2.0**10)
 
 
+def distributions(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors for which a window of exponents around the largest one of a sample fits, barely fits, or does not."""
+    generator = torch.Generator().manual_seed(11)
+
+    def numbers(n: int, exponents: torch.Tensor) -> torch.Tensor:
+        fractions = 1 + torch.randint(0, 2**23, (n,), generator=generator) * 2.0**-23
+        signs = 1 - 2 * torch.randint(0, 2, (n,), generator=generator)
+        return torch.ldexp(fractions.double() * signs, exponents).to(FP32)
+
+    n = 2100
+    normal = torch.randn(n, generator=generator)
+    every = torch.arange(n) % 300 - 160
+    edges = torch.tensor([2.0**e for e in range(-24, 8)])
+    edges = torch.cat([edges, edges.nextafter(torch.tensor(torch.inf)), edges.nextafter(torch.tensor(0.0))])
+    far, rare = torch.full((n,), 2.0**-70), torch.zeros(n)
+    far[0], far[7], rare[3], rare[1000] = 3.0, 2.0**-90, 5.0, 1e-30
+    mixed = torch.where(torch.arange(n) % 2 == 0, normal, 1e-30 * normal)
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 1.0]).repeat(300)
+    made = [
+        normal,
+        torch.full((n,), 1.5),
+        torch.full((n,), 2.0**-7),
+        torch.zeros(n),
+        numbers(n, every),
+        far,
+        rare,
+        mixed,
+    ]
+    made += [torch.cat([torch.ones(1), edges, torch.ones(500)]), special, torch.full((n,), torch.nan), 1e-40 * normal]
+    made += [1e35 * normal, 2e-31 * normal, normal.round(), torch.full((n,), torch.inf)]
+    return [values.to(dtype) for values in made]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "scale", "inverted"),
+    [
+        (FP32, "fp16", None, False),
+        (FP32, "fp32", 2.0**-100, False),
+        (FP32, "bf16", 2.0**100, True),
+        (FP32, "e4m3fn", 3.0, False),
+        (FP16, "e4m3fn", 2.0**4, False),
+        (FP16, "e5m2", 2.0**-126, False),
+        (BF16, "e4m3fn", 2.0**-12, False),
+        (BF16, "fp16", 2.0**126, False),
+    ],
+)
+def test_every_distribution(dtype: torch.dtype, name: str, scale: float | None, inverted: bool) -> None:
+    examine(distributions(dtype), name, scale, inverted)
+
+
+def test_ends_that_fill_no_line_of_16_bytes() -> None:
+    values = torch.randn(CHUNK + 40, generator=torch.Generator().manual_seed(6))
+    for dtype in DTYPES:
+        whole = values.to(dtype)
+        tensors = [whole[first : first + length] for first in (0, 1, 3, 7) for length in (1, 5, 8, 1027)]
+        examine([*tensors, whole[5:]], "e5m2")
+
+
 def test_counts_are_added_to_rows_of_ones_choice() -> None:
     tensors = [torch.tensor([1.0, 0.0]), torch.full((40000,), 2.0**-30), torch.tensor([1e6], dtype=BF16)]
     for name in ALL:
