@@ -486,9 +486,9 @@ def count_kernel(
         biggest = tl.maximum(biggest, largest)
 
     place, found = _gather(cells, LANES)
-    third = (place * 43) >> 7  # place // 3, for places below 64
-    exponent = lowest + third - 127 + shift
-    kind = place - third * _CLASSES
+    third = place * 43  # 128 times a third of it, and a little more: for places below 64, quotient and remainder follow
+    exponent = lowest + (third >> 7) - 127 + shift
+    kind = ((third & 127) * _CLASSES) >> 7
     cell = (tl.minimum(tl.maximum(exponent, _LOWEST), _HIGHEST) - _LOWEST) * _CLASSES + kind
     # Besides the zeros, place 63 counts the lanes beyond the end, and the elements that were counted apart.
     idle = (bulk + BLOCK - 1) // BLOCK * BLOCK - bulk

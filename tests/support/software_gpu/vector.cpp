@@ -365,6 +365,7 @@ template <class T> void scalars(const std::string &b) {
     logical("s_andn2_b" + b, [](bool &, T x, T y) -> T { return x & ~y; });
     logical("s_orn2_b" + b, [](bool &, T x, T y) -> T { return x | ~y; });
     logical("s_not_b" + b, [](bool &, T x) -> T { return ~x; });
+    logical("s_bcnt1_i32_b" + b, [](bool &, T x) -> u32 { return u32(std::popcount(x)); });
     logical("s_lshl_b" + b, [](bool &, T x, u32 by) -> T { return x << (by % (8 * sizeof(T))); });
     logical("s_lshr_b" + b, [](bool &, T x, u32 by) -> T { return x >> (by % (8 * sizeof(T))); });
     using S = std::make_signed_t<T>;
