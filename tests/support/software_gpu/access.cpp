@@ -378,7 +378,9 @@ u8 *shared_place(Warp &w, int lane, u64 address, int bytes) {
         if (stored || unordered(byte.read, me))
             fail(w, lane, text("atomic operation on byte %lu of shared memory, which another thread %s with no barrier "
                                "between", address + k, stored ? "wrote" : "read"));
-        byte.write = {BY_ATOMICS, -1, me.phase, me.step};
+        // Of one warp as long as no other one takes part: what that warp does next need only be ordered within it.
+        bool alone = byte.write.phase != me.phase || byte.write.warp == me.warp;
+        byte.write = {BY_ATOMICS, alone ? me.warp : -1, me.phase, me.step};
     }
     return place;
 }

@@ -559,6 +559,15 @@ void vector_floats() {
     op("v_rsq_f64", [](f64 a) -> f64 { return coarse(1 / std::sqrt(a)); });
 }
 
+template <class F> void save_exec(const char *name, F) {
+    table[name] = {[](Wave &w, const WaveInstruction &i) {
+        u64 before = w.pair(EXEC), after = F{}(before, operand<u64>(words(w, i.operands[1]), i.operands[1], 0));
+        w.set_pair(EXEC, after);
+        w.set_pair(i.operands[0].index, before);
+        w.scc = after != 0;
+    }, 2};
+}
+
 void scalar_integers() {
     scalars<u32>("32");
     scalars<u64>("64");
@@ -609,13 +618,8 @@ void scalar_integers() {
     });
     test("s_bitcmp0_b32", [](u32 a, u32 at) -> bool { return !(a >> (at & 31) & 1); });
     test("s_bitcmp1_b32", [](u32 a, u32 at) -> bool { return a >> (at & 31) & 1; });
-    auto save = [](Wave &w, const WaveInstruction &i) {
-        u64 before = w.pair(EXEC), mask = operand<u64>(words(w, i.operands[1]), i.operands[1], 0);
-        w.set_pair(EXEC, before & mask);
-        w.set_pair(i.operands[0].index, before);
-        w.scc = (before & mask) != 0;
-    };
-    table["s_and_saveexec_b64"] = {save, 2};
+    save_exec("s_and_saveexec_b64", [](u64 before, u64 mask) -> u64 { return before & mask; });
+    save_exec("s_or_saveexec_b64", [](u64 before, u64 mask) -> u64 { return before | mask; });
 }
 
 }  // namespace
