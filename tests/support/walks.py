@@ -29,12 +29,19 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # The functions inside adam.cpp, reached from a file that includes it: what is tested is what the optimizer runs.
 WRAPPER = """
 #include "{source}"
-extern "C" void split_join(const float* from, uint16_t* weight, int16_t* remainder, float* back, int64_t n) {{
-    split(from, (bf16*)weight, remainder, n);
-    join((const bf16*)weight, remainder, back, n);
-}}
+static Split of(const uint16_t* weight, const int16_t* remainder) {{ return {{(bf16*)weight, (bf16*)remainder}}; }}
 extern "C" void join_only(const uint16_t* weight, const int16_t* remainder, float* back, int64_t n) {{
-    join((const bf16*)weight, remainder, back, n);
+    Split split = of(weight, remainder);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) put(back + i, split.get(i));
+    if (i < n) put_some(back + i, split.get_some(i, n - i), n - i);
+}}
+extern "C" void split_join(const float* from, uint16_t* weight, int16_t* remainder, float* back, int64_t n) {{
+    Split split = of(weight, remainder);
+    int64_t i = 0;
+    for (; i + W <= n; i += W) split.put(i, get(from + i));
+    if (i < n) split.put_some(i, get_some(from + i, n - i), n - i);
+    join_only(weight, remainder, back, n);
 }}
 """
 
