@@ -137,9 +137,9 @@ def _lanes(device: torch.device) -> int:
 
 def most_warps(device: torch.device) -> int:
     """The largest number of warps of a program, which may have `MOST_THREADS` threads."""
-    if INTERPRET:
-        return MOST_THREADS // 32
-    lanes: int = _lanes(device) if device.type == "cuda" else _stand_in().warp_size
+    if device.type == "cuda":
+        return MOST_THREADS // _lanes(device)
+    lanes: int = 32 if INTERPRET else _stand_in().warp_size
     return MOST_THREADS // lanes
 
 

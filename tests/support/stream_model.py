@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from halfstep.kernels import adam, cast, loss_scale, native, statistics, unscale
+from halfstep.kernels import adam, backend, cast, loss_scale, native, statistics, unscale
 
 aten = torch.ops.aten
 FAMILIES = (adam, cast, loss_scale, statistics, unscale)
@@ -201,6 +201,7 @@ class Model:
         if self.kernels == "triton":
             from triton.runtime.interpreter import InterpretedFunction
 
+            enter(mock.patch.object(backend, "_lanes", lambda device: 32))  # the device has no properties
             enter(mock.patch.object(InterpretedFunction, "run", self._interpreted(InterpretedFunction.run)))
         enter(_Deferred(self))
         enter(_Python(self))
