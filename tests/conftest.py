@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import pytest
+import quick_interpreter
 import torch
 
 pytest_plugins = ["durations"]  # tests/support/durations.py
@@ -44,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     elif not HAS_GPU:
         os.environ.setdefault("TRITON_INTERPRET", "1")
         refuse_unlike_versions()
+        quick_interpreter.install()
 
 
 # Of the software GPU: launches by kernel, of this process and, in the one that speaks to the terminal, of its workers.
