@@ -109,7 +109,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 audit: $(VENV)/.test
-	$(BIN)/halfstep bench audit
+	$(BIN)/halfstep bench audit --bounds tests/kernels/audit_bounds.json
 
 # With the peers of the extra `bench` installed, their table and counts too.
 bounds: $(VENV)/.test

@@ -100,8 +100,8 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return json.loads(done.stdout)["variants"]
 
 
-# `make test` compiles for one target of each maker, `make audit` and `make exhaustive` for all.
-SOME, OTHERS = ("sm_90", "gfx942"), ("sm_80", "sm_100")
+# `make test` compiles for one target; `make audit`, which checks the same bounds, and `make exhaustive` for all.
+SOME, OTHERS = ("sm_90",), ("gfx942", "sm_80", "sm_100")
 assert {*SOME, *OTHERS} == set(audit.TARGETS)
 
 
