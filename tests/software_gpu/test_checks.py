@@ -34,25 +34,6 @@ def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
         run(machine, access.replace("+ 0", "+ -4"), torch.zeros(32, dtype=torch.int32))
 
 
-def test_whole_lines_may_be_read_where_a_launch_says_so(machine: SoftwareGPU) -> None:
-    """126 bytes, of which the last line of 16 ends at byte 128."""
-    tensor = torch.zeros(63, dtype=torch.int16)
-    past = r"reaches 2 bytes past its allocation of 126"
-    machine.note_lines(tensor, LINE=8)
-    run(machine, LOAD, tensor)
-    with pytest.raises(RuntimeError, match=past):
-        run(machine, LOAD, tensor)  # said of one launch only
-    machine.note_lines(tensor, LINE=8)
-    with pytest.raises(RuntimeError, match="in no live allocation"):
-        run(machine, LOAD.replace("+ 0", "+ 4"), tensor)
-    machine.note_lines(torch.zeros(63, dtype=torch.int16), LINE=8)  # of another tensor
-    with pytest.raises(RuntimeError, match=past):
-        run(machine, LOAD, tensor)
-    machine.note_lines(tensor, LINE=8)
-    with pytest.raises(RuntimeError, match=past):
-        run(machine, STORE, tensor)
-
-
 def test_a_number_that_looks_like_untouched_memory(machine: SoftwareGPU) -> None:
     """A few bytes at the end of a tensor may hold what the bytes of untouched memory there would."""
     load = "\tld.global.b8 { %rs1 }, [ %rd10 + 1 ];"

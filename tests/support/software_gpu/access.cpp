@@ -77,29 +77,20 @@ std::vector<GlobalByte> &log_of(Launch &launch, const Range &range) {
     return found;
 }
 
-// Whether a load ends in the line that holds the last byte of `range`, where the kernel may read whole lines.
-bool in_last_line(const Settings &settings, const Range &range, u64 end) {
-    for (const Line *line = settings.lines; line < settings.lines + settings.line_count; line++)
-        if (range.holds(line->address, 1) && (end - 1) / line->bytes == (range.end - 1) / line->bytes) return true;
-    return false;
-}
-
 // The allocation of `bytes` bytes at `address`, which must be live, long enough and aligned.
-const Range &checked(Warp &w, int lane, u64 address, int bytes, int aligned, const char *what, bool load = false) {
+const Range &checked(Warp &w, int lane, u64 address, int bytes, int aligned, const char *what) {
     Range &range = w.block->launch->last[w.pc];
     if (!range.holds(address, bytes)) {
         range = memory.find(address);
-        bool in_line = load && in_last_line(*w.block->launch->settings, range, address + bytes);
         if (range.begin == range.end)
             fail(w, lane, text("%s of %d bytes at %#lx, in no live allocation", what, bytes, address));
-        if (address >= range.end && !in_line)
+        if (address >= range.end)
             fail(w, lane,
                  text("%s of %d bytes at %#lx, in no live allocation; the nearest below, of %lu bytes, ends %lu before",
                       what, bytes, address, range.end - range.begin, address - range.end));
-        if (address + bytes > range.end && !in_line)
+        if (address + bytes > range.end)
             fail(w, lane, text("%s of %d bytes at %#lx reaches %lu bytes past its allocation of %lu bytes", what, bytes,
                                address, address + bytes - range.end, range.end - range.begin));
-        if (u64 *to = counts(w); to && address + bytes > range.end) to[BEYOND]++;
     }
     if (address % aligned)
         fail(w, lane, text("%s of %d bytes at %#lx is not aligned to %s", what, bytes, address,
@@ -123,7 +114,7 @@ constexpr size_t MOST_LOGGED = 4 << 20;  // bytes of an allocation whose accesse
 void log_read(Warp &w, int lane, u64 address, int bytes, const Range &range) {
     if (range.end - range.begin > MOST_LOGGED) return;
     std::vector<GlobalByte> &log = log_of(*w.block->launch, range);
-    for (u64 at = address; at < std::min<u64>(address + bytes, range.end); at++) {
+    for (u64 at = address; at < address + bytes; at++) {
         GlobalByte &byte = log[at - range.begin];
         if (byte.writer && (byte.writer - 1) / w.block->launch->threads != w.block->index)
             fail(w, lane, text("load of byte %lu of an allocation of %lu, which block %u writes in the same launch",
@@ -233,7 +224,7 @@ void count_slow(Warp &w) {
 
 const u8 *read_global(Warp &w, int lane, u64 address, int bytes, int aligned) {
     const Settings &settings = *w.block->launch->settings;
-    const Range &range = checked(w, lane, address, bytes, aligned, "load", true);
+    const Range &range = checked(w, lane, address, bytes, aligned, "load");
     check_written(w, lane, address, bytes, range);
     if (settings.races) log_read(w, lane, address, bytes, range);
     return reinterpret_cast<u8 *>(address);

@@ -84,12 +84,12 @@ def summary(launches: Sequence[gpu.Launch], elements: int) -> dict[str, Any]:
         root, the lanes per element; ``sectors`` of 32 bytes per element, of them ``loaded``, and ``fresh`` ones, which
         no instruction of the launch touched before in the same way; ``least``, how many the same bytes need; ``lines``
         per element (halves of 64 bytes loaded, 128 bytes stored); ``wavefronts`` of shared memory per element (not
-        counted for AMD); ``beyond``, loads past the end of an allocation; ``barriers``, ``atomics`` and ``diverged``
-        branches per block of threads; ``trips``, how often a warp ran the access to global memory that it ran most;
-        ``elements``; ``blocks`` of ``threads`` with ``shared_bytes`` of shared memory each.
+        counted for AMD); ``barriers``, ``atomics`` and ``diverged`` branches per block of threads; ``trips``, how often
+        a warp ran the access to global memory that it ran most; ``elements``; ``blocks`` of ``threads`` with
+        ``shared_bytes`` of shared memory each.
     """
     classes = dict.fromkeys([*CLASSES, "arithmetic"], 0)
-    names = ("requests", "sectors", "fresh", "least", "lines", "wavefronts", "beyond", "diverged")
+    names = ("requests", "sectors", "fresh", "least", "lines", "wavefronts", "diverged")
     sums = dict.fromkeys((*names, "issued", "slow", "loaded", "barriers", "atomics"), 0)
     blocks, trips = 0, 0.0
     for launch in launches:
@@ -119,7 +119,6 @@ def summary(launches: Sequence[gpu.Launch], elements: int) -> dict[str, Any]:
         "instructions": whole,
         "classes": by_class,
         **per_element,
-        "beyond": sums["beyond"],
         **per_block,
         "trips": round(trips, 2),
         "elements": elements,

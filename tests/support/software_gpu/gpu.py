@@ -30,9 +30,7 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[2] / "build" / "software_gpu"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # In the order of `Count` in machine.h.
-COUNTS = (
-    *("threads", "warps", "diverged", "requests", "sectors", "least", "lines", "wavefronts", "beyond", "fresh", "slow"),
-)
+COUNTS = ("threads", "warps", "diverged", "requests", "sectors", "least", "lines", "wavefronts", "fresh", "slow")
 
 _LOAD = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 _LAUNCH = ctypes.CFUNCTYPE(
@@ -45,15 +43,12 @@ _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
 )
 Program = ptx.Program | amd.Program
-_NO_LINES = np.empty((0, 2), np.uint64)
+
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 
 
 class _Settings(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("inexact", "races", "reversed", "counting", "line_count")),
-        ("lines", ctypes.c_void_p),
-    ]
+    _fields_ = [(name, ctypes.c_int32) for name in ("inexact", "races", "reversed", "counting")]
 
 
 @dataclass
@@ -139,7 +134,6 @@ class SoftwareGPU:
         for function in (self._machine.protect, self._machine.adopt):
             function.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
         self._foreign: list[int] = []
-        self._lines = _NO_LINES
         self._texts: list[str] = []
         self._programs: dict[tuple[int, str], Program] = {}
         self._failure = ctypes.create_string_buffer(b"")
@@ -239,12 +233,6 @@ class SoftwareGPU:
                 return 1
         return 0
 
-    def note_lines(self, *arguments: Any, LINE: int, **others: Any) -> None:
-        """Allow the next launch to read whole lines of LINE elements where a tensor ends within one."""
-        tensors = [thing for thing in arguments if hasattr(thing, "data_ptr")] if LINE else []
-        lines = [(tensor.data_ptr(), LINE * tensor.element_size()) for tensor in tensors]
-        self._lines = np.array(lines, np.uint64).reshape(-1, 2)
-
     def _launch(self, kernel: int, grid: Any, threads: int, shared: int, stream: int, arguments: int) -> int | None:
         try:
             blocks = max(1, grid[0] - self.short)
@@ -263,8 +251,6 @@ class SoftwareGPU:
             self.settings.races,
             self.settings.reversed,
             self.settings.counting,
-            len(self._lines),
-            self._lines.ctypes.data,
         )
         where = (ctypes.c_int32 * 3)()
         self._machine.approximate(self.settings.inexact)
@@ -279,7 +265,6 @@ class SoftwareGPU:
             counts.ctypes.data_as(ctypes.c_void_p) if counts is not None else None,
             where,
         )
-        self._lines = _NO_LINES
         while self._foreign:
             self._machine.adopt(self._foreign.pop(), 0, 0)
         if failed is not None:

@@ -50,20 +50,13 @@ struct Instruction {
 // What is counted per instruction. ptx.py names them in the same order.
 // FRESH: sectors that no instruction of the launch loaded before, or for stores stored to before. SLOW: warps in which a
 // lane's division or root takes the subroutine that ptxas calls where its short sequence does not hold.
-enum Count { THREADS, WARPS, DIVERGED, REQUESTS, SECTORS, LEAST, LINES, WAVEFRONTS, BEYOND, FRESH, SLOW, COUNTS };
-
-// Loads may reach past the allocation that holds `address`, within the line of `bytes` bytes that holds its last one.
-struct Line {
-    u64 address, bytes;
-};
+enum Count { THREADS, WARPS, DIVERGED, REQUESTS, SECTORS, LEAST, LINES, WAVEFRONTS, FRESH, SLOW, COUNTS };
 
 struct Settings {
     i32 inexact;      // approximations: 0 correctly rounded, 1 and -1 the ends of their error, 2 anywhere between
     i32 races;        // look for races in global memory too
     i32 reversed;     // blocks and warps run last to first
     i32 counting;     // sectors, lines and wavefronts
-    i32 line_count;
-    const Line *lines;
 };
 
 struct Block;
