@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from halfstep.integrations import interrupts, pickle_data
-from halfstep.integrations.pickle_data import DEEPEST, MOST, Function, PickleError
+from halfstep.integrations.pickle_data import DEEPEST, MOST, Function, PickleError, damaged
 
 NUMPY, VALUES = "halfstep.numpy", "values"
 ALIGNMENT = 64
@@ -69,7 +69,7 @@ def bytes_of(storage: torch.UntypedStorage) -> memoryview:
     return memoryview(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy())  # type: ignore[arg-type]
 
 
-# ----------------------------------------------------------------------------------------------------- what can be kept
+# ------------------------------------------------------------------------------------------- values that can be written
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
 _ADVICE: tuple[tuple[type, str], ...] = (
@@ -90,7 +90,7 @@ def _refuse(where: str, what: str, remedy: str) -> ArchiveError:
 
 def _refuse_type(where: str, value: Any) -> ArchiveError:
     kind = type(value)
-    remedy = "save what it is made of"
+    remedy = "save its parts"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         remedy = "save dataclasses.asdict(...)"
     else:
@@ -101,7 +101,7 @@ def _refuse_type(where: str, value: Any) -> ArchiveError:
     return _refuse(where, f"a {kind.__module__}.{kind.__qualname__}".replace("builtins.", ""), remedy)
 
 
-def kept(value: Any, where: str) -> Any:
+def writable(value: Any, where: str) -> Any:
     """`value` as it is written: with copied containers, tensors without Python attributes, and numpy values as dicts.
 
     Raises:
@@ -118,7 +118,7 @@ def kept(value: Any, where: str) -> Any:
         if isinstance(value, dict):
             check(value, where)
             if NUMPY in value:
-                raise _refuse(where, f"a dict with the key {NUMPY!r}", "take another name for it")
+                raise _refuse(where, f"a dict with the key {NUMPY!r}", "use another key")
             found = [walk(one, f"{where}[{key!r}]", depth + 1) for key, one in value.items()]
             items = dict(zip(value, (one for one, _ in found), strict=True))
             became: Any = items if kind is dict else kind(items)
@@ -127,7 +127,7 @@ def kept(value: Any, where: str) -> Any:
             became = kind([one for one, _ in found])
         size = 1 + sum(own for _, own in found)
         if size > MOST + len(known) + len(found):
-            raise _refuse(where, f"a container that stands for {size:,} values", "save what it repeats once")
+            raise _refuse(where, f"a container that expands to {size:,} values", "save repeated values once")
         return became, size
 
     def check(keys: Any, where: str) -> None:
@@ -212,7 +212,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Zip:
-    """A zip file written from front to back, every entry with 64-bit sizes."""
+    """Writes a zip file sequentially, with 64-bit sizes in every entry."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.at = stream, 0
@@ -226,10 +226,11 @@ class _Zip:
         size, crc, begin, path = memoryview(data).nbytes, 0, self.at, f"archive/{name}".encode()
         for part in parts(data):
             crc = zlib.crc32(part, crc)
-        # Until 45: needs 64-bit sizes. No flags, stored, 1980-01-01, the earliest date there is.
+        # 45: the version of the format with 64-bit sizes. Then no flags, uncompressed, and 1980-01-01, the earliest
+        # date that can be stored.
         common = struct.pack("<HHHHHLLLH", 45, 0, 0, 0, 0x21, crc, 0xFFFFFFFF, 0xFFFFFFFF, len(path))
         front = 30 + len(path) + 20 + 4
-        padding = struct.pack("<HH", 0x4246, -(begin + front) % ALIGNMENT)  # "FB", torch's sign for padding
+        padding = struct.pack("<HH", 0x4246, -(begin + front) % ALIGNMENT)  # "FB" marks padding, as in torch's archives
         extra = struct.pack("<HHQQ", 1, 16, size, size) + padding + b"\0" * (-(begin + front) % ALIGNMENT)
         self._write(b"PK\x03\x04" + common + struct.pack("<H", len(extra)) + path + extra)
         for part in parts(data):
@@ -249,12 +250,17 @@ class _Zip:
 
 
 def write(stream: Any, value: Any, where: str) -> None:
-    """Write `value` to what has a ``write``, from front to back, as an archive that `read` and torch.load read.
+    """Write `value` to `stream`, sequentially, as an archive for `read` and `torch.load`.
+
+    Args:
+        stream: an object with a method ``write``.
+        value: the value.
+        where: the name of `value` in error messages.
 
     Raises:
-        ArchiveError: something in it could not be read; nothing was written.
+        ArchiveError: a part of `value` could not be restored. Nothing was written.
     """
-    value = kept(value, where)
+    value = writable(value, where)
     text = io.BytesIO()
     pickler = _Pickler(text)
     pickler.dump(value)
@@ -273,7 +279,7 @@ def write(stream: Any, value: Any, where: str) -> None:
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A part of a file, usable as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -300,7 +306,7 @@ class _Slice(io.RawIOBase):
 
 
 class Entries:
-    """The entries of an archive, by name below its folder: where their bytes lie, and the bytes."""
+    """The entries of an archive, by their names within its folder."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self.slice = _Slice(file, offset, length)
@@ -308,16 +314,16 @@ class Entries:
             infos = archive.infolist()
         pickled = [info.filename for info in infos if info.filename.endswith("/data.pkl")]
         if len(pickled) != 1:
-            raise ArchiveError("it has no data.pkl, or several")
+            raise ArchiveError("it does not have exactly one data.pkl")
         folder = pickled[0].removesuffix("data.pkl")
         self.infos = {info.filename.removeprefix(folder): info for info in infos}
         if len(self.infos) != len(infos):
-            raise ArchiveError("a name stands in it twice")
-        # What may still be read: entries that lie in one another would be read again and again.
-        self.length = self.left = length
+            raise ArchiveError("two of its entries have the same name")
+        self.length = length
+        self._unread = length  # Overlapping entries could otherwise be read many times.
 
     def place(self, name: str) -> slice:
-        """Where the bytes of an entry lie in the archive, which they do."""
+        """The byte range of an entry, within the archive."""
         if name not in self.infos:
             raise ArchiveError(f"its entry {name[:100]} is missing")
         info = self.infos[name]
@@ -326,19 +332,19 @@ class Entries:
         header = bytearray(30)
         self.slice.seek(info.header_offset)
         if self.slice.readinto(header) != 30 or header[:4] != b"PK\x03\x04":
-            raise ArchiveError(f"its entry {name} does not begin where the directory says")
+            raise ArchiveError(f"its entry {name} does not begin at the offset that the directory gives")
         start = self.slice.tell() + sum(struct.unpack("<HH", header[26:]))
         if start + info.file_size > self.length:
-            raise ArchiveError(f"its entry {name} has {info.file_size:,} bytes, which are not there")
+            raise ArchiveError(f"its entry {name} has {info.file_size:,} bytes, which end beyond the archive")
         return slice(start, start + info.file_size)
 
     def read(self, name: str) -> torch.Tensor:
-        """The bytes of an entry, in memory of their own."""
+        """The bytes of an entry, copied into new memory."""
         place = self.place(name)
         size = place.stop - place.start
-        if size > self.left:
-            raise ArchiveError(f"its entry {name} lies in others")
-        self.left -= size
+        if size > self._unread:
+            raise ArchiveError(f"its entry {name} overlaps others")
+        self._unread -= size
         self.slice.seek(place.start)
         memory = torch.empty(size, dtype=torch.uint8, device="cpu")
         for part in parts(memory.numpy()):
@@ -357,17 +363,17 @@ class _Storage:
 
 
 def _built_tensor(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *rest: Any) -> torch.Tensor:
-    """A view into a storage, as `torch._utils._rebuild_tensor_v2` makes it, nowhere beyond its end."""
+    """A view of a storage, as `torch._utils._rebuild_tensor_v2` creates it, and within the storage."""
     dtype = storage.dtype if type(storage) is _Storage else None
     if rest and isinstance(rest[0], torch.dtype):
         dtype, rest = rest[0], rest[1:]
     whole = [offset, *size, *stride] if type(size) is tuple and type(stride) is tuple else [None]
     if dtype is None or hooks or any(rest) or not all(type(one) is int and 0 <= one < 2**63 for one in whole):
-        raise PickleError("it is damaged: a tensor is made of something else")
+        raise damaged("a tensor")
     count = math.prod(size)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if count else -1
     if count >= 2**63 or len(size) > 64 or (last + 1) * dtype.itemsize > storage.memory.numel():
-        raise PickleError(f"a tensor of shape {list(size)} reaches beyond its storage")
+        raise PickleError(f"a tensor of shape {list(size)} extends beyond its storage")
     view = torch.empty(0, dtype=dtype, device="cpu")
     view.set_(storage.memory.untyped_storage(), offset if count else 0, size, stride)
     return view.requires_grad_() if grad and (dtype.is_floating_point or dtype.is_complex) else view
@@ -375,13 +381,13 @@ def _built_tensor(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, 
 
 def _built_parameter(data: Any, grad: Any, hooks: Any) -> torch.Tensor:
     if type(data) is not torch.Tensor or hooks:
-        raise PickleError("it is damaged: a parameter is made of something else")
+        raise damaged("a parameter")
     return torch.nn.Parameter(data, bool(grad) and (data.is_floating_point() or data.is_complex()))
 
 
 def _built_sparse(layout: Any, data: Any) -> torch.Tensor:
     if type(data) is not tuple or len(data) < 3 or not all(type(one) is torch.Tensor for one in data[:2]):
-        raise PickleError("it is damaged: a sparse tensor is made of something else")
+        raise damaged("a sparse tensor")
     indices, values, size = data[:3]
     made = torch.sparse_coo_tensor(
         indices, values, size, dtype=values.dtype, device="cpu", check_invariants=True, requires_grad=False
@@ -396,20 +402,20 @@ def _layout(name: Any) -> None:
 
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise PickleError("it is damaged: bytes are made of something else")
+        raise damaged("a bytes object")
     return text.encode("latin1")
 
 
 def _bytearray(data: Any = b"") -> bytearray:
     if type(data) is not bytes:
-        raise PickleError("it is damaged: bytes are made of something else")
+        raise damaged("a bytearray")
     return bytearray(data)
 
 
 def _collection(kind: type) -> Function:
     def made(values: Any = ()) -> Any:
         if type(values) not in (list, tuple, dict):
-            raise PickleError(f"it is damaged: a {kind.__name__} is made of something else")
+            raise damaged(f"a {kind.__name__}")
         pickle_data.check_keys(values)
         return kind(values)
 
@@ -417,9 +423,9 @@ def _collection(kind: type) -> Function:
 
 
 def size_of(values: Any) -> torch.Size:
-    """A `torch.Size` of a tuple of whole numbers from 0 to below 2^63."""
+    """A `torch.Size` from a tuple of integers in [0, 2^63)."""
     if type(values) is not tuple or not all(type(one) is int and 0 <= one < 2**63 for one in values):
-        raise PickleError("it is damaged: a size is made of something else")
+        raise damaged("a size")
     return torch.Size(values)
 
 
@@ -458,29 +464,30 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 
 def _leaf(value: Any) -> Any:
-    """numpy's values as they were; anything else as it is."""
+    """Numpy values converted back from dicts; other values unchanged."""
     if type(value) is dict and NUMPY in value:
         kind, values = value[NUMPY], value.get(VALUES)
         fits = type(values) is torch.Tensor and (kind == "array" or (kind == "scalar" and not values.dim()))
         if not fits or len(value) != 2:
-            raise PickleError("it is damaged: a numpy value is made of something else")
+            raise damaged("a numpy value")
         assert values is not None
         array = values.numpy()
-        return array if kind == "array" else array[()]  # a scalar of numpy's
+        return array if kind == "array" else array[()]  # a numpy scalar
     if isinstance(value, (torch.Tensor, dict)) or type(value) in _PLAIN | {set, frozenset}:
         return value
-    raise PickleError("it is damaged: it names something and does not use it")
+    raise PickleError("it is damaged: it contains a function or a type as a value")
 
 
 def read(file: BinaryIO, offset: int = 0, length: int | None = None) -> Any:
-    """What an archive in a file holds, on the CPU.
+    """The value that an archive contains, on the CPU.
 
     Args:
-        file: open, and seekable.
-        offset, length: where the archive lies in it; without, it is the whole file.
+        file: an open, seekable file.
+        offset: the offset of the archive in the file, in bytes.
+        length: the length of the archive, in bytes; None for all bytes from `offset` to the end of the file.
 
     Raises:
-        ArchiveError: it is damaged, or holds what no checkpoint needs.
+        ArchiveError: the archive is damaged, or contains something that no checkpoint needs.
         OSError: the file cannot be read.
     """
     if length is None:
@@ -494,16 +501,19 @@ def read(file: BinaryIO, offset: int = 0, length: int | None = None) -> Any:
         def persistent(named: Any) -> _Storage:
             tag, dtype, key, _, numbers = named
             if tag != "storage" or not isinstance(dtype, torch.dtype) or type(key) is not str:
-                raise PickleError("it is damaged: a storage is made of something else")
+                raise damaged("a storage")
             if key not in storages:
                 storages[key] = entries.read(f"data/{key}")
             if type(numbers) is not int or numbers != storages[key].numel() // dtype.itemsize:
-                raise PickleError(f"its storage {key} has {storages[key].numel():,} bytes, and should have others")
+                raise PickleError(
+                    f"its storage {key} has {storages[key].numel():,} bytes, not those of "
+                    f"{pickle_data.described(numbers)} elements of {dtype}"
+                )
             return _Storage(dtype, storages[key])
 
         pickled = entries.read("data.pkl").numpy().tobytes()
         value = pickle_data.read(pickled, _NAMES, persistent)
-        return pickle_data.settled(value, _leaf, MOST + len(pickled))
+        return pickle_data.resolved(value, _leaf, MOST + len(pickled))
     except ArchiveError:
         raise
     except (zipfile.BadZipFile, struct.error, EOFError, RuntimeError, ArithmeticError) as error:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from halfstep.integrations import archive, pickle_data
 from halfstep.integrations.checkpoint_files import CheckpointError
-from halfstep.integrations.pickle_data import Function, Node, PickleError
+from halfstep.integrations.pickle_data import Function, Node, PickleError, damaged
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -38,18 +38,18 @@ _DCP = "torch.distributed.checkpoint"
 def _one_of(*allowed: Any) -> Function:
     """A function that accepts one of some values and returns nothing, since its result is not used."""
 
-    def taken(value: Any) -> None:
+    def check(value: Any) -> None:
         if value not in allowed:
             raise PickleError(f"expected one of {', '.join(map(str, allowed))}, but got {pickle_data.described(value)}")
 
-    return Function(taken)
+    return Function(check)
 
 
 _MEMORY_FORMAT = _one_of(0, 1, 2)
 
 
 def _member(kind: Any, name: Any) -> None:
-    """``getattr(_MEM_FORMAT_ENCODING, name)``, by which Python 3.11.0 to 3.11.3 pickle members of enums."""
+    """``getattr(_MEM_FORMAT_ENCODING, name)``: Python 3.11.0 to 3.11.3 pickle the members of enums this way."""
     if kind is not _MEMORY_FORMAT or name not in (
         "TORCH_CONTIGUOUS_FORMAT",
         "TORCH_CHANNELS_LAST",
@@ -80,10 +80,10 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 
 def read(folder: Path) -> Metadata:
-    """The metadata of a folder, of which everything that it points to is there.
+    """The metadata of a folder. All files and byte ranges that it refers to exist.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit the files.
+        CheckpointError: the metadata cannot be read, or does not match the files.
     """
     if not (folder / METADATA).is_file():
         raise CheckpointError(f"its file {METADATA} is missing")
@@ -95,31 +95,27 @@ def read(folder: Path) -> Metadata:
     return metadata
 
 
-def _damaged(what: str) -> PickleError:
-    return PickleError(f"it is damaged: {what} is made of something else")
-
-
 def _fields(node: Any, kind: str) -> dict[str, Any]:
     if type(node) is not Node or node.kind != kind or type(node.state) not in (dict, type(None)):
-        raise _damaged(f"a {kind}")
+        raise damaged(f"a {kind}")
     return node.state or {}
 
 
 def _dict(value: Any, what: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
-        raise _damaged(what)
+        raise damaged(what)
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise _damaged("a name")
+        raise damaged("a name")
     return value
 
 
-def _whole(value: Any, what: str) -> int:
+def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise _damaged(what)
+        raise damaged(what)
     return value
 
 
@@ -129,23 +125,25 @@ def _metadata(root: Any) -> Metadata:
         _text(name): _entry(name, node)
         for name, node in _dict(fields.get("state_dict_metadata"), "the list of tensors").items()
     }
-    places = {
-        _text(name): _place(place) for name, place in _dict(fields.get("planner_data") or {}, "the names").items()
+    paths = {
+        _text(name): _path(path) for name, path in _dict(fields.get("planner_data") or {}, "the list of paths").items()
     }
-    if not places.keys() <= contents.keys():
-        raise PickleError(f"it has a place for {next(iter(places.keys() - contents.keys()))!r}, and no such entry")
+    if not paths.keys() <= contents.keys():
+        raise PickleError(f"it has a path for {next(iter(paths.keys() - contents.keys()))!r}, but no such entry")
     stored = {
-        _index(index): _stored(info) for index, info in _dict(fields.get("storage_data"), "the list of places").items()
+        _index(index): _stored(info)
+        for index, info in _dict(fields.get("storage_data"), "the list of byte ranges").items()
     }
-    return Metadata(contents, places, stored, StorageMeta())
+    return Metadata(contents, paths, stored, StorageMeta())
 
 
-def _place(place: Any) -> tuple[str | int, ...]:
-    if type(place) is not tuple or not 1 <= len(place) <= pickle_data.DEEPEST:
-        raise _damaged("a place")
-    if not all(type(part) is str or (type(part) is int and 0 <= part < 2**31) for part in place):
-        raise _damaged("a place")
-    return place
+def _path(path: Any) -> tuple[str | int, ...]:
+    """The keys of an entry in nested dicts and lists."""
+    if type(path) is not tuple or not 1 <= len(path) <= pickle_data.DEEPEST:
+        raise damaged("a path")
+    if not all(type(key) is str or (type(key) is int and 0 <= key < 2**31) for key in path):
+        raise damaged("a path")
+    return path
 
 
 def _entry(name: str, node: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -154,16 +152,16 @@ def _entry(name: str, node: Any) -> TensorStorageMetadata | BytesStorageMetadata
     fields = _fields(node, "TensorStorageMetadata")
     properties, size, chunks = (fields.get(key) for key in ("properties", "size", "chunks"))
     if type(properties) is not Node or properties.kind != "TensorProperties" or type(properties.state) is not tuple:
-        raise _damaged("a dtype")
+        raise damaged("a dtype")
     dtype = properties.state[0] if properties.state else None
     if type(dtype) is not torch.dtype or type(size) is not torch.Size or type(chunks) is not list:
-        raise _damaged("a tensor's entry")
+        raise damaged("a tensor's entry")
     found = {}
     for chunk in chunks:
         parts = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = parts.get("offsets"), parts.get("sizes")
         if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
-            raise _damaged("a tensor's part")
+            raise damaged("a tensor's part")
         found[offsets, sizes] = ChunkStorageMetadata(offsets, sizes)
     entry = TensorStorageMetadata(TensorProperties(dtype=dtype), size, list(found.values()))
     _check_parts(name, entry)
@@ -171,19 +169,19 @@ def _entry(name: str, node: Any) -> TensorStorageMetadata | BytesStorageMetadata
 
 
 def _check_parts(name: str, entry: TensorStorageMetadata) -> None:
-    """Raise unless a tensor's parts lie within it, apart from each other, and leave nothing out."""
+    """Raise unless a tensor's parts lie within the tensor, do not overlap and cover it completely."""
     size, chunks = entry.size, entry.chunks
     where = f"its tensor {name[:100]!r} of shape {list(size)[:16]}"
     for chunk in chunks:
         ends = zip(chunk.offsets, chunk.sizes, size, strict=False)
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(at + long > all_ for at, long, all_ in ends):
-            raise PickleError(f"{where} has a part that is not in it")
+            raise PickleError(f"{where} has a part that extends beyond it")
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-        raise PickleError(f"{where} has parts that are not all of it")
+        raise PickleError(f"{where} has parts that do not cover it exactly")
     full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(full) < 2:
         return
-    # From front to back along the dimension that is cut most often; held against those that have not ended there.
+    # Sweep along the dimension with the most cuts. Each part is compared with the parts that have not ended yet.
     along = max(range(len(size)), key=lambda dim: len({chunk.offsets[dim] for chunk in full}))
     full.sort(key=lambda chunk: chunk.offsets[along])
     open_: list[ChunkStorageMetadata] = []
@@ -203,7 +201,7 @@ def _index(node: Any) -> MetadataIndex:
     fields = _fields(node, "MetadataIndex")
     offset = fields.get("offset")
     if type(offset) not in (torch.Size, type(None)):
-        raise _damaged("a tensor's place")
+        raise damaged("a tensor's offset")
     return MetadataIndex(_text(fields.get("fqn")), offset)
 
 
@@ -214,11 +212,11 @@ def _stored(node: Any) -> _StorageInfo:
         raise PickleError(f"expected the name of a file in the folder, but got {name[:100]!r}")
     if fields.get("transform_descriptors"):
         raise PickleError("expected files without compression and encryption, but got compressed or encrypted ones")
-    return _StorageInfo(name, _whole(fields.get("offset"), "a place"), _whole(fields.get("length"), "a length"))
+    return _StorageInfo(name, _count(fields.get("offset"), "an offset"), _count(fields.get("length"), "a length"))
 
 
 def _check_storage(metadata: Metadata, folder: Path) -> None:
-    """Raise unless all that is listed lies in the folder's files, each with bytes of its own."""
+    """Raise unless each entry lies in a file of the folder, and no two entries share bytes."""
     needed: dict[MetadataIndex, int] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -231,7 +229,7 @@ def _check_storage(metadata: Metadata, folder: Path) -> None:
     for index, size in needed.items():
         info = metadata.storage_data.get(index)
         if info is None or info.length < size:
-            raise PickleError(f"it does not say where {index.fqn[:100]!r} lies, or gives it too few bytes")
+            raise PickleError(f"it has no byte range for {index.fqn[:100]!r}, or one that is too short")
         files.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length))
     for name, ranges in files.items():
         path = folder / name
@@ -241,4 +239,4 @@ def _check_storage(metadata: Metadata, folder: Path) -> None:
         ranges.sort()
         apart = all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
         if not stat.S_ISREG(known.st_mode) or ranges[-1][1] > known.st_size or not apart:
-            raise PickleError(f"it does not fit the file {name}: {known.st_size:,} bytes")
+            raise PickleError(f"it does not match the file {name}, which has {known.st_size:,} bytes")

@@ -260,7 +260,7 @@ def _serialize_beside(state: dict[str, Any], beside: dict[str, Any], kept: io.By
     _refuse_uneven_parts(_leaves(state, ""))
     objects = [(name, value) for name, value in _leaves(state, "") if not isinstance(value, torch.Tensor)]
     for name, value in (*objects, *beside.items()):
-        archive.kept(value, name)
+        archive.writable(value, name)
     archive.write(kept, beside, "")
 
 

@@ -1,4 +1,4 @@
-"""Count during training where gradients fall in their format, at a small cost every few steps."""
+"""Count the exponents of gradients during training, at a small cost every few steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AmpReport:
 
 
 class AmpMonitor:
-    """Count gradients every `every` steps, on their device and without a wait; `report` summarizes the counts.
+    """Count gradients every `every` steps, on their device and without synchronization; `report` summarizes the counts.
 
     Call `step` after ``backward()`` and before ``optimizer.step()``, or call ``monitor.attach(optimizer)`` once. The
     current loss scale is divided out of scaled gradients. The counts of all steps are added, so the memory does not
@@ -137,11 +137,11 @@ class AmpMonitor:
             self._collect(self._scale_of(optimizer))
 
     def _scale_of(self, optimizer: torch.optim.Optimizer | None) -> torch.Tensor | None:
-        """What gradients are multiplied by, on the device; None if they are not."""
+        """The loss scale of the current gradients, on the device; None if they are not scaled."""
         scaler = self._scaler
         if scaler is None or not scaler.is_enabled():
             return None
-        # torch's scaler knows an optimizer by what it was given, ours by the one inside wrappers.
+        # torch's scaler keys its states by the optimizer that it was given, ours by the one inside wrappers.
         for known in () if optimizer is None else {id(optimizer), id(unwrapped(optimizer))}:
             states = scaler._per_optimizer_states
             if known in states and states[known]["stage"] is OptState.UNSCALED:
@@ -182,7 +182,7 @@ class AmpMonitor:
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted, for a checkpoint; on the CPU. Waits for the device."""
+        """The counts, on the CPU, for a checkpoint. Waits for the device."""
         counts = torch.zeros(len(self._parameters), width(False), dtype=torch.int64, device="cpu")
         for table in self._counts.values():
             counts += table.cpu()
@@ -195,10 +195,10 @@ class AmpMonitor:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Continue from the counts that `state_dict` returned.
 
         Raises:
-            ValueError: it is of another format or of other parameters.
+            ValueError: the counts are of another format or of other parameters.
         """
         for key, own in (("format", self.format.name), ("names", list(self._parameters))):
             if state_dict[key] != own:
@@ -217,14 +217,14 @@ class AmpMonitor:
         names = list(self._parameters)
         dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in self._parameters.values()]
         tables = list(self._counts.values()) or [torch.zeros(len(names), width(False), dtype=torch.int64, device="cpu")]
-        # On one device as a rule. A copy, since counting goes on.
+        # Usually one device. A copy, since counting continues.
         table = tables[0].clone()
         for other in tables[1:]:
             table += other.to(table.device, non_blocking=True)
         return Statistics(names, dtypes, self.format, 1.0, [(table, range(len(names)))])
 
     def report(self, share: float = 1e-3, headroom: int = 2) -> AmpReport:
-        """What the gradients counted so far come to. Waits for the device.
+        """Summarize the gradients counted so far. Waits for the device.
 
         Args:
             share, headroom: as in `halfstep.advise_scale`.
@@ -243,5 +243,5 @@ class AmpMonitor:
 
 
 def _at(found: Statistics, scale: float) -> Statistics:
-    """At the power of two at or below a scale, which only a growth factor of one's own makes something else."""
+    """At the largest power of two that is not above a scale. Only other growth factors than 2 make a difference."""
     return found.at(2.0 ** (math.frexp(scale)[1] - 1))

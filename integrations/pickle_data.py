@@ -1,12 +1,12 @@
-"""Pickles read as data: nothing that they name is looked up, imported or called.
+"""Read pickles as data: nothing that they name is looked up, imported or called.
 
-A pickle is a program for a stack machine. This one knows the opcodes that torch's checkpoints are written with, those
-of Python 2 too, and a table, given by the caller, of the names that they may use. A name means what the table says: a
-value, or a `Function` of ours. Everything else is an error.
+A pickle is a program for a stack machine. This machine implements the opcodes that torch writes in checkpoints,
+including those of Python 2. The caller passes a table of the names that a pickle may use. The table maps each name to a
+value or to a `Function` of ours; any other name is an error.
 
-Memory and time are in proportion to the pickle: the memo is a dict, so its numbers reserve nothing, no length in the
-file is believed before the bytes are there, and what functions copy is counted. Keys are small, and `settled` refuses a
-few bytes that stand for a giant tree.
+Memory and time are proportional to the size of the pickle. The memo is a dict, so a large index allocates nothing. A
+length is compared with the remaining bytes before anything is allocated, and the values that functions copy are
+counted. The size of keys is limited, and `resolved` refuses a few bytes that expand to a huge tree.
 
 Source of the opcodes: https://docs.python.org/3/library/pickletools.html.
 """
@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 LARGEST = 1 << 30  # bytes of a pickle
-DEEPEST = 100  # containers in containers
-MOST = 10_000_000  # values that containers which stand in several places may add up to, beyond the bytes they take
-_LINE = 1000  # bytes of one: a module, a name, a number
-# A key's parts: as many are hashed and compared each time, and each level of them is a call in C that nothing counts.
+DEEPEST = 100  # levels of nested containers
+# A container that occurs several times counts each time. This many values are allowed in addition to the bytes read.
+MOST = 10_000_000
+_LINE = 1000  # bytes of a line with a module, a name or a number
+# The largest number of parts of a key. Each lookup hashes and compares all of them, in C, where no limit applies.
 _LARGEST_KEY = 1000
 _PLAIN_KEYS = {str, int, float, bool, bytes, complex, type(None), torch.dtype, torch.device}
 _NESTED_KEYS = {tuple, frozenset, torch.Size}
@@ -35,23 +36,28 @@ _SIZED = {str, bytes, bytearray, list, tuple, dict, OrderedDict, set, frozenset}
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or asks for what no checkpoint needs."""
+    """A pickle that is damaged, or uses a name or an instruction that no checkpoint needs."""
+
+
+def damaged(what: str) -> PickleError:
+    """The error for a part of a file that does not have the expected structure."""
+    return PickleError(f"it is damaged: {what} is malformed")
 
 
 def described(value: Any) -> str:
-    """A value in a few characters; only the type of one that a few bytes may have made endless."""
+    """A short text for an error message: the value, or only its type if its text might be very long."""
     small = isinstance(value, int) and -(2**64) < value < 2**64
     return repr(value)[:100] if small or isinstance(value, (str, float, torch.dtype)) else type(value).__name__
 
 
 class Function(NamedTuple):
-    """What a name stands for that is called, or made an object of: this function of ours."""
+    """The function of ours that replaces a function or class named in a pickle."""
 
     call: Callable[..., Any]
 
 
 class Node:
-    """An object as data: its kind, and the state that was saved."""
+    """An object read as data: its kind, and the state that was saved."""
 
     __slots__ = ("kind", "state")
 
@@ -66,40 +72,40 @@ Persistent = Callable[[Any], Any]
 
 
 def check_keys(keys: Iterable[Any]) -> None:
-    """Raise unless all may be keys of a dict or elements of a set."""
+    """Raise unless all values are allowed as keys of a dict or elements of a set."""
     for key in keys:
         if isinstance(key, Node) or (type(key) is str and len(key) <= _LARGEST_KEY):
             continue
-        left, seen = [key], 0
-        while left:
-            part = left.pop()
-            seen += 1
-            if type(part) is int:  # it is hashed each time, and long strings are compared
-                seen += part.bit_length() // 64
+        pending, cost = [key], 0
+        while pending:
+            part = pending.pop()
+            cost += 1
+            if type(part) is int:  # hashed at every lookup; long strings are compared
+                cost += part.bit_length() // 64
             elif type(part) in (str, bytes):
-                seen += len(part) // 1024
-            if type(part) in _NESTED_KEYS and seen + len(left) + len(part) <= _LARGEST_KEY:
-                left.extend(part)
-            elif type(part) not in _PLAIN_KEYS or seen > _LARGEST_KEY:
-                raise PickleError(f"a key is made of a {type(part).__name__}, or of more than {_LARGEST_KEY} parts")
+                cost += len(part) // 1024
+            if type(part) in _NESTED_KEYS and cost + len(pending) + len(part) <= _LARGEST_KEY:
+                pending.extend(part)
+            elif type(part) not in _PLAIN_KEYS or cost > _LARGEST_KEY:
+                raise PickleError(f"a key contains a {type(part).__name__}, or more than {_LARGEST_KEY} parts")
 
 
 def read(data: bytes, table: Table, persistent: Persistent | None = None) -> Any:
-    """What a pickle says.
+    """Returns the value of a pickle.
 
     Args:
         data: the pickle.
-        table: what (module, name) stands for.
-        persistent: what a persistent id stands for; None: there must be none.
+        table: the value or `Function` for each (module, name).
+        persistent: returns the value for a persistent id; None if the pickle must not contain any.
 
     Raises:
-        PickleError: it is damaged, or asks for a name or an opcode that is not known.
+        PickleError: the pickle is damaged, or uses an unknown name or opcode.
     """
     return next(sequence(data, table, persistent))[0]
 
 
 def sequence(data: bytes | mmap.mmap, table: Table, persistent: Persistent | None = None) -> Iterator[tuple[Any, int]]:
-    """What each of several pickles says that stand one behind the other, and where it ends; see `read`."""
+    """Yields the value and the end offset of each of several consecutive pickles; see `read`."""
     machine = _Machine(data, table, persistent)
     while True:
         try:
@@ -122,7 +128,7 @@ class _Machine:
 
     def run(self) -> Any:
         self.stack: list[Any] = []
-        self.below: list[list[Any]] = []  # the stacks under the marks
+        self.below: list[list[Any]] = []  # the stacks below the marks
         self.memo: dict[int, Any] = {}
         self.end = min(len(self.data), self.at + LARGEST)
         self.copies = MOST + self.end - self.at  # values and bytes that functions may still copy
@@ -132,7 +138,7 @@ class _Machine:
             code = self.data[self.at]
             self.at += 1
             if code in _PUSHED:
-                value = _PUSHED[code](self)  # which may put another stack in the place of this one
+                value = _PUSHED[code](self)  # may replace self.stack
                 self.stack.append(value)
             elif code in _DONE:
                 _DONE[code](self)
@@ -152,10 +158,10 @@ class _Machine:
         return int.from_bytes(self.take(size), "little")
 
     def string(self, length: int) -> bytes:
-        """Bytes behind as many bytes with their number."""
-        size, left = self.unsigned(length), self.end - self.at
-        if size > left:
-            raise PickleError(f"a string in it is {size:,} bytes long, and {left:,} are there")
+        """A string of bytes, preceded by its size in `length` bytes."""
+        size, remaining = self.unsigned(length), self.end - self.at
+        if size > remaining:
+            raise PickleError(f"a string in it is {size:,} bytes long, but only {remaining:,} bytes follow")
         return self.take(size)
 
     def line(self) -> bytes:
@@ -170,7 +176,7 @@ class _Machine:
 
     def last(self, count: int) -> list[Any]:
         if len(self.stack) < count:
-            raise PickleError("it takes more from its stack than is there")
+            raise PickleError("it removes more values from its stack than the stack holds")
         found = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return found
@@ -183,18 +189,18 @@ class _Machine:
         except KeyError:
             raise PickleError(f"it asks for {module}.{name}, which no checkpoint needs") from None
 
-    def called(self, what: Any, arguments: Any) -> Any:
-        if type(what) is not Function or type(arguments) is not tuple:
+    def called(self, function: Any, arguments: Any) -> Any:
+        if type(function) is not Function or type(arguments) is not tuple:
             raise PickleError("it calls something that is not a function")
         self.copies -= len(arguments) + sum(len(one) for one in arguments if type(one) in _SIZED)
         if self.copies < 0:
             raise PickleError(f"it copies more than {MOST:,} values")
-        return what.call(*arguments)
+        return function.call(*arguments)
 
     def put_items(self, pairs: list[Any]) -> None:
         target = self.stack[-1]
         if not isinstance(target, dict):
-            raise PickleError(f"it puts a key into a {type(target).__name__}")
+            raise PickleError(f"it adds a key to a {type(target).__name__}")
         keys = pairs[::2]
         check_keys(keys)
         target.update(zip(keys, pairs[1::2], strict=True))
@@ -207,7 +213,7 @@ class _Machine:
             check_keys(elements)
             target.update(elements)
         else:
-            raise PickleError(f"it puts elements into a {type(target).__name__}")
+            raise PickleError(f"it adds elements to a {type(target).__name__}")
 
     def put_into_memo(self, number: int) -> None:
         self.memo[number] = self.stack[-1]
@@ -221,10 +227,10 @@ class _Machine:
         self.stack.append(node)
         if type(node) is Node and node.state is None:
             node.state = state
-        elif type(node) is not OrderedDict:  # of which torch keeps the versions of modules in attributes
-            raise PickleError("it gives a state to what has none")
+        elif type(node) is not OrderedDict:  # torch stores the versions of modules in attributes of one
+            raise PickleError("it sets the state of a value that has none")
 
-    def ask(self) -> Any:
+    def persistent_value(self) -> Any:
         if self.persistent is None:
             raise PickleError("it has a persistent id, which only tensors have")
         return self.persistent(self.stack.pop())
@@ -245,12 +251,12 @@ class _Machine:
 
 
 def _number(form: str) -> Callable[[_Machine], Any]:
-    known = struct.Struct(form)
-    return lambda m: known.unpack(m.take(known.size))[0]
+    binary = struct.Struct(form)
+    return lambda m: binary.unpack(m.take(binary.size))[0]
 
 
-def _sized(length: int, made: Callable[[bytes], Any]) -> Callable[[_Machine], Any]:
-    return lambda m: made(m.string(length))
+def _sized(length: int, decode: Callable[[bytes], Any]) -> Callable[[_Machine], Any]:
+    return lambda m: decode(m.string(length))
 
 
 def _text(data: bytes) -> str:
@@ -261,11 +267,11 @@ def _latin(data: bytes) -> str:
     return str(data, "latin-1")
 
 
-def _whole(data: bytes) -> int:
+def _integer(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
-def _written(line: bytes) -> int | bool:
+def _decimal(line: bytes) -> int | bool:
     return line == b"01" if line in (b"00", b"01") else int(line.removesuffix(b"L"))
 
 
@@ -274,8 +280,8 @@ _pushed: _Opcodes = {
     **{b"N": lambda m: None, b"\x88": lambda m: True, b"\x89": lambda m: False},
     **{b")": lambda m: (), b"}": lambda m: {}, b"]": lambda m: []},
     **{b"J": _number("<i"), b"K": _number("<B"), b"M": _number("<H"), b"G": _number(">d")},
-    **{b"\x8a": _sized(1, _whole), b"\x8b": _sized(4, _whole)},
-    **{b"I": lambda m: _written(m.line()), b"L": lambda m: _written(m.line()), b"F": lambda m: float(m.line())},
+    **{b"\x8a": _sized(1, _integer), b"\x8b": _sized(4, _integer)},
+    **{b"I": lambda m: _decimal(m.line()), b"L": lambda m: _decimal(m.line()), b"F": lambda m: float(m.line())},
     **{b"\x8c": _sized(1, _text), b"X": _sized(4, _text), b"\x8d": _sized(8, _text)},
     **{b"U": _sized(1, _latin), b"T": _sized(4, _latin), b"V": lambda m: str(m.line(), "raw-unicode-escape")},
     b"S": lambda m: _latin(codecs.escape_decode(m.line().strip()[1:-1])[0]),
@@ -292,7 +298,7 @@ _pushed: _Opcodes = {
     b"c": lambda m: m.named(_text(m.line()), _text(m.line())),
     b"\x93": lambda m: m.named(*m.last(2)),
     **{code: lambda m: m.called(*m.last(2)) for code in (b"R", b"\x81")},
-    **{b"Q": _Machine.ask, b"2": lambda m: m.stack[-1]},
+    **{b"Q": _Machine.persistent_value, b"2": lambda m: m.stack[-1]},
 }
 _done: _Opcodes = {
     **{b"(": _Machine.mark, b"0": lambda m: m.last(1), b"1": _Machine.since_mark, b"b": _Machine.build},
@@ -306,16 +312,17 @@ _done: _Opcodes = {
 _PUSHED, _DONE = ({ord(code): function for code, function in some.items()} for some in (_pushed, _done))
 
 
-def settled(value: Any, leaf: Callable[[Any], Any], largest: int) -> Any:
-    """`value` with `leaf` of everything in it that is no list or tuple, and of each dict once it is settled.
+def resolved(value: Any, leaf: Callable[[Any], Any], largest: int) -> Any:
+    """Replaces each value inside `value` by `leaf` of it, except lists and tuples; a dict after its own values.
 
-    Lists and dicts are changed in place. Whoever walks the result meets at most `largest` values, however few bytes
-    they were, and never goes deeper than `DEEPEST`.
+    Lists and dicts are changed in place. A traversal of the result visits at most `largest` values, no matter how few
+    bytes encode them, and at most `DEEPEST` levels.
 
     Raises:
-        PickleError: it is larger or deeper, or contains itself.
+        PickleError: `value` is larger or deeper, or contains itself.
     """
-    known: dict[int, tuple[Any, Any, int]] = {}  # by id: the value, which must stay alive, what it became, its size
+    # By id: the value (to keep it alive), its replacement, and the number of values that it contains (0: unknown yet).
+    known: dict[int, tuple[Any, Any, int]] = {}
 
     def walk(value: Any, depth: int) -> tuple[Any, int]:
         kind = type(value)
@@ -333,7 +340,7 @@ def settled(value: Any, leaf: Callable[[Any], Any], largest: int) -> Any:
         found = [walk(value[key], depth + 1) for key in keys]
         size = 1 + sum(own for _, own in found)
         if size > largest:
-            raise PickleError(f"it stands for more than {largest:,} values")
+            raise PickleError(f"it expands to more than {largest:,} values")
         became = value
         if kind is tuple:
             became = tuple(one for one, _ in found)

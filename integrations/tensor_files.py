@@ -225,7 +225,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name occurs in it twice")
     return dict(pairs)
 
 

@@ -26,10 +26,10 @@ from halfstep.integrations.archive import NAMES, Entries
 from halfstep.integrations.pickle_data import Function, Node, PickleError, described
 
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
-_END = b"PK\x05\x06"  # of an archive: this and 18 bytes, with nothing behind it in torch's
+_END = b"PK\x05\x06"  # starts the last 22 bytes of an archive; nothing follows in torch's files
 _END_LENGTH = 22
 _LARGEST = 2**63
-_ALIGNED = 16  # bytes: the largest element
+_ALIGNED = 16  # bytes: the size of the largest element
 
 
 class Refused(PickleError):
@@ -41,7 +41,7 @@ class Unsuitable(ValueError):
 
 
 class Storage(NamedTuple):
-    """Where a tensor's elements lie: which storage of the file, of what, and from which element on."""
+    """The location of a tensor's elements: a storage of the file, its dtype and size, and the first element."""
 
     key: str
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Storage(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A tensor: `torch._utils._rebuild_tensor_v2`'s arguments."""
+    """A dense tensor: the arguments of `torch._utils._rebuild_tensor_v2`."""
 
     storage: Storage
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class Dense(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """A sparse tensor: its layout by name, and `torch._utils._rebuild_sparse_tensor`'s data."""
+    """A sparse tensor: the arguments of `torch._utils._rebuild_sparse_tensor`."""
 
     layout: Any
     data: Any
@@ -111,14 +111,14 @@ def _dtype(given: Any) -> torch.dtype:
 
 def _typed(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     if function in _NAMES.values() and function.call not in _REBUILDS.values():
-        raise PickleError("it makes a tensor with what makes none")
+        raise PickleError("it creates a tensor with a function that does not create tensors")
     return function.call(*arguments)
 
 
-def _container(kind: type, made: type, values: Any = ()) -> Any:
-    if values and not isinstance(values, kind):
-        raise PickleError(f"it makes a {made.__name__} of a {type(values).__name__}")
-    return made(values)
+def _container(source: type, result: type, values: Any = ()) -> Any:
+    if values and not isinstance(values, source):
+        raise PickleError(f"it creates a {result.__name__} from a {type(values).__name__}")
+    return result(values)
 
 
 def _refused(name: str, *arguments: Any) -> Any:
@@ -126,7 +126,7 @@ def _refused(name: str, *arguments: Any) -> Any:
 
 
 class _Names(dict[tuple[str, str], Any]):
-    """What a name stands for. One that is not known may stand in a file, and be a value there, but not be called."""
+    """The meaning of names. An unknown name may be a value in the file, but calling it is an error."""
 
     def __missing__(self, name: tuple[str, str]) -> Any:
         return Function(partial(_refused, ".".join(name)[:200]))
@@ -143,10 +143,10 @@ _NAMES = _Names(NAMES | {("torch._utils", name): Function(made) for name, made i
 _NAMES["torch._tensor", "_rebuild_from_type_v2"] = Function(_typed)
 _NAMES["torch.serialization", "_get_layout"] = Function(lambda name: name)
 _NAMES["collections", "Counter"] = Function(partial(_container, dict, dict))
-for _module in ("builtins", "__builtin__"):  # tensors may stand in sets, and their descriptions could not
+for _module in ("builtins", "__builtin__"):  # sets may contain tensors, whose descriptions are not hashable
     _NAMES[_module, "set"] = Function(partial(_container, list, list))
     _NAMES[_module, "frozenset"] = Function(partial(_container, list, tuple))
-# Objects without tensors, which are nobody's concern here.
+# Objects that contain no tensors. Their values are not needed.
 _NAMES |= dict.fromkeys(
     (
         *(("torch", "device"), ("builtins", "complex"), ("__builtin__", "complex"), ("_codecs", "encode")),
@@ -162,10 +162,12 @@ _NAMES |= dict.fromkeys(
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[Any, Storages]]:
-    """The content of the file, with `Dense`, `Sparse` and `Meta` in the place of tensors, and the bytes of a storage.
+    """The content of a file, with `Dense`, `Sparse` and `Meta` in place of tensors, and the bytes of its storages.
 
     Raises:
-        PickleError, Unsuitable: see there; a damaged file may raise anything else too.
+        PickleError: the file is damaged.
+        Unsuitable: the file cannot be read.
+        Exception: any other exception may be raised for a damaged file.
     """
     with open(path, "rb") as file:
         if file.read(4) == b"PK\x03\x04":
@@ -175,8 +177,8 @@ def opened(path: Path) -> Iterator[tuple[Any, Storages]]:
 
 
 def _storages(path: Path, place: Callable[[str], slice]) -> Storages:
-    """The bytes of storages, each mapped or, where vector instructions could not read it, copied once."""
-    # Written to, a page becomes a copy of its own, so torch does not warn of memory that must not be written.
+    """The bytes of storages, mapped into memory; a storage that is not aligned for its elements is copied once."""
+    # Copy-on-write: writes do not reach the file, and torch does not warn about read-only memory.
     data = torch.from_numpy(np.memmap(path, np.uint8, "c"))
     held: dict[str, torch.Tensor] = {}
 
@@ -196,13 +198,13 @@ def _archive(path: Path, file: Any) -> tuple[Any, Storages]:
     end = last.rfind(_END)
     if end < 0:
         raise PickleError("the end of its archive is missing: it was cut off")
-    if end + _END_LENGTH < len(last):  # more than torch writes, so it is one of ours, with a checksum
+    if end + _END_LENGTH < len(last):  # more than torch writes: the checksum of a file written by halfstep
         complaint = checkpoint_files.complaint(path)
         if complaint is not None:
             raise Unsuitable(f"is damaged: {complaint}")
     entries = Entries(file, 0, size)
     if min(entry.header_offset for entry in entries.infos.values()):
-        raise Unsuitable("has something before its archive, as shards have; give a whole checkpoint in one file")
+        raise Unsuitable("has data before its archive, as shards have; give a complete checkpoint in one file")
     if "constants.pkl" in entries.infos:
         raise Unsuitable("is a TorchScript archive, which is a program; save a state_dict instead")
     if "byteorder" in entries.infos and entries.read("byteorder").numpy().tobytes() != b"little":
@@ -229,7 +231,7 @@ def _sequence(path: Path, file: Any) -> tuple[Any, Storages]:
     size, places = os.fstat(file.fileno()).st_size, {}
     for key in keys:
         if key not in named:
-            raise PickleError(f"it has a storage {described(key)} that no tensor lies in")
+            raise PickleError(f"it has a storage {described(key)} that no tensor uses")
         end = start + 8 + named[key].elements * named[key].dtype.itemsize
         if end > size:
             raise PickleError(
@@ -241,11 +243,11 @@ def _sequence(path: Path, file: Any) -> tuple[Any, Storages]:
 
 
 def tensor(found: Dense | Sparse | Meta, storages: Storages) -> torch.Tensor:
-    """The tensor that is described, with the file for its memory.
+    """The described tensor, as a view of its storage.
 
     Raises:
-        PickleError: it does not lie within its storage.
-        Unsuitable: its layout is none that can be read.
+        PickleError: the tensor extends beyond its storage.
+        Unsuitable: its layout is not supported.
     """
     if isinstance(found, Dense):
         return _dense(found, storages)
@@ -262,13 +264,13 @@ def tensor(found: Dense | Sparse | Meta, storages: Storages) -> torch.Tensor:
 
 
 def _numbers(given: Any, what: str) -> None:
-    """Complain unless it is a tuple of whole numbers of up to 63 bits."""
+    """Raise unless `given` is a tuple of integers in [0, 2^63)."""
     if not isinstance(given, tuple) or not all(type(n) is int and 0 <= n < _LARGEST for n in given):
         raise PickleError(f"a tensor's {what} is not a tuple of integers")
 
 
 def _size(given: Any) -> None:
-    """Complain unless it is a size that torch takes."""
+    """Raise unless `given` is a size that torch accepts."""
     _numbers(given, "size")
     if len(given) > 64 or math.prod(n or 1 for n in given) >= _LARGEST:
         raise PickleError(f"a tensor's size is {str(given)[:100]}, which is too large")
@@ -288,6 +290,6 @@ def _dense(found: Dense, storages: Storages) -> torch.Tensor:
         raise PickleError(
             f"a tensor of size {found.size} ends at byte {end:,} of a storage of {len(held):,}: it was changed"
         )
-    made = held[first:end].view(found.dtype).as_strided(found.size, found.stride)
-    made = made.conj() if found.conjugate else made
-    return made.neg() if found.negative else made
+    values = held[first:end].view(found.dtype).as_strided(found.size, found.stride)
+    values = values.conj() if found.conjugate else values
+    return values.neg() if found.negative else values

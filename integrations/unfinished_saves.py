@@ -1,4 +1,4 @@
-"""Temporary names of saves, and removal of what killed saves have left.
+"""Temporary names of saves, and removal of the files that killed saves have left.
 
 A save uses a unique name, ``.halfstep-TOKEN``, and keeps the file ``.halfstep-TOKEN.lock`` locked until it ends. The
 system releases the lock when the process ends for any reason. A process that can take the lock therefore knows that the
@@ -42,13 +42,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def replaced_name(path: Path) -> str | None:
-    """The name that a folder had before another one began to take its place; None if it is no such folder."""
+    """The name that a folder had before another one replaced it; None for any other folder."""
     match = _OURS.fullmatch(path.name) or _LEGACY.fullmatch(path.name)
     return match["name"] if match else None
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder; a folder loses its name first, so that no part of it is taken for a checkpoint."""
+    """Remove a file or a folder. A folder is renamed first, so that no partly removed one is read as a checkpoint."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -66,7 +66,7 @@ def _token() -> str:
 
 
 def _locked(descriptor: int) -> bool | None:
-    """Whether this process now holds the lock of a file that is open; None where there are no locks."""
+    """Whether this process now holds the lock of an open file; None if the file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -79,20 +79,20 @@ def _locked(descriptor: int) -> bool | None:
 
 
 class UnfinishedSave:
-    """A name of one's own in `folder`: ``path``. What is still there when it ends is removed."""
+    """A save in progress, under a unique temporary name in `folder`: ``path``."""
 
     def __init__(self, folder: Path) -> None:
         while True:
             self.path = folder / f".halfstep-{_token()}"
             self._lock = self.path.with_name(f"{self.path.name}.lock")
             self._descriptor = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-            # Before it is locked, another process may take it for a dead one's.
+            # Another process may have removed the file before it was locked.
             if _locked(self._descriptor) is not False and self._lock.exists():
                 return
             os.close(self._descriptor)
 
     def put_in_place(self, path: Path) -> None:
-        """Give it, complete, its name, in place of what may have it already, at no moment without either."""
+        """Rename the complete save to `path`, which may exist. At any time, either the old or the new one is valid."""
         replaced = self.path.with_name(f"{self.path.name}.replaced-{path.name}")
         if self.path.is_dir():
             sync_folder(self.path)
@@ -104,14 +104,14 @@ class UnfinishedSave:
             try:
                 os.replace(self.path, path)
                 break
-            except OSError as error:  # another process has put its own there since
+            except OSError as error:  # another process has created `path` since
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
         sync_folder(path.parent)
         remove(replaced)
 
     def end(self) -> None:
-        """Remove what is still there, and the lock."""
+        """Remove the lock, and the files of a save that was not put in place."""
         _finish(self.path)
         with contextlib.suppress(OSError):
             self._lock.unlink(missing_ok=True)
@@ -119,14 +119,14 @@ class UnfinishedSave:
 
 
 def clear(folder: Path) -> None:
-    """Remove what dead saves have left in `folder`, and finish what they had begun."""
+    """Remove the files that killed saves have left in `folder`, and restore checkpoints that they had renamed."""
     for path in sorted(folder.glob(".halfstep-*.lock")):
         match = _OURS.fullmatch(path.name)
         if match is None or match[2] != "lock":
             continue
         try:
             descriptor = os.open(path, os.O_RDWR)
-        except OSError:  # ended in the meantime, or of another user
+        except OSError:  # the save has ended in the meantime, or belongs to another user
             continue
         try:
             if _locked(descriptor) is True:
@@ -143,7 +143,7 @@ def clear(folder: Path) -> None:
 
 
 def _finish(path: Path) -> None:
-    """Remove what lies under a name of one's own, and give back the name that it was about to take."""
+    """Remove a temporary file or folder, and restore the checkpoint that it was about to replace."""
     for replaced in path.parent.glob(f"{path.name}.replaced-*"):
         _put_back(replaced)
     remove(path)

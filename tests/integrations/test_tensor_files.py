@@ -147,7 +147,7 @@ def test_hostile_entries(entry: Any, said: str, tmp_path: Path) -> None:
         (struct.pack("<Q", 2) + b"[]", "has a header that is not a JSON object"),
         (struct.pack("<Q", 2) + b"{x", "has a header that is not JSON: "),
         (struct.pack("<Q", 2) + b"\xff\xfe", "has a header that is not JSON: "),
-        (struct.pack("<Q", 14) + b'{"a":1,"a":2} ', "a name stands in it twice"),
+        (struct.pack("<Q", 14) + b'{"a":1,"a":2} ', "a name occurs in it twice"),
         (struct.pack("<Q", 200_000) + b"[" * 200_000, "has a header that is not JSON"),
     ],
 )
@@ -353,7 +353,7 @@ def instructions(*parts: bytes) -> bytes:
         ([b"\x8e\x00\x00\x00\x00\xff\x00\x00\x00"], "a string in it is .* bytes long"),
         ([b"c" + b"x" * 5000], r"is damaged: it cannot be decoded \(ValueError\)"),
         ([b"h\x65"], r"is damaged: it cannot be decoded \(KeyError\)"),
-        ([b"]K\x01K\x02s"], "it puts a key into a list"),
+        ([b"]K\x01K\x02s"], "it adds a key to a list"),
         ([b"Q"], r"it cannot be decoded \(IndexError\)"),
         ([b"K\x01Q"], r"it cannot be decoded \(TypeError\)"),
         ([b"\x82\x01"], "its pickle has the instruction EXT1, which torch.save does not write"),
@@ -385,7 +385,7 @@ def test_folders_of_shards_are_checked(tmp_path: Path) -> None:
     with pytest.raises(TensorFileError, match=r"step-00000003 is a folder with a checkpoint in shards; give the file"):
         read_tensors(path)
     shard = next(path.glob("*.distcp"))
-    with pytest.raises(TensorFileError, match=r"has something before its archive, as shards have|is damaged"):
+    with pytest.raises(TensorFileError, match=r"has data before its archive, as shards have|is damaged"):
         read_tensors(shard)
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     with pytest.raises(
