@@ -4,10 +4,10 @@
     >>> plan(7e9, gpus=8, strategy="fsdp", optimizer="halfstep").totals.state
     12250000000
 
-Everything is counted in whole bytes. A part is *exact* where it is what is allocated, to the byte, for weights,
-gradients, states and DDP's buckets; the others are estimates by the formulas named in ``work.py`` and
-``sharding.py``. Not counted: the CUDA context, communication libraries, fragmentation of the
-allocator, and workspaces of matrix libraries; the reserve of `fit` is for them.
+All sizes are whole bytes. A part is *exact* if it equals the allocated bytes: weights, gradients, states and DDP's
+buckets. The other parts are estimates from the formulas named in ``work.py`` and ``sharding.py``. The CUDA context,
+communication libraries, fragmentation of the allocator and workspaces of matrix libraries are not counted. `usable`
+subtracts a reserve for them.
 
 Needs no torch.
 """

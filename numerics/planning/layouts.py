@@ -1,8 +1,9 @@
-"""What optimizers keep per parameter: one frozen row per optimizer and precision.
+"""The memory of optimizers per parameter: one frozen row per optimizer and precision.
 
-A row says how weights, gradients, master and moments are stored, in which format the model computes, and what `step`
-allocates for its own length. Rows of others are read in their source, at the version named in `Layout.source`;
-tests/numerics/planning/test_planning_reality.py counts what ours, torch's and flashoptim's really allocate.
+A row gives the formats of weights, gradients, master and moments, the format in which the model computes, and the
+temporary memory of `step`. Rows of other libraries come from their source code, at the version in `Layout.source`.
+tests/numerics/planning/test_planning_reality.py compares the rows of halfstep, torch and flashoptim with the memory
+that they allocate.
 
 Needs no torch.
 """
@@ -19,7 +20,14 @@ from halfstep.numerics.messages import one_of
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """A format in memory: bytes per element, and for a format with shared scales the group and the scale's bytes."""
+    """A format in memory.
+
+    Args:
+        name: the name of the format.
+        width: bytes per element.
+        group: elements that share a scale; 0 for a format without shared scales.
+        scale: bytes of a scale.
+    """
 
     name: str
     width: int
@@ -27,7 +35,7 @@ class StoredFormat:
     scale: int = 0
 
     def bytes(self, elements: int) -> int:
-        """Bytes of one tensor of so many elements; the last group may be short and has a scale all the same."""
+        """Bytes of one tensor. A short last group has a complete scale."""
         return elements * self.width + (-(-elements // self.group) * self.scale if self.group else 0)
 
     @property
@@ -47,24 +55,24 @@ PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
 
 @dataclass(frozen=True)
 class Layout:
-    """How one optimizer keeps a model of one precision.
+    """The formats in which an optimizer stores a model of one precision.
 
     Args:
         optimizer: its name in this table.
         precision: ``"fp32"``, ``"bf16"`` and ``"fp16"`` name the format of the parameters; ``"amp-bf16"`` and
             ``"amp-fp16"`` are fp32 parameters under `torch.autocast`.
-        weights: the parameters.
-        gradients: ``.grad``.
-        master: full master, or what a split one keeps beside the weight; None without.
-        exp_avg, exp_avg_sq: the moments; ``max_exp_avg_sq`` has the format of `exp_avg_sq`.
+        weights: format of the parameters.
+        gradients: format of ``.grad``.
+        master: format of a full master or of the remainder of a split one; None if there is no master.
+        exp_avg, exp_avg_sq: formats of the moments; ``max_exp_avg_sq`` has the format of `exp_avg_sq`.
         compute: format of matrix products and activations.
         temporary: bytes per parameter that `step` allocates and frees.
-        scalars: bytes per parameter tensor that it keeps on the device beside them (step counts, scales).
-        amsgrad: whether it can.
-        moments_allowed: formats that may replace those of the moments.
-        master_allowed: formats that may replace that of a full master.
-        note: what one would not expect.
-        source: where this was read.
+        scalars: further bytes on the device per parameter tensor (step counts, scales).
+        amsgrad: whether the optimizer supports AMSGrad.
+        moments_allowed: other formats that the moments may have.
+        master_allowed: other formats that a full master may have.
+        note: a remark on unexpected behavior.
+        source: the source of this row.
     """
 
     optimizer: str
@@ -90,19 +98,19 @@ class Layout:
 
     @property
     def master_name(self) -> str:
-        """``"master"``, or ``"remainder"`` for what completes a 16-bit weight to its master."""
+        """``"master"``, or ``"remainder"`` for the bits that extend a 16-bit weight to its master."""
         return "remainder" if self.master in (INT16, INT8) else "master"
 
     @property
     def autocast(self) -> bool:
-        """Whether the parameters are fp32 and the products are not."""
+        """Whether matrix products have another format than the parameters."""
         return self.weights != self.compute
 
     def states(self, amsgrad: bool = False) -> tuple[tuple[str, StoredFormat], ...]:
         """Name and format of each optimizer state."""
-        kept: list[tuple[str, StoredFormat]] = [] if self.master is None else [(self.master_name, self.master)]
-        kept += [("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)]
-        return (*kept, ("max_exp_avg_sq", self.exp_avg_sq)) if amsgrad else tuple(kept)
+        master = [] if self.master is None else [(self.master_name, self.master)]
+        moments = [("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)]
+        return (*master, *moments, *[("max_exp_avg_sq", self.exp_avg_sq)] * amsgrad)
 
     def per_parameter(self, amsgrad: bool = False) -> Fraction:
         """Bytes of weight, gradient and states."""
@@ -112,9 +120,10 @@ class Layout:
         )
 
     def moved_per_step(self, amsgrad: bool = False) -> Fraction:
-        """Bytes per parameter that one step reads and writes at least.
+        """The least number of bytes per parameter that one step reads and writes.
 
-        The gradient is read; states and weight are read and written, but a weight with a full master is only written.
+        A step reads the gradient, reads and writes the states and the weight, but does not read a weight that has a
+        full master.
         """
         states = sum((stored.per_parameter for _, stored in self.states(amsgrad)), Fraction(0))
         rewritten = self.master is not None and self.master_name == "master"
@@ -128,14 +137,14 @@ def _rows(
     moment: StoredFormat | None = FP32,
     **rest: Any,
 ) -> Iterator[Layout]:
-    """A row for each format of the parameters; `moment` is None where moments have the parameters' format."""
+    """A row for each format of the parameters. If `moment` is None, the moments have the format of the parameters."""
     for form in weights:
         both = moment or form
         yield Layout(optimizer, form.name, form, form, master, both, both, compute=form, **rest)
 
 
 def _under_autocast(rows: Iterable[Layout]) -> tuple[Layout, ...]:
-    """Every row, and those of fp32 parameters once more under each autocast."""
+    """The rows, and a copy of each row with fp32 parameters for each dtype of autocast."""
     listed = tuple(rows)
     cast = [
         replace(row, precision=f"amp-{compute.name}", compute=compute)
@@ -154,7 +163,7 @@ _OURS: dict[str, Any] = {
     "source": "integrations/optim",
 }
 _TORCH: dict[str, Any] = {"amsgrad": True, "source": "torch 2.13, torch/optim/adam.py"}
-_FOREACH = "foreach, torch's choice on a GPU, takes a square root of exp_avg_sq aside"
+_FOREACH = "foreach, torch's default on a GPU, allocates the square root of exp_avg_sq"
 _APEX: dict[str, Any] = {"source": "apex 6424da3, apex/optimizers/fused_adam.py"}
 _TE: dict[str, Any] = {
     "moments_allowed": ("fp32", "fp16", "bf16", "fp8"),
@@ -183,18 +192,18 @@ LAYOUTS = _under_autocast(
         *_rows("apex", _ALL, None, **_APEX),
         *_rows(
             *("apex-master", [BF16], FP32),
-            note="master_weights=True is ignored for bf16 and its copy kept all the same",
+            note="master_weights=True has no effect for bf16, but the copy is allocated",
             **_APEX,
         ),
         *_rows("apex-master", [FP16], FP32, **_APEX),
         *_rows(
             *("apex-o2", [FP16], FP32),
             temporary=4,
-            note="amp O2, removed in 2025: from unscaling to the end of the step gradients stand in fp32 too",
+            note="amp O2, removed in 2025: holds fp32 gradients too, from unscaling to the end of the step",
             source="apex 00dbe4b, apex/amp/_process_optimizer.py",
         ),
         *_rows("te", _ALL, None, **_TE),
-        *_rows("te-master", [FP32], FP32, note="the master of fp32 parameters is kept and never updated", **_TE_MASTER),
+        *_rows("te-master", [FP32], FP32, note="allocates a master of fp32 parameters, never updated", **_TE_MASTER),
         *_rows("te-master", _HALF, FP32, **_TE_MASTER),
         *_rows("te-remainder", [BF16], INT16, **_TE),
         *_rows("te-remainder-bf16", [BF16], INT16, BF16, **_TE),
@@ -204,7 +213,7 @@ LAYOUTS = _under_autocast(
         *_rows("flashoptim-none", _HALF, None, **_FLASH),
         *_rows(
             *("deepspeed", [BF16], FP32),
-            note="its BF16_Optimizer adds a whole fp32 gradient, the accumulator",
+            note="its BF16_Optimizer also allocates an fp32 gradient, the accumulator",
             **_DEEPSPEED,
         ),
         *_rows("deepspeed", [FP16], FP32, **_DEEPSPEED),
@@ -213,8 +222,8 @@ LAYOUTS = _under_autocast(
 
 OPTIMIZERS = tuple(dict.fromkeys(row.optimizer for row in LAYOUTS))
 _ROWS = {(row.optimizer, row.precision): row for row in LAYOUTS}
-# Scales that TransformerEngine keeps for each tensor of a state: its own, and for fp8 also the tensor's
-# scale, largest magnitude and inverse scale.
+# Bytes of the scales that TransformerEngine stores for each tensor of a state: one scale, and for fp8 also the scale,
+# largest magnitude and inverse scale of the fp8 tensor.
 _TE_SCALES = {"fp32": 0, "fp16": 4, "bf16": 4, "fp8": 16}
 
 
@@ -231,12 +240,13 @@ def layout(
     Args:
         optimizer: a name of `OPTIMIZERS`.
         precision: a name of `PRECISIONS`.
-        moments: another format of both moments, or of each: ``"fp8,fp16"`` is exp_avg in fp8, exp_avg_sq in fp16.
-        master: another format of a full master.
-        gradients: another format of ``.grad``, ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        moments: another format for both moments, or one for each: ``"fp8,fp16"`` is exp_avg in fp8, exp_avg_sq in
+            fp16.
+        master: another format for a full master.
+        gradients: another format for ``.grad``: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
 
     Raises:
-        ValueError: no such row, or a format that its optimizer does not have.
+        ValueError: there is no such row, or the optimizer does not support the format.
 
     Examples:
         >>> from halfstep.numerics.planning import layout
@@ -260,8 +270,8 @@ def layout(
     if master is not None:
         if not row.master_allowed:
             raise ValueError(
-                f"master is {master!r}, and optimizer {optimizer!r} keeps its master as it is; leave master out, "
-                "or take optimizer 'te-master'"
+                f"master is {master!r}, but the format of the master of optimizer {optimizer!r} is fixed; leave master "
+                "out, or choose optimizer 'te-master'"
             )
         one_of("master", master, row.master_allowed)
         row = replace(row, master=STORED_FORMATS[master])
@@ -272,7 +282,8 @@ def _with_moments(row: Layout, moments: str) -> Layout:
     given = [name.strip() for name in moments.split(",")]
     if not row.moments_allowed:
         raise ValueError(
-            f"moments is {moments!r}, and optimizer {row.optimizer!r} has no choice of their format; leave moments out"
+            f"moments is {moments!r}, but the format of the moments of optimizer {row.optimizer!r} is fixed; leave "
+            "moments out"
         )
     if len(given) not in (1, 2):
         raise ValueError(f"Expected moments to be one format, or two separated by a comma, but got {moments!r}")
@@ -284,7 +295,7 @@ def _with_moments(row: Layout, moments: str) -> Layout:
 
 
 def _scaled(row: Layout) -> Layout:
-    """TransformerEngine's row with its scales, and the fp32 copies that step makes of states in fp16 and fp8."""
+    """A row of TransformerEngine with its scales, and the fp32 copies that `step` makes of fp16 and fp8 states."""
     states = [row.exp_avg, row.exp_avg_sq] + ([] if row.master in (None, INT16) else [row.master])
     return replace(
         row,

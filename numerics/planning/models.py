@@ -1,4 +1,4 @@
-"""The parameters of a model, counted tensor by tensor, and the transformer that most plans are made for.
+"""The parameters of a model, tensor by tensor, and the transformer that most plans describe.
 
 Needs no torch.
 """
@@ -39,13 +39,13 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers together: a block, or the root, which is what no block holds.
+    """Parameters that FSDP gathers together: a block, or the root, which holds the parameters outside all blocks.
 
     Args:
-        name: of the unit.
-        tensors: its parameters, in the model's order.
-        count: how many such units the model has.
-        root: whether it is the outermost one, which FSDP2 keeps gathered between forward and backward.
+        name: the name of the unit.
+        tensors: its parameters, in the order of the model.
+        count: number of such units in the model.
+        root: whether it is the root, which FSDP2 keeps gathered between forward and backward.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Unit:
 
 
 def unit(name: str, shapes: Iterable[Iterable[int]], count: int = 1, root: bool = False) -> Unit:
-    """A `Unit` of bare shapes: ``unit("all", [p.shape for p in model.parameters()])``.
+    """A `Unit` from the shapes of its parameters.
 
     Examples:
         >>> from halfstep.numerics.planning import plan, unit
@@ -73,14 +73,14 @@ def unit(name: str, shapes: Iterable[Iterable[int]], count: int = 1, root: bool 
 
 
 def tensors_of(units: Iterable[Unit]) -> Iterator[tuple[Tensor, int]]:
-    """Every tensor, and how often it is there."""
+    """Every tensor, and how often the model contains it."""
     for one in units:
         for tensor in one.tensors:
             yield tensor, one.count
 
 
 def parameters_of(units: Iterable[Unit]) -> int:
-    """Parameters of all units."""
+    """The number of parameters in all units."""
     return sum(one.count * one.elements for one in units)
 
 
@@ -88,27 +88,29 @@ def parameters_of(units: Iterable[Unit]) -> int:
 class Transformer:
     """A decoder or encoder of equal blocks: attention and MLP, each with a norm and a residual connection.
 
-    The defaults are GPT-2's: learned positions, LayerNorm before each part and at the end, biases everywhere.
+    The defaults are those of GPT-2: learned positions, LayerNorm before attention, MLP and head, and biases in all
+    layers except the head.
 
     Args:
-        layers: blocks.
+        layers: number of blocks.
         hidden: width h.
-        heads: attention heads a; divides `hidden`.
+        heads: number of attention heads a; divides `hidden`.
         vocab: rows V of the embedding and of the head.
-        seq: longest sequence s, and rows of learned positions.
+        seq: length s of the longest sequence, and rows of learned positions.
         ffn: width of the MLP. Default: 4·h.
         kv_heads: heads of keys and values (grouped-query attention); divides `heads`. Default: `heads`.
-        gated: an MLP of three matrices, down(act(gate(x)) · up(x)), instead of two.
-        biases: whether the linear layers but the head have biases.
+        gated: whether the MLP has three matrices, down(act(gate(x)) · up(x)), instead of two.
+        biases: whether linear layers have biases. The head never has one.
         norm: ``"layer"`` with weight and bias, or ``"rms"`` with a weight only.
-        final_norm: a norm before the head, as pre-norm models have; the original post-norm transformer has none.
-        positions: learned positions; rotary ones have no parameters.
-        tied: the head uses the embedding's matrix.
-        dropout: on attention weights, on both parts' outputs and on the embedding.
-        flash: attention keeps one fp32 number per row of scores instead of the scores.
+        final_norm: whether there is a norm before the head, as in pre-norm models but not in the original transformer.
+        positions: whether positions are learned; rotary positions have no parameters.
+        tied: whether the head uses the matrix of the embedding.
+        dropout: whether there is dropout, on attention weights, on the outputs of attention and MLP, and on the
+            embedding.
+        flash: whether attention stores one fp32 number per row of scores instead of the scores.
 
     Raises:
-        ValueError: a size is no whole number from 1, or does not divide what it must.
+        ValueError: a size is not an integer of at least 1, or does not divide another size as required.
 
     Examples:
         >>> from halfstep.numerics.planning import Transformer
@@ -143,7 +145,7 @@ class Transformer:
 
     @property
     def kv(self) -> int:
-        """Heads of keys, and of values."""
+        """Number of heads of keys and of values."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -157,17 +159,18 @@ class Transformer:
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     def check_parallel(self, tensor_parallel: int, sequence_parallel: bool = False) -> None:
-        """Raise ValueError unless heads, MLP and vocabulary divide evenly over so many GPUs."""
+        """Raise ValueError unless heads, MLP and vocabulary can be divided evenly among the GPUs."""
         remedy = "tensor parallelism gives every GPU equal parts: choose another --tp or size"
         sizes = {"heads": self.heads, "kv_heads": self.kv, "ffn": self.mlp, "vocab": self.vocab}
         for name, size in (sizes | {"seq": self.seq} if sequence_parallel else sizes).items():
             divides("tensor_parallel", tensor_parallel, name, size, remedy)
 
     def units(self, tensor_parallel: int = 1) -> tuple[Unit, ...]:
-        """The block and the root, as one of `tensor_parallel` GPUs holds them (Shoeybi et al., Megatron-LM, 2019, §3).
+        """The part of the block and the root on one of `tensor_parallel` GPUs (Shoeybi et al., Megatron-LM, 2019, §3).
 
-        Queries, keys, values and the first MLP matrices are cut by rows, the attention's output and the last MLP matrix
-        by columns, embedding and head by the vocabulary; norms, positions and the biases added after a sum are whole.
+        The matrices of queries, keys and values and the first MLP matrices are sharded by rows, those of the attention
+        output and the last MLP matrix by columns, embedding and head by the vocabulary. Norms, positions and biases
+        that are added after a reduction are replicated.
         """
         self.check_parallel(tensor_parallel)
         t, h = tensor_parallel, self.hidden
@@ -185,7 +188,7 @@ class Transformer:
         for name in ("mlp.gate", "mlp.up") if self.gated else ("mlp.up",):
             block += linear(name, f, h)
         block += linear("mlp.down", h, f)
-        # A tied matrix is the head's, and so an operand of a product.
+        # A tied matrix is also the matrix of the head, and therefore an operand of a matrix product.
         root = [Tensor("embedding", (self.vocab // t, h), "matrix" if self.tied else "embedding")]
         root += [Tensor("positions", (self.seq, h), "embedding")] if self.positions else []
         root += norm("norm") if self.final_norm else []
@@ -194,7 +197,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """All parameters, a tied matrix once."""
+        """The number of parameters. A tied matrix counts once."""
         return parameters_of(self.units())
 
 

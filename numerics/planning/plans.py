@@ -1,4 +1,4 @@
-"""A plan: bytes per GPU by part, messages per step and FLOPs of one training, and the largest that fits a card."""
+"""Plans of trainings: bytes per GPU by part, messages per step and FLOPs, and the largest plan that fits a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.numerics.planning.layouts import STORED_FORMATS, Layout, StoredFor
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
 from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, Shards, Strategy, elements
 
-RESERVE = Fraction(1, 10)  # share of a card's memory for what is not counted; a rule of thumb
+RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
 _DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
@@ -76,10 +76,10 @@ class Work:
 
     Args:
         forward: FLOPs of the forward.
-        training: FLOPs of forward and backward, three times `forward`, which MFU counts.
-        hardware: the same and what checkpointing computes again, which HFU counts.
-        exact: whether they are counted from the model's shape. Otherwise they are 6 per parameter and token (Kaplan et
-            al., Scaling laws, 2020, §2.1).
+        training: FLOPs of forward and backward, three times `forward`: the count of MFU.
+        hardware: `training` and the FLOPs that checkpointing recomputes: the count of HFU.
+        exact: whether the FLOPs are counted from the shape of the model. Otherwise they are 6 per parameter and token
+            (Kaplan et al., Scaling laws, 2020, §2.1).
     """
 
     forward: int
@@ -90,7 +90,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What training a model takes on each GPU. `settings` are the arguments of `plan` with their defaults filled in."""
+    """The resources that training a model takes on each GPU.
+
+    Attributes:
+        parameters: number of parameters of the model.
+        layout: formats of weights, gradients and states.
+        strategy: how data parallelism divides them.
+        settings: the arguments of `plan`, with defaults filled in.
+        parts: the parts of the memory.
+        totals: their sums.
+        communication: the messages of one GPU in a step.
+        work: FLOPs in a step; None if the batch is not inputs.
+        step_traffic: bytes that the step of the optimizer reads and writes.
+    """
 
     parameters: int
     layout: Layout
@@ -138,13 +150,13 @@ class Plan:
         return work.utilisation(self._work().training, seconds, peak_flops)
 
     def hfu(self, seconds: float, peak_flops: float) -> float:
-        """Hardware FLOPs utilization: `mfu` with the FLOPs that checkpointing computes again."""
+        """Hardware FLOPs utilization: `mfu` including the FLOPs that checkpointing recomputes."""
         return work.utilisation(self._work().hardware, seconds, peak_flops)
 
     def _work(self) -> Work:
         if self.work is None:
             raise ValueError(
-                "Expected batch, but got None, without which there is no work: pass batch, and seq without a model"
+                "Expected batch, but got None, and FLOPs depend on it: pass batch, and without a model also seq"
             )
         return self.work
 
@@ -185,7 +197,7 @@ def _units_of(params: float | None, model: Transformer | None, units: Sequence[U
                 f"Expected tensor_parallel to be 1 with units, but got {t}: pass the units of one GPU instead"
             )
         if not parameters_of(units):
-            raise ValueError("units hold no parameters; give at least one tensor")
+            raise ValueError("Expected units to contain parameters, but got none: give at least one tensor")
         return units
     return (Unit("model", (Tensor("parameters", (-(-whole("params", params) // t),)),), root=True),)
 
@@ -216,7 +228,7 @@ def plan(
     compress: str | None = None,
     rank: int | None = None,
 ) -> Plan:
-    """Plan the training of a model, which is given by one of `params`, `model` and `units`.
+    """Plan the training of a model, given by exactly one of `params`, `model` and `units`.
 
     Args:
         params: number of parameters. Without shapes, activations and gathered units are unknown and not counted.
@@ -228,13 +240,13 @@ def plan(
         tensor_parallel: GPUs that share every layer; must divide `gpus`.
         sequence_parallel: whether they also shard norms and dropouts (Korthikanti et al., 2022).
         precision, optimizer, moments, master, gradients: the layout; see `layout`.
-        accumulator: format of a second gradient in which micro-batches are summed.
-        amsgrad: whether to keep ``max_exp_avg_sq``.
+        accumulator: format of a second gradient to which micro-batches are added.
+        amsgrad: whether the optimizer stores ``max_exp_avg_sq``.
         batch: sequences in one micro-batch on one GPU.
-        seq: length of a sequence. Default: the model's.
+        seq: length of a sequence. Default: `model.seq`.
         accumulate: micro-batches in a step.
         checkpointing: see `work.activations`.
-        offload: whether to keep in the host's memory what the strategy can keep there.
+        offload: whether the memory of the host holds what the strategy can offload.
         bucket_view: whether gradients are views of DDP's buckets (``gradient_as_bucket_view``).
         compress: format in which gradients are sent: by DDP's hooks, or FSDP2's ``reduce_dtype``.
         rank: the rank whose memory is planned, among those that shard the model. Default: the one that holds most.
@@ -256,17 +268,17 @@ def plan(
     one_of("strategy", chosen, STRATEGIES)
     how = STRATEGIES[chosen]
     if how.name == "single" and ranks > 1:
-        raise ValueError(f"strategy is 'single' with {ranks} data-parallel GPUs; take 'ddp', or gpus={t}")
+        raise ValueError(f"strategy is 'single', but there are {ranks} data-parallel GPUs; choose 'ddp', or gpus={t}")
     if offload and not how.offloads:
         able = ", ".join(s.name for s in STRATEGIES.values() if s.offloads)
         raise ValueError(
-            f"Expected strategy to be {able} with offload=True, but got {how.name!r}, which leaves nothing on the host"
+            f"Expected strategy to be {able} with offload=True, but got {how.name!r}, which offloads nothing"
         )
     if sequence_parallel and t == 1:
         raise ValueError("Expected tensor_parallel to be 2 or more with sequence_parallel=True, but got 1")
     row = layout(optimizer, precision, moments=moments, master=master, gradients=gradients)
     if amsgrad and not row.amsgrad:
-        raise ValueError(f"amsgrad is True, and optimizer {optimizer!r} does not have it; leave it out")
+        raise ValueError(f"amsgrad is True, but optimizer {optimizer!r} does not support it; leave it out")
     for name, value in (("accumulator", accumulator), ("compress", compress)):
         if value is not None:
             one_of(name, value, ("fp32", "bf16", "fp16"))
@@ -281,12 +293,12 @@ def plan(
     summed = None if accumulator is None else STORED_FORMATS[accumulator]
     sent = STORED_FORMATS[compress] if compress is not None else summed or row.gradients
     mine = sharding.shard(held, how, ways, rank, shaped)
-    given = _Given(row, how, ranks, ways, tuple(held), shaped, mine, summed, sent, amsgrad, offload, bucket_view)
+    inputs = _Inputs(row, how, ranks, ways, tuple(held), shaped, mine, summed, sent, amsgrad, offload, bucket_view)
 
-    parts = [*_kept(given), *_buckets(given), *_gathered(given), *_autocast_copies(given)]
+    parts = [*_stored(inputs), *_buckets(inputs), *_gathered(inputs), *_autocast_copies(inputs)]
     if model is not None and batch is not None and seq is not None:
         parts += _activations(row, model, batch, seq, t, sequence_parallel, checkpointing)
-    parts += _temporaries(given)
+    parts += _temporaries(inputs)
     total = model.parameters if model is not None else local if units is not None else whole("params", params)
     roots = [one for one in held if one.root] if how.by in ("rows", "units") and len(held) > 1 else []
     messages = sharding.communication(
@@ -338,7 +350,9 @@ def _micro_batch(
     """Batch and sequence length, checked."""
     one_of("checkpointing", checkpointing, work.CHECKPOINTING)
     if model is None and checkpointing != "none":
-        raise ValueError(f"checkpointing is {checkpointing!r}, and without a model nothing is known of its activations")
+        raise ValueError(
+            f"checkpointing is {checkpointing!r}, but activations are unknown without a model: pass model as well"
+        )
     batch = None if batch is None else whole("batch", batch)
     if seq is not None:
         seq = whole("seq", seq)
@@ -353,18 +367,18 @@ def _micro_batch(
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What the parts of a plan are counted from.
+class _Inputs:
+    """The values from which the parts of a plan are computed.
 
     Args:
         row, how: the layout and the strategy.
-        ranks: data-parallel GPUs.
-        ways: those of them among which the model is divided.
-        units: the model, as one tensor-parallel GPU holds it.
-        shaped: whether they have the shapes of its parameters, and not only their number.
-        mine: what one rank holds.
-        summed: the accumulator's format.
-        sent: in which gradients are sent.
+        ranks: number of data-parallel GPUs.
+        ways: number of GPUs among which the model is divided.
+        units: the part of the model on one tensor-parallel GPU.
+        shaped: whether `units` have the shapes of the parameters, and not only their number.
+        mine: the shards of the planned rank.
+        summed: format of the accumulator.
+        sent: format in which gradients are sent.
     """
 
     row: Layout
@@ -382,69 +396,69 @@ class _Given:
 
     @property
     def states_at(self) -> str:
-        """Where optimizer states are."""
+        """The place of optimizer states."""
         return HOST if self.offload else GPU
 
 
-def _kept(given: _Given) -> Iterator[Part]:
+def _stored(inputs: _Inputs) -> Iterator[Part]:
     """Weights, gradients and states."""
-    row, how, mine = given.row, given.how, given.mine
-    rest = HOST if given.offload and how.offloads == "all" else GPU
+    row, how, mine = inputs.row, inputs.how, inputs.mine
+    rest = HOST if inputs.offload and how.offloads == "all" else GPU
     listed: list[tuple[str, StoredFormat | None, Locals, bool, str]] = [
         ("weights", row.weights, mine.weights, how.weights, rest),
         ("gradients", row.gradients, mine.gradients, how.gradients, rest),
-        ("accumulated gradients", given.summed, mine.gradients, how.gradients, rest),
-        *((name, stored, mine.states, how.states, given.states_at) for name, stored in row.states(given.amsgrad)),
+        ("accumulated gradients", inputs.summed, mine.gradients, how.gradients, rest),
+        *((name, stored, mine.states, how.states, inputs.states_at) for name, stored in row.states(inputs.amsgrad)),
     ]
     for name, stored, held, divided, place in listed:
         if stored is not None:
             size = sum(count * stored.bytes(each) for each, count in held)
-            divisor = given.ways if divided else 1
+            divisor = inputs.ways if divided else 1
             yield Part(name, size, stored.per_parameter, divisor, ALWAYS, True, place, stored.name)
-    if given.shaped and row.scalars:
+    if inputs.shaped and row.scalars:
         size = row.scalars * sum(count for _, count in mine.states)
-        counted = not row.optimizer.startswith("te")  # TransformerEngine's are read in its source only
-        yield Part("scalars", size, None, 1, ALWAYS, counted, given.states_at, "step counts, scales")
+        counted = not row.optimizer.startswith("te")  # those of TransformerEngine were not measured
+        yield Part("scalars", size, None, 1, ALWAYS, counted, inputs.states_at, "step counts, scales")
 
 
-def _buckets(given: _Given) -> Iterator[Part]:
-    how, width, local = given.how, given.row.gradients.width, parameters_of(given.units)
-    if given.ranks == 1:
+def _buckets(inputs: _Inputs) -> Iterator[Part]:
+    how, width, local = inputs.how, inputs.row.gradients.width, parameters_of(inputs.units)
+    if inputs.ranks == 1:
         return
     if how.by == "flat":
         size = min(_DEEPSPEED_BUCKET, local) * width
         yield Part("buckets", size, None, 1, BACKWARD, False, GPU, "5e8 gradients, DeepSpeed's default")
-    if how.buckets and not given.bucket_view:
+    if how.buckets and not inputs.bucket_view:
         note = "DDP's copy of the gradients"
         yield Part("buckets", local * width, Fraction(width), 1, ALWAYS, True, GPU, note)
-    if how.buckets and given.sent.width < width:
-        # torch's default: the first bucket 1 MiB, the others 25 MiB, counted in the gradients' own format.
-        size = min(25 * 2**20, local * width) * given.sent.width // width
+    if how.buckets and inputs.sent.width < width:
+        # torch's default: 1 MiB for the first bucket and 25 MiB for the others, counted before compression.
+        size = min(25 * 2**20, local * width) * inputs.sent.width // width
         yield Part("compressed bucket", size, None, 1, BACKWARD, False, GPU, "one of 25 MiB on its way")
 
 
-def _gathered(given: _Given) -> Iterator[Part]:
-    """Whole units in flight under FSDP: the one computed and the next one gathered; the root stays."""
-    if not given.how.gathers or given.ways == 1 or not given.shaped:
+def _gathered(inputs: _Inputs) -> Iterator[Part]:
+    """Unsharded units under FSDP: the one being computed, the next one being gathered, and the root."""
+    if not inputs.how.gathers or inputs.ways == 1 or not inputs.shaped:
         return
-    blocks = [one for one in given.units if not one.root]
+    blocks = [one for one in inputs.units if not one.root]
     largest = max((one.elements for one in blocks), default=0)
-    root = parameters_of(one for one in given.units if one.root)
-    width = given.row.compute.width
+    root = parameters_of(one for one in inputs.units if one.root)
+    width = inputs.row.compute.width
     weights = (root + largest * (2 if sum(one.count for one in blocks) > 1 else 1)) * width
-    gradients = (largest or root) * (width + given.sent.width)
+    gradients = (largest or root) * (width + inputs.sent.width)
     yield Part("gathered weights", weights, None, 1, BACKWARD, False, GPU, "the root and two units")
     note = "largest unit, and its copy to reduce"
     yield Part("unreduced gradients", gradients, None, 1, BACKWARD, False, GPU, note)
 
 
-def _autocast_copies(given: _Given) -> Iterator[Part]:
-    """What autocast keeps of fp32 weights from forward to backward; FSDP gathers them cast instead."""
-    if given.row.autocast and not given.how.gathers:
-        compute = given.row.compute
-        cast = elements((tensor.elements, count) for tensor, count in tensors_of(given.units) if tensor.cast)
+def _autocast_copies(inputs: _Inputs) -> Iterator[Part]:
+    """The 16-bit copies of fp32 weights that autocast caches until the backward. FSDP gathers 16-bit weights itself."""
+    if inputs.row.autocast and not inputs.how.gathers:
+        compute = inputs.row.compute
+        cast = elements((tensor.elements, count) for tensor, count in tensors_of(inputs.units) if tensor.cast)
         note = "by autocast, kept for backward"
-        yield Part("cast weights", cast * compute.width, compute.per_parameter, 1, BACKWARD, given.shaped, GPU, note)
+        yield Part("cast weights", cast * compute.width, compute.per_parameter, 1, BACKWARD, inputs.shaped, GPU, note)
 
 
 def _activations(
@@ -471,15 +485,15 @@ def _activations(
             yield Part(name, size, None, 1, BACKWARD, False, GPU, note)
 
 
-def _temporaries(given: _Given) -> Iterator[Part]:
-    """What the step allocates for its own length."""
-    row = given.row
+def _temporaries(inputs: _Inputs) -> Iterator[Part]:
+    """The memory that the step allocates temporarily."""
+    row = inputs.row
     if row.temporary:
-        size, divisor = row.temporary * elements(given.mine.states), given.ways if given.how.states else 1
+        size, divisor = row.temporary * elements(inputs.mine.states), inputs.ways if inputs.how.states else 1
         notes = {"torch": "square root of exp_avg_sq", "apex-o2": "fp32 gradients"}
         note = notes.get(row.optimizer, "fp32 copies of smaller states")
         yield Part(
-            *("step temporaries", size, Fraction(row.temporary), divisor, STEP, False, given.states_at), note=note
+            *("step temporaries", size, Fraction(row.temporary), divisor, STEP, False, inputs.states_at), note=note
         )
 
 
@@ -521,13 +535,13 @@ def fit(what: str, memory: int, **arguments: Any) -> Plan | None:
     """The largest plan whose peak is at most `memory` bytes, found by bisection; None if the smallest is larger.
 
     Args:
-        what: ``"batch"``, of a model; ``"layers"``, of a model, all else kept; or ``"params"``, of no known shape, so
+        what: the size to maximize: ``"batch"`` or ``"layers"`` of a model, or ``"params"`` of a model of unknown shape,
             without activations.
-        memory: bytes, after taking off a reserve for what is not counted (`RESERVE`).
-        arguments: those of `plan`.
+        memory: bytes, without the reserve for what a plan does not count; see `usable`.
+        arguments: the other arguments of `plan`.
 
     Raises:
-        ValueError: arguments that `plan` refuses, or that do not say what is to be fitted.
+        ValueError: `plan` refuses an argument, or the model is missing.
 
     Examples:
         >>> from halfstep.numerics.planning import card, fit, usable
@@ -564,7 +578,7 @@ def fit(what: str, memory: int, **arguments: Any) -> Plan | None:
 
 
 def _largest(at: Callable[[int], Plan], memory: int) -> Plan | None:
-    """The plan of the largest size from 1 whose peak fits; peaks grow with the size."""
+    """The plan of the largest size whose peak is at most `memory`. The peak must grow with the size."""
     low, best = 1, at(1)
     if best.totals.peak > memory:
         return None
@@ -587,7 +601,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU: `memory` in bytes, `flops` dense bf16 per second, `bandwidth` of its memory in bytes per second."""
+    """One GPU: `memory` in bytes, dense bf16 `flops` per second, memory `bandwidth` in bytes per second."""
 
     name: str
     memory: int
@@ -596,9 +610,9 @@ class Card:
     source: str
 
 
-# GPUs from their makers' datasheets: memory, dense bf16 matrix FLOP/s, memory bandwidth. Datasheets write GB; the parts
-# have that many GiB, less what the driver and ECC take (an H200 of "141 GB" offers 139.8 GiB, an L40S of "48 GB" with
-# ECC 45.0 GiB). FLOP/s are without sparsity, products of bf16 summed in fp32.
+# Memory, dense bf16 matrix FLOP/s and memory bandwidth of GPUs, from their datasheets. A GPU has as many GiB as its
+# datasheet gives GB, minus the memory that the driver and ECC take (an H200 of "141 GB" offers 139.8 GiB, an L40S of
+# "48 GB" with ECC 45.0 GiB). FLOP/s are without sparsity, for bf16 products added in fp32.
 CARDS = {
     card.name: card
     for card in (
@@ -615,7 +629,10 @@ CARDS = {
 
 
 def card(name: str) -> Card:
-    """The GPU of that name; ValueError, with the nearest name, if there is none.
+    """The GPU with this name.
+
+    Raises:
+        ValueError: there is no such GPU. The message suggests the nearest name.
 
     Examples:
         >>> from halfstep.numerics.planning import card
@@ -627,7 +644,14 @@ def card(name: str) -> Card:
 
 
 def usable(gpu: Card, reserve: Fraction | int = RESERVE) -> int:
-    """Bytes of a card after a reserve: a share below 1 of its memory, or bytes.
+    """The memory of a GPU in bytes, minus a reserve for what a plan does not count.
+
+    Args:
+        gpu: the GPU.
+        reserve: a share of its memory, below 1, or a number of bytes.
+
+    Raises:
+        ValueError: the reserve is negative, or leaves no memory.
 
     Examples:
         >>> from halfstep.numerics.planning import card, usable

@@ -1,12 +1,12 @@
-"""How each strategy divides weights, gradients and states among GPUs, and what a GPU sends in a step.
+"""How each strategy divides weights, gradients and states among GPUs, and the bytes that a GPU sends in a step.
 
-Sharding, where torch does it, is torch's to the element (2.13): FSDP2 chunks each parameter's first dimension and pads
-the weights and gradients of short shards, but not the states (torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
-_fsdp_collectives.py); FSDP1 pads the flat parameter of each unit (fsdp/_flat_param.py); ZeroRedundancyOptimizer gives
-whole parameters, largest first, each to the rank that has least so far (distributed/optim). ``zero1`` to ``zero3``
-are the paper's (Rajbhandari et al., ZeRO: memory optimizations toward training trillion parameter models, 2020, §5),
-as in DeepSpeed: one flat buffer, and for stage 3 each parameter, in equal parts rounded up. Volumes sent are those of
-ring algorithms, which no other undercuts.
+The shards of FSDP and ZeroRedundancyOptimizer have exactly the sizes of torch 2.13. FSDP2 splits the first dimension of
+each parameter and pads the weights and gradients of short shards, but not the states
+(torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _fsdp_collectives.py). FSDP1 pads the flat parameter of each unit
+(fsdp/_flat_param.py). ZeroRedundancyOptimizer assigns whole parameters, the largest first, each to the rank with the
+fewest elements so far (distributed/optim). ``zero1`` to ``zero3`` follow the paper (Rajbhandari et al., ZeRO: memory
+optimizations toward training trillion parameter models, 2020, §5) and DeepSpeed: one flat buffer, or each parameter in
+stage 3, is divided into equal parts, rounded up. The bytes sent are those of ring algorithms, which are optimal.
 
 Needs no torch.
 """
@@ -23,7 +23,7 @@ from halfstep.numerics.messages import divides
 from halfstep.numerics.planning.layouts import Layout
 from halfstep.numerics.planning.models import Transformer, Unit, parameters_of, tensors_of
 
-# Local tensors: elements of one, and how many there are.
+# Local tensors: the number of elements of a tensor, and the number of such tensors.
 Locals = tuple[tuple[int, int], ...]
 
 
@@ -32,14 +32,15 @@ class Strategy:
     """How data parallelism divides its memory.
 
     Args:
-        name: on the command line.
+        name: its name on the command line.
         weights, gradients, states: whether they are divided.
-        by: what is divided: ``"nothing"``, ``"flat"``, ``"parameters"`` (whole ones are dealt out), ``"rows"``,
-            ``"units"`` (one flat parameter per unit) or ``"elements"`` (each parameter's, flat).
-        buckets: whether DDP's buckets stand beside the gradients.
+        by: what is divided: ``"nothing"``, ``"flat"`` (one flat buffer), ``"parameters"`` (each rank gets whole
+            parameters), ``"rows"`` (of each parameter), ``"units"`` (one flat parameter per unit) or ``"elements"``
+            (each parameter, flattened).
+        buckets: whether DDP's buckets are allocated in addition to the gradients.
         gathers: whether weights are gathered unit by unit for forward and backward.
         offloads: what ``offload`` moves to the host: ``""``, ``"states"`` or ``"all"``.
-        text: one line about it.
+        text: a description in one line.
     """
 
     name: str
@@ -77,7 +78,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Shards:
-    """What one rank holds, as local tensors, and by how much each part is divided."""
+    """The local tensors of one rank."""
 
     weights: Locals
     gradients: Locals
@@ -85,14 +86,14 @@ class Shards:
 
 
 def _rows(shape: tuple[int, ...], ways: int, rank: int | None) -> int:
-    """Elements of a rank's chunk of the first dimension; the padded, largest one without a rank."""
+    """Elements of a rank's chunk of the first dimension; of the largest, padded chunk if `rank` is None."""
     first = shape[0] if shape else 1
     chunk = -(-first // ways)
     return math.prod(shape[1:]) * (chunk if rank is None else max(0, min(chunk, first - rank * chunk)))
 
 
-def dealt(sizes: Sequence[int], ways: int) -> list[list[int]]:
-    """Which of the parameters each rank steps under ZeroRedundancyOptimizer: largest first, to the rank with least."""
+def assigned(sizes: Sequence[int], ways: int) -> list[list[int]]:
+    """The sizes of the parameters that ZeroRedundancyOptimizer assigns to each rank."""
     loads = [(0, rank) for rank in range(ways)]
     given: list[list[int]] = [[] for _ in range(ways)]
     for size in sorted(sizes, reverse=True):
@@ -103,12 +104,15 @@ def dealt(sizes: Sequence[int], ways: int) -> list[list[int]]:
 
 
 def shard(units: Sequence[Unit], strategy: Strategy, ways: int, rank: int | None = None, shaped: bool = True) -> Shards:
-    """What one rank holds of a model divided `ways` ways.
+    """The local tensors of one rank of a model that is divided among `ways` GPUs.
 
     Args:
-        rank: whose share; None for the rank that holds most.
-        shaped: whether `units` are the model's parameters; if they only say how many there are, whole ones cannot be
-            dealt out, and every rank is taken to have as many.
+        units: the model.
+        strategy: how it is divided.
+        ways: number of GPUs.
+        rank: the rank; None for the one that holds most.
+        shaped: whether `units` have the shapes of the parameters, and not only their number. Without shapes, whole
+            parameters cannot be assigned, and every rank is assumed to hold an equal part.
     """
     whole = tuple((tensor.elements, count) for tensor, count in tensors_of(units))
     if ways == 1 or strategy.by == "nothing":
@@ -117,7 +121,7 @@ def shard(units: Sequence[Unit], strategy: Strategy, ways: int, rank: int | None
         part = ((-(-parameters_of(units) // ways), 1),)
         return Shards(whole, part if strategy.gradients else whole, part)
     if strategy.by == "parameters":
-        given = dealt([size for size, count in whole for _ in range(count)], ways)
+        given = assigned([size for size, count in whole for _ in range(count)], ways)
         sizes = max(given, key=sum) if rank is None else given[rank]
         return Shards(whole, whole, tuple((size, 1) for size in sizes))
     if strategy.by == "units":
@@ -132,12 +136,12 @@ def shard(units: Sequence[Unit], strategy: Strategy, ways: int, rank: int | None
 
 
 def elements(held: Iterable[tuple[int, int]]) -> int:
-    """Of all local tensors."""
+    """The number of elements of all local tensors."""
     return sum(size * count for size, count in held)
 
 
 def padded(units: Sequence[Unit], strategy: Strategy, ways: int, shaped: bool = True) -> int:
-    """Elements of a model's gathered weights and unreduced gradients: its parameters, with every short shard padded."""
+    """The number of elements of gathered weights and unreduced gradients: all parameters, and the padding of shards."""
     if strategy.by == "parameters":
         return parameters_of(units)
     mine = shard(units, strategy, ways, shaped=shaped)
@@ -145,24 +149,25 @@ def padded(units: Sequence[Unit], strategy: Strategy, ways: int, shaped: bool = 
 
 
 def groups(strategy: Strategy, ranks: int, shard_size: int | None) -> tuple[int, int]:
-    """Ways in which a model is divided, and replicas of it, on so many data-parallel GPUs.
+    """The number of GPUs among which the model is divided, and the number of replicas of the model.
 
     Raises:
-        ValueError: a group size where there are no groups, none for ``hsdp``, or one that does not divide.
+        ValueError: `shard_size` is given for a strategy without groups, is missing for ``hsdp``, or does not divide
+            `ranks`.
     """
     if strategy.name != "hsdp":
         if shard_size is not None:
             raise ValueError(
-                f"shard is {shard_size}, and strategy {strategy.name!r} has no groups; leave it out, or take 'hsdp'"
+                f"shard is {shard_size}, but strategy {strategy.name!r} has no groups; leave it out, or choose 'hsdp'"
             )
         return (ranks, 1) if strategy.states else (1, ranks)
     if shard_size is None:
-        raise ValueError("strategy is 'hsdp' and shard is not given; give the GPUs of one group, as --shard 8")
+        raise ValueError("strategy is 'hsdp', but shard is not given; give the GPUs of one group, as --shard 8")
     divides("shard", shard_size, "the number of data-parallel GPUs", ranks, "every group needs as many GPUs")
     return shard_size, ranks // shard_size
 
 
-# --------------------------------------------------------------------------------------------------- what GPUs send
+# --------------------------------------------------------------------------------------------------- communication
 
 
 @dataclass(frozen=True)
@@ -171,12 +176,12 @@ class Collective:
 
     Args:
         name: the operation.
-        what: is sent.
-        bytes: that one GPU sends in a step, in all.
-        per_parameter: the same for each parameter of the model.
-        ranks: that take part.
-        times: in a step.
-        note: what one would not expect.
+        what: the data that is sent.
+        bytes: bytes that one GPU sends in a step.
+        per_parameter: these bytes per parameter of the model; None if they do not depend on parameters.
+        ranks: number of ranks that take part.
+        times: number of messages in a step.
+        note: a remark on unexpected behavior.
     """
 
     name: str
@@ -189,10 +194,10 @@ class Collective:
 
 
 def ring(ranks: int) -> Fraction:
-    """Share of a buffer that each rank sends to gather or to reduce-scatter it: (N − 1)/N. An all-reduce is both.
+    """The share of a buffer that each rank sends to all-gather or reduce-scatter it: (N − 1)/N. An all-reduce is both.
 
-    Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations (2009): no algorithm sends
-    less.
+    No algorithm sends less: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations
+    (2009).
     """
     return Fraction(ranks - 1, ranks)
 
@@ -208,19 +213,21 @@ def communication(
     accumulate: int = 1,
     kept: int = 0,
 ) -> tuple[Collective, ...]:
-    """What one GPU sends in a step for data parallelism.
+    """The messages that one GPU sends in a step for data parallelism.
 
-    DDP all-reduces gradients: 2·(N − 1)/N × their bytes. ZeRO-1 and 2 reduce-scatter them and gather weights, which is
-    as much where both have one width; ZeRO-3 and FSDP gather weights twice, 1.5 times as much (Rajbhandari et al., §7).
+    DDP all-reduces gradients: 2·(N − 1)/N × their bytes. ZeRO-1 and 2 reduce-scatter gradients and gather weights,
+    which is as much if both have the same width. ZeRO-3 and FSDP gather weights twice, 1.5 times as much (Rajbhandari
+    et al., §7).
 
     Args:
-        ranks: data-parallel GPUs.
-        ways: GPUs of one group, among which the model is divided; see `groups`.
-        parameters: of the model (of one tensor-parallel part), with what shards are padded by.
-        gradient_width: bytes of a gradient as it is sent; less than its own where a hook compresses.
-        weight_width: bytes of a weight as it is gathered.
-        accumulate: micro-batches in a step. DDP, ZeRO-1 and torch's send once (``no_sync``); the others, which hold no
-            whole gradient, with each micro-batch.
+        strategy: the strategy.
+        ranks: number of data-parallel GPUs.
+        ways: number of GPUs among which the model is divided; see `groups`.
+        parameters: parameters of the model, or of its part on one tensor-parallel GPU, including the padding of shards.
+        gradient_width: bytes per gradient in a message, after compression by a hook.
+        weight_width: bytes per weight in a message.
+        accumulate: micro-batches in a step. DDP, ZeRO-1 and ZeroRedundancyOptimizer send gradients once per step
+            (``no_sync``); strategies that divide gradients send them once per micro-batch.
         kept: parameters gathered once per micro-batch instead of twice: the root unit of FSDP1 and FSDP2.
     """
     if ranks == 1:
@@ -252,7 +259,7 @@ def communication(
 
 
 def over_the_bus(row: Layout, how: Strategy, mine: Shards, accumulate: int) -> tuple[Collective, ...]:
-    """What goes between a GPU and its host when states, or everything, are offloaded."""
+    """The copies between a GPU and its host if states, or everything, are offloaded."""
     gradients, down = (mine.gradients, accumulate) if how.gradients else (mine.states, 1)
     weights, up = (mine.states, 1) if how.offloads == "states" else (mine.weights, 2 * accumulate)
     sizes = elements(gradients) * row.gradients.width * down, elements(weights) * row.weights.width * up
@@ -265,11 +272,13 @@ def over_the_bus(row: Layout, how: Strategy, mine: Shards, accumulate: int) -> t
 def between_layers(
     row: Layout, model: Transformer, batch: int, seq: int, t: int, accumulate: int
 ) -> tuple[Collective, ...]:
-    """Tensor parallelism: two all-reduces of s·b·h per block forward and two backward (Shoeybi et al., 2019, §3).
+    """The messages of tensor parallelism (Shoeybi et al., 2019, §3).
 
-    With sequence parallelism each becomes a reduce-scatter and an all-gather of as many bytes. Embedding and head, cut
-    along the vocabulary, need one more each: of the looked-up rows forward, of the head's input backward. The loss
-    takes of each token's logits the maximum, the sum of exponentials and the target's, in fp32.
+    Each block all-reduces s·b·h activations twice in the forward and twice in the backward. With sequence parallelism,
+    a reduce-scatter and an all-gather with the same number of bytes replace each all-reduce. Embedding and head are
+    sharded by the vocabulary and need one more each: of the embeddings in the forward and of the gradient of the head's
+    input in the backward. The loss reduces three fp32 numbers per token: the maximum of the logits, the sum of their
+    exponentials, and the logit of the target.
     """
     tokens = batch * seq
     activation = tokens * model.hidden * row.compute.width

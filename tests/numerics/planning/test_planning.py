@@ -25,7 +25,7 @@ from halfstep.numerics.planning import (
     usable,
     work,
 )
-from halfstep.numerics.planning.sharding import dealt
+from halfstep.numerics.planning.sharding import assigned
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
@@ -375,8 +375,8 @@ def test_parameters_that_do_not_divide_are_rounded_up() -> None:
     assert plan(units=[pieces], gpus=4, strategy="zero2").part("exp_avg").bytes == 4 * 10
 
 
-def test_whole_parameters_are_dealt_to_the_rank_with_least() -> None:
-    assert dealt([5, 1, 9, 4, 4], 2) == [[9, 4], [5, 4, 1]]
+def test_whole_parameters_are_assigned_to_the_rank_with_least() -> None:
+    assert assigned([5, 1, 9, 4, 4], 2) == [[9, 4], [5, 4, 1]]
     held = unit("all", [(5,), (1,), (9,), (4,), (4,)])
     states = [
         plan(units=[held], gpus=2, strategy="zero1-torch", precision="fp32", rank=rank).part("exp_avg").bytes // 4
@@ -556,46 +556,61 @@ def test_no_torch_is_needed() -> None:
             {"params": 1, "optimizer": "halfstep-split", "precision": "fp16"},
             "Expected precision to be one of bf16 for optimizer 'halfstep-split', but got 'fp16'",
         ),
-        ({"params": 1, "gpus": 2, "strategy": "single"}, "strategy is 'single' with 2 data-parallel GPUs; take 'ddp'"),
+        (
+            {"params": 1, "gpus": 2, "strategy": "single"},
+            "strategy is 'single', but there are 2 data-parallel GPUs; choose 'ddp'",
+        ),
         (
             {"params": 1, "gpus": 8, "tensor_parallel": 3},
             "Expected tensor_parallel to divide gpus, 8, but got 3",
         ),
-        ({"params": 1, "gpus": 8, "strategy": "hsdp"}, "strategy is 'hsdp' and shard is not given"),
+        ({"params": 1, "gpus": 8, "strategy": "hsdp"}, "strategy is 'hsdp', but shard is not given"),
         (
             {"params": 1, "gpus": 8, "strategy": "hsdp", "shard": 3},
             "Expected shard to divide the number of data-parallel GPUs, 8, but got 3",
         ),
-        ({"params": 1, "gpus": 8, "shard": 2}, "shard is 2, and strategy 'ddp' has no groups; leave it out"),
+        ({"params": 1, "gpus": 8, "shard": 2}, "shard is 2, but strategy 'ddp' has no groups; leave it out"),
         (
             {"params": 1, "gpus": 8, "offload": True},
-            "with offload=True, but got 'ddp', which leaves nothing on the host",
+            "with offload=True, but got 'ddp', which offloads nothing",
         ),
         (
             {"params": 1, "sequence_parallel": True},
             "Expected tensor_parallel to be 2 or more with sequence_parallel=True, but got 1",
         ),
-        ({"params": 1, "optimizer": "apex", "amsgrad": True}, "amsgrad is True, and optimizer 'apex' does not have it"),
+        (
+            {"params": 1, "optimizer": "apex", "amsgrad": True},
+            "amsgrad is True, but optimizer 'apex' does not support it",
+        ),
         ({"params": 1, "moments": "fp8"}, "but got 'fp8': did you mean 'fp"),
         ({"params": 1, "moments": "fp32,bf16"}, "Expected moments to be one format for optimizer 'halfstep', but got"),
         (
             {"params": 1, "moments": "a,b,c", "optimizer": "te"},
             "Expected moments to be one format, or two separated by a comma, but got",
         ),
-        ({"params": 1, "optimizer": "torch", "moments": "bf16"}, "optimizer 'torch' has no choice of their format"),
-        ({"params": 1, "master": "fp16"}, "optimizer 'halfstep' keeps its master as it is; leave master out"),
+        (
+            {"params": 1, "optimizer": "torch", "moments": "bf16"},
+            "the format of the moments of optimizer 'torch' is fixed; leave moments out",
+        ),
+        (
+            {"params": 1, "master": "fp16"},
+            "the format of the master of optimizer 'halfstep' is fixed; leave master out",
+        ),
         ({"params": 1, "gradients": "fp8"}, "but got 'fp8': did you mean 'fp"),
         ({"params": 1, "compress": "int8"}, "Expected compress to be one of fp32, bf16, fp16, but got 'int8'"),
         (
             {"params": 1, "gpus": 4, "rank": 4, "strategy": "fsdp"},
             "Expected rank to be an integer from 0 to 3, but got 4",
         ),
-        ({"params": 1, "checkpointing": "full"}, "checkpointing is 'full', and without a model nothing is known"),
+        (
+            {"params": 1, "checkpointing": "full"},
+            "checkpointing is 'full', but activations are unknown without a model: pass model",
+        ),
         ({"model": WORKED, "checkpointing": "ful"}, "but got 'ful': did you mean 'full'?"),
         ({"model": WORKED, "seq": 1024}, "Expected seq to be from 1 to 512, the positions of the model, but got 1024"),
         ({"model": WORKED, "gpus": 5, "tensor_parallel": 5}, "Expected tensor_parallel to divide heads, "),
         ({"units": [unit("a", [(2, 2)])], "gpus": 2, "tensor_parallel": 2}, "pass the units of one GPU instead"),
-        ({"units": []}, "units hold no parameters"),
+        ({"units": []}, "Expected units to contain parameters, but got none"),
     ],
     ids=str,
 )
@@ -620,7 +635,7 @@ def test_errors_of_what_is_asked_of_a_plan() -> None:
     made = plan(10)
     with pytest.raises(ValueError, match=r"Expected part to be one of .* but got 'wieghts': did you mean 'weights'"):
         made.part("wieghts")
-    with pytest.raises(ValueError, match="Expected batch, but got None"):
+    with pytest.raises(ValueError, match="Expected batch, but got None, and FLOPs depend on it: pass batch"):
         made.mfu(1.0, 1.0)
     with pytest.raises(ValueError, match="Expected seconds to be a number above 0, but got 0"):
         plan(10, batch=1, seq=1).mfu(0, 1.0)
