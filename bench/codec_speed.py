@@ -1,9 +1,8 @@
-"""``halfstep bench codec``: the codec's speed on one core, beside numpy, torch, ml_dtypes and gfloat.
+"""``halfstep bench codec``: the speed of the codec on one core, compared with numpy, torch, ml_dtypes and gfloat.
 
-Each peer does the same job, from an fp32 array to rounded numbers: ours gives codes, theirs their own dtype or, in
-gfloat, float32 values. A peer is timed only if its results agree with ours on the array that is timed. Turn by turn,
-ours and theirs, in processor time of this process; the best of several turns each, since other work on the machine only
-ever adds to it.
+Each library rounds the same fp32 array. halfstep returns codes, gfloat float32 values, the others arrays of their own
+dtypes. A peer's time is reported only if its results agree with those of halfstep. All are timed in interleaved rounds,
+in processor time of this process. The best round counts, since other work on the machine can only add time.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ GFLOAT_MODES = {
 
 
 def _peers(values: np.ndarray, name: str, rounding: str) -> dict[str, Callable[[], Any]]:
-    """What else here does this conversion; by name."""
+    """The installed peers that support this conversion, by name."""
     form = formats[name]
     found: dict[str, Callable[[], Any]] = {}
     if rounding == "nearest":
@@ -75,7 +74,7 @@ def _as_float64(result: Any) -> np.ndarray:
 
 
 def measure(name: str, rounding: str, size: int, turns: int) -> dict[str, float]:
-    """Million elements per second of ours and of each peer; NaN for a peer whose results are others."""
+    """Millions of elements per second of halfstep and of each peer; NaN for a peer with different results."""
     values = np.random.default_rng(0).standard_normal(size).astype(np.float32)
     if name == "e8m0fnu":
         values = np.abs(values)
@@ -87,7 +86,7 @@ def measure(name: str, rounding: str, size: int, turns: int) -> dict[str, float]
     for who, job in jobs.items():
         if who != "halfstep":
             theirs = _as_float64(job())
-            step = codec.ulp(values, name) if rounding == "stochastic" else 0.0  # another noise: within a step
+            step = codec.ulp(values, name) if rounding == "stochastic" else 0.0  # the random bits differ
             if not (np.abs(theirs - ours) <= step).all():
                 wrong.add(who)
     taken = timing.rounds(timing.CpuClock(time.process_time), list(jobs.values()), least=turns, most=turns)
@@ -102,11 +101,11 @@ def _line(cells: list[str]) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser("bench codec", "Time the codec on one core, beside numpy, torch, ml_dtypes and gfloat.")
+    parser = Parser("bench codec", "Time the codec on one core, and numpy, torch, ml_dtypes and gfloat.")
     parser.add_argument(
         "--size", type=whole(1, 2**32), default=2**20, metavar="N", help="elements of the array (default: 1 Mi)"
     )
-    parser.add_argument("--turns", type=whole(1), default=5, metavar="N", help="turns, the best of which counts")
+    parser.add_argument("--turns", type=whole(1), default=5, metavar="N", help="rounds, of which the best counts")
     return parser
 
 

@@ -1,13 +1,13 @@
 """``halfstep bench gpu --out DIR``: check and measure halfstep on this machine's GPU.
 
-First the checks: one kernel of each family against torch (`gpu_checks.smoke`), then whole AMP steps (check, norm, clip,
-update, scale), overflows among them, bit for bit against the reference: eager, with gradients unscaled in place,
-captured as CUDA graphs and replayed between eager steps, and on two streams, all under
-``torch.cuda.set_sync_debug_mode("error")`` (`gpu_checks.steps`). Then the cases of ``halfstep bench run``.
+The command first compares one kernel of each family with torch (`gpu_checks.smoke`). It then compares whole AMP steps
+(check, norm, clip, update, scale), some of which overflow, with the reference, bit for bit: eager steps, steps that
+unscale in place, CUDA graphs replayed between eager steps, and steps on two streams, all under
+``torch.cuda.set_sync_debug_mode("error")`` (`gpu_checks.steps`). Finally it runs the cases of ``halfstep bench run``.
 
-DIR gets ``checks.json`` (what passed, what failed, why, and on what machine) and what ``halfstep bench run --out``
-writes: ``results.json``, ``table.md`` and, with matplotlib, two pictures. Exit status: 0 if all checks passed, those
-before each figure included; 1 if one did not; 2 without a GPU.
+It writes ``checks.json`` (the outcome of each check, and the environment) and the files of ``halfstep bench run --out``
+to DIR: ``results.json``, ``table.md`` and, if matplotlib is installed, two pictures. Exit status: 0 if all checks
+passed, including the check before each time; 1 if one failed; 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, Any]:
-    """What the figures were measured on; nothing that names the machine or its user."""
+    """The environment of the measurements, without the names of the machine and its user."""
     import numpy
 
     found: dict[str, Any] = {
@@ -98,8 +98,8 @@ def _parser() -> Parser:
 def _run(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UsageError(
-            "no GPU: torch.cuda.is_available() is False. Use halfstep bench run for what this machine's CPU does, "
-            "halfstep bench host for what a step costs the host, halfstep bench audit for what compiled kernels move"
+            "no GPU: torch.cuda.is_available() is False. Use halfstep bench run to measure on the CPU, halfstep bench "
+            "host for the host's time of a step, or halfstep bench audit to audit the compiled kernels"
         )
     make_folder(options.out)
     failed = check(torch.device("cuda", torch.cuda.current_device()), options.out / "checks.json")
@@ -116,7 +116,7 @@ def check(device: torch.device, file: Path) -> list[str]:
         found["failed"] += done.pop("failed")
         for name, outcome in done.items():
             print(f"{name:40} {outcome['status']:8} {outcome['seconds']:6.1f} s", flush=True)
-        # After each part, so that a run that is ended from outside leaves what it had.
+        # After each part, so that an interrupted run leaves its results.
         file.write_text(json.dumps(found, indent=1) + "\n")
     failed: list[str] = found["failed"]
     return failed

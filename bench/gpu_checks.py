@@ -16,7 +16,7 @@ STEP_SIZES = (1, 15, 1000, 4097, 0, 65_536, 300, 1_000_003)
 
 
 def _checks(checks: dict[str, Callable[[], object]]) -> dict[str, Any]:
-    """Run named checks, all of them whatever fails; raise at the end if one did."""
+    """Run all checks, even if some fail. Returns the outcome of each by name, and the failed names as ``"failed"``."""
     done: dict[str, Any] = {}
     failures = []
     for name, check in checks.items():
@@ -45,12 +45,12 @@ def smoke(device: torch.device) -> dict[str, Any]:
     x = torch.linspace(-3.0, 3.0, 1001, dtype=torch.float32, device=device)
 
     def cast() -> None:
-        with halfstep.backend("triton"):  # left to choose, it is torch's
+        with halfstep.backend("triton"):  # the default is torch's cast
             _expect(torch.equal(halfstep.cast(x, torch.bfloat16), x.bfloat16()), "cast to bf16 is not torch's")
 
     def check() -> None:
         found = halfstep.foreach_check([x, x.half()])
-        _expect(found.found_inf.item() == 0 and found.flags.tolist() == [0, 0], "found an Inf where there is none")
+        _expect(found.found_inf.item() == 0 and found.flags.tolist() == [0, 0], "found an Inf in finite tensors")
         squares = x.double().square().sum() + x.half().double().square().sum()
         _expect(abs(found.sum_of_squares.item() / squares.item() - 1) < 1e-6, "sum of squares")
 
@@ -80,7 +80,6 @@ class _Training:
         import halfstep
 
         self.way = way
-
         generator = torch.Generator().manual_seed(0)
 
         def normal(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,12 +111,12 @@ class _Training:
         self.scaler.update()
 
     def give(self, index: int) -> None:
-        """One step's gradients in fresh memory, as after ``zero_grad(set_to_none=True)``."""
+        """Assign the gradients of a step, in new memory, as after ``zero_grad(set_to_none=True)``."""
         for parameter, gradient in zip(self.parameters, self.gradients[index], strict=True):
             parameter.grad = gradient.clone()
 
     def captured(self) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
-        """A step as a graph, and the gradients that it reads."""
+        """A step as a CUDA graph, and the gradients that it reads."""
         static = [torch.zeros_like(parameter) for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, static, strict=True):
             parameter.grad = gradient
@@ -127,20 +126,20 @@ class _Training:
         return graph, static
 
     def replay(self, graph: torch.cuda.CUDAGraph, static: list[torch.Tensor], index: int) -> None:
-        """One step's gradients, copied to where a graph reads them, and its replay."""
+        """Copy the gradients of a step to the tensors that a graph reads, and replay the graph."""
         for place, gradient in zip(static, self.gradients[index], strict=True):
             place.copy_(gradient)
         graph.replay()
 
     @torch.no_grad()
     def load(self, index: int) -> None:
-        """Copy one step's gradients into place."""
+        """Copy the gradients of a step into the current gradients."""
         for parameter, gradient in zip(self.parameters, self.gradients[index], strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(gradient)
 
     def differences(self, other: _Training) -> list[str]:
-        """Where two trainings differ in any bit."""
+        """The names of all tensors in which two trainings differ."""
         found = []
         for index, (mine, theirs) in enumerate(zip(self.parameters, other.parameters, strict=True)):
             if not _same_bits(mine.detach(), theirs.detach()):
@@ -159,7 +158,7 @@ class _Training:
 
 @contextmanager
 def _refusing_waits(device: torch.device) -> Iterator[None]:
-    """Whatever has the host wait for the GPU is an error."""
+    """Make every synchronization with the GPU an error."""
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -175,7 +174,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def steps(device: torch.device) -> dict[str, Any]:
-    """Whole AMP steps: none waits, and a captured one replays the bits of eager ones and of the reference."""
+    """Whole AMP steps: none waits for the GPU, and eager and captured steps give the bits of the reference."""
     import halfstep
 
     kept: dict[str, _Training] = {}
@@ -247,7 +246,7 @@ def steps(device: torch.device) -> dict[str, Any]:
             training.give(2)
             training.step()
         usual, group["lr"] = group["lr"], 1.0
-        second = training.captured()  # and never replayed
+        second = training.captured()  # never replayed
         group["lr"] = usual
         with _refusing_waits(device):
             training.give(3)
@@ -260,7 +259,7 @@ def steps(device: torch.device) -> dict[str, Any]:
         del second
 
     def two_streams() -> None:
-        """Steps on two streams in turn, and checks of other tensors of the same sizes on a third at any time."""
+        """Steps alternately on two streams, and concurrent checks of tensors of the same sizes on a third stream."""
         training = _Training(device)
         others = [torch.ones_like(parameter) for parameter in training.parameters]
         expected = float(sum(one.numel() for one in others))

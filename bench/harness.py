@@ -1,21 +1,21 @@
-"""What the benchmarks of `halfstep bench run` are made of: cases, providers, and a check before each figure.
+"""The harness of `halfstep bench run`: cases, providers, and a check before each measurement.
 
-A `Case` is one job at one size: its inputs, the bytes that any implementation must move, the float64 truth, and who can
-do it. `measure` runs it::
+A `Case` is one job at one size: its inputs, the bytes that any implementation must move, its float64 reference, and the
+providers that can do it. `measure` runs it::
 
     results = measure(case, torch.device("cpu"), seconds=1.0)       # one `Result` per provider, in the case's order
 
-**No figure without a green check.** A provider first computes what is compared with float64. If that errs by more than
-the case's bound, or raises, its result says so and holds no time.
+**Checks.** A provider's values are first compared with float64. If their error exceeds the bound of the case, or the
+provider raises an exception, the result says so and has no time.
 
-**Rounds.** All providers that passed are timed in turn (`timing`). Ratios are taken round by round and their median is
-given.
+**Rounds.** All providers that passed are timed in interleaved rounds (`timing`). A ratio is the median of the ratios in
+each round.
 
-**The copy.** A plain copy that moves as many bytes as the case (half read, half written) takes part in every round. Its
-time over a provider's is `copy_fraction`: 1 means as fast as the machine copies. Bytes are those of the case, the least
-the job needs, and the same for every provider; what an implementation moves beyond them shows as a lower figure.
+**Copy.** A plain copy that moves as many bytes as the case (half read, half written) is timed in every round. The time
+of the copy over the time of a provider is `copy_fraction`; 1 means as fast as a copy. The bytes are the least that the
+job needs, the same for every provider. An implementation that moves more bytes has a lower `copy_fraction`.
 
-On a GPU `graph_us` is the time of the replay of a CUDA graph of the call, that is without the host.
+On a GPU `graph_us` is the time to replay a CUDA graph of the call, without the time of the host.
 
 **JSON.** `run_report` writes ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick",
 "left_out", "copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
@@ -35,7 +35,7 @@ OK, WRONG, FAILED, UNAVAILABLE = "ok", "wrong", "failed", "unavailable"
 
 
 class Unavailable(Exception):
-    """A provider cannot do a case here; the message says why, for example "needs a GPU"."""
+    """A provider cannot do a case on this machine. The message says why, for example "needs a GPU"."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Prepared:
     """A provider, ready to run.
 
     Attributes:
-        call: what is timed. It waits for nothing on a GPU, and may be repeated any number of times.
-        values: does the job from its beginning, once, before any timing, and returns what `Case.error` compares.
+        call: the timed call. It does not wait for the GPU, and may be repeated any number of times.
+        values: does the whole job once, before any timing, and returns the values for `Case.error`.
     """
 
     call: Callable[[], Any]
@@ -57,16 +57,16 @@ class Case:
 
     Attributes:
         group: ``"softmax"``, ``"cast"``, ``"unscale"``, ``"adam"`` or ``"step"``.
-        operation: what is done, for example ``"softmax forward"``.
-        dtype: of what, for example ``"bf16"`` or ``"fp32 to bf16"``.
-        size: numbers that say how large, for example ``{"columns": 256, "elements": 2**22}``.
-        axis: the key of `size` by which cases of one operation and dtype form a line.
-        bytes_moved: per call, at least: every input read once and every output written once.
-        bound: the greatest error that passes the check.
-        error_unit: what errors are measured in.
-        prepare: makes the inputs on a device. All providers share them and must leave them as they are.
-        providers: by name; each makes a `Prepared` from the inputs, or raises `Unavailable`.
-        error: of a job's values against float64, given the inputs; NaN never passes.
+        operation: the operation, for example ``"softmax forward"``.
+        dtype: the dtypes, for example ``"bf16"`` or ``"fp32 to bf16"``.
+        size: the dimensions, for example ``{"columns": 256, "elements": 2**22}``.
+        axis: the key of `size` on the horizontal axis of pictures.
+        bytes_moved: the least number of bytes per call: every input is read once and every output written once.
+        bound: the largest error that passes the check.
+        error_unit: the unit of `bound` and of errors.
+        prepare: creates the inputs on a device. All providers share them and must not change them.
+        providers: functions by name, each of which makes a `Prepared` from the inputs, or raises `Unavailable`.
+        error: returns the error of the values of a job against float64, given the inputs. NaN never passes.
     """
 
     group: str
@@ -89,22 +89,22 @@ class Case:
 
 @dataclass
 class Result:
-    """What was found for one provider in one case. Times are microseconds per call; None where not measured.
+    """The measurements of one provider in one case. Times are microseconds per call; None means not measured.
 
     Attributes:
-        status: ``"ok"``, ``"wrong"`` (beyond the bound), ``"failed"`` (raised) or ``"unavailable"``.
-        reason: why there is no figure; empty if there is one.
-        error: against float64, in `error_unit`; the check passes up to `bound`.
+        status: ``"ok"``, ``"wrong"`` (error above the bound), ``"failed"`` (raised an exception) or ``"unavailable"``.
+        reason: why there are no times; empty if there are.
+        error: the error against float64, in `error_unit`; the check passes up to `bound`.
         p20_us, p50_us, p80_us: percentiles over all samples.
         gb_per_s: `bytes_moved` in 10^9 bytes over the median time.
-        copy_fraction: time of a copy of as many bytes over the provider's, median of the rounds.
-        speedup: time of the best other provider over this one's, median of the rounds; above 1 means faster than all.
-            Two layouts of halfstep are not each other's rivals.
-        rounds: how many samples were taken.
+        copy_fraction: time of a copy of as many bytes over the time of the provider, median of the rounds.
+        speedup: time of the fastest other provider over the time of this one, median of the rounds; above 1 means
+            faster than all others. Layouts of halfstep are not compared with each other.
+        rounds: number of samples.
         launches: kernels and copies per call, on a GPU.
-        host_us: until the call returns, on a GPU without waiting for it; on a CPU that is the time itself.
-        graph_us: median of a CUDA graph's replay; None if the call cannot be captured.
-        extra_bytes: the most memory allocated during a call beyond what was there before, results included.
+        host_us: time until the call returns, without waiting for the GPU; None on a CPU.
+        graph_us: median time to replay a CUDA graph of the call; None if the call cannot be captured.
+        extra_bytes: peak of the memory that a call allocates, including its results.
     """
 
     group: str
@@ -136,7 +136,7 @@ class Result:
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """The type and the first line of the message of an exception."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -150,10 +150,10 @@ class Checked:
 
 
 def check(case: Case, inputs: Any, provider: str) -> Checked:
-    """Let a provider do the job once and compare with float64.
+    """Do the job once with a provider and compare its values with float64.
 
     Returns:
-        Its result so far, and the job if it may be timed.
+        The result without times, and the job if it passed.
     """
     result = Result(
         group=case.group,
@@ -172,18 +172,18 @@ def check(case: Case, inputs: Any, provider: str) -> Checked:
     except Unavailable as why:
         result.status, result.reason = UNAVAILABLE, str(why)
         return Checked(result)
-    except Exception as error:  # whatever a provider raises is the finding, and the others still count
+    except Exception as error:  # reported as the result of this provider; the others are still measured
         result.status, result.reason = FAILED, first_line(error)
         return Checked(result)
     if not result.error <= case.bound:  # so that NaN fails
         result.status = WRONG
-        result.reason = f"error {result.error:.3g} {case.error_unit}, allowed is {case.bound:.3g}"
+        result.reason = f"error {result.error:.3g} {case.error_unit}, at most {case.bound:.3g} is allowed"
         return Checked(result)
     return Checked(result, job)
 
 
 def ours(provider: str) -> bool:
-    """Whether a provider is halfstep, in whatever layout."""
+    """Whether a provider is halfstep, with any layout."""
     return provider.split()[0] == "halfstep"
 
 
@@ -199,12 +199,12 @@ def measure(
     """Check every provider of a case, then time those that passed.
 
     Args:
-        case: what to measure.
-        device: where.
-        seconds: of timing, about; at least seven rounds are taken, however long they last.
-        clock: of that device; pass one on to use it for many cases.
-        details: also measure launches, host time, memory and graph replay.
-        progress: is told what is being done, in a few words.
+        case: the case.
+        device: the device to measure on.
+        seconds: approximate time of all rounds. There are always at least seven rounds.
+        clock: a clock of the device, which may be reused for several cases.
+        details: whether to measure launches, host time, memory and graph replay too.
+        progress: called with a short description of each phase.
 
     Returns:
         One result per provider, in the case's order.

@@ -1,21 +1,21 @@
-"""``halfstep bench host``: what a step costs the host, in microseconds and launches, with no GPU.
+"""``halfstep bench host``: the time and launches that a step costs the host, measured without a GPU.
 
-**What is real.** The library under test, Triton's launch path (argument binding and specialisation, cache lookup, grid,
-hooks) and Triton's own launcher in C, which reads every tensor's address and packs the arguments. Kernels are
-compiled by Triton and ptxas for sm_90.
+**Real** are the library under test, Triton's launch path (argument binding and specialization, cache lookup, grid,
+hooks) and Triton's launcher in C, which reads the address of every tensor and packs the arguments. Triton and ptxas
+compile the kernels for sm_90.
 
-**What is stubbed.** The CUDA driver alone: a ``libcuda.so.1`` of some thirty lines, compiled here, that answers every
-call with success. Its ``cuLaunchKernelEx`` counts and returns, so nothing is computed. It stays in its own process.
+**Stubbed** is only the CUDA driver: a ``libcuda.so.1`` of some thirty lines, compiled here, in which every function
+returns success. Its ``cuLaunchKernelEx`` counts launches and returns, so nothing is computed. The measurements run in a
+separate process.
 
-**What differs from a GPU.** Tensors lie in CPU memory, since a CPU build of torch has no others. So torch's own small
-operations (filling a scalar, taking a root) run on the CPU instead of being launched; they are timed as they are and
-counted apart, as `torch_kernels`: on a GPU each costs a launch more. ``torch.cuda.device`` guards are not entered, and
-pinned copies are plain ones. The real driver's part of a launch is in no figure. torch's own optimizers launch
-from C++ and cannot be measured like this, so they are left out.
+**Different from a GPU.** Tensors are in CPU memory, since a CPU build of torch supports no other. Small torch
+operations (filling a scalar, a square root) therefore run on the CPU and their time is included. They are counted as
+`torch_kernels`: on a GPU each of them costs another launch. ``torch.cuda.device`` guards are not entered, and copies
+from pinned memory are ordinary copies. The time of the real driver is not included. torch's optimizers launch from C++,
+so this method cannot measure them.
 
-Times are processor time of the calling thread, which waits for nothing here, so that other work on the machine counts
-little: medians over repetitions, providers in turn, gradients where they lay the step before; the rows marked "moved"
-have gradients at other addresses each step.
+Times are medians of the processor time of the calling thread, which never waits, so that other work on the machine has
+little influence. Gradients keep their addresses from step to step, except in the rows marked "moved".
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from halfstep.cli.numbers import above_zero, whole
 from halfstep.cli.terminal import Progress
 
 TENSOR_COUNTS = (1, 10, 100, 1_000, 10_000)
-NUMEL = 64  # elements per tensor: the host does not care, and torch's CPU operations stay short
+NUMEL = 64  # elements per tensor; few, so that torch's operations on the CPU are short
 CAPABILITY = 90
-PROCESSORS = 132  # multiprocessors of the H100 that stands in, asked for by providers that size their grid
+PROCESSORS = 132  # multiprocessors of the simulated H100; some providers compute their grid from it
 
-# Success for everything. Attributes: enough of each for Triton to load any kernel.
+# All functions succeed. Attributes are large enough for Triton to load any kernel.
 STUB = r"""
 #include <stdint.h>
 #include <string.h>
@@ -87,8 +87,8 @@ class HostCase:
         provider: the library, with its version.
         job: ``"adamw"``, ``"check"``, ``"amp step"``, ``"cast"``, ``"softmax"``; with ``", moved"`` gradients lie at
             other addresses each time.
-        make: for a number of tensors, the call to be timed and what is to be done, untimed, before each.
-        most: the greatest number of tensors measured.
+        make: for a number of tensors, returns the timed call and a function to be called, untimed, before each call.
+        most: the largest number of tensors to measure.
     """
 
     provider: str
@@ -99,13 +99,15 @@ class HostCase:
 
 @dataclass
 class HostCost:
-    """What a job costs the host.
+    """The cost of a job for the host.
 
     Attributes:
+        provider, job: those of the `HostCase`.
+        tensors: number of tensors.
         host_us: median microseconds per call; `low_us` and `high_us` are the 20th and 80th percentile.
-        launches: of Triton kernels, per call.
-        torch_kernels: operations of torch per call that would each be a kernel or a copy on a GPU.
-        problem: why there is no figure, in words; else empty.
+        launches: number of launches of Triton kernels per call.
+        torch_kernels: number of torch operations per call that would launch a kernel or a copy on a GPU.
+        problem: why the measurement failed; otherwise empty.
     """
 
     provider: str
@@ -123,8 +125,8 @@ class HostCost:
 
 
 def _c_compiler() -> str | None:
-    wished = os.environ.get("CC")
-    return shutil.which(wished) if wished else next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
+    chosen = os.environ.get("CC")
+    return shutil.which(chosen) if chosen else next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
 
 
 def _build_stub(folder: Path) -> Path:
@@ -140,22 +142,22 @@ def _build_stub(folder: Path) -> Path:
     subprocess.run(
         [compiler, "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(target)], check=True
     )
-    (folder / "libcuda.so").symlink_to(target)  # the name that Triton 3.4 links
+    (folder / "libcuda.so").symlink_to(target)  # Triton 3.4 links with this name
     return target
 
 
 def use_stubbed_driver(capability: int) -> None:
-    """Put Triton's own NVIDIA driver to work without a GPU, over the ``libcuda.so.1`` in ``TRITON_LIBCUDA_PATH``.
+    """Make Triton's NVIDIA driver work without a GPU, with the ``libcuda.so.1`` in ``TRITON_LIBCUDA_PATH``.
 
     Args:
-        capability: of the GPU that stands in, as in ``sm_90``.
+        capability: compute capability of the simulated GPU, for example 90.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
 
     class StubbedDriver(CudaDriver):  # type: ignore[misc]  # Triton is not typed
-        """Triton's driver; only what it would ask torch about GPUs is answered here."""
+        """Triton's driver. Only the questions that it would ask torch about GPUs are answered here."""
 
         def __init__(self) -> None:
             try:
@@ -171,7 +173,7 @@ def use_stubbed_driver(capability: int) -> None:
             return GPUTarget("cuda", capability, 32)
 
         def get_benchmarker(self) -> Any:
-            """For autotuners, which time each configuration: all take the same, so the first one stays."""
+            """A benchmarker for autotuners: all configurations take the same time, so the first one is chosen."""
 
             def run_once(call: Callable[[], object], *, quantiles: Sequence[float], **options: Any) -> list[float]:
                 call()
@@ -192,7 +194,7 @@ def _install_stub(path: str) -> Callable[[], int]:
 
 
 def _take_cpu_tensors() -> None:
-    """Let halfstep's own switch send CPU tensors to the compiled kernels, in this process."""
+    """Make halfstep launch its compiled kernels for CPU tensors, in this process."""
     from halfstep.kernels import backend
 
     backend.TAKES_CPU_TENSORS = True
@@ -201,7 +203,7 @@ def _take_cpu_tensors() -> None:
 
 @contextmanager
 def _pretending_cuda() -> Iterator[None]:
-    """Inside, CPU tensors say that they are CUDA tensors, to libraries that make state for no others."""
+    """Make CPU tensors claim to be CUDA tensors, for libraries that create state only for those."""
     import torch
 
     available = torch.cuda.is_available
@@ -231,7 +233,7 @@ def _parameters(count: int, dtype: Any) -> list[Any]:
 
 
 def _moving(parameters: list[Any]) -> Callable[[], None]:
-    """Give every parameter its other gradient, which lies elsewhere."""
+    """Returns a function that assigns each parameter the other one of two gradients at different addresses."""
     import torch
 
     sets = [[parameter.grad for parameter in parameters], [torch.zeros_like(parameter) for parameter in parameters]]
@@ -339,7 +341,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _cases() -> list[HostCase]:
-    """Every job of every provider that is installed."""
+    """All jobs of halfstep and of the installed peers."""
     cases = [
         HostCase("halfstep", "adamw", _our_adamw(moved=False)),
         HostCase("halfstep", "adamw, moved", _our_adamw(moved=True)),
@@ -363,12 +365,12 @@ def _cases() -> list[HostCase]:
 
 # ---------------------------------------------------------------------------------------------------------- measuring
 
-# Operations that give memory or a view of it, and on a GPU launch nothing.
+# Operations that only allocate memory or return a view, and launch nothing on a GPU.
 _FREE = ("empty", "new_empty", "detach", "alias", "as_strided", "resize_", "set_", "lift_fresh")
 
 
 def _torch_kernels(call: Callable[[], object]) -> int:
-    """How many operations of torch one call makes that would each be a kernel or a copy on a GPU."""
+    """The number of torch operations in one call that would launch a kernel or a copy on a GPU."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):
@@ -404,7 +406,7 @@ def _measure(case: HostCase, tensors: int, seconds: float, launches: Callable[[]
 
 
 def _worker(stub: str, counts: Sequence[int], seconds: float, jobs: Sequence[str]) -> None:
-    """Measure in this process, which the stub driver spoils for anything else; one line of JSON per row."""
+    """Measure in this process, which cannot be used for anything else afterwards. Prints one line of JSON per row."""
     launches = _install_stub(stub)
     import torch
 
@@ -415,7 +417,7 @@ def _worker(stub: str, counts: Sequence[int], seconds: float, jobs: Sequence[str
     for case, tensors in work:
         try:
             row = _measure(case, tensors, seconds, launches)
-        except Exception as error:  # a provider that fails is a finding; the others still count
+        except Exception as error:  # reported in the row; the others are still measured
             row = HostCost(case.provider, case.job, tensors, problem=f"{type(error).__name__}: {error}")
         print(json.dumps({"of": len(work), "row": asdict(row)}), flush=True)
 
@@ -426,13 +428,13 @@ def measure(
     jobs: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[dict[str, Any]]:
-    """Measure the host cost of every Triton provider, in a process of its own.
+    """Measure the host cost of every Triton provider, in a separate process.
 
     Args:
         counts: numbers of tensors.
-        seconds: time given to each row, at least 5 steps.
-        jobs: ``"adamw"``, ``"amp step"``, ``"check"``, ``"cast"``, ``"softmax"``; none means all.
-        progress: called with the number of rows so far and of all.
+        seconds: time for each row. At least 5 calls are measured.
+        jobs: ``"adamw"``, ``"amp step"``, ``"check"``, ``"cast"``, ``"softmax"``; all jobs if empty.
+        progress: called with the number of rows measured so far and the number of all rows.
 
     Returns:
         One `HostCost` per job, provider and number of tensors, as a dictionary.
@@ -443,11 +445,11 @@ def measure(
     from halfstep.kernels import backend
 
     if backend.triton is None:
-        raise RuntimeError("triton is not installed; install it to measure what its launches cost the host")
+        raise RuntimeError("triton is not installed; install it to measure the host cost of its launches")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="halfstep-host-") as folder:
         stub = _build_stub(Path(folder))
-        # A cache of its own: what is linked here against the stub must not be found by a process that has a GPU.
+        # A separate cache, since processes with a GPU must not find launchers that were linked with the stub.
         cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache") / "halfstep-host"
         environment = {**os.environ, "TRITON_LIBCUDA_PATH": folder, "TRITON_CACHE_DIR": str(cache)}
         for name in ("TRITON_INTERPRET", "HALFSTEP_BACKEND"):
@@ -473,7 +475,7 @@ def measure(
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a table: µs, Triton launches + torch kernels, by number of tensors."""
+    """The rows as a Markdown table: µs, and Triton launches + torch kernels, by number of tensors."""
     counts = sorted({row["tensors"] for row in rows})
     by_case: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
@@ -498,7 +500,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser("bench host", "Measure what a step costs the host, in µs and launches, with no GPU.")
+    parser = Parser("bench host", "Measure the time and launches that a step costs the host, without a GPU.")
     jobs = ("adamw", "amp step", "check", "cast", "softmax")
     parser.add_argument(
         *("--tensors",),
@@ -514,7 +516,7 @@ def _parser() -> Parser:
         action="append",
         default=[],
         metavar="JOB",
-        help=f"only this one of {', '.join(jobs)}; may be repeated",
+        help=f"measure only this job, one of {', '.join(jobs)}; may be repeated",
     )
     parser.add_argument("--seconds", type=above_zero, default=0.5, metavar="S", help="time per row")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

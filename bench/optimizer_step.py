@@ -1,13 +1,13 @@
-"""``halfstep bench step``: the optimizer step on this machine, against others doing the same job.
+"""``halfstep bench step``: the time of an optimizer step on this machine, compared with other optimizers.
 
-The job: bf16 parameters with bf16 gradients and exact fp32 masters. Ours is one call. The others take what their
-optimizers of fp32 tensors need around them: copy the gradients to fp32, step the fp32 masters, copy them back to the
-bf16 weights. They are `torch.optim.AdamW(fused=True)` and, on a CPU where DeepSpeed is installed, its
-``DeepSpeedCPUAdam``, which offloaded training uses.
+The job is a step of bf16 parameters with bf16 gradients and exact fp32 masters. halfstep does it in one call. The other
+optimizers step fp32 tensors, so their times include the copies of the gradients to fp32 and of the masters to the bf16
+weights. They are `torch.optim.AdamW(fused=True)` and, on a CPU where DeepSpeed is installed, ``DeepSpeedCPUAdam``, the
+optimizer of offloaded training.
 
-All run in turn in one process; ratios are taken round by round and their median printed (``timing.py``). Bytes are
-counted, not measured: per parameter ours moves 26 (split master) or 28 (full), theirs 6 + 28 + 6 = 40. No time is
-printed before the masters of all agree.
+All are timed in interleaved rounds in one process, and ratios are medians of the ratios in each round (``timing.py``).
+Bytes are counted, not measured: per parameter, halfstep moves 26 (split master) or 28 (full master), the others
+6 + 28 + 6 = 40. The masters of all optimizers are compared before any time is measured.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def _torch_adamw(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _deepspeed_adamw(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Compiled when it is first made, with ninja.
+    """Compiles the optimizer, with ninja, when it is first created.
 
     Raises:
         Unavailable: DeepSpeed is not installed, or does not compile here.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with redirect_stdout(sys.stderr):  # where its logger then writes
+    with redirect_stdout(sys.stderr):  # for its logger
         module = needs("deepspeed", "deepspeed.ops.adam")
         try:
             made: torch.optim.Optimizer = module.DeepSpeedCPUAdam(masters, lr=LEARNING_RATE, weight_decay=DECAY)
@@ -61,7 +61,7 @@ def _deepspeed_adamw(masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer
 
 
 def peers(device: torch.device, say: Callable[[str], None]) -> dict[str, Make]:
-    """Whose steps are measured beside ours, by name; `say` is told who is left out and why."""
+    """The other optimizers, by name. `say` is called with a message about each one that is left out."""
     found: dict[str, Make] = {"torch": _torch_adamw}
     if device.type == "cpu":
         try:
@@ -73,7 +73,7 @@ def peers(device: torch.device, say: Callable[[str], None]) -> dict[str, Make]:
 
 
 class _WithCopies:
-    """A step of fp32 masters, with the copies around it from bf16 gradients and to bf16 weights."""
+    """A step of fp32 masters, with the copies from bf16 gradients before it and to bf16 weights after it."""
 
     def __init__(self, make: Make, weights: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         self.masters = [torch.nn.Parameter(weight.float()) for weight in weights]
@@ -94,7 +94,7 @@ class _WithCopies:
 def measure(
     total: int, tensors: int, layout: str, rounds: int, device: torch.device, others: dict[str, Make]
 ) -> dict[str, Any]:
-    """Time `rounds` rounds of steps over `total` parameters in `tensors` tensors, ours and those of `others`."""
+    """Time steps of halfstep and of `others`, of `total` parameters in `tensors` tensors, in `rounds` rounds."""
     size = total // tensors
     generator = torch.Generator(device).manual_seed(0)
 
@@ -132,12 +132,14 @@ def measure(
 def _parser() -> Parser:
     parser = Parser(
         "bench step",
-        "Time the optimizer step on this machine against others doing the same job: torch's fused AdamW and, on a CPU, "
-        "DeepSpeedCPUAdam where it is installed.",
+        "Time the optimizer step on this machine, and the same step with torch's fused AdamW and, on a CPU where "
+        "DeepSpeed is installed, DeepSpeedCPUAdam.",
     )
-    parser.add_argument("--parameters", type=whole(10_000), default=2**24, metavar="N", help="in all (default: 16 Mi)")
-    parser.add_argument("--rounds", type=whole(1), default=15, metavar="N", help="rounds of steps measured")
-    parser.add_argument("--threads", type=whole(1), metavar="N", help="of the CPU (default: torch's)")
+    parser.add_argument(
+        "--parameters", type=whole(10_000), default=2**24, metavar="N", help="number of parameters (default: 16 Mi)"
+    )
+    parser.add_argument("--rounds", type=whole(1), default=15, metavar="N", help="number of rounds")
+    parser.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 

@@ -1,7 +1,7 @@
-"""``halfstep bench predict``: how long each kernel takes on a GPU, and what limits it, from what it was counted to do.
+"""``halfstep bench predict``: predictions of the time and the limits of kernels on GPUs, from recorded counts.
 
-The model, its constants and what it leaves out: `predictor`. The counts are those of `make bounds`, of kernels executed
-in software (docs/software_gpu.md), ours and those of peers that were installed.
+`predictor` describes the model, its constants and its limits. `make bounds` records the counts of halfstep's kernels,
+and of those of installed peers, while a software GPU executes them (docs/software_gpu.md).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from halfstep.cli.terminal import Terminal, ruled, terminal
 
 COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
 SHOWN = ("A100", "H100", "H200", "B200", "MI300X")
-# Most of the time of memory that the issue of instructions may take; where the two overlap badly, more shows.
+# The largest allowed ratio of the time to issue instructions to the time of memory. The two overlap imperfectly.
 ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "H200": 0.85, "B200": 0.85, "MI300X": 0.85}
 SHARED_LIMIT = 0.20
-# Peers' cases beside the case of ours that does the same job.
+# The case of halfstep that does the same job as a peer's case.
 BESIDE = {
     "optimi AdamW bf16, Kahan": "AdamW bf16 split, bf16 moments",
     "flashoptim AdamW bf16, bf16 moments": "AdamW bf16 split, bf16 moments",
@@ -36,15 +36,15 @@ BESIDE = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What limits one kernel on one GPU.
+    """The limits of one kernel on one GPU.
 
     Attributes:
-        bytes: of global memory per element, in whole sectors.
-        issue: time to issue its instructions over the time of memory.
+        bytes: bytes of global memory per element, in whole sectors.
+        issue: time to issue the instructions over the time of memory.
         shared: time of shared memory over the time of memory.
-        in_flight: bytes asked for at a time over what bandwidth times latency needs.
-        resident: blocks of a multiprocessor at a time.
-        within: whether neither issue nor shared memory is above its limit.
+        in_flight: bytes in flight over the product of bandwidth and latency.
+        resident: blocks on a multiprocessor at a time.
+        within: whether `issue` and `shared` are within their limits.
     """
 
     case: str
@@ -63,8 +63,9 @@ class Time:
     """The predicted time of one call on one GPU.
 
     Attributes:
-        peer: whose kernels; None for ours.
-        predicted_us: microseconds, and `error` of them either way: where 90 % of the held-back calls were.
+        peer: the library; None for halfstep.
+        predicted_us: the predicted time in microseconds.
+        error_us: the error of the prediction: 90 % of the calls held back from the fit were within this relative error.
     """
 
     case: str
@@ -79,7 +80,7 @@ def read(path: Path) -> dict[str, Any]:
     """The counts that `make bounds` recorded in a file.
 
     Raises:
-        UsageError: it cannot be read, or holds none.
+        UsageError: the file cannot be read, or contains no counts.
     """
     try:
         counts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -97,7 +98,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def limits(counts: dict[str, Any]) -> Iterator[Limits]:
-    """From counts as `make bounds` records them. Kernels that move less than a byte per element are left out."""
+    """The limits of all kernels in recorded counts, except those that move less than a byte per element."""
     for name in SHOWN:
         gpu = GPUS[name]
         for case, kernels in counts["targets"].get(gpu.target, {}).items():
@@ -122,14 +123,14 @@ def limits(counts: dict[str, Any]) -> Iterator[Limits]:
 
 
 def times(counts: dict[str, Any], elements: int) -> Iterator[Time]:
-    """Ours, each followed by its peers, for the GPUs whose constants were fitted."""
+    """The times of halfstep's cases, each followed by those of its peers, on the GPUs whose constants were fitted."""
     for name in SHOWN:
         gpu = GPUS[name]
         if gpu.reached is None:
             continue
         own, peers = counts["targets"].get(gpu.target, {}), counts.get("peers", {}).get(gpu.target, {})
         theirs: dict[str, list[str]] = {case: [] for case in own}
-        for case in peers:  # those that have none of ours beside them come last
+        for case in peers:  # those without a case of halfstep come last
             theirs.setdefault(BESIDE.get(case, case.removeprefix("liger ")), []).append(case)
         for case, beside in theirs.items():
             rows = [(case, None, own[case])] if case in own else []
@@ -141,7 +142,7 @@ def times(counts: dict[str, Any], elements: int) -> Iterator[Time]:
 
 
 def panels(counts: dict[str, Any]) -> list[Panel]:
-    """The rooflines of the GPUs, with each case's kernel that takes most, peers' too."""
+    """The rooflines of the GPUs, with the kernel of each case that issues the most instructions."""
     made = []
     for name in SHOWN:
         gpu = GPUS[name]
@@ -164,7 +165,7 @@ def panels(counts: dict[str, Any]) -> list[Panel]:
 def _parser() -> Parser:
     parser = Parser(
         "bench predict",
-        "Predict how long each kernel takes on a GPU, and what limits it, from recorded counts, without a GPU.",
+        "Predict the time of each kernel on a GPU, and what limits it, from recorded counts, without a GPU.",
     )
     parser.add_argument(
         "--counts",

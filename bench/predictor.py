@@ -1,27 +1,28 @@
-"""How long a kernel takes on a GPU, predicted from what it was counted to do in software.
+"""Predictions of the time of kernels on GPUs, from counts of their instructions and memory accesses.
 
-A call takes, from its first launch to its last,
+The time of a call, from its first launch to its last, is
 
     t = first launch + further launches * a gap + sum over launches of max(memory, cache, issue, shared)
 
     memory = (32 * (fresh sectors + repeated ones that miss the cache) + spilled registers that miss it)
-             / (part that is reached * bandwidth)
+             / (reached share of the bandwidth * bandwidth)
     cache = (32 * all sectors + bytes of spilled registers) / (bytes per clock * multiprocessors * clock)
     issue = machine instructions * lanes of a warp / (multiprocessors * lanes per clock * clock)
     shared = wavefronts of 128 bytes / (multiprocessors * clock)
 
-A sector is fresh where no instruction of the launch touched it before. Of the others, as many miss as the data of the
-blocks that run at a time exceeds a part of the second-level cache. How many blocks run at a time follows from threads,
-registers and shared memory. The calls start with a cold cache, as triton.testing.do_bench empties it.
+A sector is fresh if no instruction of the launch accessed it before. Other accesses miss the cache in proportion to the
+part of the data of the running blocks that exceeds `CACHE_KEPT` of the second-level cache. The number of running blocks
+follows from threads, registers and shared memory. A call starts with a cold cache, as in `triton.testing.do_bench`.
 
-Where the constants come from: bandwidths, multiprocessors, clocks and caches are the makers' (NVIDIA's whitepapers on
-A100 and H100, AMD's CDNA 3 whitepaper; for B200 what is commonly reported). The others are fitted to half of the times
-that Liger-Kernel publishes of its kernels (`tests/support/published_times.py`), and `ERROR` is what the other half
-showed. Nothing was measured here.
+Bandwidths, multiprocessors, clocks and caches are those of the manufacturers (NVIDIA's whitepapers on A100 and H100,
+AMD's CDNA 3 whitepaper; for B200 commonly reported values). The other constants are fitted to half of the times that
+Liger-Kernel publishes of its kernels (`tests/support/published_times.py`). `ERROR` is the error on the other half.
+Nothing was measured here.
 
-Left out: the order of instructions and what waits for what, so that a kernel of few warps or long chains is slower;
-ptxas where it makes more of the code than `tests/support/software_gpu/counts.py` knows; the unit for square roots and
-exponentials; a last wave of few blocks; the host, which rules calls that it takes longer to make than the GPU to run.
+The model does not include the order of instructions and their dependencies, so a kernel with few warps or long chains
+of dependent instructions is slower; instructions that ptxas adds and `tests/support/software_gpu/counts.py` does not
+know; the unit for square roots and exponentials; a last wave of few blocks; and the time of the host, which dominates
+calls that take the host longer than the GPU.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ from typing import Any, NamedTuple
 
 SECTOR = 32  # bytes
 WAVEFRONT = 128
-REGISTERS = 65536  # of a multiprocessor of NVIDIA's
+REGISTERS = 65536  # of a multiprocessor of an NVIDIA GPU
 
 
 class GPU(NamedTuple):
-    """What a prediction needs of a GPU.
+    """The properties of a GPU that predictions use.
 
     Attributes:
-        bandwidth: bytes per second, of the datasheet.
-        lanes: threads that a multiprocessor issues an instruction for, per clock.
+        target: the architecture, for example ``"sm_90"``.
+        multiprocessors: their number.
+        lanes: threads per clock for which a multiprocessor issues an instruction.
         clock: in Hz.
-        cache: bytes of the second level.
+        bandwidth: bytes per second, from the datasheet.
+        cache: bytes of the second-level cache.
         shared: bytes of shared memory of a multiprocessor.
-        reached: part of the bandwidth that the fit found; None where nothing was measured that it could be fitted to.
-        first: seconds until the first launch runs, from the fit.
+        reached: fitted share of the bandwidth; None if there were no times to fit it to.
+        first: fitted time until the first launch runs, in seconds.
     """
 
     target: str
@@ -59,22 +62,22 @@ class GPU(NamedTuple):
     first: float
 
 
-# Fitted; see above.
-REACHED = {"A100": 0.77, "H100": 0.90, "B200": 0.80}  # of a B200: what copies are said to reach
+# Fitted, except the share for B200, which is reported for copies.
+REACHED = {"A100": 0.77, "H100": 0.90, "B200": 0.80}
 FIRST = {"A100": 9.3e-6, "H100": 6.3e-6, "B200": 2.0e-6}
 GAP = 6.1e-6  # seconds between launches
-CACHE_PER_CLOCK = 64.0  # bytes, of one multiprocessor
-CACHE_KEPT = 0.81  # part of the second-level cache that repeated reads find
-LATENCY = 600e-9  # seconds of a load from memory: the size of it; published ones are 470 to 800
-WAIT = 88e-6  # seconds that a call loses where the host waits for the GPU and only then launches on
+CACHE_PER_CLOCK = 64.0  # bytes from the second-level cache to one multiprocessor, per clock
+CACHE_KEPT = 0.81  # share of the second-level cache that holds data for repeated reads
+LATENCY = 600e-9  # seconds of a load from memory; published values are 470 to 800 ns
+WAIT = 88e-6  # seconds that a call loses if the host waits for the GPU between launches
 
 
 class Error(NamedTuple):
-    """What was found of the half of the published times that nothing was fitted to.
+    """The errors of the predictions of the published times that were held back from the fit.
 
     Attributes:
-        rows: how many.
-        median: of the relative errors, without sign.
+        rows: number of these times.
+        median: median of the absolute relative errors.
         ninth: their 90th percentile.
     """
 
@@ -83,8 +86,8 @@ class Error(NamedTuple):
     ninth: float
 
 
-# Of all calls from 10 us on, and of those that are forward, or backward and predicted to take 100 us and more: what
-# shorter backward calls take is the host's time, which is not predicted.
+# `ERROR_ALL`: all calls of at least 10 us. `ERROR`: of these, the forward calls and the backward calls with predictions
+# of at least 100 us. Shorter backward calls take the time of the host, which is not predicted.
 ERROR_ALL = Error(54, 0.071, 0.579)
 ERROR = Error(42, 0.067, 0.171)
 
@@ -99,13 +102,13 @@ GPUS = {
 
 
 def resident(gpu: GPU, launch: Mapping[str, Any]) -> int:
-    """How many blocks of a launch a multiprocessor holds at a time.
+    """The number of blocks of a launch that a multiprocessor holds at a time.
 
-    Registers are handed out 256 at a time per warp, from four partitions of the register file.
+    Registers are allocated to warps in units of 256, from four partitions of the register file.
     """
     lanes = 64 if gpu.target.startswith("gfx") else 32
     warps = max(1, launch["threads"] // lanes)
-    if lanes == 64:  # 512 registers a lane and 8 waves for each of 4 units
+    if lanes == 64:  # each of 4 units has 512 registers per lane and holds 8 waves
         fitting = 4 * min(8, 512 // max(1, launch["registers"]))
     else:
         fitting = min(64, REGISTERS // 4 // max(256, math.ceil(launch["registers"] * 32 / 256) * 256) * 4)
@@ -116,13 +119,13 @@ def resident(gpu: GPU, launch: Mapping[str, Any]) -> int:
 
 
 def parts(gpu: GPU, launch: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds that each part of a GPU takes for a launch; memory at the datasheet's bandwidth where none was fitted."""
+    """The seconds that each part of a GPU takes for a launch. Without a fit, memory reaches its full bandwidth."""
     blocks = min(launch["blocks"], resident(gpu, launch) * gpu.multiprocessors)
     in_use = SECTOR * launch["fresh"] * blocks / max(1, launch["blocks"])
     missed = max(0.0, 1 - CACHE_KEPT * gpu.cache / in_use) if in_use else 0.0
     read = SECTOR * (launch["fresh"] + missed * (launch["sectors"] - launch["fresh"]))
     spilled = launch["spilled"] * launch["threads"] * launch["blocks"] * launch["trips"]
-    if spilled:  # half of it is stored and then loaded; what does not fit the cache goes to memory
+    if spilled:  # stores and loads of the same bytes; those that exceed the cache go to memory
         read += spilled * max(0.0, 1 - CACHE_KEPT * gpu.cache / (launch["spilled"] / 2 * launch["threads"] * blocks))
     cycles = gpu.multiprocessors * gpu.clock
     return {
@@ -134,21 +137,21 @@ def parts(gpu: GPU, launch: Mapping[str, Any]) -> dict[str, float]:
 
 
 def waves(gpu: GPU, launch: Mapping[str, Any]) -> float:
-    """How many times the blocks of a launch fill the GPU."""
+    """The number of waves of blocks, as a fraction."""
     return float(launch["blocks"] / (resident(gpu, launch) * gpu.multiprocessors))
 
 
 def in_flight(gpu: GPU, launch: Mapping[str, Any]) -> float:
-    """Bytes that a full GPU asks for at a time, over those that its bandwidth times its latency needs (Little's law).
+    """Bytes in flight on a full GPU over the product of its bandwidth and latency (Little's law).
 
-    All that a warp loads in one trip of its loop counts as asked for at a time.
+    All loads of a warp in one iteration of its loop count as in flight together.
     """
     asked = SECTOR * launch["loaded"] / (launch["blocks"] * launch["trips"])
     return float(asked * resident(gpu, launch) * gpu.multiprocessors / (gpu.bandwidth * LATENCY))
 
 
 def scaled(recorded: Mapping[str, Any], elements: int) -> dict[str, Any]:
-    """What a kernel takes for so many elements, from a record of it per element."""
+    """The counts of a launch with `elements` elements, from the recorded counts per element."""
     sums = {name: recorded[name] * elements for name in ("issued", "sectors", "loaded", "fresh", "wavefronts")}
     return {**recorded, **sums, "blocks": math.ceil(recorded["blocks"] * elements / recorded["elements"])}
 
@@ -159,13 +162,14 @@ def seconds(
     """Predicted seconds of a call.
 
     Args:
-        launches: what each takes in all: ``blocks`` of ``threads``, ``registers``, ``shared_bytes``, ``spilled``,
-            ``trips``, ``issued``, ``sectors``, ``fresh``, ``wavefronts``.
-        other_bytes: what other kernels move of which nothing else is known, each.
-        waits: whether the host waits for the GPU in between.
+        gpu: the GPU.
+        launches: the counts of each launch: ``blocks``, ``threads`` of a block, ``registers``, ``shared_bytes``,
+            ``spilled``, ``trips``, ``issued``, ``sectors``, ``fresh``, ``wavefronts``.
+        other_bytes: bytes that each further kernel moves, if nothing else is known about it.
+        waits: whether the host waits for the GPU between launches.
 
     Raises:
-        ValueError: nothing was fitted for this GPU.
+        ValueError: the constants of this GPU were not fitted.
     """
     if gpu.reached is None:
         raise ValueError(

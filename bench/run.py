@@ -1,10 +1,10 @@
-"""``halfstep bench run``: every kernel and the whole AMP step against everyone who does the same job.
+"""``halfstep bench run``: the time of every kernel and of the whole AMP step, compared with other libraries.
 
-Checks each provider against float64, times those that pass in interleaved rounds next to a plain copy, and prints a
-table; with ``--out DIR`` also writes ``results.json``, ``table.md``, ``roofline.png`` and ``step.png``. How it is
-measured: ``harness.py``; what is measured: ``cases/``.
+The command compares each provider with float64, times those that pass and a plain copy in interleaved rounds, and
+prints a table. With ``--out DIR`` it also writes ``results.json``, ``table.md``, ``roofline.png`` and ``step.png``.
+``harness.py`` describes how it measures, ``cases/`` what.
 
-Exit status: 0, also if some peer failed; 1 if a provider of halfstep was wrong or raised; 2 for wrong arguments.
+Exit status: 0, even if a peer failed; 1 if a provider of halfstep was wrong or raised; 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 GROUP_NAMES = ("softmax", "cast", "unscale", "adam", "step")
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
-SECONDS = {True: 0.25, False: 1.0}  # of timing per case, by --quick
+SECONDS = {True: 0.25, False: 1.0}  # time per case, by --quick
 
 
 def _parser() -> Parser:
     parser = Parser(
         "bench run",
-        description="Measure every kernel and the whole AMP step against everyone who does the same job: torch eager, "
-        "fused, foreach and compiled, and the peers that are installed. On a GPU if there is one, else on the CPU.",
+        description="Measure every kernel and the whole AMP step, and the same operations in torch (eager, fused, "
+        "foreach and compiled) and in the installed peers. On a GPU if there is one, otherwise on the CPU.",
     )
     parser.add_argument(
         "groups", nargs="*", choices=GROUP_NAMES, metavar="GROUP", help=f"of {', '.join(GROUP_NAMES)} (default: all)"
@@ -45,11 +45,11 @@ def _parser() -> Parser:
     parser.add_argument(
         "--minutes", type=above_zero, metavar="M", help="start no further case after so long (default: no limit)"
     )
-    parser.add_argument("--threads", type=whole(1), metavar="N", help="of the CPU (default: torch's)")
+    parser.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument(
         "--processor-time",
         action="store_true",
-        help="of the calling thread, not wall time: for a CPU that others use too; needs --threads 1",
+        help="measure the processor time of the calling thread, for a CPU that others use too; needs --threads 1",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
@@ -62,10 +62,10 @@ def run(
     out: Path | None = None,
     processor_time: bool = False,
 ) -> tuple[dict[str, Any], list[Result]]:
-    """Measure the cases of `groups`, writing down what is there after each, so that nothing is lost if it is ended.
+    """Measure the cases of `groups`. Writes the results so far to `out` after each case, in case of an interruption.
 
     Returns:
-        What the figures depend on, and all results. Cases for which there was no time have none.
+        A description of the environment, and all results. Cases that `minutes` left no time for have none.
     """
     import torch
 
@@ -104,7 +104,7 @@ def run(
 
 
 def _largest_first(cases: Sequence[Any]) -> list[int]:
-    """An order for a limited time: the largest case of each operation and dtype, then the next one of each ..."""
+    """An order for a limited time: the largest case of each operation and dtype, then the second largest of each ..."""
     lines: dict[tuple[str, str], list[int]] = {}
     for index, case in enumerate(cases):
         lines.setdefault((case.operation, case.dtype), []).insert(0, index)
@@ -115,7 +115,7 @@ def _largest_first(cases: Sequence[Any]) -> list[int]:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         make_folder(arguments.out)
-    # Before torch loads: its allocator else remarks on memory that the memory profile has not seen allocated.
+    # Before torch is imported. Otherwise its allocator warns about memory that was allocated before the memory profile.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
@@ -123,7 +123,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from halfstep.bench.harness import FAILED, WRONG, ours
 
     if arguments.processor_time and (arguments.threads != 1 or torch.cuda.is_available()):
-        raise UsageError("--processor-time is that of one thread on a CPU; add --threads 1, or leave it out")
+        raise UsageError("--processor-time measures one thread on a CPU; add --threads 1, or leave it out")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     about, results = run(arguments.groups, arguments.quick, arguments.minutes, arguments.out, arguments.processor_time)

@@ -1,7 +1,7 @@
-"""What `halfstep bench run` writes: tables for the terminal and in Markdown, JSON, and two pictures.
+"""The output of `halfstep bench run`: tables for the terminal and in Markdown, JSON, and two pictures.
 
-The tables hold one row per provider and size. Providers that are not here are named once below, with the reason; one
-that failed its check or raised stands in its row, with the reason in place of figures.
+The tables have one row per provider and size. Providers that are not installed are listed once below, with the reason.
+A provider that failed its check or raised an exception has the reason in its row instead of times.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOFLINE, STEP = "roofline.png", "step.png"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on: versions, device, threads, and today's date."""
+    """The environment of the measurements: versions, device, threads and date."""
     try:
         import triton
 
@@ -46,7 +46,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's as the system tells it."""
+    """The name of the GPU, or of the processor as the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -58,12 +58,12 @@ def device_name(device: torch.device) -> str:
 
 
 def as_json(about: dict[str, Any], results: Sequence[Result]) -> str:
-    """See `harness` for the shape."""
+    """The results as JSON; see `harness`."""
     return json.dumps({**about, "results": [asdict(result) for result in results]}, indent=1)
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write `as_json`, all or nothing."""
+    """Write `as_json` to a file atomically."""
     beside = path.with_suffix(".tmp")
     beside.write_text(as_json(about, results) + "\n")
     beside.replace(path)
@@ -73,7 +73,7 @@ def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> 
 
 
 def _digits(value: float | None) -> str:
-    """Three significant digits, without an exponent where that is short."""
+    """Three significant digits, without an exponent if the number is short."""
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):
@@ -114,7 +114,7 @@ def _error_allowed(results: Sequence[Result]) -> str:
 
 
 def absent(results: Sequence[Result]) -> list[str]:
-    """Providers that are not here, each with its reasons."""
+    """The unavailable providers, each with the reasons."""
     reasons: dict[str, list[str]] = {}
     for result in results:
         if result.status == UNAVAILABLE:
@@ -125,7 +125,7 @@ def absent(results: Sequence[Result]) -> list[str]:
 
 
 def _table(results: list[Result]) -> tuple[list[str], list[tuple[Result, list[str]]]]:
-    """Headings and rows, without columns in which nothing stands."""
+    """Headings and rows, without empty columns."""
     here = [result for result in results if result.status != UNAVAILABLE]
     columns = {name: cell for name, cell in COLUMNS.items() if any(cell(result) for result in here)}
     rows = []
@@ -136,7 +136,7 @@ def _table(results: list[Result]) -> tuple[list[str], list[tuple[Result, list[st
 
 
 def footnotes(about: dict[str, Any], results: Sequence[Result]) -> list[str]:
-    """What the columns mean, in sentences."""
+    """Sentences that explain the columns."""
     notes = [
         "GB/s counts the least bytes that the job needs. 'of copy' is the time of a copy of as many bytes over the "
         f"provider's, in the same rounds; large copies reached {_digits(about['copy_gb_per_s'])} GB/s. 'vs best other' "
@@ -147,7 +147,7 @@ def footnotes(about: dict[str, Any], results: Sequence[Result]) -> list[str]:
 
 
 def headline(about: dict[str, Any]) -> str:
-    """One line that says what was measured on what, and when."""
+    """One line with versions, device, threads and date."""
     threads = f", {about['threads']} thread{'s' if about['threads'] > 1 else ''}" if about["threads"] else ""
     triton = f", triton {about['triton']}" if about["triton"] else ""
     quick = ", quick" if about["quick"] else ""
@@ -157,7 +157,7 @@ def headline(about: dict[str, Any]) -> str:
 
 
 def table_lines(about: dict[str, Any], results: Sequence[Result], screen: Terminal) -> list[str]:
-    """One table per operation and dtype, and what the figures mean."""
+    """One table per operation and dtype, and the footnotes."""
     lines: list[str] = []
     for title, group in by_operation(results):
         headings, rows = _table(group)
@@ -178,7 +178,7 @@ def table_lines(about: dict[str, Any], results: Sequence[Result], screen: Termin
 
 
 def markdown(about: dict[str, Any], results: Sequence[Result]) -> str:
-    """The same in Markdown."""
+    """The tables in Markdown."""
     lines = [headline(about) + ".", ""]
     for title, group in by_operation(results):
         headings, rows = _table(group)
@@ -197,7 +197,7 @@ def markdown(about: dict[str, Any], results: Sequence[Result]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ pictures
 
-# Colours that stay apart for colour-blind readers (Okabe and Ito, 2008), one per provider in every picture.
+# Colours that colour-blind readers can tell apart (Okabe and Ito, 2008), the same in all pictures.
 PROVIDER_COLOURS = {
     "halfstep": "#D55E00",
     "halfstep full master": "#E69F00",
@@ -218,11 +218,11 @@ PROVIDER_COLOURS = {
 
 
 HEAD = 1.2  # inches for title and legend
-MOST_PERCENT = 200  # of the copy: above, caches or noise are shown, not memory
+MOST_PERCENT = 200  # of the copy bandwidth; higher values show caches or noise, not memory
 
 
 def _lines(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Per provider, its measured results in order of size."""
+    """The measured results of each provider, in order of size."""
     lines: dict[str, list[Result]] = {}
     for result in results:
         if result.status == OK:
@@ -259,7 +259,7 @@ def _figure(count: int, columns: int, title: str) -> tuple[Any, list[Any]]:
 
 
 def _save(figure: Any, panels: list[Any], path: Path) -> None:
-    """With one legend for all panels, between the title and them."""
+    """Save a figure with one legend for all panels, between the title and the panels."""
     found: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -280,7 +280,7 @@ def _save(figure: Any, panels: list[Any], path: Path) -> None:
 
 
 def draw(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> list[Path]:
-    """Write the pictures that the results allow; those of operations measured at one size only are left out.
+    """Write the pictures, without operations that were measured at one size only.
 
     Returns:
         The files written.

@@ -1,13 +1,13 @@
-"""Times of calls: interleaved rounds, their percentiles, and the machine's copy to compare with.
+"""Time calls in interleaved rounds, and a plain copy for comparison.
 
-Every benchmark times with `rounds`. All calls are timed once per round, so that a machine that slows down slows all;
-ratios are taken round by round (`paired`). The order is drawn anew for each round: a call finds the caches as the one
-before it left them and pays for the lines that are still to be written back, so no call may always follow the same one.
-Python's garbage collector waits.
+Every benchmark times with `rounds`. Each round times all calls once, so that a machine that slows down slows all of
+them, and ratios are computed per round (`paired`). The order is random in each round: a call starts with the caches
+that the previous call left, and pays for dirty lines that are still to be written back, so no call may always follow
+the same one. Python's garbage collector is off meanwhile.
 
-On a CPU a sample is the mean of as many calls as fill a millisecond, caches as the calls before left them. On a GPU it
-is one call between two events, after a write to a buffer larger than the L2 cache ("cold"), queued behind it so that
-the host is ahead.
+On a CPU a sample is the mean of as many calls as take a millisecond, with warm caches. On a GPU it is one call between
+two events, after a write to a buffer larger than the L2 cache ("cold"). The write is queued first, so that the host has
+queued the call before the GPU reaches it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-SAMPLE_SECONDS = 1e-3  # of one sample on a CPU, so that the clock's own cost does not count
+SAMPLE_SECONDS = 1e-3  # length of a sample on a CPU, so that the cost of reading the clock is negligible
 LEAST_ROUNDS, MOST_ROUNDS = 7, 50
-# The profiler's library else writes several lines to standard error each time. Read when it is first used.
+# Otherwise the profiler writes several lines to standard error each time. Its library reads this when it is first used.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
@@ -34,8 +34,8 @@ class CpuClock:
     """Times calls on the CPU.
 
     Args:
-        now: the clock, in seconds: wall time, or the processor time of this process or thread.
-        sample: seconds that one sample fills with calls; 0 for one call.
+        now: returns the time in seconds: wall time, or the processor time of this process or thread.
+        sample: length of a sample in seconds; 0 for one call.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, sample: float = SAMPLE_SECONDS) -> None:
@@ -43,7 +43,7 @@ class CpuClock:
         self._now, self._sample = now, sample
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one call, roughly, to plan by."""
+        """The time of one call, for an estimate."""
         start = self._now()
         call()
         return self._now() - start
@@ -52,7 +52,7 @@ class CpuClock:
         return max(1, math.ceil(self._sample / max(seconds, 1e-7)))
 
     def round(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> list[float]:
-        """One sample of each, in seconds per call."""
+        """One sample of each call, in seconds per call."""
         taken = []
         for call, repeat in calls:
             start = self._now()
@@ -62,7 +62,7 @@ class CpuClock:
         return taken
 
     def extra_bytes(self, call: Callable[[], Any]) -> int | None:
-        """Peak of what torch's allocator handed out during a call, followed event by event."""
+        """The peak of the memory that torch's allocator provides during a call, from the events of the profiler."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
             result = call()
@@ -76,20 +76,21 @@ class CpuClock:
         return peak
 
     def details(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """What needs measurements of its own, by the names of `harness.Result`."""
+        """Further measurements, by the names of the attributes of `harness.Result`."""
         return {"extra_bytes": self.extra_bytes(call)}
 
 
-FLUSH_BYTES = 1 << 28  # written between calls, or four times the L2 cache if that is more
-# The longest that a GPU is kept busy while the host queues a call: about 0.1 s. A call that takes longer waits itself.
+FLUSH_BYTES = 1 << 28  # written before each call, or four times the L2 cache if that is more
+# The longest delay of the GPU while the host queues a call: about 0.1 s. A call that takes longer to queue is assumed
+# to wait for the GPU.
 MOST_CYCLES = 1 << 28
 
 
 class GpuClock:
-    """Times calls on a GPU with events, its L2 cache emptied before each.
+    """Times calls on a GPU with events, with a cold L2 cache.
 
-    Between the events is the GPU's work alone, not the host's: the GPU is kept busy (``torch.cuda._sleep``) until the
-    call is queued, longer and longer until that is so. Only of a call that waits for the GPU itself the host is part.
+    The time between the events does not include the host: the GPU sleeps (``torch.cuda._sleep``) until the call is
+    queued. The sleep is made longer until that is the case. The exception are calls that wait for the GPU themselves.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,7 +100,7 @@ class GpuClock:
         self._flush = torch.empty(max(4 * cache, FLUSH_BYTES), dtype=torch.int8, device=device)
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Of one call, roughly, to plan by."""
+        """The time of one call, for an estimate."""
         torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         call()
@@ -110,7 +111,7 @@ class GpuClock:
         return 1
 
     def round(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> list[float]:
-        """One cold sample of each, in seconds; waits once, at the end."""
+        """One cold sample of each call, in seconds. Waits for the GPU once, at the end."""
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
         for (call, _), (begin, end) in zip(calls, events, strict=True):
             cycles = self._cycles.get(call, 1 << 17)
@@ -123,13 +124,13 @@ class GpuClock:
                 end.record()
                 if cycles > MOST_CYCLES or not begin.query():
                     break
-                cycles *= 4  # the GPU was there before the host was done, and may have waited for it
+                cycles *= 4  # the GPU reached the call before the host had queued it, and may have waited
             self._cycles[call] = cycles
         torch.cuda.synchronize(self.device)
         return [begin.elapsed_time(end) / 1e3 for begin, end in events]
 
     def host_us(self, call: Callable[[], Any], repeat: int = 5) -> float:
-        """Median microseconds until a call returns, the queue empty before each."""
+        """The median time until a call returns, in microseconds, with an empty queue before each call."""
         taken = []
         for _ in range(repeat):
             torch.cuda.synchronize(self.device)
@@ -140,7 +141,7 @@ class GpuClock:
         return 1e6 * statistics.median(taken)
 
     def launches(self, call: Callable[[], Any]) -> int | None:
-        """Kernels, copies and fills that one call puts on the GPU; None where the profiler sees none of them."""
+        """The number of kernels, copies and fills that one call launches; None if the profiler records none."""
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             call()
@@ -149,7 +150,7 @@ class GpuClock:
         return sum(event.device_type() == torch.autograd.DeviceType.CUDA for event in recorded) or None
 
     def extra_bytes(self, call: Callable[[], Any]) -> int:
-        """Peak of allocated memory during a call."""
+        """The peak of the memory that a call allocates."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -159,7 +160,7 @@ class GpuClock:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def waits(self, call: Callable[[], Any]) -> bool:
-        """Whether a call has the host wait for the GPU."""
+        """Whether a call makes the host wait for the GPU."""
         torch.cuda.synchronize(self.device)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -172,9 +173,9 @@ class GpuClock:
         return False
 
     def graph_us(self, call: Callable[[], Any], repeat: int = 11) -> float | None:
-        """Median cold microseconds of the replay of a CUDA graph of the call; None if it cannot be captured.
+        """The median time to replay a CUDA graph of the call, cold, in microseconds; None if it cannot be captured.
 
-        What waits is not tried: a capture that fails may leave the process in capture mode.
+        A call that waits is not captured, since a failed capture may leave the process in capture mode.
         """
         if self.waits(call):
             return None
@@ -192,17 +193,17 @@ class GpuClock:
                     kept = call()
                 finally:
                     graph.capture_end()
-            except RuntimeError:  # capturing forbids what the call does
+            except RuntimeError:  # the call does something that a capture forbids
                 return None
             finally:
                 torch.cuda.synchronize(self.device)
-        replay = graph.replay  # one object, by which `round` knows it
+        replay = graph.replay  # one object, since `round` keeps the delay of each call by its identity
         taken = [self.round([(replay, 1)])[0] for _ in range(repeat)]
         del kept
         return 1e6 * statistics.median(taken)
 
     def details(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """What needs measurements of its own, by the names of `harness.Result`."""
+        """Further measurements, by the names of the attributes of `harness.Result`."""
         return {
             "launches": self.launches(call),
             "host_us": self.host_us(call),
@@ -233,14 +234,14 @@ def rounds(
     """Time `calls` in interleaved rounds.
 
     Args:
-        clock: of the device they run on.
-        calls: any number.
-        seconds: for all of it, about.
-        least, most: rounds, whatever the time; equal ones say how many.
-        prepare: called before each round, untimed.
+        clock: the clock of their device.
+        calls: the calls.
+        seconds: approximate time of all rounds together.
+        least, most: the least and the largest number of rounds.
+        prepare: called before each round; not timed.
 
     Returns:
-        Seconds per call: a list for each of `calls`, all equally long.
+        A list for each call, with its time in each round, in seconds.
     """
     planned = []
     for call in calls:
@@ -269,7 +270,7 @@ def rounds(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """By linear interpolation between the two nearest samples."""
+    """A percentile, by linear interpolation between the two nearest samples."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     low = math.floor(position)
@@ -278,7 +279,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def paired(over: Sequence[float], under: Sequence[float]) -> float:
-    """Median of the ratios, round by round."""
+    """The median of the ratios in each round."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
@@ -290,7 +291,7 @@ def copy_call(bytes_moved: int, device: torch.device) -> Callable[[], Any]:
 
 
 def copy_gb_per_s(clock: Clock, bytes_moved: int, rounds: int = 10) -> float:
-    """The machine's copy bandwidth: 10^9 bytes read plus written per second, median."""
+    """The median copy bandwidth of the machine: bytes read plus bytes written, in 10^9 per second."""
     call = copy_call(bytes_moved, clock.device)
     clock.seconds(call)
     return bytes_moved / 1e9 / statistics.median(clock.round([(call, 1)])[0] for _ in range(rounds))

@@ -1,9 +1,9 @@
-"""Recorded bounds of the compiled kernels: what the audit found once, and what no change may make worse unseen.
+"""Recorded bounds of the compiled kernels, so that no change makes them worse unnoticed.
 
-The file holds one line per kernel, variant and target, sorted, so that a change reads as a diff of numbers. Bytes,
-spills, shared memory, barriers and layout conversions may not rise, access widths may not fall, registers may rise by
-one step of the hardware's allocation. Another Triton is another compiler: with it only bytes, spills and layout
-conversions are held to the bounds, which no register allocator changes.
+The file has one line per kernel, variant and target, sorted, so that a diff shows the changed numbers. Bytes, spills,
+shared memory, barriers and layout conversions may not increase, access widths may not decrease, and registers may
+increase by one unit of their allocation. With another version of Triton, only bytes, spills and layout conversions are
+compared, since the others depend on the compiler.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 AT_MOST = ("bytes_read", "bytes_written", "registers", "spills", "shared_bytes", "barriers", "layout_conversions")
 AT_LEAST = ("access_bits",)
 MEASURES = ("bytes_read", "bytes_written", "access_bits", *AT_MOST[2:])
-# What holds with every version of the compiler.
+# The measures that are compared with every version of the compiler.
 EVERYWHERE = ("bytes_read", "bytes_written", "spills", "layout_conversions")
-# One step of what NVIDIA hands out per thread: an unrelated edit can move the count within a step.
+# NVIDIA GPUs allocate registers to a thread in units of 8. An unrelated edit can change the count within a unit.
 REGISTER_SLACK = 8
 
 Entry = dict[str, float | None]
@@ -30,7 +30,8 @@ class Bounds:
     """The recorded bounds, by `key`.
 
     Attributes:
-        triton: the version that compiled what was recorded.
+        triton: the version of Triton that compiled the recorded kernels.
+        entries: the measures of each row.
     """
 
     triton: str
@@ -38,12 +39,12 @@ class Bounds:
 
 
 def key(row: dict[str, Any]) -> str:
-    """What names a row of the audit in the file."""
+    """The name of a row of the audit in the file."""
     return f"{row['kernel']} | {row['variant']} | {row['target']}"
 
 
 def entry(row: dict[str, Any]) -> Entry:
-    """What the file keeps of a row. Whole numbers of bytes are written without a fraction."""
+    """The measures of a row that the file contains. Integral numbers of bytes are written without a fraction."""
     kept = {measure: row[measure] for measure in MEASURES}
     return {name: int(value) if value is not None and value == int(value) else value for name, value in kept.items()}
 
@@ -52,7 +53,7 @@ def load(path: Path) -> Bounds:
     """Read the file.
 
     Raises:
-        ValueError: it is missing, or no file that `save` wrote.
+        ValueError: the file is missing, or was not written by `save`.
     """
     try:
         content = json.loads(path.read_text())
@@ -71,7 +72,7 @@ def save(bounds: Bounds, path: Path) -> None:
 
 
 def _covers(name: str, families: Collection[str] | None, targets: Collection[str]) -> bool:
-    """Whether an audit of `families` (None: of all) for `targets` would have met the entry `name`."""
+    """Whether an audit of `families` (None: of all) for `targets` includes the entry `name`."""
     kernel, _, target = name.split(" | ")
     return target in targets and (families is None or kernel.partition(".")[0] in families)
 
@@ -84,14 +85,15 @@ def departures(
     targets: Collection[str],
     remedy: str,
 ) -> list[str]:
-    """Where `rows` leave `bounds`, one sentence each, with the `remedy` where a row or an entry has no counterpart.
+    """One sentence for each violation of `bounds`, and for each row or entry without a counterpart.
 
     Args:
-        rows: the audit's, a peer's left out.
-        triton: the version that compiled them.
-        families: the kernel families that were audited; None for all there are.
-        targets: the targets they were compiled for.
-        remedy: the command that records.
+        rows: the rows of the audit, without those of peers.
+        bounds: the recorded bounds.
+        triton: the version of Triton that compiled the rows.
+        families: the kernel families that were audited; None for all.
+        targets: the targets that were audited.
+        remedy: the command that records bounds.
     """
     found = []
     strict = triton == bounds.triton
@@ -118,7 +120,7 @@ def departures(
 
 
 def _by_variant(names: Collection[str], sentence: str) -> list[str]:
-    """One line per variant, its targets together."""
+    """One line per variant, with its targets."""
     targets: dict[str, list[str]] = {}
     for name in sorted(names):
         variant, _, target = name.rpartition(" | ")
@@ -133,10 +135,10 @@ def record(
     families: Collection[str] | None,
     targets: Collection[str],
 ) -> str:
-    """Write the bounds of `rows` to `path`; what this audit did not cover stays. Returns a summary in one line.
+    """Write the bounds of `rows` to `path`. Entries that this audit does not cover stay. Returns a summary in one line.
 
     Raises:
-        ValueError: what would stay was recorded with another Triton.
+        ValueError: entries that would stay were recorded with another version of Triton.
     """
     old = load(path) if path.exists() else Bounds(triton)
     kept = {name: values for name, values in old.entries.items() if not _covers(name, families, targets)}

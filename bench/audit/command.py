@@ -1,14 +1,14 @@
-"""``halfstep bench audit``: compile every kernel variant for every target, with no GPU, and read the machine code.
+"""``halfstep bench audit``: compile every kernel variant for every target, without a GPU, and analyze the machine code.
 
-Per variant and target it prints what the compiled code moves per element against the least possible, how wide its
-accesses are, what it takes of the machine, and how long the least possible traffic takes at datasheet bandwidth. It
-fails (status 1) where a variant does not compile, spills, has more threads or shared memory than a block may have, or
-promises the reference's bits and contains a fused multiply-add, an approximation or flushed subnormals. What is counted
-and how: ``machine_code.py``.
+For each variant and target it prints the bytes that the code moves per element and the least possible, the widths of
+its accesses, the resources that it uses, and the time of the least possible traffic at the bandwidth of the datasheet.
+It fails (status 1) if a variant does not compile, spills, exceeds the threads or the shared memory of a block, or
+promises the bits of the reference but contains a fused multiply-add, an approximation or flushed subnormals.
+``machine_code.py`` describes what is counted, and how.
 
-A family lists its variants in a function ``variants()``; ``--module`` audits any other module that has one. ``--peers``
-adds the kernels of installed peers with their own launch settings; what they do wrong is shown and does not fail.
-``--bounds`` and ``--record`` hold the rows to what was recorded before: ``bounds.py``.
+A family lists its variants in a function ``variants()``; ``--module`` audits any other module with such a function.
+``--peers`` adds the kernels of installed peers with their own launch settings; their problems are shown but do not
+fail the audit. ``--bounds`` and ``--record`` compare the rows with recorded bounds: ``bounds.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from halfstep.cli.numbers import whole
 from halfstep.cli.roofline_picture import draw
 from halfstep.cli.terminal import Progress, table, terminal
 
-# Set in a restarted process, so that one that still finds interpreted kernels stops instead of restarting for ever.
+# Set in a restarted process. If its kernels are still interpreted, it stops instead of restarting again.
 _RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
 
 # --- printing --------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ HEADER = (
 
 
 def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
-    """Print the rows as a table, what fails below it, and a verdict."""
+    """Print the rows as a table, the problems, and a summary."""
     screen = terminal()
     cells = []
     for row in rows:
@@ -76,7 +76,7 @@ def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
             )
         )
     right = (False, False, *[True] * 9, False)
-    # Lines are not broken for a narrow screen: a row has more columns than would fit in any way that could be read.
+    # Lines are not wrapped on a narrow screen, since wrapped rows with so many columns could not be read.
     lines = table(HEADER, cells, right)
     for row in rows:
         for problem in row["problems"]:
@@ -86,7 +86,7 @@ def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
     failing = _failing(rows)
     verdict = f"{len(failing)} of {len(own)} fail" if failing else f"all {len(own)} pass"
     lines.append(
-        f"Bytes per element, from the machine code against the least the job needs. {verdict}, in {seconds:.0f} s."
+        f"Bytes per element, from the machine code / the least that the job needs. {verdict}, in {seconds:.0f} s."
     )
     screen.show(lines, sys.stdout)
 
@@ -111,7 +111,7 @@ def _target(name: str) -> str:
 def _parser() -> Parser:
     parser = Parser(
         "bench audit",
-        description="Compile every kernel for every target, with no GPU, and read bytes per element, access widths, "
+        description="Compile every kernel for every target, without a GPU, and read bytes per element, access widths, "
         "registers, spills, shared memory, barriers and layout conversions from the machine code.",
     )
     parser.add_argument(
@@ -126,13 +126,13 @@ def _parser() -> Parser:
         "--module",
         action="append",
         metavar="MODULE",
-        help="audit what this module's variants() lists instead of halfstep's kernels; may be repeated",
+        help="audit the variants() of this module instead of halfstep's kernels; may be repeated",
     )
     parser.add_argument(
         "--peers", action="store_true", help="also compile the kernels of installed peers, as they launch them"
     )
     parser.add_argument(
-        "--bounds", type=input_file, metavar="FILE", help="fail where a row leaves the bounds recorded in FILE"
+        "--bounds", type=input_file, metavar="FILE", help="fail if a row violates the bounds recorded in FILE"
     )
     parser.add_argument(
         "--record",
@@ -146,7 +146,7 @@ def _parser() -> Parser:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print the table as Markdown or, with FILE, put it between FILE's markers; after --record, of all bounds",
+        help="print the table as Markdown, or write it between the markers in FILE; with --record, all bounds",
     )
     parser.add_argument(
         "--out", type=a_path, metavar="DIR", help="also draw all kernels on the roofline of each GPU: DIR/roofline.png"
@@ -169,9 +169,12 @@ def _parser() -> Parser:
 
 
 def _without_interpreter(argv: Sequence[str]) -> int | None:
-    """Run again in a process of its own if kernels are interpreted here: those cannot be compiled.
+    """Run the command in a new process if kernels are interpreted in this one, since those cannot be compiled.
 
     Triton decides when a kernel is decorated, so neither removing the variable nor importing again would help.
+
+    Returns:
+        The exit status of the new process; None if none is needed.
     """
     backend = sys.modules.get("halfstep.kernels.backend")
     if not os.environ.get("TRITON_INTERPRET") and not (backend is not None and backend.INTERPRET):
@@ -191,11 +194,11 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     """Audit, print, compare and record. Returns the exit status.
 
     Raises:
-        ValueError: a module or file that was named cannot be used.
+        ValueError: a given module or file cannot be used.
     """
     import triton
 
-    if arguments.out:  # before the minutes of work, as it needs none of it
+    if arguments.out:  # first, since it does not depend on the audit, which takes minutes
         counts = predict.read(arguments.counts)
         picture = make_folder(arguments.out) / "roofline.png"
         draw(
@@ -249,7 +252,7 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
         own = markdown.from_bounds(audit_bounds.load(arguments.record).entries)
     if arguments.markdown:
         tables = {markdown.OURS: own}
-        # Half a table of peers would stand in the place of a whole one.
+        # An incomplete table of peers must not replace a complete one.
         if arguments.peers and not peers_missing:
             tables[markdown.PEERS] = [row for row in rows if row["peer"]]
         for name, members in tables.items():
@@ -264,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``halfstep bench audit`` with the arguments `argv`. Returns the exit status: 0 if every variant passes."""
 
     def command(arguments: argparse.Namespace) -> int:
-        # Wrong files are refused before minutes are spent on compiling.
+        # Wrong files are refused before the audit, which takes minutes.
         if arguments.bounds:
             audit_bounds.load(arguments.bounds)
         if arguments.markdown not in (None, "-"):

@@ -1,9 +1,9 @@
-"""Launches of Triton kernels, recorded instead of run: what Triton would have compiled for each.
+"""Record the launches of Triton kernels, and what Triton would compile for each, instead of running them.
 
-A call that launches kernels, ours or a peer's, runs on CPU or meta tensors while Triton's own binder looks at the
-arguments for a target that is not there. What it decides, the types of arguments, which of them are constants or
-divisible by 16, and every compiler option, is noted, and the launch dropped. Nothing that a launcher decides is written
-down a second time, and none of it ages.
+A call that launches kernels, of halfstep or a peer, runs on CPU or meta tensors. Triton's binder specializes the
+arguments for a target that need not exist here. Its decisions are recorded (the types of arguments, which are constants
+or divisible by 16, and all compiler options) and the kernel is not run. The audit therefore needs no copy of a
+launcher's decisions that could become outdated.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled form of a kernel: how to launch it, and what its code must do.
+    """One compiled form of a kernel: how to launch it, and the bytes that it needs to move.
 
     A module that is audited lists its variants in a function ``variants()``.
 
     Attributes:
         kernel: the ``@triton.jit`` function.
-        name: what tells it from the kernel's other variants, e.g. ``"bf16 to fp32"``.
-        launch: launches it, on CPU or meta tensors of any contents, and may launch other kernels too.
-        bytes_read: per element, at least.
-        bytes_written: per element, at least.
-        exact: whether the kernel promises the reference's bits and so must contain no fused multiply-add.
+        name: a name that is unique among the variants of the kernel, e.g. ``"bf16 to fp32"``.
+        launch: launches the kernel, on CPU or meta tensors of any contents. It may launch other kernels too.
+        bytes_read: the least number of bytes read per element.
+        bytes_written: the least number of bytes written per element.
+        exact: whether the kernel promises the bits of the reference, and so must not contain fused multiply-adds.
         tile: constants of the kernel whose product is the number of elements that the bulk path handles per program,
-            or per trip of its loop. Empty, the default, stands for the largest tile that the kernel loads or stores,
-            which is wrong only where a tile is moved in parts.
-        index: which launch of `kernel` is meant, of those that `launch` makes; from 0, or -1 for the last.
+            or per iteration of its loop. If empty, the largest tile that the kernel loads or stores is used, which is
+            wrong only if a tile is moved in parts.
+        index: the index of the launch among the launches of `kernel` by `launch`; -1 is the last.
     """
 
     kernel: Any
@@ -46,14 +46,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Launch:
-    """What Triton compiles for one launch.
+    """The input of Triton's compiler for one launch.
 
     Attributes:
         kernel: the ``@triton.jit`` function.
-        key: what tells its compiled forms apart, as in Triton's cache.
+        key: the key of the compiled form in Triton's cache.
         signature: type of each argument, e.g. ``"*i64"``; ``"constexpr"`` for constants.
-        constants: their values, by position of the argument.
-        attributes: what is known of the others, e.g. ``[["tt.divisibility", 16]]``, by position.
+        constants: values of the constants, by position of the argument.
+        attributes: properties of other arguments, e.g. ``[["tt.divisibility", 16]]``, by position.
         options: all options of the compiler.
     """
 
@@ -69,7 +69,7 @@ class Launch:
         return self.constants[(self.kernel.arg_names.index(name),)]
 
     def compile(self, target: str) -> Any:
-        """Triton's compiled kernel, not loaded. `target` is the one that the launch was recorded for."""
+        """Compile the kernel, without loading it. `target` must be the target of the recording."""
         import triton
         from triton.compiler import ASTSource
 
@@ -83,12 +83,12 @@ def gpu_target(name: str) -> Any:
 
     if name.startswith("sm_"):
         return GPUTarget("cuda", int(name[3:]), 32)
-    # AMD's data center chips (gfx9) run 64 lanes in step, its graphics chips (gfx10 and later) 32.
+    # A wavefront has 64 lanes on AMD's data center GPUs (gfx9), and 32 on its graphics GPUs (gfx10 and later).
     return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
 
 
 class _Driver:
-    """What Triton asks of a driver before it compiles."""
+    """The methods of a driver that Triton calls before it compiles."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -97,7 +97,7 @@ class _Driver:
         return gpu_target(self._target)
 
     def get_current_device(self) -> str:
-        return f"recorded for {self._target}"  # no real device, so that nothing was compiled for it before
+        return f"recorded for {self._target}"  # not a real device, so that no compiled kernels exist for it
 
     def get_current_stream(self, device: object) -> int:
         return 0
@@ -105,12 +105,13 @@ class _Driver:
 
 @contextmanager
 def recording(target: str) -> Iterator[list[Launch]]:
-    """Record the launches made inside instead of compiling and running them.
+    """A context in which launches are recorded instead of compiled and run.
 
-    Inside, halfstep gives CPU tensors to its Triton kernels, which must not have been imported under TRITON_INTERPRET.
+    In this context halfstep launches its Triton kernels for CPU tensors. The kernels must not have been imported under
+    TRITON_INTERPRET.
 
     Args:
-        target: e.g. ``"sm_90"``, the GPU that is launched on.
+        target: the architecture of the GPU, e.g. ``"sm_90"``.
     """
     import triton
 
@@ -130,7 +131,7 @@ def recording(target: str) -> Iterator[list[Launch]]:
                 options={name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
             )
         )
-        return True  # for Triton: compiled and run by somebody else
+        return True  # tells Triton not to compile or run the kernel
 
     driver, runtime = triton.runtime.driver, triton.knobs.runtime
     before = dict(vars(driver)), runtime.jit_cache_hook, backend.TAKES_CPU_TENSORS
@@ -146,10 +147,10 @@ def recording(target: str) -> Iterator[list[Launch]]:
 
 
 def recorded(variant: Variant, target: str) -> Launch:
-    """The launch of a variant.
+    """The recorded launch of a variant.
 
     Raises:
-        RuntimeError: its call does not launch the kernel.
+        RuntimeError: `variant.launch` does not launch the kernel.
     """
     with recording(target) as launches:
         variant.launch()

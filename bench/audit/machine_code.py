@@ -1,18 +1,18 @@
-"""Read what a compiler made of a kernel: global memory accesses, registers, spills, barriers, contractions.
+"""Analyze the code of a compiled kernel: global memory accesses, registers, spills, barriers, contractions.
 
-Input is the text that Triton keeps of a compiled kernel: PTX and SASS (disassembled from the cubin) on NVIDIA, assembly
-on AMD, and the TTGIR both came from. Nothing here runs a kernel, and nothing needs a GPU.
+The input is the text that Triton keeps of a compiled kernel: PTX and SASS (disassembled from the cubin) on NVIDIA,
+assembly on AMD, and the TTGIR of both. No kernel is run, and no GPU is needed.
 
-What counts as the **bulk path**. A kernel over a device table has a few uniform loads (pointers, sizes, scalars), a
-wide path for aligned tensors, and narrow code for tails and misaligned tensors. Debug lines tie every machine access to
-its source line, and the TTGIR says whether that line loads one value or a tile, and of what type. Uniform accesses are
-set aside; of the rest, reads and writes apart, the bulk is every access of 64 bits or of 4 elements and more, or the
-widest there is where none is. Atomic operations are left out: a kernel uses them for a flag, not for its tensors. An
-operand whose accesses are narrower than the rest thus drops out of the bytes, which then fall short of the least.
+**Bulk path.** A kernel over a device table has a few uniform loads (pointers, sizes, scalars), a wide path for aligned
+tensors, and narrow code for tails and misaligned tensors. Debug information gives the source line of every access, and
+the TTGIR gives the type that the line loads or stores: a single value or a tile. Uniform accesses are ignored. Of the
+other loads, the bulk path has every access of at least 64 bits or 4 elements, or the widest accesses if there are none;
+the same for stores. Atomic operations are ignored, since kernels use them only for flags. An operand whose accesses are
+narrower is therefore missing from the bytes, which are then fewer than the least possible.
 
-Limits. The count is static: each instruction once, predicated ones as if the predicate held, so a loop body counts one
-trip. On NVIDIA the number of instructions comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads
-that a software pipeline issues before its loop are counted beside those in the loop. Caches are not modelled.
+**Limits.** The count is static: each instruction counts once, even if it is predicated, and so does the body of a loop.
+On NVIDIA the number of instructions comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads that a
+software pipeline issues before its loop are counted in addition to those in the loop. Caches are not modelled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# The narrowest access that counts as wide. Beside 4 elements of fp32, which fill 128 bits, stand 4 of 16 or of 8 bits.
+# The narrowest access that counts as wide. Where 4 fp32 elements take 128 bits, 4 elements of 16 or 8 bits take fewer.
 WIDE_BITS, WIDE_ELEMENTS = 64, 4
 
 Site = tuple[str, int]  # file name and line of the source
@@ -33,7 +33,7 @@ Site = tuple[str, int]  # file name and line of the source
 
 @dataclass(frozen=True)
 class Access:
-    """One kind of global memory instruction: what it does, how wide per thread, and the source line it came from."""
+    """A global memory instruction: whether it writes, its width per thread in bits, and its source line."""
 
     writes: bool
     bits: int
@@ -42,14 +42,14 @@ class Access:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes. Shared memory is asked for at launch, so no binary holds its size."""
+    """The resources of a compiled kernel. Shared memory is not among them: its size is an argument of the launch."""
 
     registers: int  # per thread
     spills: int
     barriers: int
 
 
-# Debug lines, in PTX and in AMD assembly. An inlined line is given as the innermost one.
+# Debug lines, in PTX and in AMD assembly. The line of inlined code is the innermost one.
 _LINE = re.compile(r"^\s*\.loc\s+(\d+) (\d+)")
 _FILE = re.compile(r'^\s*\.file\s+(\d+) (?:"[^"]*" )?"([^"]+)"', re.MULTILINE)
 
@@ -63,7 +63,7 @@ _ELEMENT = re.compile(r"tensor<(?:\d+x)+(?:!tt\.ptr<)?[a-z]+(\d+)")
 
 
 def _locations(ttgir: str) -> dict[str, Site]:
-    """Location name to the innermost source line it stands for."""
+    """The innermost source line of each location name."""
     sites: dict[str, Site] = {}
     alias: dict[str, str] = {}
     for line in ttgir.splitlines():
@@ -81,7 +81,7 @@ def _locations(ttgir: str) -> dict[str, Site]:
 
 
 def uniform_sites(ttgir: str) -> set[Site]:
-    """Source lines whose memory operations all touch one value per program: table entries, scalars, flags."""
+    """Source lines whose memory operations all access one value per program: table entries, scalars, flags."""
     sites = _locations(ttgir)
     uniform: set[Site] = set()
     tiled: set[Site] = set()
@@ -94,12 +94,12 @@ def uniform_sites(ttgir: str) -> set[Site]:
 
 
 def element_bits(ttgir: str) -> dict[tuple[Site, bool], set[int]]:
-    """Source line, and whether it writes, to the widths in bits of the elements in the tiles that it moves."""
+    """The widths in bits of the elements of tiles, by source line and whether the line writes."""
     sites = _locations(ttgir)
     widths: dict[tuple[Site, bool], set[int]] = {}
     for line in ttgir.splitlines():
         if (found := _MEMORY_OP.search(line)) and (element := _ELEMENT.search(found[3])) and found[4] in sites:
-            # A truth value takes a byte of memory.
+            # A bool takes a byte of memory.
             widths.setdefault((sites[found[4]], found[2] == "store"), set()).add(max(8, int(element[1])))
     return widths
 
@@ -113,7 +113,7 @@ def tile_elements(ttgir: str) -> int:
 
 
 def layout_conversions(ttgir: str) -> int:
-    """How many times the kernel moves a tile between threads to change its layout."""
+    """The number of times the kernel moves a tile between threads to change its layout."""
     return len(re.findall(r"\bttg\.convert_layout\b", ttgir))
 
 
@@ -137,7 +137,7 @@ def sass(cubin: bytes, nvdisasm: str, scratch: Path) -> str:
 
 
 def resource_usage(cuobjdump: str, scratch: Path) -> str:
-    """What the cubin that `sass` left in `scratch` says of its registers and memory."""
+    """The resource usage of the cubin that `sass` wrote to `scratch`."""
     done = subprocess.run(
         [cuobjdump, "--dump-resource-usage", str(scratch / "kernel.cubin")], capture_output=True, text=True
     )
@@ -147,7 +147,7 @@ def resource_usage(cuobjdump: str, scratch: Path) -> str:
 
 
 def sass_accesses(text: str, shifted: Mapping[Site, Site] | None = None) -> Iterator[Access]:
-    """Every global memory instruction in SASS; `shifted` is what `ptx_shifted_lines` says of the PTX it came from."""
+    """Every global memory instruction in SASS. `shifted` is the result of `ptx_shifted_lines` for the PTX."""
     site: Site = ("", 0)
     for line in text.splitlines():
         if found := _SASS_LINE.match(line):
@@ -162,13 +162,13 @@ def sass_accesses(text: str, shifted: Mapping[Site, Site] | None = None) -> Iter
 def _ptx_sited(text: str) -> Iterator[tuple[Access, Site]]:
     """Every global memory instruction in PTX, and the line that the debug information gives it.
 
-    Triton writes its accesses as inline assembly of several lines. From 3.9 on each of these has a debug line of its
-    own, one more than the one before, of which the first is the source's.
+    Triton writes its accesses as inline assembly of several lines. Since 3.9, each of them has its own debug line,
+    numbered consecutively. Only the first is the line of the source.
     """
     files = dict(_FILE.findall(text))
     site: Site = ("", 0)
     stated = site
-    lines = None  # debug lines of the block of inline assembly so far; None outside of one
+    lines = None  # number of debug lines so far in a block of inline assembly; None outside of one
     for line in text.splitlines():
         if "begin inline asm" in line:
             lines = 0
@@ -188,12 +188,12 @@ def _ptx_sited(text: str) -> Iterator[tuple[Access, Site]]:
 
 
 def ptx_accesses(text: str) -> Iterator[Access]:
-    """Every global memory instruction in PTX, asynchronous copies to shared memory included."""
+    """Every global memory instruction in PTX, including asynchronous copies to shared memory."""
     return (access for access, _ in _ptx_sited(text))
 
 
 def ptx_shifted_lines(text: str) -> dict[Site, Site]:
-    """The debug line that a memory access in PTX has, to that of the source, where they differ."""
+    """The source line of each debug line of a memory access in PTX, if they differ."""
     return {stated: access.site for access, stated in _ptx_sited(text) if stated != access.site}
 
 
@@ -213,10 +213,10 @@ _PTX_INEXACT = re.compile(
 
 
 def ptx_inexact(ptx: str) -> list[str]:
-    """Instructions that break the reference's bits: fused multiply-add, approximations, flushed subnormals.
+    """Instructions that change the bits of the reference: fused multiply-adds, approximations, flushed subnormals.
 
-    PTX is the right level to ask at: ``div.rn`` and ``sqrt.rn`` are single instructions here, and their expansion in
-    SASS uses fused multiply-adds, rightly.
+    In PTX, ``div.rn`` and ``sqrt.rn`` are single instructions. In SASS, they are expanded and correctly use fused
+    multiply-adds, which could not be told from contractions.
     """
     found = Counter(match.group(0) for pattern in (_PTX_FUSED, _PTX_INEXACT) for match in pattern.finditer(ptx))
     return [f"{count}x {name}" for name, count in sorted(found.items())]
@@ -229,7 +229,7 @@ _AMD_WIDTHS = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32}
 
 
 def amd_accesses(text: str) -> Iterator[Access]:
-    """Every vector memory instruction in AMD assembly. Scalar loads (``s_load``) are uniform by nature and left out."""
+    """Every vector memory instruction in AMD assembly. Scalar loads (``s_load``) are uniform and not included."""
     files = dict(_FILE.findall(text))
     site: Site = ("", 0)
     for line in text.splitlines():
@@ -243,7 +243,7 @@ def amd_accesses(text: str) -> Iterator[Access]:
 
 
 def amd_resources(text: str) -> Resources:
-    """Registers and spills from the metadata that closes AMD assembly; barriers from the instructions."""
+    """Registers and spills from the metadata at the end of AMD assembly; barriers from the instructions."""
     numbers = {key: int(value) for key, value in re.findall(r"\.(\w+): +(\d+)$", text, re.MULTILINE)}
     barriers = len(re.findall(r"^\s*s_barrier\b", text, re.MULTILINE))
     spills = numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"]
@@ -251,7 +251,7 @@ def amd_resources(text: str) -> Resources:
 
 
 def amd_occupancy(text: str, shared_bytes: int, num_warps: int) -> float | None:
-    """Wavefronts per SIMD out of 8: as LLVM states it for the registers, and as 64 KiB per compute unit of 4 allow."""
+    """The share of the 8 wavefronts of a SIMD that registers (as stated by LLVM) and 64 KiB of shared memory allow."""
     found = re.search(r"^; Occupancy: (\d+)", text, re.MULTILINE)
     if found is None:
         return None
@@ -264,13 +264,13 @@ _AMD_FUSED = re.compile(
 )
 _LLVM_TO_INT64 = re.compile(r"\bfpto[su]i (?:<(\d+) x )?(half|float|double)>? \S+ to (?:<\d+ x )?i64")
 _LLVM_INT64_DIVISION = re.compile(r"\b[su](?:div|rem) i64\b")
-# By width: its LLVM type, the instruction that each square root starts from, and the fused multiply-adds of one root.
+# By width: the LLVM type, the first instruction of a square root, and the number of its fused multiply-adds.
 _AMD_EXPANSIONS = {
     "f32": ("float", "v_sqrt_f32", 2),
     "f64": ("double", "v_rsq_f64", 7),
     "f16": ("half", "v_sqrt_f16", 0),
 }
-# What the modes of a launch must be: subnormals kept (3), rounded to nearest even (0), the infinities of fp16 kept (0).
+# The required modes of a launch: keep subnormals (3), round to nearest even (0), keep the infinities of fp16 (0).
 _AMD_MODES = {"float_denorm_mode_32": 3, "float_denorm_mode_16_64": 3, "float_round_mode_32": 0} | {
     "float_round_mode_16_64": 0,
     "fp16_overflow": 0,
@@ -285,15 +285,15 @@ _LLVM_INEXACT = re.compile(
 
 
 def amd_inexact(llir: str, text: str) -> list[str]:
-    """The same question as `ptx_inexact` for AMD, asked of LLVM IR and of the assembly.
+    """Instructions that change the bits of the reference on AMD, from LLVM IR and the assembly; see `ptx_inexact`.
 
-    The modes that a kernel is launched in, or sets, decide whether subnormals are kept and how all of it rounds.
-    LLVM IR shows explicit fused multiply-adds, flags that permit them and approximations (``!fpmath`` permits a
-    division that is not correctly rounded). Contraction itself happens later, on the way to assembly, where correctly
-    rounded operations expand into fused multiply-adds of their own (counted in what Triton 3.7 emits): a division into
-    5, a square root into 2 (fp32) or 7 (fp64), a conversion to a 64-bit integer into 1, a division of 64-bit integers
-    into 2 (fp32). More than these is a contraction. Divisions that share a denominator need fewer, and a contraction
-    can hide in that difference; NVIDIA's check has no such gap.
+    The modes of the launch, or those that a kernel sets, determine whether subnormals are kept, and the rounding. LLVM
+    IR shows explicit fused multiply-adds, flags that permit them, and approximations (``!fpmath`` permits a division
+    that is not correctly rounded). Contraction happens later, during the translation to assembly, where the expansion
+    of correctly rounded operations also contains fused multiply-adds. As counted in the output of Triton 3.7, these are
+    5 for a division, 2 (fp32) or 7 (fp64) for a square root, 1 for a conversion to a 64-bit integer, and 2 (fp32) for a
+    division of 64-bit integers. More than these are contractions. Divisions that share a denominator need fewer, so
+    that a contraction may go unnoticed. The check for NVIDIA has no such gap.
     """
     found: Counter[str] = Counter()
     for line in llir.splitlines():
@@ -320,7 +320,7 @@ def amd_inexact(llir: str, text: str) -> list[str]:
 
 
 def bulk(accesses: list[Access], ttgir: str) -> list[Access]:
-    """The accesses of the bulk path, as the module's docstring defines it."""
+    """The accesses of the bulk path, as defined in the docstring of this module."""
     uniform, widths = uniform_sites(ttgir), element_bits(ttgir)
     chosen: list[Access] = []
     for writes in (False, True):
@@ -334,7 +334,7 @@ def bulk(accesses: list[Access], ttgir: str) -> list[Access]:
 
 
 def operand_bits(chosen: list[Access], ttgir: str) -> dict[int, int]:
-    """Width in bits of an element to the narrowest of the `chosen` accesses that move such elements."""
+    """The narrowest of the `chosen` accesses, by the width of the elements that it moves, both in bits."""
     widths = element_bits(ttgir)
     narrowest: dict[int, int] = {}
     for access in chosen:

@@ -15,19 +15,19 @@ def _number(value: float | None) -> str:
 
 
 def _cell(rows: list[dict[str, Any]], show: Callable[[dict[str, Any]], str]) -> str:
-    """One value where all targets agree, else one per target."""
+    """One value if all targets agree, otherwise one per target."""
     values = [show(row) for row in rows]
     return values[0] if len(set(values)) == 1 else " / ".join(values)
 
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
-    """By kernel and variant; then NVIDIA's targets by number, and AMD's."""
+    """A sort key: kernel, variant, then the targets of NVIDIA by number, then those of AMD."""
     digits = row["target"].removeprefix("sm_")
     return row["kernel"], row["variant"], not digits.isdecimal(), int(digits) if digits.isdecimal() else 0, digits
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of `rows`, which need no more than the bounds' measures."""
+    """The table of `rows`, which need only have the measures of recorded bounds."""
     rows = sorted(rows, key=_order)
     targets = list(dict.fromkeys(row["target"] for row in rows))
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -66,22 +66,22 @@ def from_bounds(entries: dict[str, dict[str, float | None]]) -> list[dict[str, A
 
 
 def between(name: str, text: str) -> tuple[int, int]:
-    """Where the generated block `name` starts and ends in `text`.
+    """The offsets of the start and the end of the generated block `name` in `text`.
 
     Raises:
-        ValueError: the text does not hold both of its markers once, in order.
+        ValueError: the text does not contain both markers of the block once, in order.
     """
     begin, end = f"<!-- {name}: generated -->\n", f"\n<!-- {name}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"the markers {begin.strip()!r} and {end.strip()!r} must stand in it once each, in this order")
+        raise ValueError(f"it must contain the markers {begin.strip()!r} and {end.strip()!r} once each, in this order")
     return text.index(begin) + len(begin), text.index(end)
 
 
 def check(name: str, path: Path) -> tuple[str, str]:
-    """What stands in the file `path` before and after the generated block `name`.
+    """The text of the file `path` before and after the generated block `name`.
 
     Raises:
-        ValueError: the file cannot be read, or does not hold the block.
+        ValueError: the file cannot be read, or does not contain the block.
     """
     try:
         text = path.read_text()
@@ -95,7 +95,7 @@ def write(name: str, content: str, path: Path) -> None:
     """Replace the generated block `name` of the file `path`.
 
     Raises:
-        ValueError: the file cannot be read, or does not hold the block.
+        ValueError: the file cannot be read, or does not contain the block.
     """
     before, after = check(name, path)
     path.write_text(before + content + after)

@@ -1,10 +1,10 @@
 """The Triton kernels of installed peers, as variants for the compile audit.
 
-Each peer's own launcher is called on tensors without storage, whose pointers count as aligned, which is how torch
-allocates. Kernel, block size, warps and all other settings are those that the installed version computes for the case.
+The launcher of each peer is called on tensors without storage, whose pointers count as aligned, as torch allocates
+them. Kernel, block size, warps and all other settings are those that the installed version computes for the case.
 
-A peer's floor is the least traffic for its own layout of the same job: quantised moments make it lower than ours, a
-compensation term higher. Peers are optional, and nothing of halfstep imports them: they come with
+The least traffic of a peer is that of its own layout: with quantized moments it is lower than that of halfstep, with a
+compensation term higher. Peers are optional, and halfstep imports them nowhere else. They come with
 ``pip install 'halfstep[bench]'``.
 """
 
@@ -30,11 +30,11 @@ class Job:
     """One launch of a peer.
 
     Attributes:
-        peer: the distribution's name, e.g. ``"liger-kernel"``.
-        name: the variant's, e.g. ``"4096 bf16 forward"``.
-        launch: calls the peer's launcher; what is launched last counts.
-        bytes_read: per element, at least.
-        bytes_written: per element, at least.
+        peer: the name of the distribution, e.g. ``"liger-kernel"``.
+        name: the name of the variant, e.g. ``"4096 bf16 forward"``.
+        launch: calls the launcher of the peer. Its last launch is audited.
+        bytes_read: the least number of bytes read per element.
+        bytes_written: the least number of bytes written per element.
     """
 
     peer: str
@@ -67,9 +67,9 @@ def _optimi() -> None:
 
 
 def flashoptim_step(quantized: bool, tensor: Callable[[torch.dtype, int], torch.Tensor], n: int) -> None:
-    """One step of flashoptim's AdamW over `n` parameters, all of whose tensors `tensor` makes.
+    """One step of flashoptim's AdamW over `n` parameters. `tensor` creates all tensors.
 
-    Its optimizer asks for a GPU before it launches anything; the launcher below it does not.
+    This calls flashoptim's launcher, since its optimizer requires a GPU.
     """
     module = importlib.import_module("flashoptim.optimizers")
     scales = n // 32 if quantized else n
@@ -98,7 +98,7 @@ JOBS = (
     Job("liger-kernel", f"softmax backward {COLUMNS} bf16->bf16", _liger_backward, 4, 2),
     # Parameter, gradient, two moments and the compensation in bf16; all but the gradient are written.
     Job("torch-optimi", "AdamW, bf16 param, bf16 grad, bf16 state, Kahan", _optimi, 10, 8),
-    # The default: 24-bit master and moments of 8 bits. The moments' scales, 2 bytes for each 32 elements, are left out.
+    # The default: 24-bit master and 8-bit moments. The scales of the moments, 2 bytes per 32 elements, are not counted.
     Job(
         "flashoptim",
         "AdamW, bf16 param, bf16 grad, 8-bit state, 24-bit master",
@@ -118,7 +118,7 @@ JOBS = (
 
 @dataclass(frozen=True)
 class Found:
-    """The variants of the installed peers, whose each is, and one line for each peer or case that is left out."""
+    """The variants of the installed peers, the peer of each, and one line for each peer or case that is left out."""
 
     variants: tuple[Variant, ...]
     peers: tuple[str, ...]
@@ -134,7 +134,7 @@ def _version(distribution: str) -> str | None:
 
 @functools.cache
 def find() -> Found:
-    """Look for the peers and for what they would launch. Never raises for what a peer does."""
+    """Find the installed peers and their launches. Exceptions that a peer raises are caught and reported."""
     variants, peers, left_out = [], [], []
     for job in JOBS:
         version = _version(job.peer)
@@ -150,14 +150,14 @@ def find() -> Found:
             kernel, least = launches[-1].kernel, (job.bytes_read, job.bytes_written)
             variants.append(Variant(kernel, job.name, job.launch, *least, exact=False, index=-1))
             peers.append(job.peer)
-        except Exception as error:  # a peer's next version may do anything, and the others still count
+        except Exception as error:  # a future version of a peer may raise anything; the others are still audited
             left_out.append(
-                f"{job.peer} {version}, {job.name}, is left out: this version cannot be read as the ones known here: "
+                f"{job.peer} {version}, {job.name}, is left out: this version is not supported: "
                 f"{type(error).__name__}: {error}"
             )
     return Found(tuple(variants), tuple(peers), tuple(left_out))
 
 
 def variants() -> Iterator[Variant]:
-    """What the audit compiles."""
+    """The variants of the installed peers, for the audit."""
     return iter(find().variants)

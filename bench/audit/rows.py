@@ -1,4 +1,4 @@
-"""One row of the audit per variant and target: compiled ahead of time, with no GPU, and read from its machine code."""
+"""The rows of the audit, one per variant and target: compile a kernel without a GPU and analyze its machine code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES = tuple(
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
-# Memory bandwidth in bytes per second, from the makers' datasheets: A100 80GB SXM, H100 SXM, H200 SXM, B200, MI300X.
+# Memory bandwidth in bytes per second, from the datasheets of A100 80GB SXM, H100 SXM, H200 SXM, B200 and MI300X.
 BANDWIDTH = {
     "sm_80": {"A100": 2.039e12},
     "sm_90": {"H100": 3.35e12, "H200": 4.8e12},
@@ -36,22 +36,25 @@ BANDWIDTH = {
 # Warps, blocks and shared bytes per multiprocessor, from NVIDIA's CUDA programming guide, "Compute Capabilities".
 _LIMITS = {"sm_80": (64, 32, 164 << 10), "sm_90": (64, 32, 228 << 10), "sm_100": (64, 32, 228 << 10)}
 _REGISTERS = 65536
-_SHARED_RESERVED = 1024  # per block, taken by the driver
+_SHARED_RESERVED = 1024  # bytes per block, reserved by the driver
 
 
 @dataclass
 class Row:
-    """What the audit found for one variant on one target. Bytes are per element; None where it did not compile.
+    """The audit of one variant on one target. Bytes are per element. Values are None if the variant did not compile.
 
     Attributes:
-        access_bits: the narrowest access of the bulk path, per thread; ``access_widths`` counts all of its widths, and
-            ``operand_bits`` gives the narrowest by the width of the operand's elements, both in bits.
-        shared_bytes: per block, without what the driver reserves.
-        spills: instructions that touch local memory (NVIDIA) or spilled registers (AMD).
-        occupancy: the share of the machine's warps that registers, shared memory and block limits let live at once.
-        floor_ms: milliseconds per 10^9 elements that `floor_bytes` take at datasheet bandwidth, by machine.
-        peer: the distribution that the kernel belongs to; None for halfstep's own.
-        problems: why the variant fails the audit; empty if it passes. A peer's do not fail the audit.
+        bytes_read, bytes_written: bytes that the bulk path moves.
+        floor_bytes, floor_read, floor_written: the least possible bytes.
+        access_bits: width of the narrowest access of the bulk path, per thread.
+        access_widths: number of accesses of the bulk path, by width.
+        operand_bits: width of the narrowest access, by the width of the elements.
+        shared_bytes: shared memory per block, without the bytes that the driver reserves.
+        spills: instructions that access local memory (NVIDIA), or spilled registers (AMD).
+        occupancy: share of the warps of a multiprocessor that registers, shared memory and block limits allow.
+        floor_ms: time of `floor_bytes` at the bandwidth of the datasheet, in milliseconds per 10^9 elements, by GPU.
+        peer: the distribution that the kernel belongs to; None for halfstep.
+        problems: why the variant fails the audit; empty if it passes. Problems of peers do not fail the audit.
     """
 
     kernel: str
@@ -77,14 +80,14 @@ class Row:
 
 
 def most_shared(target: str) -> int:
-    """Bytes of shared memory that a block may have: AMD's gfx9 gives 64 KiB."""
+    """The largest shared memory of a block, in bytes: 64 KiB on AMD's gfx9."""
     return _LIMITS[target][2] - _SHARED_RESERVED if target in _LIMITS else 64 << 10
 
 
 def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) -> float | None:
-    """Share of a multiprocessor's warps that can live at once; None for a target whose limits are not listed.
+    """The share of the warps of a multiprocessor that can be resident; None for a target whose limits are not listed.
 
-    Registers are handed out 256 at a time per warp, from four partitions of the register file.
+    Registers are allocated to warps in units of 256, from four partitions of the register file.
     """
     if target not in _LIMITS:
         return None
@@ -98,7 +101,7 @@ def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) ->
 
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:
-    """SASS and resource usage of `cubin`, kept in Triton's cache: nvdisasm takes longer than all the rest."""
+    """SASS and resource usage of `cubin`. They are cached in Triton's cache, since nvdisasm takes most of the time."""
     import triton
     from triton.runtime.cache import get_cache_manager
 
@@ -116,17 +119,17 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
 
 
 def _inspect(row: Row, variant: Variant, launch: Launch, compiled: Any) -> None:
-    """Fill `row` from the compiled kernel."""
+    """Fill in `row` from the compiled kernel."""
     from halfstep.kernels.backend import MOST_THREADS
 
     ttgir = compiled.asm["ttgir"]
     warps, lanes = compiled.metadata.num_warps, gpu_target(row.target).warp_size
     threads = warps * lanes
     if threads > MOST_THREADS:
-        row.problems.append(f"{warps} warps of {lanes} lanes are {threads} threads; {MOST_THREADS} can be launched")
+        row.problems.append(f"{warps} warps of {lanes} lanes are {threads} threads; at most {MOST_THREADS} are allowed")
     most = most_shared(row.target)
     if compiled.metadata.shared > most:
-        row.problems.append(f"{compiled.metadata.shared} bytes of shared memory per block; {most} can be had")
+        row.problems.append(f"{compiled.metadata.shared} bytes of shared memory per block; at most {most} are allowed")
     if "ptx" in compiled.asm:
         text, usage = _disassembled(compiled.asm["cubin"])
         ptx = compiled.asm["ptx"]
@@ -166,7 +169,7 @@ def _listed(module: str) -> list[Variant]:
     """The variants of a module.
 
     Raises:
-        ValueError: there is no such module, or it lists none.
+        ValueError: there is no such module, or it lists no variants.
     """
     try:
         variants = list(importlib.import_module(module).variants())
@@ -190,7 +193,7 @@ def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
     floor = variant.bytes_read + variant.bytes_written
     peer = peers.find().peers[index] if module == PEERS else None
     row = Row(
-        # A peer's kernel is named with its package: liger_kernel, not liger_kernel.ops.softmax.
+        # The name of a peer's kernel begins with its package: liger_kernel, not liger_kernel.ops.softmax.
         kernel=f"{variant.kernel.__module__.partition('.')[0] if peer else module.rpartition('.')[2]}"
         f".{variant.kernel.__name__}",
         variant=variant.name,
@@ -204,7 +207,7 @@ def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
     try:
         launch = recorded(variant, target)
         _inspect(row, variant, launch, launch.compile(target))
-    except Exception as error:  # whatever the compiler raises is the finding, and the other variants still count
+    except Exception as error:  # reported in the row; the other variants are still audited
         lines = str(error).strip().splitlines() or [""]
         row.problems.append(f"does not compile: {type(error).__name__}: {lines[-1]}")
     return asdict(row)
@@ -213,7 +216,7 @@ def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
 def audit(
     modules: list[str], targets: list[str], jobs: int, progress: Callable[[int, int], None] = lambda done, of: None
 ) -> list[dict[str, Any]]:
-    """Audit every variant of `modules` for every target in `jobs` processes; with 1 in this one.
+    """Audit every variant of `modules` for every target, in `jobs` processes, or in this one if `jobs` is 1.
 
     Returns:
         One `Row` per variant and target, as a dictionary, in the order of the modules.
@@ -225,7 +228,7 @@ def audit(
     with contextlib.ExitStack() as stack:
         results: Iterator[dict[str, Any]] = map(_audit_one, work)
         if min(jobs, len(work)) > 1:
-            # spawn, not fork: importing torch starts threads, and a fork in a threaded process may hang.
+            # spawn, not fork: importing torch starts threads, and forking a process with threads may hang.
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(min(jobs, len(work)), context))
             results = pool.map(_audit_one, work)

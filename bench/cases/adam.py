@@ -1,20 +1,20 @@
-"""AdamW over many tensors and over one large one, for three jobs.
+"""AdamW over many tensors and over one large tensor, for three jobs.
 
 ========================  ====================================================  ================
-job                       kept beside the gradient                              bytes per weight
+job                       weights, masters and moments                          bytes per weight
 ========================  ====================================================  ================
-fp32                      fp32 weight and moments, fp32 gradient                28
-bf16, fp32 master         bf16 weight exact as an fp32 master, fp32 moments     26
-bf16, small moments       the same in at most 16 bits per moment                18
+fp32                      fp32 weights, gradients and moments                   28
+bf16, fp32 master         bf16 weights with exact fp32 masters, fp32 moments    26
+bf16, small moments       the same, with at most 16 bits per moment             18
 ========================  ====================================================  ================
 
-Bytes are those of halfstep's layout, which has the fewest that the job allows; for the third, peers with 8-bit moments
-or 24-bit masters move fewer. torch's parts of the second and third job are fp32 masters with the copies between them
-and bf16 weights and gradients.
+Bytes are those of halfstep's layout, the fewest that the job allows. In the third job, peers with 8-bit moments or
+24-bit masters move fewer. torch does the second and third job with fp32 masters, and copies between them and the bf16
+weights and gradients.
 
-Errors: after three steps with different gradients, of the exact weight (master included) against float64, as a share of
-how far it moved; 2-norm per tensor, the worst tensor. eps is as large as the gradients, so that an error in their scale
-shows, which it else would not in Adam. Bounds: moments of 16 bits lose 2^-9 each, of 8 bits some percent.
+The error is that of the exact weights (masters) after three steps with different gradients, against float64: the 2-norm
+of the error over the 2-norm of the update, of the worst tensor. eps is as large as the gradients, since Adam otherwise
+hides errors in the scale of the gradients. Bounds: 16-bit moments lose 2^-9 each, 8-bit moments several percent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BETAS, DECAY = (0.9, 0.999), 0.1
 LEARNING_RATE = 1e-3
 TYPICAL = 1e-2  # root mean square of weights and gradients
 EPS = 1e-2
-FACTORS = (1.0, -0.5, 2.0)  # of the gradients of the checked steps; they change no bit of the mantissas
+FACTORS = (1.0, -0.5, 2.0)  # factors of the gradients in the checked steps; powers of two, which do not round
 HYPER: dict[str, Any] = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 EXACT, ROUNDED = 1e-4, 0.1
 
@@ -49,7 +49,7 @@ class AdamInputs:
     grads: torch.Tensor
 
     def exact(self, factors: Sequence[float]) -> torch.Tensor:
-        """The weights in float64 after one AdamW step with each multiple of the gradients."""
+        """The weights in float64 after an AdamW step with each multiple of the gradients."""
         weights, grads = self.weights.double(), self.grads.double()
         m, v = torch.zeros_like(grads), torch.zeros_like(grads)
         for step, factor in enumerate(factors, 1):
@@ -63,11 +63,11 @@ class AdamInputs:
 
     @cached_property
     def truth(self) -> torch.Tensor:
-        """After `FACTORS`."""
+        """The exact weights after the checked steps."""
         return self.exact(FACTORS)
 
     def parameters(self, dtype: torch.dtype | None = None) -> list[torch.nn.Parameter]:
-        """A parameter of its own per row, with a gradient of its own."""
+        """A separate parameter for each row, with a separate gradient."""
         result = []
         for weight, grad in zip(self.weights, self.grads, strict=True):
             parameter = torch.nn.Parameter(weight.clone() if dtype is None else weight.to(dtype, copy=True))
@@ -81,7 +81,7 @@ class AdamInputs:
 
 
 def prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> AdamInputs:
-    """Normal weights and gradients of size `TYPICAL`."""
+    """Normally distributed weights and gradients with the standard deviation `TYPICAL`."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal() -> torch.Tensor:
@@ -93,7 +93,7 @@ def prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) 
 
 
 def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> float:
-    """Of the worst tensor: distance from the truth over the distance that the truth moved, 2-norms."""
+    """The error of the worst tensor: the 2-norm of the difference from `truth` over that of the exact update."""
     found = torch.stack([one.detach().double() for one in got])
     moved = (truth - start.double()).norm(dim=1)
     return float(((found - truth).norm(dim=1) / moved).max())
@@ -116,12 +116,12 @@ def _job(
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Their gradients, which all are there."""
+    """The gradients of the parameters."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 class Masters:
-    """fp32 masters beside bf16 weights and gradients, and the copies between them: how torch's parts do it."""
+    """fp32 masters of bf16 weights and gradients, and the copies between them, for torch's optimizers."""
 
     def __init__(self, inputs: AdamInputs) -> None:
         self.parameters = inputs.parameters(torch.float32)
@@ -131,11 +131,11 @@ class Masters:
         self._masters = [parameter.detach() for parameter in self.parameters]
 
     def widen(self) -> None:
-        """bf16 gradients to fp32 ones."""
+        """Copy the bf16 gradients to the fp32 gradients."""
         torch._foreach_copy_(self.wide, self.low)
 
     def narrow(self) -> None:
-        """fp32 masters to bf16 weights."""
+        """Copy the fp32 masters to the bf16 weights."""
         torch._foreach_copy_(self.visible, self._masters)
 
 
@@ -143,7 +143,7 @@ class Masters:
 
 
 def exact_weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Of halfstep's optimizers: the masters, or the parameters where they are their own."""
+    """The exact weights of a halfstep optimizer: the masters, or the parameters if there are none."""
     state = optimizer.state_dict()["state"]
     return [state[index].get("master", parameter) for index, parameter in enumerate(parameters)]
 
@@ -155,7 +155,7 @@ def _halfstep(inputs: AdamInputs, **options: Any) -> Prepared:
 
 
 def torch_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.AdamW:
-    """torch's, on a GPU with its step counter there."""
+    """torch's AdamW; on a GPU, with its step counts there."""
     capturable = parameters[0].device.type == "cuda"
     return torch.optim.AdamW(parameters, **HYPER, capturable=capturable, **options)
 
@@ -163,7 +163,7 @@ def torch_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.o
 def _with_masters(
     make: Callable[[list[torch.nn.Parameter]], Any], inputs: AdamInputs, wrap: Callable[..., Any] = lambda step: step
 ) -> Prepared:
-    """An optimizer on fp32: the job as it is for fp32 weights, with masters and copies for others."""
+    """The job with an optimizer of fp32 parameters. For bf16 weights, it steps masters, with copies around the step."""
     if inputs.weights.dtype == torch.float32:
         parameters = inputs.parameters()
         return _job(inputs, gradients_of(parameters), wrap(make(parameters).step), lambda: list(parameters))
@@ -194,7 +194,7 @@ def _optimi(inputs: AdamInputs) -> Prepared:
     parameters, on_gpu = inputs.parameters(), inputs.weights.device.type == "cuda"
     low = inputs.weights.dtype != torch.float32
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # foreach is deprecated there for Triton, which is not for CPUs
+        warnings.simplefilter("ignore")  # optimi deprecates foreach in favor of Triton, which does not run on CPUs
         optimizer = optimi.AdamW(parameters, **HYPER, kahan_sum=low, triton=on_gpu, foreach=not on_gpu)
 
     def weights() -> list[torch.Tensor]:
@@ -225,7 +225,7 @@ def _flashoptim(inputs: AdamInputs, **options: Any) -> Prepared:
 
 def _torchao(sizes: Sizes, name: str, inputs: AdamInputs) -> Prepared:
     loops(sizes, len(inputs.weights))
-    compiled(len, sizes, len(inputs.weights))  # it compiles its step, one tensor at a time
+    compiled(len, sizes, len(inputs.weights))  # torchao compiles its step; this checks whether that takes too long
     optimizer = getattr(needs("torchao", "torchao.optim"), name)
     return _with_masters(partial(optimizer, **HYPER), inputs)
 
@@ -241,10 +241,10 @@ def _transformer_engine(inputs: AdamInputs) -> Prepared:
 
 
 def _fused_adam(optimizer_class: Any, inputs: AdamInputs) -> Prepared:
-    """apex's interface, which transformer-engine shares; with masters of its own for low precision."""
+    """apex or transformer-engine, which have the same interface and create masters of 16-bit parameters."""
     parameters = inputs.parameters()
     low = inputs.weights.dtype != torch.float32
-    # Both take master weights only in the form that also works in CUDA graphs.
+    # Both support master weights only together with capturable.
     options = {"capturable": True, "master_weights": True} if low else {}
     optimizer = optimizer_class(parameters, **HYPER, adam_w_mode=True, **options)
 
@@ -260,7 +260,7 @@ def _fused_adam(optimizer_class: Any, inputs: AdamInputs) -> Prepared:
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """Every job over the number of tensors, then for the large tensor."""
+    """Every job with each number of tensors, then with the large tensor."""
     fused = partial(_with_masters, partial(torch_adamw, fused=True))
     foreach = partial(_with_masters, partial(torch_adamw, foreach=True))
     of_torch: dict[str, Callable[[Any], Prepared]] = {

@@ -1,7 +1,7 @@
-"""Casting: one tensor into a new one, and a list of tensors into a given list.
+"""Casts of one tensor to a new one, and of a list of tensors to given tensors.
 
-Bytes: the source is read once and the target written once. Errors are in units of the target's eps relative to each
-value (to the smallest normal number below that): rounding to nearest stays within 0.5, and nothing else does.
+Bytes: the source is read once and the target written once. Errors are relative to each value, or to the smallest normal
+number for smaller values, in units of the target's eps. Only rounding to nearest has errors of at most 0.5.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _error(sources: list[torch.Tensor], got: list[torch.Tensor]) -> float:
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """Every pair of dtypes over the number of elements, and a list of gradients over the number of tensors."""
+    """Every pair of dtypes with each number of elements, and a list of gradients with each number of tensors."""
     for source, target in PAIRS:
         for elements in sizes.cast_elements:
             yield Case(

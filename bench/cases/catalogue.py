@@ -18,5 +18,5 @@ GROUPS: dict[str, Callable[[Sizes], Iterable[Case]]] = {
 
 
 def cases(groups: Sequence[str], sizes: Sizes) -> list[Case]:
-    """All cases of `groups`, in their order; one case may need as much memory as it moves, several times over."""
+    """All cases of `groups`, in their order. A case may need several times as much memory as the bytes it moves."""
     return [case for group in groups for case in GROUPS[group](sizes)]

@@ -1,4 +1,4 @@
-"""Who else can do a job: found at run time, and said plainly where it cannot."""
+"""The installed peers, and the reasons why a peer cannot do a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from halfstep.bench.cases.sizes import Sizes
 from halfstep.bench.harness import Unavailable
 
-# Distribution, module and what else has to be on the machine.
+# The module of each distribution.
 PEERS = {
     "liger-kernel": "liger_kernel",
     "torch-optimi": "optimi",
@@ -22,7 +22,7 @@ PEERS = {
     "transformer-engine": "transformer_engine",
     "deepspeed": "deepspeed",
 }
-LOOPED_TENSORS = 100  # that a Python loop walks fast enough for a quick run
+LOOPED_TENSORS = 100  # the most tensors for which a Python loop is fast enough for a quick run
 
 
 def needs_gpu(device: torch.device) -> None:
@@ -43,11 +43,11 @@ def needs(distribution: str, module: str = "") -> Any:
 
 
 def compiled(function: Callable[..., Any], sizes: Sizes, tensors: int = 1) -> Callable[..., Any]:
-    """`torch.compile` with fixed shapes, forgetting what earlier cases compiled."""
+    """`torch.compile` with fixed shapes, after a reset of everything that earlier cases compiled."""
     if not sizes.slow:
         raise Unavailable("compiles for seconds: run without --quick")
     if tensors > sizes.compiled:
-        # Dynamo unrolls over lists.
+        # Dynamo unrolls loops over lists.
         raise Unavailable(f"compiles too long for more than {sizes.compiled} tensors")
     torch._dynamo.reset()
     result: Callable[..., Any] = torch.compile(function, dynamic=False)
@@ -55,6 +55,6 @@ def compiled(function: Callable[..., Any], sizes: Sizes, tensors: int = 1) -> Ca
 
 
 def loops(sizes: Sizes, tensors: int) -> None:
-    """Raise if a Python loop over so many tensors is too slow for this run."""
+    """Raise if a Python loop over `tensors` tensors is too slow for this run."""
     if not sizes.slow and tensors > LOOPED_TENSORS:
         raise Unavailable("loops over tensors for seconds: run without --quick")

@@ -1,4 +1,4 @@
-"""Which sizes are measured."""
+"""The sizes of the cases."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Sizes:
     """The sizes of all cases.
 
     Attributes:
-        elements: of a softmax's input, whatever the number of columns, and of all tensors together in the other groups.
-        columns: of softmax.
-        cast_elements: of casts of one tensor.
-        tensors: numbers of tensors among which `elements` are divided.
-        large: elements of the one large tensor of the Adam cases; 0 leaves it out.
-        slow: whether to include providers that take seconds to compile or loop over many tensors in Python.
-        compiled: the most tensors for which a list is compiled: time grows with them, a second each on a CPU.
+        elements: elements of the input of a softmax, and of all tensors together in the other groups.
+        columns: numbers of columns of a softmax.
+        cast_elements: elements of a single tensor that is cast.
+        tensors: numbers of tensors into which `elements` are divided.
+        large: elements of the large tensor of the Adam cases; 0 for none.
+        slow: whether to include providers that take seconds to compile, or loop over many tensors in Python.
+        compiled: the most tensors of a list that is compiled, which takes about a second per tensor on a CPU.
     """
 
     elements: int
@@ -35,7 +35,7 @@ FULL_TENSORS = (1, 100, 1_000, 10_000)
 
 
 def sizes_for(device: torch.device, quick: bool) -> Sizes:
-    """The grid of `halfstep bench run`; on a GPU tensors are larger than its caches, and nothing is too slow."""
+    """The sizes of `halfstep bench run`. On a GPU, tensors are larger than its caches."""
     if device.type == "cuda":
         if quick:
             return Sizes(2**24, (256, 2**14, 2**20), (2**20, 2**24), (1, 1_000), 0)

@@ -1,10 +1,10 @@
 """Softmax over the last dimension, forward and backward.
 
-Bytes: forward reads x and writes y; backward reads y and the gradient and writes the gradient of x. Errors are in units
-of the output dtype's eps: forward relative to each value; backward relative to ``y_i * (|g_i| + sum_j y_j |g_j|)``, the
-sum of the magnitudes that enter, since the difference itself may be 0. Rounding once to the output dtype costs 0.5, a
-saved y in 16 bits costs backward up to 1 more. fp32 leaves room for the exponential and for long sums: torch's on the
-CPU are 50 eps off at 2^20 columns.
+Bytes: the forward reads x and writes y; the backward reads y and the gradient and writes the gradient of x. Errors are
+in units of the output dtype's eps. In the forward they are relative to each value, in the backward relative to
+``y_i * (|g_i| + sum_j y_j |g_j|)``, the sum of the magnitudes of the terms, since their difference may be 0. Rounding
+to the output dtype costs 0.5, and a 16-bit y up to 1 more in the backward. The bound for fp32 allows for the
+exponential and for long sums: those of torch on the CPU have an error of 50 eps at 2^20 columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOUNDS = {"bf16": 2.0, "fp32": 128.0}
 
 @dataclass
 class SoftmaxInputs:
-    """A matrix, a gradient for its softmax, and the truth."""
+    """A matrix, a gradient of its softmax, and the exact softmax."""
 
     x: torch.Tensor
     grad: torch.Tensor
@@ -77,7 +77,7 @@ def _backward(function: Callable[[torch.Tensor], torch.Tensor], inputs: SoftmaxI
 
 
 def _compiled(way: Callable[..., Prepared], sizes: Sizes, inputs: SoftmaxInputs) -> Prepared:
-    # Else the compiled backward frees or reuses what it saved, and cannot be called again.
+    # Otherwise the compiled backward frees or reuses the tensors that it saved, and cannot be called again.
     with torch._functorch.config.patch(donated_buffer=False):
         return way(compiled(_torch, sizes), inputs)
 
@@ -99,7 +99,7 @@ def _backward_error(inputs: SoftmaxInputs, got: torch.Tensor) -> float:
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """Forward and backward in each dtype, over the numbers of columns."""
+    """Forward and backward in each dtype, with each number of columns."""
     directions: dict[str, tuple[Callable[..., Prepared], Callable[[Any, Any], float], int]] = {
         "forward": (_forward, _forward_error, 2),
         "backward": (_backward, _backward_error, 3),

@@ -1,13 +1,13 @@
-"""The whole step of mixed-precision training: check, norm, clip, update, weights written, scale updated.
+"""The whole step of mixed-precision training: check, norm, clipping, update of weights and of the loss scale.
 
-From gradients of a scaled loss to new weights and a new scale. Bytes: each gradient is read twice, because no weight
-may change before the last one was looked at, and the rest is AdamW's: with bf16 weights and fp32 masters 2 + 26, with
-fp32 weights 4 + 28. torch's parts are `torch.amp.GradScaler` (``unscale_``, ``step``, ``update``),
-`torch.nn.utils.clip_grad_norm_` and its AdamW, with copies to and from the masters.
+The step begins with the gradients of a scaled loss. Bytes: each gradient is read twice, because no weight may change
+before all gradients are checked. The other bytes are those of AdamW: 2 + 26 with bf16 weights and fp32 masters, 4 + 28
+with fp32 weights. torch's step consists of `torch.amp.GradScaler` (``unscale_``, ``step``, ``update``),
+`torch.nn.utils.clip_grad_norm_` and AdamW, with copies to and from the masters.
 
-Errors are those of the Adam cases after four steps: two are clipped, one is not, and in one a gradient is infinite, so
-that nothing may change but the scale, which must halve; else the error is infinite. The bound leaves room for torch's
-norm, whose fp32 sum on the CPU is 2^-13 off at 2^22 elements and which clips by as much.
+Errors are those of the Adam cases, after four steps. Two steps are clipped, one is not, and one has an infinite
+gradient: it must halve the scale and change nothing else, otherwise the error is infinite. The bound allows for the
+error of torch's norm, 2^-13 at 2^22 elements on the CPU, and for clipping by this norm.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from halfstep.bench.harness import Case, Prepared
 
 SCALE = 2.0**10
 FACTORS = (1.0, math.inf, -0.5, 2.0)
-CLIPPED_AT = 0.7  # of the norm of all gradients
+CLIPPED_AT = 0.7  # share of the norm of all gradients
 BOUND = 1e-3
-NEVER = 2**30  # steps until the scale grows: timed steps must stay alike
+NEVER = 2**30  # steps until the scale grows, so that it is the same in all timed steps
 
 
 @dataclass
 class StepInputs(AdamInputs):
-    """As for Adam, and the norm to clip to."""
+    """The inputs of the Adam cases, and the norm to clip to."""
 
     @cached_property
     def norm(self) -> float:
-        """Of all gradients together."""
+        """The norm of all gradients."""
         return float(self.grads.double().norm())
 
     @property
     def max_norm(self) -> float:
-        """What every provider is told; the same at every size, as far as single gradients go."""
+        """The norm to which all providers clip, in proportion to the expected norm of the gradients."""
         return CLIPPED_AT * TYPICAL * math.sqrt(self.grads.numel())
 
     @cached_property
     def truth(self) -> torch.Tensor:
-        """After `FACTORS`, clipped, without the step that is skipped."""
+        """The exact weights after the checked steps, with clipping and without the skipped step."""
         taken = [factor for factor in FACTORS if math.isfinite(factor)]
         clips = [min(1.0, self.max_norm / (abs(factor) * self.norm + 1e-6)) for factor in taken]
         return self.exact([factor * clip for factor, clip in zip(taken, clips, strict=True)])
@@ -66,7 +66,7 @@ class StepInputs(AdamInputs):
 
 @dataclass
 class StepAnswer:
-    """The exact weights after `FACTORS`, and the scale."""
+    """The weights of a provider after the checked steps, and its scale."""
 
     weights: list[torch.Tensor]
     scale: float
@@ -84,7 +84,7 @@ def _job(
     step: Callable[[], Any],
     weights: Callable[[], list[torch.Tensor]],
 ) -> Prepared:
-    scaler.scale(torch.zeros((), dtype=torch.float32, device=grads[0].device))  # makes the scale
+    scaler.scale(torch.zeros((), dtype=torch.float32, device=grads[0].device))  # creates the tensor of the scale
 
     def values() -> StepAnswer:
         for factor in FACTORS:
@@ -93,7 +93,7 @@ def _job(
                 grads[len(grads) // 2][-1] = factor
             step()
         answer = StepAnswer([weight.detach().clone() for weight in weights()], scaler.get_scale())
-        # Parts that unscale in place would shrink the same gradients at every timed call.
+        # Unscaling in place would otherwise shrink the gradients further in every timed call.
         scaler.update(1.0)
         inputs.load(grads, 1.0)
         return answer
@@ -141,7 +141,7 @@ def _torch(inputs: StepInputs, **options: Any) -> Prepared:
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """bf16 weights with fp32 masters, and fp32 weights, over the number of tensors."""
+    """bf16 weights with fp32 masters, and fp32 weights, with each number of tensors."""
     of_torch: dict[str, Callable[[Any], Prepared]] = {
         "torch fused": partial(_torch, fused=True),
         "torch foreach": partial(_torch, foreach=True),

@@ -1,12 +1,12 @@
-"""Gradients before a step: looked through for infinities and NaN with their norm, read-only or unscaled in place.
+"""Checks of gradients before a step: non-finite numbers and the norm, read-only or with unscaling in place.
 
-``check``: is anything infinite or NaN, in which tensor, and what is the sum of squares. Bytes: each gradient once.
-``unscale``: the gradients times 1 / scale in place, the flag, and the norm of the result. Bytes: each gradient read and
-written once; torch needs a second pass for the norm.
+``check`` finds Inf and NaN, and the tensors that contain them, and returns the sum of squares. Bytes: each gradient is
+read once. ``unscale`` multiplies the gradients by 1 / scale in place, and returns the flag and the norm of the result.
+Bytes: each gradient is read and written once. torch needs a second pass for the norm.
 
-Errors are relative, of the sum of squares or the norm, and infinite if an infinity or a NaN planted in a gradient is
-missed, or if an unscaled gradient is not the exact product (the scale is a power of two). The bounds
-let pass what others take for a norm: one in bf16, and torch's fp32 sum on the CPU, which is 2^-15 off at 2^20 elements.
+The error is the relative error of the sum of squares or the norm. It is infinite if an Inf or a NaN in a gradient is
+missed, or if an unscaled gradient is not the exact product (the scale is a power of two). The bounds allow for a norm
+in bf16, and for torch's fp32 sum on the CPU, which has an error of 2^-15 at 2^20 elements.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BOUNDS = {"bf16": 2.0**-7, "fp32": 2.0**-12}
 SCALE = 2.0**10
 
-# Found flag and sum of squares, both 0-dim or one-element tensors.
-Look = Callable[[list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
-# Found flag and norm of the gradients unscaled in place by the inverse scale.
+# Returns the flag and the sum of squares, both 0-dim or one-element tensors.
+Check = Callable[[list[torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+# Unscales gradients in place by the inverse scale. Returns the flag and the norm.
 Unscale = Callable[[list[torch.Tensor], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class CheckAnswer(NamedTuple):
-    """What a provider says of clean gradients, and of ones with an infinity and with a NaN."""
+    """The results of a provider.
+
+    Attributes:
+        found: the flags for finite gradients, for gradients with an Inf, and for gradients with a NaN.
+        size: the sum of squares, or the norm.
+        gradients: the unscaled gradients; empty after a check.
+    """
 
     found: tuple[bool, bool, bool]
     size: float
@@ -49,19 +55,19 @@ def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype)
 
 
 def _with(gradients: list[torch.Tensor], planted: float) -> list[torch.Tensor]:
-    """A copy with one bad number, last in the tensor in the middle."""
+    """A copy of the gradients with one non-finite number, the last element of the tensor in the middle."""
     copies = [gradient.clone() for gradient in gradients]
     copies[len(copies) // 2][-1] = planted
     return copies
 
 
-def _check_job(look: Look, gradients: list[torch.Tensor]) -> Prepared:
+def _check_job(check: Check, gradients: list[torch.Tensor]) -> Prepared:
     def values() -> CheckAnswer:
-        found, squares = look(gradients)
-        bad = [bool(look(_with(gradients, planted))[0]) for planted in (math.inf, math.nan)]
+        found, squares = check(gradients)
+        bad = [bool(check(_with(gradients, planted))[0]) for planted in (math.inf, math.nan)]
         return CheckAnswer((bool(found), bad[0], bad[1]), float(squares), [])
 
-    return Prepared(lambda: look(gradients), values)
+    return Prepared(lambda: check(gradients), values)
 
 
 def _unscale_job(unscale: Unscale, gradients: list[torch.Tensor]) -> Prepared:
@@ -72,7 +78,7 @@ def _unscale_job(unscale: Unscale, gradients: list[torch.Tensor]) -> Prepared:
         found, norm = unscale(own, inverse)
         unscaled = [gradient.clone() for gradient in own]
         bad = [bool(unscale(_with(gradients, planted), inverse)[0]) for planted in (math.inf, math.nan)]
-        inverse.fill_(1.0)  # from here on the gradients must not shrink to nothing
+        inverse.fill_(1.0)  # so that timed calls do not shrink the gradients further
         return CheckAnswer((bool(found), bad[0], bad[1]), float(norm), unscaled)
 
     return Prepared(lambda: unscale(own, inverse), values)
@@ -136,7 +142,7 @@ def _compiled(make: Callable[[Any, list[torch.Tensor]], Prepared], function: Any
     return make(compiled(function, sizes, len(grads)), grads)
 
 
-# --------------------------------------------------------------------------------------------------------------- truth
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def _flags_right(answer: CheckAnswer) -> bool:
@@ -159,7 +165,7 @@ def _unscale_error(gradients: list[torch.Tensor], answer: CheckAnswer) -> float:
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """Both jobs in each dtype, over the number of tensors."""
+    """Both jobs in each dtype, with each number of tensors."""
     jobs: dict[str, tuple[dict[str, Callable[[Any], Prepared]], Callable[[Any, Any], float], int]] = {
         "check": (
             {

@@ -44,7 +44,7 @@ COMMANDS = (
         "time the codec on one core beside numpy, torch, ml_dtypes, gfloat",
     ),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
-    _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, with no GPU"),
+    _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, without a GPU"),
     _Command(("bench", "predict"), "halfstep.bench.predict", "predict what limits each kernel on a GPU, without one"),
     _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step against every peer here"),
     _Command(

@@ -53,7 +53,7 @@ def test_only_what_passes_its_check_gets_figures() -> None:
     assert (right.status, right.reason, right.error) == (OK, "", 0.0)
     assert right.p50_us is not None and right.p50_us > 0
     assert (wrong.status, wrong.error) == (WRONG, 1.0)
-    assert wrong.reason == "error 1 in all, allowed is 0.5"
+    assert wrong.reason == "error 1 in all, at most 0.5 is allowed"
     assert nan.status == WRONG
     assert (raises.status, raises.reason) == (FAILED, "RuntimeError: no such kernel")
     assert (away.status, away.reason) == (UNAVAILABLE, "needs a GPU")

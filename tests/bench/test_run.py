@@ -39,7 +39,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--minutes", "soon"], "argument --minutes: expected a number above 0, but got 'soon'"),
         (
             ["--processor-time"],
-            "--processor-time is that of one thread on a CPU; add --threads 1, or leave it out",
+            "--processor-time measures one thread on a CPU; add --threads 1, or leave it out",
         ),
         (["--threads", "0"], "argument --threads: expected an integer of at least 1, but got '0'"),
     ],

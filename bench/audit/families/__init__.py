@@ -1,1 +1,1 @@
-"""What the compile audit builds of halfstep's kernels: a module per kernel family, each with a function `variants`."""
+"""The variants of halfstep's kernels for the audit: one module per kernel family, each with a function `variants`."""

@@ -1,4 +1,4 @@
-"""Adam's kernels: each layout that the optimizer makes, and the kernel that prepares a step."""
+"""The kernels of Adam: one variant for each layout of the optimizer, and the kernel that prepares a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfstep.kernels.multi_tensor import FLOATS, TensorTable
 
 
 def name(layout: Layout) -> str:
-    """What the audit calls a layout."""
+    """The name of a layout in the audit."""
     return ", ".join(
         [
             f"{TRITON_NAMES[layout.param]} param",
@@ -32,7 +32,7 @@ def name(layout: Layout) -> str:
 
 
 def _step(layout: Layout) -> None:
-    """One tensor of a layout: everything but its dtypes and options is the same for all tensors."""
+    """A step of one tensor. The compiled kernel depends only on the layout."""
     table = TensorTable(
         [64], adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS, adam.CHUNK, torch.device("cpu")
     )
@@ -64,7 +64,7 @@ def _layouts() -> list[Layout]:
 
 
 def variants() -> Iterator[Variant]:
-    """Each layout once, with the bytes of the table in kernels/adam.py."""
+    """Each layout once, with the bytes given in kernels/adam.py."""
     for layout in _layouts():
         p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
         state = s * (3 if layout.amsgrad else 2)

@@ -1,4 +1,4 @@
-"""The cast's kernels: every pair of formats, one tensor and a list."""
+"""The kernels of the cast: every pair of formats, for one tensor and for a list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.kernels.cast import DTYPES, FP8, NAMES, cast_kernel, multi_cast_ke
 
 
 def _options(source: torch.dtype, target: torch.dtype) -> list[tuple[str, bool]]:
-    """The roundings, and whether saturating, that are built for a pair; the others differ in a constant."""
+    """The audited roundings of a pair of dtypes, and whether they saturate. The others differ in a constant."""
     options = [("nearest", False)]
     if source == torch.float32 and target in FP8:
         options.append(("nearest", True))
@@ -24,7 +24,7 @@ def _options(source: torch.dtype, target: torch.dtype) -> list[tuple[str, bool]]
 
 
 def variants() -> Iterator[Variant]:
-    """One tensor to nearest, and a list in every way: the two share all but the table."""
+    """One tensor with rounding to nearest, and lists with every rounding. Both kernels differ only in the table."""
     for source, target in permutations(DTYPES, 2):
         x, y = (torch.empty(64, dtype=source, device="cpu") for _ in range(2))
         for rounding, saturate in _options(source, target):

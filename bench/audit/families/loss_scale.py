@@ -1,4 +1,4 @@
-"""The kernel that moves the loss scale."""
+"""The kernel that updates the loss scale."""
 
 from __future__ import annotations
 

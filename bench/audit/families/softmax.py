@@ -1,7 +1,7 @@
-"""The softmax kernels: each code path once or twice, where registers are tightest.
+"""The softmax kernels: one or two variants of each code path, at the sizes with the most registers.
 
-A static count of a long row sees its tile once and one trip over the rest: forward for the maximum and the sum, and
-back for the result. Its bytes are given per element of a trip.
+For a long row, the static count contains its tile once and one iteration of each loop over the other elements: a
+forward one for the maximum and the sum, and a backward one for the result. Its bytes are per element of an iteration.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONG, ODD = 1 << 20, (1 << 20) + 3
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:
-    """Of memory that nothing touches."""
+    """A tensor of uninitialized memory."""
     return torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
 
 
@@ -50,8 +50,8 @@ _TILE, _TRIP = ("PARTS", "ROWS", "LANES", "VECTOR"), ("LOOP", "LANES", "VECTOR")
 
 
 def _passes(columns: int, tile: int, loop: int, stage: int) -> tuple[tuple[str, ...], float, float]:
-    """The constants that make up what is counted per, and how often its elements are read and written."""
-    if stage:  # the tile of a piece has the size of a trip
+    """The constants whose product bytes are divided by, and how often its elements are read and written."""
+    if stage:  # the tile of a piece has the size of an iteration
         return _TRIP, 2.0, 0.0 if stage == 1 else 2.0
     if columns <= tile:
         return _TILE, 1.0, 1.0
@@ -69,12 +69,20 @@ def _forward(
     stage: int = 0,
     in_step: bool = True,
 ) -> Variant:
-    """`mask`: its dtype. `stage`: of a row in pieces, 1 or 2. `in_step`: rows of all operands begin equally far from a
-    boundary of 16 bytes."""
-    # A mask for all heads; as many queries as have every row of x begin as far from a boundary as that of the mask.
+    """A variant of the forward kernel.
+
+    Args:
+        columns: columns of the rows.
+        source, target: dtypes of input and result.
+        mask: dtype of the mask; empty for none.
+        causal, log: options of the softmax.
+        stage: 1 or 2 for the first or second launch over rows in pieces, otherwise 0.
+        in_step: whether the rows of all operands have the same offset from a multiple of 16 bytes.
+    """
+    # The mask is shared by all heads. With 8 queries, each row of x has the same offset as the row of the mask.
     x = _empty(source, *((1, 1) if stage else (2, 2, 8)), columns + 3 * (not in_step))[..., :columns]
     masks = _empty(mask, 2, 1, 8, columns) if mask else None
-    # Out of step a mask is read an element at a time, which is not counted.
+    # With different offsets, single elements of a mask are read, which are not counted.
     beside = _DTYPES[mask].itemsize if mask and in_step else 0
     words = [f"{columns} {source}->{target}", f"{mask} mask" * bool(mask), "causal" * causal, "log" * log]
     plain = not mask and in_step and max(_DTYPES[source].itemsize, _DTYPES[target].itemsize) == 2
@@ -95,7 +103,7 @@ def _forward(
 def _backward(
     columns: int, source: str, target: str, causal: bool = False, log: bool = False, stage: int = 0
 ) -> Variant:
-    """As `_forward`."""
+    """A variant of the backward kernel; see `_forward`."""
     grad, y = (_empty(source, *((1, 1) if stage else (2, 2, 8)), columns) for _ in range(2))
     per, reads, writes = _passes(columns, BACKWARD_TILE, BACKWARD_LOOP, stage)
     return Variant(
@@ -120,7 +128,7 @@ def _strided_forward(
     transposed: bool = False,
     passes: int = 1,
 ) -> Variant:
-    """Over the first of two dimensions; `transposed`: over the last one of a transposed x."""
+    """A softmax over the first of two dimensions or, if `transposed`, over the last dimension of the transposed x."""
     x = _empty(source, columns, across)
     masks = _empty(mask, columns, across) if mask else None
     if transposed:
@@ -151,7 +159,7 @@ def _strided_backward(
 
 
 def variants() -> Iterator[Variant]:
-    """Rows of each kind of tile and loop, other dimensions, and the same backward."""
+    """Rows with each kind of tile and loop, and other dimensions, forward and backward."""
     yield _forward(64, "bf16", "bf16")
     yield _forward(333, "bf16", "bf16")
     yield _forward(4097, "bf16", "bf16")

@@ -1,4 +1,4 @@
-"""The kernel that counts where numbers fall."""
+"""The kernel that counts the exponents of numbers."""
 
 from __future__ import annotations
 

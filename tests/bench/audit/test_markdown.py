@@ -56,7 +56,7 @@ def test_only_the_block_between_the_markers_changes(tmp_path: Path) -> None:
 def test_a_document_without_the_block_is_left_alone(text: str, tmp_path: Path) -> None:
     file = tmp_path / "document.md"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"--markdown .*document\.md: the markers .* must stand in it once each"):
+    with pytest.raises(ValueError, match=r"--markdown .*document\.md: it must contain the markers .* once each"):
         markdown.write("table", "new", file)
     assert file.read_text() == text
     with pytest.raises(ValueError, match=r"--markdown .*missing\.md: .*No such file"):

@@ -93,7 +93,7 @@ def test_a_changed_peer_is_named_and_the_others_stay(
 ) -> None:
     found = find(Job("peer", "old", changed, 2, 1), Job("other", "a case", launch, 2, 1))
     (line,) = found.left_out
-    start = "peer 1.2, old, is left out: this version cannot be read as the ones known here: "
+    start = "peer 1.2, old, is left out: this version is not supported: "
     assert line.startswith(start)
     assert re.fullmatch(reason, line.removeprefix(start))
     assert found.peers == ("other",)
