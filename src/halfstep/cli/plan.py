@@ -1,8 +1,8 @@
-"""``halfstep plan``: what training a model takes of each GPU, before there is one.
+"""``halfstep plan``: the memory, messages and FLOPs of a training on each GPU, computed without a GPU.
 
-Prints bytes by part, messages per step, FLOPs, and with ``--card`` whether it fits; ``--fit`` looks for the largest
-that does, ``--compare`` plans all layouts or strategies, ``--json`` prints numbers, ``--out`` draws stacked bars. What
-is counted and how: ``numerics/planning`` and docs/planning.md.
+The command prints bytes by part, messages per step and FLOPs and, with ``--card``, whether the training fits. ``--fit``
+finds the largest model or batch that fits, ``--compare`` plans all layouts or strategies, ``--json`` prints JSON, and
+``--out`` draws stacked bars. ``numerics/planning`` and docs/planning.md describe what is counted, and how.
 
 Exit status: 0, also if nothing fits; 2 for wrong arguments.
 """
@@ -49,16 +49,19 @@ def _parser() -> Parser:
     parser = Parser(
         "plan",
         usage="halfstep plan (--params N | --model NAME | --layers N --hidden N --heads N --vocab N --seq N) [OPTIONS]",
-        description="What training takes of each GPU: bytes by part, messages per step, FLOPs. Give --params, --model "
-        "or the shape of a transformer; only a shape has activations and gathered units.",
+        description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. Give --params, --model "
+        "or the shape of a transformer; activations and gathered units are counted only for a shape.",
     )
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--params", type=count(", such as 7e9, 7B or 350M"), metavar="N", help="parameters, as 7e9, 7B or 350M"
+        *("--params",),
+        type=count(", such as 7e9, 7B or 350M"),
+        metavar="N",
+        help="number of parameters, such as 7e9, 7B or 350M",
     )
     model.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(MODELS)}")
     for name, text in (
-        ("layers", "blocks"),
+        ("layers", "number of blocks"),
         ("hidden", "width"),
         ("heads", "attention heads"),
         ("vocab", "rows of embedding and head"),
@@ -66,15 +69,15 @@ def _parser() -> Parser:
     ):
         model.add_argument(f"--{name}", type=count(), metavar="N", help=text)
     model.add_argument("--ffn", type=count(), metavar="N", help="width of the MLP (default: 4 times the width)")
-    model.add_argument("--kv-heads", type=count(), metavar="N", help="heads of keys and values (default: all)")
+    model.add_argument("--kv-heads", type=count(), metavar="N", help="heads of keys and values (default: --heads)")
     model.add_argument("--gated", action="store_true", help="an MLP of three matrices, as in Llama")
     model.add_argument("--no-biases", action="store_true", help="linear layers without biases")
     model.add_argument("--norm", default=None, metavar="KIND", help="layer (default) or rms")
     model.add_argument("--no-final-norm", action="store_true", help="no norm before the head (post-norm models)")
     model.add_argument("--no-positions", action="store_true", help="no learned positions")
-    model.add_argument("--tied", action="store_true", help="the head uses the embedding's matrix")
-    model.add_argument("--no-dropout", action="store_true", help="no dropout, so no masks of it")
-    model.add_argument("--flash", action="store_true", help="attention that does not keep its scores")
+    model.add_argument("--tied", action="store_true", help="the head uses the matrix of the embedding")
+    model.add_argument("--no-dropout", action="store_true", help="no dropout, and no dropout masks")
+    model.add_argument("--flash", action="store_true", help="attention that does not store its scores")
 
     where = parser.add_argument_group("GPUs")
     where.add_argument(
@@ -82,34 +85,34 @@ def _parser() -> Parser:
         type=counts,
         default=(1,),
         metavar="N",
-        help="in all (default: 1); with --compare strategies also several, as 8,64,1024",
+        help="number of GPUs (default: 1); with --compare strategies also several numbers, such as 8,64,1024",
     )
     where.add_argument(
         *("--strategy",),
         metavar="NAME",
         help=f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single); with --compare strategies those to compare, "
-        "as ddp,fsdp (default: all)",
+        "such as ddp,fsdp (default: all)",
     )
     where.add_argument("--shard", type=count(), metavar="N", help="GPUs of one group of hsdp")
     where.add_argument(
         "--tensor-parallel", "--tp", type=count(), default=1, metavar="N", help="GPUs that share a layer"
     )
-    where.add_argument("--sequence-parallel", action="store_true", help="and norms and dropouts too")
-    where.add_argument("--offload", action="store_true", help="leave on the host what the strategy can leave there")
+    where.add_argument("--sequence-parallel", action="store_true", help="they also shard norms and dropouts")
+    where.add_argument("--offload", action="store_true", help="offload to the host what the strategy can offload")
     where.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True")
     where.add_argument("--compress", metavar="FORMAT", help="send gradients in bf16, fp16 or fp32")
-    where.add_argument("--rank", type=whole(0), metavar="R", help="whose memory (default: of the rank that holds most)")
+    where.add_argument("--rank", type=whole(0), metavar="R", help="rank to plan (default: the one that holds most)")
 
     kept = parser.add_argument_group("layout")
     kept.add_argument("--precision", metavar="NAME", default="bf16", help=f"{', '.join(PRECISIONS)} (default: bf16)")
     kept.add_argument(
         "--optimizer", metavar="NAME", default="halfstep", help=f"{', '.join(OPTIMIZERS)} (default: halfstep)"
     )
-    kept.add_argument("--moments", metavar="FORMAT", help="another format of the moments; two with a comma between")
-    kept.add_argument("--master", metavar="FORMAT", help="another format of the master (te-master)")
-    kept.add_argument("--gradients", "--grad-dtype", metavar="FORMAT", help="another format of .grad")
-    kept.add_argument("--accumulator", metavar="FORMAT", help="sum micro-batches in a second gradient of this format")
-    kept.add_argument("--amsgrad", action="store_true", help="keep max_exp_avg_sq too")
+    kept.add_argument("--moments", metavar="FORMAT", help="format of the moments, or two formats, as fp8,fp16")
+    kept.add_argument("--master", metavar="FORMAT", help="format of the master (te-master)")
+    kept.add_argument("--gradients", "--grad-dtype", metavar="FORMAT", help="format of .grad")
+    kept.add_argument("--accumulator", metavar="FORMAT", help="add micro-batches to a second gradient of this format")
+    kept.add_argument("--amsgrad", action="store_true", help="also store max_exp_avg_sq")
 
     step = parser.add_argument_group("step")
     step.add_argument("--batch", type=count(), metavar="N", help="sequences of one micro-batch on one GPU (default: 1)")
@@ -120,9 +123,9 @@ def _parser() -> Parser:
         const="full",
         default="none",
         metavar="KIND",
-        help=f"{', '.join(CHECKPOINTING)} (default: none; without a word: full)",
+        help=f"{', '.join(CHECKPOINTING)} (default: none; full if no KIND is given)",
     )
-    step.add_argument("--step-ms", type=above_zero, metavar="MS", help="of a measured step: prints MFU and HFU")
+    step.add_argument("--step-ms", type=above_zero, metavar="MS", help="measured time of a step, for MFU and HFU")
 
     fits = parser.add_argument_group("card")
     fits.add_argument("--card", metavar="NAME", help=f"{', '.join(CARDS)}")
@@ -131,9 +134,9 @@ def _parser() -> Parser:
         type=share_or_bytes,
         default=Fraction(1, 10),
         metavar="SIZE",
-        help="kept free for what is not counted, as 10%% or 4GiB (default: 10%%)",
+        help="memory reserved for what is not counted, such as 10%% or 4GiB (default: 10%%)",
     )
-    fits.add_argument("--fit", metavar="WHAT", default="none", help=f"the largest that fits: {', '.join(FITS)}")
+    fits.add_argument("--fit", metavar="WHAT", default="none", help=f"find the largest that fits: {', '.join(FITS)}")
 
     told = parser.add_argument_group("output")
     told.add_argument("--compare", metavar="WHAT", help=f"plan all {' or all '.join(COMPARISONS)}")
@@ -146,7 +149,7 @@ def _model(given: argparse.Namespace) -> Transformer | None:
     """The transformer that the arguments describe; None if they give a number of parameters only.
 
     Raises:
-        ValueError: part of a shape, or two shapes.
+        ValueError: the shape is incomplete, or there are options of a shape without one.
     """
     named = [name for name in SHAPE if getattr(given, name) is not None]
     changes = {
@@ -188,7 +191,7 @@ def _arguments(given: argparse.Namespace) -> dict[str, Any]:
         share = abs(model.parameters - given.params) / model.parameters
         if share > 0.1:
             raise ValueError(
-                f"--params is {given.params:,} and the shape has {model.parameters:,}; leave one of them out"
+                f"--params is {given.params:,}, but the shape has {model.parameters:,}; leave one of them out"
             )
     names = (
         *("gpus", "strategy", "shard", "tensor_parallel", "sequence_parallel", "precision", "optimizer", "moments"),
@@ -205,23 +208,23 @@ def compared(
 ) -> list[tuple[str, Plan]]:
     """Plans of all layouts of one precision, or of strategies, each with its label.
 
-    Layouts come with two to hold them against: torch's AdamW in fp32 and under autocast. A strategy that cannot
-    offload is planned without. ``hsdp`` without ``shard`` has two groups.
+    Layouts are compared with torch's AdamW in fp32 and under autocast. A strategy that cannot offload is planned
+    without offload. ``hsdp`` without ``shard`` has two groups.
 
     Args:
         what: ``"layouts"`` or ``"strategies"``.
-        arguments: those of `plan`.
-        gpus: on how many each strategy is planned. Default: those of `arguments`.
-        strategies: by name. Default: all but ``"single"``.
+        arguments: the arguments of `plan`.
+        gpus: numbers of GPUs for each strategy. Default: that of `arguments`.
+        strategies: names of strategies. Default: all except ``"single"``.
 
     Raises:
-        ValueError: the arguments do not fit any of them.
+        ValueError: the arguments cannot be used for the comparison.
     """
     one_of("compare", what, COMPARISONS)
     if what == "strategies":
         counts = gpus or (arguments["gpus"],)
         if min(counts) // arguments["tensor_parallel"] < 2:
-            raise ValueError(f"gpus is {min(counts)}; strategies differ from 2 data-parallel GPUs")
+            raise ValueError(f"gpus is {min(counts)}; strategies differ only on 2 or more data-parallel GPUs")
         names = strategies or [name for name in STRATEGIES if name != "single"]
         for name in names:
             one_of("strategy", name, [name for name in STRATEGIES if name != "single"])
@@ -237,7 +240,7 @@ def compared(
         for row in LAYOUTS
         if (row.precision == same[0] or (row.optimizer == "torch" and row.precision in ("fp32", *same)))
         and (row.amsgrad or not arguments["amsgrad"])
-        and (row.optimizer != "halfstep" or row.precision not in ("bf16",))  # "auto", which is the split master's row
+        and (row.optimizer, row.precision) != ("halfstep", "bf16")  # the same as halfstep-split
     ]
     rows.sort(key=lambda row: ("fp32", f"amp-{compute}", compute).index(row.precision))
     return [
@@ -250,7 +253,7 @@ def compared(
 
 
 def _strategy(arguments: dict[str, Any], name: str, gpus: int, counted: bool) -> tuple[str, Plan]:
-    """One of the strategies compared; `counted` if its label says on how many GPUs."""
+    """The label and the plan of a strategy. `counted`: whether the label gives the number of GPUs."""
     ranks = gpus // arguments["tensor_parallel"]
     shard = arguments["shard"] or (ranks // 2 if ranks % 2 == 0 else ranks) if name == "hsdp" else None
     offload = arguments["offload"] and bool(STRATEGIES[name].offloads)
@@ -260,7 +263,7 @@ def _strategy(arguments: dict[str, Any], name: str, gpus: int, counted: bool) ->
 
 
 def _with_card(made: Plan, gpu: Card | None, reserve: Fraction | int, step_ms: float | None) -> dict[str, Any]:
-    """What a card adds to a plan's JSON."""
+    """The JSON of a plan, with the card, whether the plan fits, MFU and HFU."""
     content: dict[str, Any] = {**made.as_dict(), "card": None, "mfu": None, "hfu": None}
     if gpu is not None:
         left = usable(gpu, reserve) - made.totals.peak
@@ -293,17 +296,17 @@ def content_of(
 
 
 def _several(given: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
-    """The numbers of GPUs and the strategies to compare; `given` keeps the first of each for what plans one.
+    """The numbers of GPUs and the strategies to compare. In `given`, the first of each remains.
 
     Raises:
-        ValueError: several, and nothing compares them.
+        ValueError: there are several, without --compare strategies.
     """
     gpus, strategies = given.gpus, given.strategy.split(",") if given.strategy else []
     if given.compare != "strategies":
         for name, values in (("--gpus", gpus), ("--strategy", strategies)):
             if len(values) > 1:
                 text = ",".join(map(str, values))
-                raise ValueError(f"{name} is {text}; give one, or add --compare strategies, which plans each")
+                raise ValueError(f"{name} is {text}; give one value, or add --compare strategies to plan each")
     given.gpus, given.strategy = gpus[0], strategies[0] if strategies else None
     return gpus, strategies
 

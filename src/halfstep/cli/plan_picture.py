@@ -1,6 +1,6 @@
-"""The stacked bars of ``halfstep plan --out``: one bar a plan, one colour a kind of memory, the card as a line.
+"""The stacked bars of ``halfstep plan --out``: a bar per plan, a colour per kind of memory, and a line for the card.
 
-Strategies on several numbers of GPUs have a second panel: what each GPU sends in a step.
+Strategies on several numbers of GPUs have a second panel with the bytes that each GPU sends in a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from halfstep.cli.figures import figure, save, tidy
 from halfstep.cli.plan_tables import digits, gpus_of, numbers_of_gpus
 from halfstep.numerics.planning.plans import GIB
 
-# Okabe and Ito's colours, told apart without red-green vision; kinds side by side also differ in lightness.
+# Colours of Okabe and Ito, which colour-blind readers can tell apart. Adjacent kinds also differ in lightness.
 MEMORY_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("weights", "#0072b2", ("weights",)),
     ("gradients", "#e69f00", ("gradients", "accumulated gradients")),
@@ -32,7 +32,7 @@ ACROSS = 4  # entries of the legend side by side
 
 
 def stack(made: dict[str, Any]) -> dict[str, int]:
-    """The bytes of each kind at the peak: what is always allocated, and the phase that needs most in addition."""
+    """The bytes of each kind at the peak: memory that is always allocated, and that of the larger phase."""
     totals = made["totals"]
     phases = ("always", "backward" if totals["backward"] >= totals["step"] else "step")
     counted = [part for part in made["parts"] if part["place"] == "gpu" and part["phase"] in phases]
@@ -55,7 +55,7 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     unit, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if largest >= u)
     gpu = plans[0]["card"]
     present = [(kind, colour) for kind, colour, _ in MEMORY_KINDS if any(one.get(kind) for one in stacks)]
-    # A card far larger than every bar would squeeze them: then its memory is said in the title.
+    # The line of a card far larger than all bars would make them short. Its memory is then given in the title.
     drawn = gpu is not None and gpu["memory"] < 4 * largest
     head = 0.45 + 0.21 * -(-(len(present) + 2 * drawn) // ACROSS)
     scaled = len(numbers_of_gpus(content)) > 1
@@ -81,9 +81,9 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     if gpu is not None and drawn:
         for value, style, text in ((gpu["memory"], "-", gpu["name"]), (gpu["usable"], "--", "after the reserve")):
             line = axes.axvline(value / unit, color="black", linewidth=1.2, linestyle=style, label=text, zorder=2)
-            line.set_path_effects([withStroke(linewidth=2.6, foreground="white")])  # seen on dark bars too
+            line.set_path_effects([withStroke(linewidth=2.6, foreground="white")])  # visible on dark bars too
         reach = max(reach, gpu["memory"] / unit)
-    # Room for the number after each bar: a share of the axis, as its letters do not shrink.
+    # Room for the number after each bar: a share of the axis, since the size of the text is fixed.
     room = {made["label"]: 0.24 if made["totals"]["host"] else 0.08 for made in plans}
     ends = [made["totals"]["peak"] / unit / (1 - room[made["label"]]) for made in plans]
     axes.set_xlim(0, max(1.02 * reach, *ends))

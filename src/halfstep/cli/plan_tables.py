@@ -1,4 +1,4 @@
-"""What ``halfstep plan`` prints: a table of parts, one of messages, and sentences on work, card and fit."""
+"""The output of ``halfstep plan``: a table of parts, one of messages, and sentences about work, card and fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def digits(value: float) -> str:
 
 
 def size(value: int) -> str:
-    """Bytes in the largest binary unit that leaves a number of at least 1, with three digits or more."""
+    """Bytes in the largest binary unit in which the number is at least 1, with three digits or more."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if value >= 2**power:
             return f"{digits(value / 2**power)} {unit}"
@@ -106,7 +106,7 @@ def _work(made: dict[str, Any]) -> list[str]:
         again = work["hardware"] - work["training"]
         said.append(
             f"Work of a step: {'' if work['exact'] else '≈ '}{_decimal(work['training'], 'FLOP')} per GPU"
-            + (f", and {_decimal(again, 'FLOP')} computed again for checkpointing." if again else ".")
+            + (f", and {_decimal(again, 'FLOP')} recomputed for checkpointing." if again else ".")
         )
     moved = f"The optimizer's step moves at least {size(made['step_traffic'])}"
     if gpu is None:
@@ -123,7 +123,7 @@ def _work(made: dict[str, Any]) -> list[str]:
     if made["mfu"] is not None:
         said.append(f"MFU {made['mfu']:.3f}, HFU {made['hfu']:.3f}; 0.5 and above is good.")
         if made["hfu"] > 1:
-            said.append("Above 1 is above the card's peak: the time, the batch or the card is not what was measured.")
+            said.append("HFU above 1 exceeds the card's peak: check the time, the batch and the card.")
     return said
 
 
@@ -204,7 +204,7 @@ def _common(content: dict[str, Any]) -> str:
     settings = first["settings"]
     gpus = gpus_of(content)
     shared = settings["strategy"] if content["compare"] == "layouts" else first["layout"]["name"]
-    if len(numbers_of_gpus(content)) > 1:  # a column of their own
+    if len(numbers_of_gpus(content)) > 1:  # these have a column
         return f"{first['parameters']:,} parameters; {shared}; per GPU"
     return f"{first['parameters']:,} parameters; {gpus if shared == 'single' else f'{shared} on {gpus}'}; per GPU"
 
@@ -214,8 +214,8 @@ def lines(content: dict[str, Any], screen: Terminal, shape_over_params: int | No
 
     Args:
         content: what ``--json`` prints.
-        screen: what the output can show.
-        shape_over_params: the number of parameters that was given in addition to a shape. The shape is planned.
+        screen: the terminal.
+        shape_over_params: a number of parameters that was given in addition to a shape, and is not used.
     """
     if content["compare"] is not None:
         return _comparison(content, screen)
@@ -228,5 +228,5 @@ def lines(content: dict[str, Any], screen: Terminal, shape_over_params: int | No
     if made["layout"]["note"]:
         said.append(f"{made['layout']['name']}: {made['layout']['note']}.")
     if made["settings"]["model"] is None:
-        said.append("Without a shape, activations and gathered units are not known and not in it.")
+        said.append("Activations and gathered units are not included: they are unknown without a shape.")
     return [*tables, *(line for sentence in said for line in screen.wrap(sentence))]

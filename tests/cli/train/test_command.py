@@ -218,7 +218,7 @@ def test_the_page_stands_alone_and_says_what_was_emulated(compared: Path) -> Non
     reader = Reader()
     reader.feed(page)
     assert len(reader.sources) == 1 and reader.sources[0].startswith("data:image/png;base64,")
-    assert any("fp16 products were emulated" in cell for cell in reader.cells)
+    assert any("fp16 matrix products were emulated" in cell for cell in reader.cells)
     for run in _report(compared)["runs"]:
         assert f"{run['final_val_loss']:.4f}" in reader.cells
     assert (compared / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -359,7 +359,7 @@ def test_the_batch_must_divide_and_single_must_be_alone(
         monkeypatch.setenv(name, value)
     error = _refused(capsys, "train", "--strategy", "ddp", "--batch", 16, "--out", tmp_path / "out")
     assert "expected --batch, the global batch, to be a multiple of the 3 processes, but got 16" in error
-    assert "WORLD_SIZE is 3: torchrun has started so many; use --strategy ddp" in _refused(
+    assert "--strategy single, but torchrun has started 3 processes; use --strategy ddp" in _refused(
         capsys, "train", "--out", tmp_path / "out"
     )
     monkeypatch.setenv("RANK", "1")

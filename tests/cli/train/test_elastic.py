@@ -74,7 +74,7 @@ def test_a_killed_rank_is_restarted_and_the_loss_is_the_same(text: Path, tmp_pat
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     assert "restarted" not in train_together(2, [_words(text, calm)], small=False)[0]
     printed = _train(text, killed, {"fp16: step 10/20": 0})  # the rank that saves, some steps after it has
-    assert "processes restarted by torchrun, time 1: continuing\nfp16: continuing after step " in printed
+    assert "processes restarted by torchrun, restart 1: continuing\nfp16: continuing after step " in printed
     assert printed.count("step 20/20") == printed.count("report: ") == 1, "only rank 0 prints"
     starts = [line.split()[-1] for line in printed.splitlines() if "continuing after step" in line]
     assert starts in (["8"], ["12"])  # it may have come to save once more
@@ -116,7 +116,7 @@ def test_a_restart_takes_the_newest_checkpoint_and_a_first_start_does_not(
     ]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main(words) == 0
-    assert "time 1: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out
+    assert "restart 1: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out
     whole = report(out)
     files = checkpoint.checkpoints(out / "checkpoints" / "bf16")
     files[-1][1].unlink()
@@ -138,4 +138,4 @@ def test_without_checkpoints_a_restart_begins_anew(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     words = ["train", *"--size nano --steps 2 --batch 4 --out".split(), str(tmp_path / "out"), "--data", str(text)]
     assert main(words) == 0
-    assert "time 2: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out
+    assert "restart 2: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out

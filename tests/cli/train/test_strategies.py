@@ -317,7 +317,7 @@ def test_offloaded_shards_lie_on_the_cpu(alone: None, offload: bool) -> None:
             "expected --batch, the global batch, to be a multiple of 3 (--accumulate 3), but got 8",
         ),
         (1, "--accumulate 0", "but got '0'"),
-        (2, "", "use --strategy ddp, fsdp, hsdp, zero1 or tp, or no torchrun"),
+        (2, "", "use --strategy ddp, fsdp, hsdp, zero1 or tp, or start without torchrun"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_what_does(

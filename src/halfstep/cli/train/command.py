@@ -1,4 +1,4 @@
-"""``halfstep train``: options, what they may be, and the course of a command."""
+"""``halfstep train``: its options, their checks, and the command."""
 
 from __future__ import annotations
 
@@ -45,52 +45,54 @@ _SCALE = number(
 def _parser() -> Parser:
     parser = Parser(
         "train",
-        description="Train a small byte-level GPT with halfstep's optimizer and loss scaler, and report what it did. "
+        description="Train a small byte-level GPT with halfstep's optimizer and loss scaler, and write a report. "
         "'compare' trains the same model on the same batches four times: fp32 with torch.optim.AdamW, bf16 with split "
         "masters, fp16 with the loss scaler, and bf16 with torch.optim.AdamW and no master.",
         epilog="Several processes: torchrun --nproc-per-node 2 -m halfstep train --strategy ddp … "
-        "With --save-every and torchrun's --max-restarts 3, a run whose processes die continues by itself.",
+        "With --save-every and torchrun's --max-restarts 3, a run continues automatically if its processes die.",
     )
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--precision", choices=list(RUNS), default="bf16", help="arithmetic, or all of them in turn")
+    what = parser.add_argument_group("model and data")
+    what.add_argument("--precision", choices=list(RUNS), default="bf16", help="precision, or a comparison of all")
     what.add_argument(
         "--strategy",
         choices=world.STRATEGIES,
         default="single",
-        help="one process, DDP, FSDP2, FSDP2 in copies of some ranks each, DDP with the optimizer's state divided "
-        "(ZeRO-1), or tensor parallelism",
+        help="one process, DDP, FSDP2, FSDP2 with replicas (HSDP), DDP with sharded optimizer state (ZeRO-1), or "
+        "tensor parallelism",
     )
     what.add_argument("--size", choices=list(SIZES), default="tiny", help="size of the model")
     what.add_argument(
         "--data", type=a_path, metavar="PATH", help="file or folder to read (default: this Python's standard library)"
     )
     what.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes a GPU if there is one"
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto chooses a GPU if there is one"
     )
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("training")
     how.add_argument("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
     how.add_argument("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
-    how.add_argument("--lr", type=_RATE, metavar="X", help="highest learning rate (default: suits the size)")
-    how.add_argument("--warmup", type=whole(0), metavar="N", help="steps to reach it (default: a tenth of --steps)")
-    how.add_argument("--weight-decay", type=_DECAY, default=0.1, metavar="X", help="of the matrices")
-    how.add_argument("--init-scale", type=_SCALE, default=2.0**16, metavar="X", help="first loss scale of fp16")
-    how.add_argument("--growth-interval", type=whole(1), default=60, metavar="N", help="clean steps until it doubles")
-    how.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the weights and the batches")
-    laid = parser.add_argument_group("how it lies over processes and memory")
+    how.add_argument("--lr", type=_RATE, metavar="X", help="peak learning rate (default: depends on --size)")
+    how.add_argument("--warmup", type=whole(0), metavar="N", help="warm-up steps (default: a tenth of --steps)")
+    how.add_argument("--weight-decay", type=_DECAY, default=0.1, metavar="X", help="weight decay of the matrices")
+    how.add_argument("--init-scale", type=_SCALE, default=2.0**16, metavar="X", help="initial loss scale for fp16")
+    how.add_argument(
+        "--growth-interval", type=whole(1), default=60, metavar="N", help="finite steps after which the scale doubles"
+    )
+    how.add_argument("--seed", type=whole(0), default=0, metavar="N", help="seed of the weights and the batches")
+    laid = parser.add_argument_group("memory and communication")
     laid.add_argument(
         "--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches per step, out of the same --batch"
     )
     laid.add_argument(
-        "--activation-checkpointing", action="store_true", help="keep each block's input only, compute blocks twice"
+        "--activation-checkpointing", action="store_true", help="save only the inputs of blocks, and recompute blocks"
     )
     laid.add_argument("--cpu-offload", action="store_true", help="weights and optimizer on the CPU (fsdp, hsdp)")
     laid.add_argument(
-        "--shard-size", type=whole(1), default=0, metavar="N", help="ranks per copy (hsdp; default: those of a node)"
+        "--shard-size", type=whole(1), default=0, metavar="N", help="ranks per replica (hsdp; default: those of a node)"
     )
     laid.add_argument(
-        "--compress", choices=world.COMPRESSIONS, default="none", help="what gradients are sent as (ddp, zero1)"
+        "--compress", choices=world.COMPRESSIONS, default="none", help="dtype in which gradients are sent (ddp, zero1)"
     )
-    left = parser.add_argument_group("what is left behind")
+    left = parser.add_argument_group("output and checkpoints")
     left.add_argument(
         "--out", type=a_path, metavar="DIR", default="out/train", help="folder of the report and the checkpoints"
     )
@@ -100,7 +102,7 @@ def _parser() -> Parser:
         nargs="?",
         const="",
         metavar="PATH",
-        help="continue from the newest checkpoint in --out, or from PATH: a checkpoint, or a folder with some "
+        help="continue from the newest checkpoint in --out, or from PATH: a checkpoint, or a folder with checkpoints "
         "(default: start a new run)",
     )
     return parser
@@ -111,7 +113,7 @@ def _folder(out: Path, run: loop.Run) -> Path:
 
 
 def _named(path: Path, run: loop.Run) -> Path:
-    """The checkpoint that --resume PATH means: the file, or the newest in a folder of checkpoints or in an --out."""
+    """The checkpoint of --resume PATH: the file, or the newest in a folder of checkpoints or in a folder of --out."""
     if not path.is_dir():
         return path
     found = next(
@@ -128,7 +130,7 @@ def _named(path: Path, run: loop.Run) -> Path:
 def _resumed(
     options: argparse.Namespace, runs: Sequence[loop.Run], settings: loop.Settings, corpus: data.Corpus
 ) -> dict[str, dict[str, Any]]:
-    """The checkpoint each run continues from, read and approved before any run starts."""
+    """The checkpoint from which each run continues, read and checked before any run starts."""
     out = options.out
     found = {run.name: checkpoint.checkpoints(_folder(out, run)) for run in runs}
     if world.restarts() and options.save_every and (any(found.values()) or options.resume is None):
@@ -163,9 +165,9 @@ def _resumed(
 
 
 class _Display:
-    """What is shown during training: a line kept up to date on a terminal, or a line after every tenth of the steps.
+    """The output during training: a progress line on a terminal, otherwise a line after every tenth of the steps.
 
-    Ranks other than the first show nothing.
+    Only the first rank prints.
     """
 
     def __init__(self, steps: int, quiet: bool) -> None:
@@ -203,7 +205,7 @@ class _Display:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command line as typed, to continue with."""
+    """The command line that continues this run."""
     words = [word for word in argv if word != "--resume"]
     return shlex.join(["halfstep", "train", *words, "--resume"])
 
@@ -245,7 +247,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
         )
         if world.restarts():
             what = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
-            display.note(f"processes restarted by torchrun, time {world.restarts()}: {what}")
+            display.note(f"processes restarted by torchrun, restart {world.restarts()}: {what}")
         for run in runs:
             with display.run():
                 if run.name in resumed:
@@ -291,7 +293,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep train`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
+    """Run ``halfstep train`` with the arguments `argv`. Returns the exit status (see ``halfstep.__main__``)."""
     return run(
         _parser(),
         argv,

@@ -1,8 +1,8 @@
-"""The text: which bytes are read, how they are split, and which of them make up step number `n`.
+"""The text: the files that are read, their split into training and validation, and the batch of each step.
 
-The model reads bytes, so any file is a corpus and nothing is tokenised. A batch is a pure function of
-``(seed, step, row)``: there is no loader state to save, so a resumed run sees the bytes the uninterrupted one would
-have seen, and every rank of a distributed run takes its rows of the very batch a single process would have taken.
+The model reads bytes, so any file can be used and nothing is tokenized. A batch is a pure function of
+``(seed, step, row)``. A resumed run therefore uses the same batches as an uninterrupted one, with no state to save, and
+the ranks of a distributed run use the rows of the same batch as a single process.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class DataError(ValueError):
-    """The data cannot be trained on. The message names the path, what was found and what to do."""
+    """The data cannot be used. The message names the path, the reason and a remedy."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes kept aside.
+    """The bytes for training and for validation.
 
     Args:
-        name: what was read, for the report.
-        files: how many files that was.
-        train: nine tenths of the bytes.
-        val: the rest.
-        sha256: of all bytes in order; a run resumes only on the same text.
-        unigram_entropy: in nats per byte: the loss of the best model that ignores context.
+        name: a name of the text for the report.
+        files: number of files.
+        train: nine tenths of the bytes, for training.
+        val: the others, for validation.
+        sha256: hash of all bytes in order. A run can be resumed only with the same text.
+        unigram_entropy: entropy in nats per byte, the loss of the best model that ignores context.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Corpus:
         return _windows(self.train, (starts % np.uint64(places)).astype(np.int64), context)
 
     def validation(self, rows: range, total: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The given rows of the fixed validation set: `total` windows spread evenly over the bytes kept aside."""
+        """The given rows of the fixed validation set: `total` windows at equal distances in the validation bytes."""
         places = len(self.val) - context
         return _windows(self.val, np.arange(rows.start, rows.stop, dtype=np.int64) * places // total, context)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The splitmix64 finaliser: the same numbers in every NumPy version, which numpy.random does not promise."""
+    """The finalizer of splitmix64. Unlike numpy.random, it gives the same numbers with every version of NumPy."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -83,7 +83,7 @@ def unigram_entropy(data: Bytes) -> float:
 
 
 def _standard_library() -> tuple[Path, list[Path]]:
-    """The .py files of this Python's standard library, without its tests (some distributions leave those out)."""
+    """The .py files of this Python's standard library, without its tests, which some distributions do not include."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [f for f in root.rglob("*.py") if left_out.isdisjoint(f.relative_to(root).parts[:-1])]
@@ -109,9 +109,10 @@ def _listed(path: Path) -> tuple[Path, list[Path]]:
 
 
 def _joined(root: Path, files: list[Path]) -> tuple[Bytes, int]:
-    """All bytes, files in an order that depends on their relative names only, and the number of non-empty files.
+    """The bytes of all files, and the number of non-empty files.
 
-    By the hash of the name, not the name itself: sorted names would put whole packages into the validation part.
+    The files are in the order of the hashes of their relative names. In the order of names, the validation bytes would
+    be those of a few packages.
     """
 
     def key(file: Path) -> bytes:
@@ -132,11 +133,11 @@ def read_corpus(path: str | Path | None, context: int) -> Corpus:
     """Read the text and split it.
 
     Args:
-        path: a file, a folder (all files below it), or None for the Python standard library on this machine.
-        context: length of the windows that will be cut out of it.
+        path: a file, a folder (all files in it), or None for the Python standard library on this machine.
+        context: length of the windows.
 
     Raises:
-        DataError: nothing there, nothing in it, or too short for one window in each part.
+        DataError: the path does not exist, or has too few bytes for a window in each part.
     """
     root, files = _standard_library() if path is None else _listed(Path(path))
     data, count = _joined(root, files)

@@ -1,8 +1,8 @@
-"""A small GPT that reads bytes: pre-norm blocks, learned positions, no biases, attention through `halfstep.softmax`.
+"""A small byte-level GPT: pre-norm blocks, learned positions, no biases, attention with `halfstep.softmax`.
 
-Plain torch modules and plain parameters, so DDP wraps it and `fully_shard` shards it block by block, untouched. For
-tensor parallelism the rows of `qkv` lie head by head (tensor_parallel.py cuts between heads), and each product takes
-the part of its weight that this rank holds.
+It consists of plain torch modules and parameters, so that DDP can wrap it and `fully_shard` can shard each block. For
+tensor parallelism the rows of `qkv` are ordered by head (tensor_parallel.py shards heads), and each matrix product uses
+the shard of the weight on this rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of a model: blocks, width, heads, the bytes it sees at once, and a learning rate that suits it."""
+    """The shape of a model: blocks, width, heads and context in bytes, and a suitable learning rate."""
 
     layers: int
     width: int
@@ -42,8 +42,8 @@ SIZES = {
 }
 
 
-def _held(weight: torch.Tensor) -> torch.Tensor:
-    """The part of a weight that this rank multiplies by."""
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """The shard of a weight on this rank."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -57,13 +57,13 @@ class _Attention(nn.Module):
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         B, T, C = x_BTC.shape
-        # H: the heads that this rank holds
-        qkv_BTH3D = self.precision.linear(x_BTC, _held(self.qkv)).view(B, T, -1, 3, C // self.heads)
+        # H: the heads on this rank
+        qkv_BTH3D = self.precision.linear(x_BTC, _local(self.qkv)).view(B, T, -1, 3, C // self.heads)
         q_BHTD, k_BHTD, v_BHTD = qkv_BTH3D.permute(3, 0, 2, 1, 4)
         scores_BHTT = self.precision.matmul(q_BHTD, k_BHTD.transpose(-2, -1))
         weights_BHTT = halfstep.softmax(scores_BHTT, dim=-1, scale=1.0 / math.sqrt(C // self.heads), causal=True)
         mixed_BTF = self.precision.matmul(weights_BHTT, v_BHTD).transpose(1, 2).flatten(2)
-        return self.precision.linear(mixed_BTF, _held(self.out))
+        return self.precision.linear(mixed_BTF, _local(self.out))
 
 
 class _MLP(nn.Module):
@@ -74,7 +74,7 @@ class _MLP(nn.Module):
         self.down = nn.Parameter(torch.empty(size.width, 4 * size.width, dtype=torch.float32))
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        return self.precision.linear(F.gelu(self.precision.linear(x_BTC, _held(self.up))), _held(self.down))
+        return self.precision.linear(F.gelu(self.precision.linear(x_BTC, _local(self.up))), _local(self.down))
 
 
 class _Block(nn.Module):
@@ -87,7 +87,7 @@ class _Block(nn.Module):
         self.mlp = _MLP(size, precision)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        # inside the module, so that FSDP2 has gathered the weights when the backward pass comes back
+        # Inside the module, so that FSDP2 has gathered its weights when the backward recomputes it.
         if self.recompute and torch.is_grad_enabled():
             result: torch.Tensor = checkpoint(self._forward, x_BTC, use_reentrant=False)
             return result
@@ -99,13 +99,14 @@ class _Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, mean cross-entropy in nats per byte out.
+    """The model. Its forward takes bytes and targets and returns the mean cross-entropy in nats per byte.
 
     Args:
-        size: its shape.
-        precision: its arithmetic; the parameters are fp32 until ``.to(precision.dtype)``.
-        seed: of the initial weights, drawn in fp32 on the CPU, so that they are the same in every precision.
-        recompute: keep a block's input only, and compute the block again in the backward pass.
+        size: the shape.
+        precision: the arithmetic. The parameters are fp32 until ``.to(precision.dtype)``.
+        seed: seed of the initial weights. They are drawn in fp32 on the CPU, so that they are the same in every
+            precision.
+        recompute: whether only the inputs of blocks are saved, and the blocks recomputed in the backward.
     """
 
     def __init__(self, size: Size, precision: Precision, seed: int, recompute: bool = False) -> None:
@@ -121,15 +122,15 @@ class GPT(nn.Module):
     def _initialise(self, size: Size, generator: torch.Generator) -> None:
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                continue  # the norms start as 1 and 0
+                continue  # norms keep their default initialization, 1 and 0
             if name in ("bytes", "positions"):
-                std = 0.5  # with GPT-2's 0.02, so short a training ends some 0.2 nats higher
+                std = 0.5  # with GPT-2's 0.02, such a short training ends about 0.2 nats higher
             else:
-                std = 1 / math.sqrt(parameter.shape[1])  # outputs as large as inputs
+                std = 1 / math.sqrt(parameter.shape[1])  # keeps the variance of activations
             if name.endswith(("attention.out", "mlp.down")):
-                std /= math.sqrt(2 * size.layers)  # so many terms are added to the residual stream (GPT-2)
+                std /= math.sqrt(2 * size.layers)  # the number of terms added to the residual stream, as in GPT-2
             nn.init.normal_(parameter, std=std, generator=generator)
-            if name.endswith("qkv"):  # drawn as all queries, all keys, all values
+            if name.endswith("qkv"):  # drawn as queries, keys, values; reordered by head
                 by_part = parameter.detach().view(3, size.heads, -1, size.width)
                 parameter.detach().copy_(by_part.transpose(0, 1).flatten(0, 2))
 

@@ -1,13 +1,14 @@
-"""What each precision means: which type the weights have, how a product is formed, where the loss is computed.
+"""The precisions: dtypes of weights, activations and gradients, and the arithmetic of matrix products and of the loss.
 
 * fp32: everything in fp32.
-* bf16: weights, activations and gradients in bf16; products on the machine's own bf16 units, which sum in fp32.
-* fp16: the same with fp16, plus a loss scale. A GPU multiplies natively. torch's fp16 product on CPUs runs at about
-  1/40 of fp32, so there each product is **emulated**: both operands are fp16 numbers, they are multiplied and summed in
-  fp32, and the result is rounded to fp16 once, in the forward and in the backward pass. That is what a tensor core
-  computes (but for the order of the sum), so small gradients underflow and large ones overflow as they would there.
+* bf16: weights, activations and gradients in bf16. Matrix products use the bf16 units of the machine, which accumulate
+  in fp32.
+* fp16: the same in fp16, with a loss scale. On CPUs, torch's fp16 matrix product has about 1/40 of the speed of fp32,
+  so there it is **emulated**: fp16 operands are multiplied and accumulated in fp32, and the result is rounded to fp16
+  once, in the forward and in the backward. A tensor core computes the same, except for the order of the sum, so
+  gradients underflow and overflow as on a GPU.
 
-The loss is computed in fp32 in every case: at a scale of 65536 an fp16 loss of 1 would already be infinite.
+The loss is always computed in fp32, since an fp16 loss of 1 would be infinite with a loss scale of 65536.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """fp16 × fp16, multiplied and summed in fp32, rounded to fp16. `a` and `b` are already widened."""
+    """The product of two fp16 matrices that were converted to fp32, rounded to fp16."""
     return halfstep.cast(torch.matmul(a, b), torch.float16)
 
 
@@ -38,7 +39,7 @@ class _EmulatedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, b)  # the fp16 operands: the fp32 copies would double the activations
+        ctx.save_for_backward(a, b)  # in fp16, since fp32 copies would double the activations
         return _product(_wide(a), _wide(b))
 
     @staticmethod
@@ -50,7 +51,7 @@ class _EmulatedMatmul(torch.autograd.Function):
 
 
 class _EmulatedLinear(torch.autograd.Function):
-    """y = x·wᵀ; dx = dy·w, dw = dyᵀ·x, with x as a matrix of tokens."""
+    """y = x·wᵀ; dx = dy·w, dw = dyᵀ·x, where the rows of x are tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,10 +68,10 @@ class _EmulatedLinear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a table. The backward pass sums in fp32 and rounds once, on CPUs too.
+    """An embedding whose backward accumulates in fp32 and rounds once, on CPUs too.
 
-    torch's CPU kernel sums in the table's own type: in bf16 the gradient of a byte that occurs 300 times in a batch
-    stops growing after some 256 equal terms, which would blame the format for a detail of one kernel.
+    torch's CPU kernel accumulates in the dtype of the table. In bf16 the gradient of a byte that occurs 300 times in a
+    batch would stop growing after some 256 equal terms, which is a property of the kernel and not of the format.
     """
 
     @staticmethod
@@ -94,8 +95,8 @@ class Precision:
 
     Args:
         name: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        dtype: type of weights, activations and gradients.
-        emulated: products are formed as described at the top of this file.
+        dtype: dtype of weights, activations and gradients.
+        emulated: whether matrix products are emulated; see the docstring of this module.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Precision:
 
     @classmethod
     def on(cls, name: str, device: torch.device) -> Precision:
-        """The precision called `name`, as `device` computes it."""
+        """The precision `name` on `device`."""
         if name not in DTYPES:
             raise ValueError(f"Expected precision to be one of {', '.join(map(repr, DTYPES))}, but got {name!r}")
         return cls(name, DTYPES[name], emulated=name == "fp16" and device.type == "cpu")
@@ -119,5 +120,5 @@ class Precision:
         return _Embedding.apply(table, index)
 
     def for_loss(self, logits: torch.Tensor) -> torch.Tensor:
-        # the gradient comes back rounded to the logits' type: here fp16 first underflows
+        # The gradient is rounded to the dtype of the logits: the first place where fp16 may underflow.
         return logits if logits.dtype == torch.float32 else halfstep.cast(logits, torch.float32)

@@ -1,4 +1,4 @@
-"""What a command leaves behind: report.json, report.png and report.html, and the table it prints."""
+"""The report of a command: report.json, report.png and report.html, and the printed table."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 
-# One colour per run, distinguishable without red-green vision; the run without masters is the warning one.
+# The colour of each run. Colour-blind readers can tell them apart; the run without masters has a warning colour.
 RUN_COLOURS = {"fp32": "#4c566a", "bf16": "#0072b2", "fp16": "#009e73", "bf16 without master": "#d55e00"}
 SPARE = ("#cc79a7", "#56b4e9")
 EMULATED = (
-    "On this CPU the fp16 products were emulated: both operands are fp16 numbers, they are multiplied and summed in "
-    "fp32, and the result is rounded to fp16, forward and backward. That is a tensor core's arithmetic, underflow and "
-    "overflow included, but not its speed: the fp16 times say nothing about a GPU."
+    "On this CPU the fp16 matrix products were emulated: fp16 operands are multiplied and accumulated in fp32, and the "
+    "result is rounded to fp16, in the forward and in the backward. This is the arithmetic of a tensor core, including "
+    "underflow and overflow, but the fp16 times say nothing about a GPU."
 )
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The machine the numbers come from, in words and numbers that identify nobody."""
+    """A description of the machine, without its name and its user."""
     cpu = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -57,7 +57,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what took part; None where something is not installed."""
+    """The versions of Python and of packages; None for packages that are not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("halfstep", "torch", "numpy", "triton"):
         try:
@@ -68,7 +68,7 @@ def versions() -> dict[str, str | None]:
 
 
 def layout(world: ThisRank) -> dict[str, Any]:
-    """How the runs lay over processes, memory and messages."""
+    """The strategy of the runs and its options."""
     chosen = {"strategy": world.strategy, "processes": world.size, **asdict(world.layout), "restarts": restarts()}
     chosen["shard_size"] = {
         "fsdp": world.size,
@@ -116,7 +116,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def _cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table, the same on the screen and in the page."""
+    """Header and rows of the table on the screen and in the page."""
     runs = content["runs"]
     base = next((run["final_val_loss"] for run in runs if run["precision"] == "fp32"), None)
     compared = base is not None and len(runs) > 1
@@ -154,7 +154,7 @@ def table(content: dict[str, Any], screen: Terminal) -> list[str]:
 
 
 def sentence(content: dict[str, Any]) -> str:
-    """What the losses are to be measured against."""
+    """A sentence about the text, with the unigram entropy to compare losses with."""
     data = content["data"]
     return (
         f"Losses in nats per byte. Unigram entropy of the text ({data['name']}, {data['bytes']:,} bytes in "
@@ -163,7 +163,7 @@ def sentence(content: dict[str, Any]) -> str:
 
 
 def overflows(content: dict[str, Any]) -> dict[str, OverflowReport]:
-    """What the scaler of each scaled run knows, by the run's name."""
+    """The overflow report of each run with a loss scale, by the name of the run."""
     return {
         run["name"]: OverflowReport(
             **{**run["overflow"], "parameters": [Overflow(**one) for one in run["overflow"]["parameters"]]}
@@ -174,13 +174,13 @@ def overflows(content: dict[str, Any]) -> dict[str, OverflowReport]:
 
 
 def _counted(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """One run for each 16-bit format, of which gradients were counted."""
+    """The first run in each 16-bit format whose gradients were counted."""
     found = {run["precision"]: run for run in reversed(content["runs"]) if run["gradients"]}
     return [found[precision] for precision in ("fp16", "bf16") if precision in found]
 
 
 def _gradients(run: dict[str, Any]) -> tuple[str, list[list[str]], str]:
-    """What is said about a run's gradients: a sentence, the lines of a table, the advice."""
+    """A sentence about the gradients of a run, the rows of a table, and the advice."""
     counted = run["gradients"]
     lines = []
     for row in [*counted["worst"], counted["total"]]:
@@ -190,14 +190,14 @@ def _gradients(run: dict[str, Any]) -> tuple[str, list[list[str]], str]:
     scaled = f", at the last scale of {counted['scale']:,.0f}" if run["scale"] else ""
     steps = counted["steps"]
     sentence = (
-        f"Counted in {steps} step{'s' * (steps != 1)}{scaled}, as they are kept, in {counted['format']}: what rounding "
-        "to it has flushed counts as zero."
+        f"Counted in {steps} step{'s' * (steps != 1)}{scaled}, after rounding to {counted['format']}: flushed values "
+        "count as zero."
     )
     return sentence, lines, "" if counted["advice"] is None else counted["advice"]["text"]
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Replace `path` in one step, so that a reader never sees half a report."""
+    """Replace `path` atomically, so that a reader never sees an incomplete report."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -215,7 +215,7 @@ def _colours(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _smooth(losses: Sequence[float | None], span: int) -> tuple[list[int], list[float]]:
-    """Running mean over the last `span` steps, at the step where it ends; steps without a finite loss are left out."""
+    """The running mean over the last `span` steps with a finite loss, and the steps that have one."""
     steps, means = [], []
     for end in range(1, len(losses) + 1):
         part = [loss for loss in losses[max(0, end - span) : end] if loss is not None]
@@ -250,7 +250,7 @@ def picture(content: dict[str, Any]) -> bytes | None:
     span = max(1, steps // 40)
 
     for run, colour in zip(runs, colours, strict=True):
-        # fp32 is drawn broad and pale below the others: where they agree, both stay visible
+        # fp32 is drawn broad and pale below the others, so that both are visible where they agree.
         style: dict[str, Any] = {"color": colour, "linewidth": 1.6, "label": run["name"]}
         if run["name"] == "fp32" and len(runs) > 1:
             style |= {"linewidth": 5.0, "alpha": 0.45, "solid_capstyle": "round"}
@@ -354,7 +354,7 @@ thead th { border-bottom: 2px solid #888; white-space: normal; vertical-align: b
 
 
 def page(content: dict[str, Any], png: bytes | None) -> str:
-    """report.html: one file with everything in it."""
+    """report.html: a single file with the picture and all tables."""
 
     def text(value: object) -> str:
         if value is None or isinstance(value, bool):
@@ -405,8 +405,8 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>halfstep train</title>'
         f"<style>{_STYLE}</style></head><body><h1>halfstep train</h1>"
         f'{troubles}<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-        f"<p>{text(sentence(content))} Bytes per parameter are counted from the tensors one process holds. "
-        f"Times are medians over all steps; tokens/s follow from them.</p>{notes}{image}{overflowed}{gradients}"
+        f"<p>{text(sentence(content))} Bytes per parameter are those of the tensors in one process. "
+        f"Times are medians over all steps, and tokens/s follow from them.</p>{notes}{image}{overflowed}{gradients}"
         f"{pairs('Model', content['model'])}{pairs('Training', content['training'])}"
         f"{pairs('Strategy', content['layout'])}{pairs('Text', content['data'])}"
         f"{pairs('Machine', content['machine'])}{pairs('Versions', content['versions'])}</body></html>\n"
@@ -414,7 +414,7 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
 
 
 def write(folder: Path, content: dict[str, Any]) -> list[Path]:
-    """Write the files and return their paths; report.png is missing where matplotlib is."""
+    """Write the files and return their paths. Without matplotlib there is no report.png."""
     written = [folder / "report.json"]
     _write(written[0], (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     png = picture(content)

@@ -71,7 +71,7 @@ def make_optimizer(
     if world.strategy == "zero1":
         return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
     if world.strategy == "tp" and kind is torch.optim.AdamW:
-        options["foreach"] = False  # which takes no DTensors beside plain tensors
+        options["foreach"] = False  # foreach does not support lists of DTensors and plain tensors
     return kind(groups, **options)
 
 
@@ -98,7 +98,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def counts_here(parameter: torch.Tensor, world: ThisRank) -> bool:
-    """Whether this rank counts its shard of a parameter, of which other ranks may hold copies."""
+    """Whether this rank counts its shard of a parameter. Of several copies, one is counted."""
     if not isinstance(parameter, DTensor):
         return world.rank == 0
     coordinate = parameter.device_mesh.get_coordinate()

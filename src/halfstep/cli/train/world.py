@@ -1,4 +1,4 @@
-"""The processes of a training, one or the ranks of a torchrun job, and how it is distributed over them."""
+"""The processes of a training: a single process, or the ranks of a torchrun job."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ COMPRESSIONS = ("none", "fp16", "bf16")
 
 
 class LaunchError(ValueError):
-    """Strategy, device and the way the process was started do not match. The message says what to type."""
+    """The strategy or the device does not match the way the process was started. The message gives the command."""
 
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How a run lies over memory, time and messages. A checkpoint depends on none of it.
+    """Options for memory and communication. Checkpoints do not depend on them.
 
     Args:
-        shard_size: ranks that share one copy of everything, under HSDP; 0: those of a node.
+        shard_size: ranks over which HSDP shards; 0 for the ranks of a node.
         accumulate: micro-batches per step.
-        activation_checkpointing: keep each block's input only, and compute the block again in the backward pass.
-        cpu_offload: shards, their gradients and the optimizer's state on the CPU, under FSDP2.
-        compress: what DDP's gradients are sent as.
+        activation_checkpointing: whether only the inputs of blocks are saved, and blocks recomputed in the backward.
+        cpu_offload: whether FSDP2 holds weights, gradients and the state of the optimizer on the CPU.
+        compress: dtype in which DDP sends gradients.
     """
 
     shard_size: int = 0
@@ -77,7 +77,7 @@ class ThisRank:
 
 
 def restarts() -> int:
-    """How often torchrun has restarted the processes of this job after a failure."""
+    """The number of times that torchrun has restarted the processes of this job after a failure."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
 
@@ -109,16 +109,16 @@ def _environment(strategy: str) -> tuple[int, int, int]:
 
 
 def shard_size(layout: ExecutionOptions, size: int) -> int:
-    """Over how many of `size` ranks HSDP shards: as asked for, else those of a node.
+    """The number of ranks, of `size`, over which HSDP shards: the chosen number, or the ranks of a node.
 
     Raises:
-        LaunchError: they cannot be divided so.
+        LaunchError: it does not divide `size`.
     """
     allowed = [number for number in range(2, size) if size % number == 0]
     if not allowed:
         raise LaunchError(
-            f"--strategy hsdp shards over some ranks and copies over others, which {size} processes cannot be divided "
-            "into; type: torchrun --nproc-per-node 4 -m halfstep train --strategy hsdp --shard-size 2 …"
+            f"--strategy hsdp needs at least two replicas of at least two shards, which {size} processes cannot form; "
+            "type: torchrun --nproc-per-node 4 -m halfstep train --strategy hsdp --shard-size 2 …"
         )
     given = layout.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if given not in allowed:
@@ -131,16 +131,16 @@ def shard_size(layout: ExecutionOptions, size: int) -> int:
 
 
 def check(strategy: str, device: str, batch: int, heads: int, layout: ExecutionOptions) -> None:
-    """Refuse what cannot work, before processes connect.
+    """Check the options before the processes connect.
 
     Args:
-        strategy, device, layout: as asked for.
+        strategy, device, layout: the options.
         batch: windows per step, over all processes.
-        heads: of the model's attention, which tensor parallelism divides.
+        heads: attention heads of the model, which tensor parallelism shards.
 
     Raises:
-        LaunchError: options do not go together, the process was not started as the strategy needs it, or something does
-            not divide.
+        LaunchError: options cannot be combined, the process was not started as the strategy requires, or a size is not
+            divisible as required.
     """
     for option, given, those in (
         ("--shard-size", layout.shard_size != 0, ("hsdp",)),
@@ -158,8 +158,8 @@ def check(strategy: str, device: str, batch: int, heads: int, layout: ExecutionO
         started = os.environ.get("WORLD_SIZE", "1")
         if started != "1":
             raise LaunchError(
-                f"--strategy single, but WORLD_SIZE is {started}: torchrun has started so many; use --strategy "
-                f"{', '.join(STRATEGIES[1:-1])} or {STRATEGIES[-1]}, or no torchrun"
+                f"--strategy single, but torchrun has started {started} processes; use --strategy "
+                f"{', '.join(STRATEGIES[1:-1])} or {STRATEGIES[-1]}, or start without torchrun"
             )
         size = local = 0
     else:
@@ -173,7 +173,7 @@ def check(strategy: str, device: str, batch: int, heads: int, layout: ExecutionO
                 f"expected {' or '.join(fitting)} processes with --strategy tp, which divides the model's {heads} "
                 f"heads, but got {size}: pass one of these to torchrun's --nproc-per-node, or another --size"
             )
-        size = 1  # of the batch every rank sees all
+        size = 1  # all ranks use the whole batch
     if size > 1 and batch % size:
         raise LaunchError(
             f"expected --batch, the global batch, to be a multiple of the {size} processes, but got {batch}"
@@ -198,8 +198,8 @@ def _join(backend: str, device: torch.device, rank: int, size: int) -> None:
     if not restarts() or os.environ.get("GROUP_WORLD_SIZE") != "1":
         dist.init_process_group(backend, device_id=bound)
         return
-    # torchrun keeps its store, and in it the addresses of the processes that are dead. On one node all ranks know the
-    # same number of restarts, and meet under that; on several nodes each torchrun counts for itself.
+    # After a restart, torchrun's store still has the addresses of the dead processes. On one node, all ranks know the
+    # same number of restarts and use it as a prefix. On several nodes, each torchrun has its own count.
     store, _, _ = next(iter(rendezvous("env://")))
     store = dist.PrefixStore(f"restart {restarts()}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
@@ -207,7 +207,7 @@ def _join(backend: str, device: torch.device, rank: int, size: int) -> None:
 
 @contextmanager
 def world(strategy: str, device: str, layout: ExecutionOptions) -> Iterator[ThisRank]:
-    """Connect the processes during the block: by NCCL on GPUs, by gloo on CPUs."""
+    """A context in which the processes are connected: with NCCL on GPUs, with Gloo on CPUs."""
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if strategy == "single":
         own = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -222,7 +222,7 @@ def world(strategy: str, device: str, layout: ExecutionOptions) -> Iterator[This
     _join(backend, own, rank, size)
     try:
         yield ThisRank(strategy, own, rank, size, layout)
-        dist.barrier()  # a rank that leaves early takes its connections from under the others
+        dist.barrier()  # if a rank left early, its closed connections would be errors on the others
     finally:
-        gc.collect()  # models hold on to the group in cycles; they must go first
+        gc.collect()  # models refer to the group in reference cycles, and must be freed first
         dist.destroy_process_group()
