@@ -52,16 +52,16 @@ ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 NEAREST, TOWARD_ZERO, STOCHASTIC = range(3)  # the same, as kernels know them
 
 
-class Format(NamedTuple):
-    """A 16-bit or 8-bit format as rounding needs it; codes are without the sign bit.
+class RoundingFormat(NamedTuple):
+    """The constants of a 16-bit or 8-bit format with which the kernels round. Codes have no sign bit.
 
     Attributes:
         bits: 16 or 8.
-        mantissa: bits of it that are stored.
-        bias: of the exponent.
+        mantissa: number of stored mantissa bits.
+        bias: bias of the exponent.
         largest: code of the largest finite number.
-        overflow: code of what lies beyond: infinity, or NaN where the format has none.
-        nan: code of a quiet NaN, as torch writes it.
+        overflow: code of larger numbers: infinity, or NaN if the format has no infinity.
+        nan: code of the quiet NaN that torch writes.
     """
 
     bits: int
@@ -74,10 +74,10 @@ class Format(NamedTuple):
 
 # IEEE 754-2019 binary16; bfloat16; the OCP "8-bit floating point specification (OFP8)", 2023.
 FORMATS = {
-    torch.float16: Format(16, 10, 15, 0x7BFF, 0x7C00, 0x7E00),
-    torch.bfloat16: Format(16, 7, 127, 0x7F7F, 0x7F80, 0x7FC0),
-    torch.float8_e4m3fn: Format(8, 3, 7, 0x7E, 0x7F, 0x7F),
-    torch.float8_e5m2: Format(8, 2, 15, 0x7B, 0x7C, 0x7F),
+    torch.float16: RoundingFormat(16, 10, 15, 0x7BFF, 0x7C00, 0x7E00),
+    torch.bfloat16: RoundingFormat(16, 7, 127, 0x7F7F, 0x7F80, 0x7FC0),
+    torch.float8_e4m3fn: RoundingFormat(8, 3, 7, 0x7E, 0x7F, 0x7F),
+    torch.float8_e5m2: RoundingFormat(8, 2, 15, 0x7B, 0x7C, 0x7F),
 }
 
 # --------------------------------------------------------------------------------------------------------- reference
@@ -215,7 +215,7 @@ def round_float32(
     ROUNDING: tl.constexpr,
     SATURATE: tl.constexpr,
 ):
-    """A block of fp32 as codes of a `Format`, in uint32. `word` holds random uint32, and is not looked at otherwise."""
+    """A block of fp32 as codes of a `RoundingFormat`, in uint32. `word` is a block of random uint32, if it is used."""
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

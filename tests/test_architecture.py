@@ -151,8 +151,8 @@ def test_the_check_for_timing_loops_can_fail(source: str) -> None:
 
 # Modules of `bench/cases` and `bench/audit/families` are named after the kernels that they measure.
 SHARED_MODULES = {"__init__", "command", "adam", "cast", "unscale", "loss_scale", "softmax", "statistics"}
-# `Layout` is a public name of the planner and a kernel's; the others are told apart by their rooms.
-SHARED_CLASSES = {"Layout", "Format", "Row"}
+# `Layout` is a public name of the planner, and the variant of an Adam kernel.
+SHARED_CLASSES = {"Layout"}
 
 
 def shared(named: list[tuple[str, str]]) -> dict[str, list[str]]:

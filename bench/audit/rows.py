@@ -40,7 +40,7 @@ _SHARED_RESERVED = 1024  # bytes per block, reserved by the driver
 
 
 @dataclass
-class Row:
+class AuditRow:
     """The audit of one variant on one target. Bytes are per element. Values are None if the variant did not compile.
 
     Attributes:
@@ -118,7 +118,7 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
     return text, usage
 
 
-def _inspect(row: Row, variant: Variant, launch: Launch, compiled: Any) -> None:
+def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> None:
     """Fill in `row` from the compiled kernel."""
     from halfstep.kernels.backend import MOST_THREADS
 
@@ -192,7 +192,7 @@ def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
     variant = _listed(module)[index]
     floor = variant.bytes_read + variant.bytes_written
     peer = peers.find().peers[index] if module == PEERS else None
-    row = Row(
+    row = AuditRow(
         # The name of a peer's kernel begins with its package: liger_kernel, not liger_kernel.ops.softmax.
         kernel=f"{variant.kernel.__module__.partition('.')[0] if peer else module.rpartition('.')[2]}"
         f".{variant.kernel.__name__}",
@@ -219,7 +219,7 @@ def audit(
     """Audit every variant of `modules` for every target, in `jobs` processes, or in this one if `jobs` is 1.
 
     Returns:
-        One `Row` per variant and target, as a dictionary, in the order of the modules.
+        One `AuditRow` per variant and target, as a dictionary, in the order of the modules.
     """
     work = [
         (module, index, target) for module in modules for index in range(len(_listed(module))) for target in targets

@@ -59,8 +59,8 @@ def test_occupancy(target: str, registers: int, shared: int, warps: int, expecte
 
 
 def test_what_a_peer_does_wrong_is_shown_and_fails_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = asdict(rows.Row(kernel="cast.kernel", variant="a", target="sm_90"))
-    theirs = asdict(rows.Row("peer.kernel", "b", "sm_90", peer="peer", problems=["2 spills"]))
+    ours = asdict(rows.AuditRow(kernel="cast.kernel", variant="a", target="sm_90"))
+    theirs = asdict(rows.AuditRow("peer.kernel", "b", "sm_90", peer="peer", problems=["2 spills"]))
     command.print_table([ours, theirs], seconds=1)
     shown = capsys.readouterr().out
     assert "PEER peer.kernel b on sm_90: 2 spills" in shown
