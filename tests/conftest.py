@@ -1,5 +1,5 @@
-"""Runs before any test imports halfstep: without a GPU the kernels run under Triton's interpreter, or compiled on the
-software GPU (``pytest --software-gpu sm_90``)."""
+"""Chooses how Triton kernels run, before any test imports halfstep: on a GPU, in Triton's interpreter, or compiled on
+the software GPU (``pytest --software-gpu sm_90``)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 
 pytest_plugins = ["durations"]  # tests/support/durations.py
 
-# A shell ignores Ctrl-C for what it runs in the background, and Python then raises no KeyboardInterrupt.
+# A shell makes background processes ignore Ctrl-C, and Python then does not raise KeyboardInterrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HAS_GPU = torch.cuda.is_available()
-# Beside other processes that test, one thread each: OpenMP's threads wait for one another, which takes turns badly.
+# One thread per process if several processes run tests: OpenMP's threads busy-wait for one another.
 ALONE = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
 torch.set_num_threads(min(torch.get_num_threads(), 2) if ALONE else 1)
 
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose what the Triton kernels run on, before anything imports halfstep."""
+    """Choose how the Triton kernels run, before anything imports halfstep."""
     target = config.getoption("--software-gpu")
     if target:
         from software_gpu import gpu
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         quick_interpreter.install()
 
 
-# Of the software GPU: launches by kernel, of this process and, in the one that speaks to the terminal, of its workers.
+# Launches on the software GPU by kernel, of this process and, in the main process, of its workers.
 LAUNCHED: Counter[str] = Counter()
 
 
@@ -75,7 +75,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def refuse_unlike_versions() -> None:
-    """Stop before thousands of tests where Triton's interpreter cannot run: up to 3.6 it takes no numpy from 2.4 on."""
+    """Stop before the tests if Triton's interpreter cannot run: up to 3.6 it does not support numpy 2.4 or later."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ def refuse_unlike_versions() -> None:
     unlike = release(triton) < (3, 7) and release(numpy.__version__) >= (2, 4)
     if os.environ.get("TRITON_INTERPRET") == "1" and unlike:
         raise pytest.UsageError(
-            f"the interpreter of triton {triton} does not take numpy {numpy.__version__}; install 'numpy<2.4', or "
+            f"the interpreter of triton {triton} does not support numpy {numpy.__version__}; install 'numpy<2.4', or "
             "triton 3.7 or later"
         )
 
@@ -94,7 +94,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip tests that need a GPU if there is none."""
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -103,19 +103,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def kernel_device() -> torch.device:
-    """Where the Triton kernels run here: the GPU, or the CPU under the interpreter."""
+    """The device on which the Triton kernels run: the GPU, or the CPU with the interpreter."""
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
 def state_of_torch() -> tuple[bool, Any, torch.dtype, torch.device, int]:
-    """What outlives a test. `torch.get_default_device` of torch 2.8 raises once a default was set and taken back."""
+    """Global state of torch. `torch.get_default_device` of torch 2.8 raises after a default was set and removed."""
     made, functions = torch.empty(0), torch._C._get_torch_function_state()
     return torch.is_grad_enabled(), functions, made.dtype, made.device, torch.get_num_threads()
 
 
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
-    """No test leaves torch in another state than it found it in: the next one in the process would fail for it."""
+    """Check that a test leaves the global state of torch unchanged, so that it cannot affect later tests."""
     before = state_of_torch()
     yield
     after = state_of_torch()

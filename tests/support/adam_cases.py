@@ -1,4 +1,4 @@
-"""Tensors of every Adam layout, the steps they take, and one memory per implementation to take them in."""
+"""Tensors of every Adam layout, steps, and a memory in which each implementation takes them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ USUAL = [Layout(FP32, FP32, FP32, NO_MASTER, False, False), Layout(BF16, BF16, F
 
 
 def pairwise(layouts: list[Layout]) -> list[Layout]:
-    """A few layouts in which any two choices that occur together in some layout occur together."""
+    """A few layouts that together contain every pair of choices that occurs in any layout."""
 
     def pairs(layout: Layout) -> set[object]:
         weight = (layout.param, layout.master)
@@ -62,7 +62,7 @@ def label(layout: object) -> str:
 
 @dataclass
 class Step:
-    """The gradients of one step, in numpy, and what steers it."""
+    """The gradients of one step, in numpy, and its options."""
 
     grads: list[np.ndarray]
     grad_scale: float | None = None
@@ -71,7 +71,7 @@ class Step:
     max_norm: float | None = None
 
     def expected(self, tensors: list[AdamTensor]) -> list[AdamTensor]:
-        """The oracle's answer."""
+        """The tensors that the oracle expects."""
         return [
             adam_step(
                 tensor,
@@ -123,7 +123,7 @@ def make(
 
 
 class Memory:
-    """The tensors of a batch on a device, each in a buffer of its own with a margin that must stay as it is."""
+    """The tensors of a batch on a device, each in a separate buffer with margins that must not change."""
 
     NAMES = ("param", "extra", "m", "v", "top")
     OPERANDS = (adam.PARAM, adam.EXTRA, adam.M, adam.V, adam.TOP)
@@ -165,7 +165,7 @@ class Memory:
         return view
 
     def step(self, step: Step, limits: tuple[float, ...] | None = None) -> None:
-        """One step; `limits` are the groups' norms where they differ."""
+        """Take a step. `limits`: the norms to which the groups clip, if they differ."""
         self.lists[adam.GRAD] = [self.place(grad) for grad in step.grads]
         self.table.refresh(adam.GRAD, [grad.data_ptr() for grad in self.lists[adam.GRAD]])
 
@@ -185,7 +185,7 @@ class Memory:
             assert (buffer[: self.offset] == 42).all() and (buffer[self.offset + size :] == 42).all(), "wrote outside"
 
     def compare(self, expected: list[AdamTensor], what: str, exactly: bool = False) -> None:
-        """Every array against the oracle's, NaN by class unless `exactly`."""
+        """Compare every array with the oracle's. All NaNs are equal unless `exactly`."""
         names = {**dict(zip(self.NAMES, self.OPERANDS, strict=True)), "step": adam.STEP}
         for index, tensor in enumerate(expected):
             for name, array in tensor.arrays().items():
@@ -201,7 +201,7 @@ class Memory:
 def examine(
     names: tuple[str, ...], layout: Layout, tensors: list[AdamTensor], steps: list[Step], offset: int = 0
 ) -> list[AdamTensor]:
-    """Take the steps in each implementation, compare with the oracle after each; returns the oracle's last state."""
+    """Take the steps in each implementation, and compare each with the oracle. Returns the oracle's last state."""
     expected, history = tensors, []
     for step in steps:
         expected = step.expected(expected)

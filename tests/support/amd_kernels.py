@@ -1,4 +1,4 @@
-"""A kernel whose expansion on AMD takes several instructions that only together are right."""
+"""A kernel whose expansion on AMD consists of several instructions that are correct only together."""
 
 from __future__ import annotations
 

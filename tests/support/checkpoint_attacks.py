@@ -1,7 +1,7 @@
-"""Checkpoints that were tampered with by somebody who recomputes checksums, and what a load of them must leave alone.
+"""Manipulated checkpoints with valid checksums, and checks of what a load of them does.
 
-`Bases` writes good checkpoints of each kind once; `attack` makes a bad one of one of them at random; `Guard` tells what
-a load did that it must not do. Used by fuzz_checkpoints.py, which makes thousands, and by the tests.
+`Bases` writes good checkpoints of each kind once. `attack` manipulates one of them at random. `Guard` records what a
+load must not do. fuzz_checkpoints.py uses them for thousands of checkpoints, and the tests for a few.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ EXTRA = {"epoch": 3, "name": "run", "order": [1, 2, 3], "rng": torch.get_rng_sta
 
 
 class Bases:
-    """Good checkpoints below `folder`: one file, shards of ours, shards that torch alone wrote."""
+    """Good checkpoints in `folder`: one file, shards of halfstep, shards of torch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -118,7 +118,7 @@ def seal_manifest(path: Path, content: Any) -> None:
 
 
 class Call:
-    """Pickled, it asks the reader to call a function by name."""
+    """An object whose pickle makes the reader call a function by name."""
 
     def __init__(self, module: str, name: str, *arguments: Any) -> None:
         self.what = module, name, arguments
@@ -171,7 +171,7 @@ def _global(module: str, name: str) -> bytes:
 
 
 def bombs() -> list[bytes]:
-    """Pickles that are small and ask for much, or for something else."""
+    """Small pickles that expand to a lot of memory, or otherwise attack the reader."""
     deep = 100_000
     laugh = b"\x80\x02]q\x00" + b"".join(
         b"](" + b"h" + bytes([n]) + b"h" + bytes([n]) + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(60)
@@ -223,7 +223,7 @@ def odd(rng: random.Random) -> Any:
 
 
 def mutated_pickle(data: bytes, rng: random.Random) -> bytes:
-    """A pickle with one to three of its instructions changed, taken out, doubled, or others put in."""
+    """A pickle with one to three instructions changed, removed, repeated or inserted."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         try:
             places = [place for _, _, place in pickletools.genops(data)]
@@ -265,7 +265,7 @@ def mutated_pickle(data: bytes, rng: random.Random) -> bytes:
 
 
 def rezipped(archive: bytes, rng: random.Random, change: Callable[[str, bytes], bytes]) -> bytes:
-    """A torch archive with its entries changed, and sometimes packed otherwise than torch does."""
+    """A torch archive with changed entries, sometimes not packed as torch does."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as source, zipfile.ZipFile(out, "w") as target, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -310,7 +310,7 @@ def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def mutated_tree(value: Any, rng: random.Random) -> Any:
-    """A nested state in which one thing is another, missing, doubled or renamed."""
+    """A nested state in which one value is replaced, removed, repeated or renamed."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         content = dict(value)
@@ -396,7 +396,7 @@ def mutated_metadata(data: bytes, rng: random.Random) -> bytes:
 
 
 def attack_file(bases: Bases, path: Path, rng: random.Random) -> str:
-    """Write a bad checkpoint of one file, sealed; what was done."""
+    """Write a bad checkpoint in one file, with a valid checksum. Returns a description."""
     archive = unsealed(bases.file)
     way = rng.choice(("pickle", "pickle", "pickle", "state", "state", "bytes", "bomb", "trailer"))
     if way == "pickle":
@@ -417,7 +417,7 @@ def attack_file(bases: Bases, path: Path, rng: random.Random) -> str:
 
 
 def attack_folder(bases: Bases, path: Path, rng: random.Random) -> str:
-    """Write a bad checkpoint of shards, sealed; what was done."""
+    """Write a bad checkpoint in shards, with valid checksums. Returns a description."""
     shutil.copytree(rng.choice((bases.shards, bases.shards, bases.theirs)), path)
     way = rng.choice(
         (
@@ -480,7 +480,7 @@ def attack_folder(bases: Bases, path: Path, rng: random.Random) -> str:
 
 
 def _attack_entry(path: Path, rng: random.Random, tensors: bool) -> None:
-    """Change one entry of the shard, and the metadata to where it lies then."""
+    """Change one entry of the shard, and update its offset in the metadata."""
     metadata: Any = pickle.loads((path / ".metadata").read_bytes())
     shard = (path / SHARD).read_bytes()
     kinds = {index: hasattr(metadata.state_dict_metadata[index.fqn], "chunks") for index in metadata.storage_data}
@@ -529,7 +529,7 @@ FORBIDDEN = (
 
 
 class Guard:
-    """What happened while it watched, of what must not: an audit hook, which cannot be taken out again."""
+    """Records forbidden events while it is active. An audit hook, which cannot be removed."""
 
     def __init__(self) -> None:
         self.watching = False
@@ -554,7 +554,7 @@ class Guard:
 
 
 def bits(value: Any) -> Any:
-    """Nested state as what can be compared, tensors bit by bit."""
+    """Nested state in a form that can be compared, with the bits of tensors."""
     if isinstance(value, torch.Tensor):
         plain = value.detach().contiguous()
         return (
@@ -570,7 +570,7 @@ def bits(value: Any) -> Any:
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any) -> Any:
-    """Everything that a failed load must leave as it is, from memory, as bits."""
+    """The bits of everything that a failed load must not change."""
     held: dict[str, Any] = {"model": bits(dict(model.state_dict()))}
     if optimizer is not None:
         own = [optimizer.state.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""Two ranks with checkpoints of FSDP1, of torch's AdamW, and with CPU offload; started by test_checkpoint_kinds.py."""
+"""Two ranks that save and load checkpoints of FSDP1, torch's AdamW and CPU offload, for test_checkpoint_kinds.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def flat(model: torch.nn.Module, use_orig_params: bool) -> FullyShardedDataParal
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    """Every rank sees the same batch, and the mean of two equal gradients is exact."""
+    """Train with the same batch on every rank. The mean of two equal gradients is exact."""
     dtype = next(model.parameters()).dtype
     for step in range(first, last):
         inputs = torch.randn(6, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
@@ -55,7 +55,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, 
 
 
 def whole(value: Any) -> Any:
-    """Nested state with every tensor whole. Collective where there are shards."""
+    """Nested state with unsharded tensors. Collective if there are shards."""
     if isinstance(value, dict):
         return {key: whole(one) for key, one in value.items()}
     if isinstance(value, DTensor):
@@ -70,7 +70,7 @@ def whole(value: Any) -> Any:
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and the optimizer's state by name, whole."""
+    """Weights and optimizer state by name, unsharded."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         state = get_optimizer_state_dict(model, optimizer)["state"]
@@ -78,7 +78,7 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 def reference(dtype: torch.dtype = torch.bfloat16, begun_by: Any = None) -> list[dict[str, Any]]:
-    """One process: its state when the others save, and in the end; `begun_by` is the optimizer that ours takes over."""
+    """The state of one process when the others save, and at the end. `begun_by`: the optimizer that ours continues."""
     model = model_of(dtype)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     first = optimizer if begun_by is None else begun_by(model.parameters(), lr=1e-2)
@@ -102,7 +102,7 @@ KINDS: dict[str, tuple[StateDictType, Any, Any]] = {
 
 
 def by_fsdp1(kind: str, use_orig_params: bool) -> dict[str, Any]:
-    """FSDP1's own calls: what they give, what is loaded from it, and how it goes on."""
+    """State dicts of FSDP1's functions: their content, the state after loading, and the state after further steps."""
     model = flat(model_of(), use_orig_params)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 0, BEFORE)
@@ -120,7 +120,7 @@ def by_fsdp1(kind: str, use_orig_params: bool) -> dict[str, Any]:
 
 
 def torchs_full_state() -> bool:
-    """Whether torch's own AdamW has its two moments in one memory after FSDP1 gathered them to the CPU."""
+    """Whether the two moments of torch's AdamW share memory after FSDP1 has gathered them to the CPU."""
     model = flat(model_of(torch.float32), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 0, 1)
@@ -133,7 +133,7 @@ def torchs_full_state() -> bool:
 
 
 def without_one_state() -> tuple[str, bool]:
-    """A flat parameter of which one part has no saved state: the error, and whether the weights stayed."""
+    """Load a flat parameter without the state of one part. Returns the error, and whether the weights are unchanged."""
     model = flat(model_of(), use_orig_params=False)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, 0, BEFORE)
@@ -163,7 +163,7 @@ WRAPS = ("FSDP1, flat", "FSDP1, original parameters", "DDP", "FSDP2", "FSDP2, CP
 
 
 def between(folder: Path) -> dict[str, Any]:
-    """Saved and loaded by `checkpoint`, from each to the next, half of them in the background."""
+    """Save with each wrapping and load with the next, half of them in the background."""
     for number, name in enumerate(WRAPS):
         model = _wrapped(name, model_of())
         optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
@@ -186,7 +186,7 @@ def between(folder: Path) -> dict[str, Any]:
 
 
 def from_torch(folder: Path) -> dict[str, Any]:
-    """torch's AdamW under FSDP2, saved by torch; ours continues it, by torch's calls and by ours."""
+    """torch's AdamW under FSDP2, saved by torch, and continued by ours after loading with torch and with halfstep."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = fully_shard(model_of(dtype))
@@ -213,7 +213,7 @@ def from_torch(folder: Path) -> dict[str, Any]:
 
 
 def set_from_torch(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Only what the file has is asked for: it knows no masters, nor an option that torch's AdamW has not."""
+    """Load with only the entries that the file has: no masters, and no options that torch's AdamW lacks."""
     state: Any = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     for entry in state["optimizer"]["state"].values():
         entry.pop("master", None)

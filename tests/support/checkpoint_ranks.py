@@ -1,7 +1,7 @@
-"""Ranks that save in one topology and load in another; started by tests/integrations/distributed/test_checkpoint*.py.
+"""Ranks that save in one topology and load in another, for tests/integrations/distributed/test_checkpoint*.py.
 
-All topologies live in one spawn of four processes: those of two ranks on the first two, the single one on the first.
-Gradients are whole tensors that are the same everywhere, cut by hand, so that nothing but the optimizer acts.
+The same four processes run all topologies: those of two ranks on the first two processes, one process on the first.
+Gradients are the same full tensors on all ranks, sharded by hand, so that only the optimizer matters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 class Block(torch.nn.Module):
-    """Two layers that tensor parallelism can cut by columns and rows, and a norm that it does not."""
+    """Two layers that tensor parallelism shards by columns and rows, and a norm that it does not shard."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def model_of(layout: str, seed: int = 0) -> torch.nn.Module:
 
 
 def meshes() -> dict[str, DeviceMesh]:
-    """By topology. Made on all ranks, those outside included: a mesh makes groups, which all ranks must make alike."""
+    """The mesh of each topology. All ranks create all meshes, since creating process groups is collective."""
     return {
         "FSDP2 4": DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",)),
         "FSDP2 2": DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)),
@@ -95,7 +95,7 @@ TOPOLOGIES = {"single": 1, "DDP 2": 2, "FSDP2 4": 4, "FSDP2 2": 2, "HSDP 2x2": 4
 
 
 class World:
-    """What the processes have in common: a group for each number of ranks, and the meshes."""
+    """The process group for each number of ranks, and the meshes."""
 
     def __init__(self) -> None:
         self.groups = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 4: dist.group.WORLD}
@@ -121,14 +121,14 @@ def optimizer_of(model: torch.nn.Module, layout: str, lr: float = 1e-2) -> halfs
 
 
 def cut(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`whole` as `like` is cut: itself, or this rank's part of it."""
+    """`whole`, sharded as `like`."""
     if not isinstance(like, DTensor):
         return whole.clone()
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """One step with gradients that depend on its number and the parameter alone."""
+    """A step with gradients that depend only on its number and the parameter."""
     for index, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(100 * number + index)
         parameter.grad = cut(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), parameter)
@@ -137,7 +137,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) 
 
 
 def whole(value: Any) -> Any:
-    """Everything whole and on its own memory."""
+    """Unsharded copies of everything."""
     if isinstance(value, dict):
         return {key: whole(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -148,12 +148,12 @@ def whole(value: Any) -> Any:
 
 
 def contents(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights, masters, moments, counters and options by the parameters' names, whole on each rank. Collective."""
+    """Unsharded weights, masters, moments, step counts and options, by the name of the parameter. Collective."""
     return whole({"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)})
 
 
 def reference(layout: str) -> list[dict[str, Any]]:
-    """One process that never stopped: its contents when the others save, and in the end."""
+    """The contents of one process that is not interrupted, when the others save and at the end."""
     model = model_of(layout)
     optimizer = optimizer_of(model, layout)
     found = []
@@ -165,7 +165,7 @@ def reference(layout: str) -> list[dict[str, Any]]:
 
 
 def differing(expected: Any, found: Any, place: str = "") -> list[str]:
-    """Where two nested states differ by even one bit."""
+    """The places where two nested states differ in any bit."""
     if isinstance(expected, dict) and isinstance(found, dict):
         if expected.keys() != found.keys():
             return [f"{place}: {sorted(map(str, expected.keys() ^ found.keys()))}"]
@@ -215,10 +215,10 @@ def load_torch(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, 
 
 
 def sources(layout: str, topology: str, way: str, every: bool) -> list[str]:
-    """The topologies from which one loads: all for the usual layout in our way, for the others the one before.
+    """The topologies whose checkpoints a topology loads: all for the usual layout, the previous one for others.
 
-    torch's way reads by parts of whole tensors, so that its loader does not know the saver's topology: it takes the one
-    before and the single process, unless `every` pair is asked for.
+    torch's functions read parts of full tensors, so that loading does not depend on the saved topology. They load those
+    of the previous topology and of one process, unless `every` pair is requested.
     """
     names = list(TOPOLOGIES)
     if layout == "bf16 split" and (way == "ours" or every):
@@ -232,7 +232,7 @@ def ways_of(layout: str) -> dict[str, Any]:
 
 
 def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> dict[str, list[str]]:
-    """Save in every topology, load in each from its `sources`: by pair, where one process has other bits."""
+    """Save in every topology and load in each from its `sources`. Returns the differences from one process, by pair."""
     saved, end = reference(layout)
     ways = ways_of(layout)
     for name, ranks in TOPOLOGIES.items():

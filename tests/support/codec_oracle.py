@@ -1,4 +1,4 @@
-"""What a code means and what a value rounds to, from the definitions: rational numbers and a sorted table.
+"""The values of codes and the codes of values by definition, with rational numbers and a sorted table.
 
 Nothing here imports halfstep. The fields of the formats are written down again, from the specifications.
 """
@@ -18,7 +18,7 @@ ENCODE_ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd
 
 @dataclass(frozen=True)
 class Spec:
-    """A format as its specification gives it.
+    """A format as defined in its specification.
 
     Attributes:
         exponent, mantissa: bits of the fields.
@@ -70,7 +70,7 @@ SMALL = tuple(name for name, spec in SPECS.items() if spec.bits <= 16)  # all of
 
 
 def value_of(code: int, name: str) -> Fraction | float:
-    """The value of a code; a float if it is an infinity, NaN or -0.0."""
+    """The value of a code: a fraction, or a float for infinities, NaN and -0.0."""
     spec = SPECS[name]
     if name == "int8":
         return Fraction(code - 256 if code >= 128 else code)
@@ -95,7 +95,7 @@ def value_of(code: int, name: str) -> Fraction | float:
 
 @cache
 def table(name: str) -> list[Fraction]:
-    """The finite values that are not negative, in order: the index is the code."""
+    """The non-negative finite values in order. The index is the code."""
     spec = SPECS[name]
     last = spec.sign if spec.signed else 2**spec.bits
     values = [value_of(code, name) for code in range(last)]
@@ -104,7 +104,7 @@ def table(name: str) -> list[Fraction]:
 
 @cache
 def extended(name: str) -> list[Fraction]:
-    """The table and one number more, which stands where the next would be."""
+    """The table and one more number, the next value if the format had no largest one."""
     values = table(name)
     top = values[-1]
     step = top if name == "e8m0fnu" else top - values[-2]
@@ -112,7 +112,7 @@ def extended(name: str) -> list[Fraction]:
 
 
 def with_sign(magnitude: int, negative: bool, name: str) -> int:
-    """The code of a magnitude's code and a sign."""
+    """The code with a sign, from that of the magnitude."""
     spec = SPECS[name]
     if not negative:
         return magnitude
@@ -134,7 +134,7 @@ def canonical_nan(name: str) -> int | None:
 
 
 def beyond(negative: bool, name: str, overflow: str) -> int:
-    """What overflow and infinities become."""
+    """The code that overflow and infinities become."""
     spec, count = SPECS[name], len(table(name))
     largest = 128 if name == "int8" and negative else 127 if name == "int8" else count - 1
     if name == "e8m0fnu" and negative:
@@ -156,7 +156,7 @@ def rounded(
     word: int = 0,
     flush: bool = False,
 ) -> int:
-    """The code that a value rounds to, by looking it up between two values of the table; NaN is the canonical one."""
+    """The code that a value rounds to, by its position between two values of the table. NaN is the canonical one."""
     if value != value:
         nan = canonical_nan(name)
         assert nan is not None
@@ -203,7 +203,7 @@ def rounded(
 
 
 def _moves(part: Fraction, word: int, magnitude: Fraction, name: str) -> bool:
-    """Whether a random word takes a number away from zero that lies `part` of the way there."""
+    """Whether a random word rounds a number away from zero that is `part` of an ulp above the smaller neighbor."""
     spec = SPECS[name]
     floating = name not in ("int8", "e8m0fnu")
     if floating and 1 - spec.bias > -126 and magnitude < Fraction(2) ** (1 - spec.bias):
@@ -224,11 +224,11 @@ def ladder(name: str) -> np.ndarray:
 
 
 def thresholds(name: str, dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every value and every midpoint of a format, each with the floats of `dtype` next to it.
+    """Every value and midpoint of a format, with the neighboring floats of `dtype`.
 
     Returns:
-        The probes (positive, increasing); the code of the value at or below each; and where it lies from there:
-        0 on the value, 1 below the midpoint, 2 on it, 3 above.
+        The probes (positive, increasing); the code of the value at or below each; and the position of the probe above
+        this value: 0 at the value, 1 below the midpoint, 2 at the midpoint, 3 above it.
     """
     values = ladder(name)
     middles = (values[:-1] + values[1:]) / 2
@@ -253,7 +253,7 @@ def thresholds(name: str, dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def expected(codes: np.ndarray, places: np.ndarray, negative: bool, name: str, rounding: str) -> np.ndarray:
-    """The codes that `thresholds` must round to, by the meaning of the mode; overflow as with ``"inf"``."""
+    """The codes that `thresholds` must round to, by the definition of the mode; overflow as with ``"inf"``."""
     spec = SPECS[name]
     odd_below = codes % 2 == 1 if spec.mantissa else (codes > 0) | (name == "e8m0fnu")
     up = {

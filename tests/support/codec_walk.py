@@ -1,4 +1,4 @@
-"""All 2^32 fp32 patterns through `halfstep.encode`, beside torch's and ml_dtypes' conversions.
+"""Encode all 2^32 fp32 patterns with `halfstep.encode`, and compare with torch and ml_dtypes.
 
     python tests/support/codec_walk.py FORMAT ...    walks these (all seven without one), prints what was counted
     python tests/support/codec_walk.py --record      also writes it to tests/numerics/formats/codec_certificate.json
@@ -29,7 +29,7 @@ CHUNK = 2**22
 
 
 def is_nan(codes: np.ndarray, name: str) -> np.ndarray:
-    """Whether codes mean NaN, by the definition of each format."""
+    """Whether codes are NaN, by the definition of each format."""
     if name in ("fp16", "bf16", "e5m2"):
         infinity = {"fp16": 0x7C00, "bf16": 0x7F80, "e5m2": 0x7C}[name]
         return codes & (codes.dtype.type(0xFFFF if codes.itemsize == 2 else 0xFF) >> 1) > infinity
@@ -61,7 +61,7 @@ def by_ml_dtypes(values: np.ndarray, name: str) -> np.ndarray | None:
 
 
 def explained(values: np.ndarray, ours: np.ndarray, theirs: np.ndarray, name: str, who: str) -> Counter[str]:
-    """How many patterns both convert alike, and why the others do not; ``"unexplained"`` must not appear.
+    """The number of patterns with equal codes, and of others by reason. ``"unexplained"`` must not occur.
 
     A NaN equals any NaN: which one is a choice of each library's.
     """
@@ -98,7 +98,7 @@ def explained(values: np.ndarray, ours: np.ndarray, theirs: np.ndarray, name: st
 
 
 def walk(name: str, total: int = 2**32, step: int = 1) -> dict[str, object]:
-    """Every `step`-th pattern below `total`, to nearest even; what was counted, and the digest of the codes."""
+    """Encode every `step`-th pattern below `total`. Returns the counts and the digest of the codes."""
     digest, counts, nans = hashlib.sha256(), Counter[str](), 0
     for start in range(0, total, CHUNK * step):
         patterns = np.arange(start, min(start + CHUNK * step, total), step, dtype=np.uint64).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""What is really allocated and sent: bytes of storages behind parameters, gradients and states, and of messages."""
+"""Count the bytes that are allocated for parameters, gradients and states, and the bytes of messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = ("master", "error_bits", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors on this rank inside lists, dicts, DTensors and objects that hold tensors as attributes."""
+    """The tensors on this rank in lists, dicts, DTensors and attributes of objects."""
     if isinstance(value, torch.Tensor):
         yield getattr(value, "_local_tensor", value)
     elif isinstance(value, dict):
@@ -31,14 +31,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def storage_bytes(values: Any) -> int:
-    """Bytes of all storages, one that several tensors share once."""
+    """The bytes of all storages. A shared storage counts once."""
     # Meta storages have no address; each is known by its object, which must live until all are counted.
     storages = [tensor.untyped_storage() for tensor in tensors_in(values)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def counted(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes by the planner's names; step counts and the like are ``scalars``."""
+    """The bytes by the names of the planner. Step counts and similar tensors are ``scalars``."""
     listed = list(parameters)
     states = [dict(optimizer.state[p]) for p in listed if p in optimizer.state]
     made = {"weights": storage_bytes(listed), "gradients": storage_bytes([p.grad for p in listed])}
@@ -52,7 +52,7 @@ def counted(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Opt
 
 
 class Outputs(TorchDispatchMode):
-    """Records every operator with the bytes of new storages that it gave back."""
+    """Records every operator with the bytes of the new storages that it returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Outputs(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Message:
-    """One collective: the whole buffer, which each rank has before or after it, and the ranks that take part."""
+    """One collective: the complete buffer, which each rank has before or after it, and the ranks that take part."""
 
     name: str
     dtype: str
@@ -78,7 +78,7 @@ class Message:
 
     @property
     def sent(self) -> Fraction:
-        """Bytes that one rank sends, in the mean over ranks, by ring algorithms."""
+        """The bytes that one rank sends with ring algorithms, as the mean over ranks."""
         return (2 if self.name == "all-reduce" else 1) * Fraction(self.ranks - 1, self.ranks) * self.bytes
 
 
@@ -96,7 +96,7 @@ SILENT = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 def _ranks(args: tuple[Any, ...]) -> int:
-    """Size of the group among a collective's arguments: an object, or as functional collectives have it a name."""
+    """The size of the process group among the arguments of a collective, given as an object or by name."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().name():
             return dist.ProcessGroup.unbox(value).size()
@@ -104,7 +104,7 @@ def _ranks(args: tuple[Any, ...]) -> int:
 
 
 class Messages(TorchDispatchMode):
-    """Records every collective, whoever calls it: torch's reducers in C++, FSDP, optimizers, DTensors.
+    """Records every collective, including those of torch's C++ reducers, FSDP, optimizers and DTensors.
 
     One that is not known by name raises, so that none is missed.
     """
@@ -126,5 +126,5 @@ class Messages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def plain(self) -> list[tuple[Any, ...]]:
-        """The messages as tuples, which `torch.save` writes."""
+        """The messages as tuples, for `torch.save`."""
         return [astuple(message) for message in self.sent]

@@ -1,9 +1,11 @@
-"""Damage files of tensors at random, and inspect them: one line and status 2, or an answer, in little memory and time.
+"""Damage files of tensors at random and inspect them: the result is an error in one line, or an answer.
 
     python tests/support/damaged_files.py --tries 2000 --seed 0
 
-There is a small file of each kind: torch's zip archive, what torch wrote before 1.6, safetensors, our checkpoint. A try
-flips, inserts, deletes, copies or overwrites a few bytes of one, changes a digit, or cuts it off.
+There is a small file of each kind: a zip archive of torch, a file as torch wrote it before 1.6, safetensors, and a
+checkpoint of halfstep. A try flips, inserts, deletes, copies or overwrites a few bytes of one, changes a digit, or
+truncates it. ``halfstep inspect`` must either succeed, or print one line and exit with status 2, in little memory and
+time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ NUMBERS = (0, 1, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2
 
 
 def content() -> dict[str, object]:
-    """A state of every kind of value that the files hold."""
+    """A state with every kind of value that the files can contain."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(5, 7, generator=generator)
     return {
@@ -62,7 +64,7 @@ def files(folder: Path) -> dict[str, Path]:
 
 
 def damaged(data: bytes, random: random.Random) -> bytes:
-    """A few bytes changed, most of them where they are not values of tensors."""
+    """A file with a few changed bytes, most of them not in values of tensors."""
     made = bytearray(data)
     for _ in range(random.choice((1, 1, 1, 2, 4, 16))):
         if not made:
@@ -101,7 +103,7 @@ def said(path: Path) -> tuple[int, str, str]:
 
 
 def wrong(status: int, out: str, errors: str) -> str | None:
-    """What is wrong with an answer."""
+    """The problem with an answer, if there is one."""
     if any(not (sign.isprintable() or sign == "\n") for sign in out + errors):
         return "it prints what is no text"
     if status == 0:
@@ -112,7 +114,7 @@ def wrong(status: int, out: str, errors: str) -> str | None:
 
 
 def campaign(tries: int, seed: int, folder: Path) -> dict[str, int]:
-    """Damage and inspect. Returns how many files of each kind were refused.
+    """Damage and inspect files. Returns the number of refused files of each kind.
 
     Raises:
         AssertionError: an answer is wrong, takes too long or too much memory. The file stays in `folder`.

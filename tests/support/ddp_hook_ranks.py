@@ -1,4 +1,4 @@
-"""Two ranks under DistributedDataParallel whose gradients some communication hooks lose; see test_ddp_hooks.py."""
+"""Two ranks under DistributedDataParallel with gradients that some communication hooks lose; see test_ddp_hooks.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRADIENTS = ([70000.0, 6e-8, 1.0, INF, NAN, 3.4e38], [0.0, 6e-8, 3.0, -INF, 1.0,
 
 
 class Given(torch.nn.Module):
-    """Whose gradient is what it is given."""
+    """A module whose gradient is its input."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Given(torch.nn.Module):
 
 
 def run(rank: int) -> dict[str, torch.Tensor]:
-    """By hook, the gradient that a rank is left with; with the default group, and with one that is given."""
+    """The reduced gradient with each hook, with the default process group and with a given one."""
     mine = torch.tensor(GRADIENTS[rank])
     hooks = {**ddp.HOOKS, "torch": default_hooks.fp16_compress_hook}
     found = {}

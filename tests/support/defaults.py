@@ -1,9 +1,9 @@
-"""Every public function under other defaults of torch: the same bits as under fp32 on the CPU.
+"""Run every public function with other default dtypes and devices: the bits must not change.
 
     python tests/support/defaults.py --tries 64 --seed 0 --backend auto
 
-A try draws data, runs everything below under one default dtype and one default device, and compares each result bit for
-bit with what the same data gives under torch's own defaults. Each process is its own: a crash is its end.
+A try generates data, runs everything below with one default dtype and one default device, and compares the bits of each
+result with those of torch's own defaults. Each try is a separate process, so that a crash ends only this try.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEVICES = ("as it is", "set to meta", "set to cpu", "within meta", "within cpu")
 
 @contextmanager
 def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
-    """torch's default dtype, and its default device set or for a block."""
+    """A context with another default dtype, and another default device or device context."""
     before = torch.get_default_dtype()
     how, _, where = device.rpartition(" to " if " to " in device else " ")
     torch.set_default_dtype(dtype)
@@ -58,7 +58,7 @@ def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
 
 
 def bits(value: Any) -> Any:
-    """What is compared of a result: types, shapes and bytes."""
+    """The types, shapes and bytes of a result."""
     if isinstance(value, torch.Tensor):
         held = value.detach().cpu().contiguous().reshape(-1)
         content = held.view(torch.uint8).numpy().tobytes() if held.numel() else b""
@@ -75,7 +75,7 @@ def bits(value: Any) -> Any:
 
 
 class Data:
-    """Numbers from a seed, whatever the defaults."""
+    """Random numbers that depend only on a seed, not on torch's defaults."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -85,7 +85,7 @@ class Data:
         return (drawn * scale).to(dtype)
 
     def lists(self) -> list[torch.Tensor]:
-        """Odd sizes of all dtypes, a strided one, an empty one."""
+        """Tensors of all dtypes with odd sizes, a strided one and an empty one."""
         sizes = (1, 33, 4100)
         made = [self.normal(size, dtype=dtype) for size in sizes for dtype in (F32, F16, BF16)]
         return [*made, self.normal(7, 6).t(), self.normal(5, 6)[:, 1:], self.normal(0)]
@@ -213,7 +213,7 @@ def optimizers(data: Data) -> Iterator[Any]:
 
 
 def training(data: Data) -> Iterator[Any]:
-    """Scaler, monitor, schedule, advice and checkpoints, with our optimizers and torch's."""
+    """Trainings with scaler, monitor, schedule, advice and checkpoints, with our optimizers and torch's."""
     for dtype, kind in ((BF16, halfstep.AdamW), (F16, halfstep.Adam), (F32, torch.optim.SGD)):
         model = data.model(dtype)
         optimizer = kind(model.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""What tests on a real GPU and their twins without one share; needs only torch and pytest."""
+"""Helpers for tests on a GPU and the same tests without one. Needs only torch and pytest."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def kernels_on(where: str) -> Iterator[torch.device]:
 
 
 def interpreted(where: str) -> bool:
-    """Whether the kernels are interpreted there, which is slow."""
+    """Whether the kernels are interpreted on this device, which is slow."""
     return where == "interpreter" and backend.interpreting()
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
-    """Equal bit patterns, -0.0 told from 0.0; a NaN equals any NaN. On any devices."""
+    """Check that the bits are equal on any devices. -0.0 is not 0.0; a NaN equals any NaN."""
     actual, expected = actual.detach().cpu().contiguous(), expected.detach().cpu().contiguous()
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
     integers = _INTEGERS[actual.dtype.itemsize]
@@ -53,7 +53,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: object 
 
 
 def patterns(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Random bit patterns on the CPU, so with infinities, NaNs, subnormals and zeros of both signs among them."""
+    """Random bit patterns on the CPU, which include infinities, NaNs, subnormals and zeros of both signs."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.float32:
         codes = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(torch.int32)
@@ -68,7 +68,7 @@ def normal(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def placed(tensor: torch.Tensor, device: torch.device, offset: int = 0) -> torch.Tensor:
-    """A copy on `device`, `offset` elements behind an aligned address."""
+    """A copy on `device`, at an offset of `offset` elements from an aligned address."""
     memory = torch.zeros(tensor.numel() + offset, dtype=tensor.dtype, device=device)
     view = memory[offset:]
     view.copy_(tensor.reshape(-1))

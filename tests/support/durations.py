@@ -1,11 +1,11 @@
-"""A pytest plugin: the processor time of each test file, recorded, held to a budget, and what ``--quick`` chooses by.
+"""A pytest plugin: record the processor time of each test file, check it against a budget, and choose quick tests.
 
     pytest -m "not exhaustive" -n 2 --record-durations     # `make durations` writes tests/durations.json
-    pytest -m "not exhaustive" -n 2 --check-durations      # `make test` fails where a file has outgrown what is there
+    pytest -m "not exhaustive" -n 2 --check-durations      # `make test` fails if a file exceeds its recorded time
 
-Processor time and not elapsed time, because others may use the machine too. It includes the processes that the tests
-start: children, and what the server of forks.py forks (on Linux). A loop that always does the same is timed beside the
-tests, and a slower or busier machine is allowed as much more as that loop took.
+Processor time is measured instead of elapsed time, because others may use the machine too. It includes the processes
+that the tests start: children, and those that the server of forks.py forks (on Linux). A fixed loop is timed between
+tests, and the budget is scaled by its time, so that a slower or busier machine is allowed more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIONS = ("--record-durations", "--check-durations")
 
 
 def loop() -> float:
-    """Processor seconds of a fixed piece of work, some ten milliseconds."""
+    """The processor time of a fixed loop of about ten milliseconds, in seconds."""
     start, total = time.thread_time(), 0
     for number in range(200_000):
         total += number * number % 7
@@ -36,7 +36,7 @@ def loop() -> float:
 
 
 def spent() -> float:
-    """Processor seconds of this process so far, of its children that have ended, and of the server of forks."""
+    """The processor time of this process, its ended children and the server of forks, in seconds."""
     times = os.times()
     seconds = times.user + times.system + times.children_user + times.children_system
     server = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ def spent() -> float:
 
 
 class Meter:
-    """What the tests of one run took: seconds and number of tests by file, and what the loop took now and then."""
+    """The measurements of a run: seconds and number of tests by file, and times of the loop."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class Meter:
         self.loops: list[float] = []
 
     def add(self, data: Mapping[str, Any]) -> None:
-        """Of another process, as `data` has it."""
+        """Add the measurements of another process."""
         self.seconds.update(data["seconds"])
         self.tests.update(data["tests"])
         self.loops += data["loops"]
@@ -66,7 +66,7 @@ class Meter:
 
 
 def outgrown(recorded: Mapping[str, Any], meter: Meter) -> list[str]:
-    """A line for each file that took more than it may; a file that has no entry may take any time."""
+    """A line for each file that exceeded its budget. A file without an entry has no budget."""
     if not meter.loops or not recorded["files"]:
         return []
     slower = max(1.0, statistics.median(meter.loops) / recorded["loop"])
@@ -85,7 +85,7 @@ def outgrown(recorded: Mapping[str, Any], meter: Meter) -> list[str]:
 
 
 def record(recorded: Mapping[str, Any], meter: Meter, whole: bool) -> dict[str, Any]:
-    """What is to be stored after a run: its own files if it was whole, otherwise the stored ones with its own anew."""
+    """The durations to store after a run: those of a complete run, otherwise the stored ones with the new ones."""
     if not meter.loops:
         return dict(recorded)
     now = statistics.median(meter.loops)
@@ -96,7 +96,7 @@ def record(recorded: Mapping[str, Any], meter: Meter, whole: bool) -> dict[str, 
 
 
 def quick(files: Mapping[str, Any], limit: float) -> set[str]:
-    """The files to run in `limit` seconds: those with most tests per second first, where n tests count as sqrt(n)."""
+    """The files to run in `limit` seconds: those with the most tests per second first; n tests count as sqrt(n)."""
     chosen, total = set(), 0.0
     for file in sorted(files, key=lambda file: files[file][0] / max(files[file][1], 1) ** 0.5):
         if total + files[file][0] <= limit:
@@ -106,7 +106,7 @@ def quick(files: Mapping[str, Any], limit: float) -> set[str]:
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Whether nothing but markers chose among the tests."""
+    """Whether the run selects tests only by markers."""
     option = config.option
     chosen = [getattr(option, name, None) for name in ("keyword", "deselect", "ignore", "ignore_glob", "lf", "quick")]
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not any(chosen)
@@ -153,7 +153,7 @@ CHOSEN = pytest.StashKey[set[str]]()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that are not chosen are not even imported."""
+    """Do not import files that are not chosen."""
     chosen = config.stash.get(CHOSEN, None)
     if chosen is None or collection_path.suffix != ".py":
         return None
@@ -161,9 +161,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Beside other workers the longest files begin first, after those without an entry: one begun last would run alone.
+    """With several workers, start files without an entry first, then the longest: a long last file would run alone.
 
-    Workers are given whole files, whose fixtures cost much, and in this order with ``--no-loadscope-reorder``.
+    Workers get complete files, since fixtures are expensive, in this order with ``--no-loadscope-reorder``.
     """
     if hasattr(config, "workerinput"):
         files = entries(config)["files"]
@@ -188,7 +188,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of xdist has ended."""
+    """Add the measurements of a worker of xdist."""
     data = getattr(node, "workeroutput", {}).get("durations")
     if data:
         METER.add(data)
@@ -214,7 +214,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def one_line_each(text: str) -> str:
-    """JSON with an entry to a line."""
+    """JSON with one entry per line."""
     return text.replace("[\n   ", "[").replace(",\n   ", ", ").replace("\n  ]", "]")
 
 

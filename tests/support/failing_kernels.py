@@ -1,4 +1,4 @@
-"""Kernels that the compile audit must reject, each for one reason that its variant's name gives."""
+"""Kernels that the audit must reject, each for the reason in the name of its variant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.kernels.backend import jit, tl
 
 @jit
 def multiply_add_kernel(x, y, BLOCK: tl.constexpr):
-    """``x * x + y``: two roundings, unless the compiler contracts them to one."""
+    """``x * x + y``: two roundings, or one if the compiler contracts them."""
     offsets = tl.arange(0, BLOCK)
     a = tl.load(x + offsets)
     tl.store(y + offsets, a * a + tl.load(y + offsets))
@@ -22,7 +22,7 @@ def multiply_add_kernel(x, y, BLOCK: tl.constexpr):
 
 @jit
 def explicit_fma_kernel(x, y, BLOCK: tl.constexpr):
-    """The same, fused by hand."""
+    """The same with an explicit fused multiply-add."""
     offsets = tl.arange(0, BLOCK)
     a = tl.load(x + offsets)
     tl.store(y + offsets, tl.fma(a, a, tl.load(y + offsets)))
@@ -37,13 +37,13 @@ def approximate_kernel(x, y, BLOCK: tl.constexpr):
 
 @jit
 def mistyped_kernel(x, y, BLOCK: tl.constexpr):
-    """Does not compile: two tiles of unlike sizes."""
+    """Does not compile: two tiles of different sizes."""
     tl.store(y + tl.arange(0, BLOCK), tl.load(x + tl.arange(0, 2 * BLOCK)))
 
 
 @jit
 def crowded_kernel(x, y, BLOCK: tl.constexpr):
-    """Keeps more alive per thread than the registers it is allowed."""
+    """Needs more registers per thread than it is allowed."""
     offsets = tl.arange(0, BLOCK)
     a = tl.load(x + offsets)
     b = tl.load(y + offsets)
@@ -54,14 +54,14 @@ def crowded_kernel(x, y, BLOCK: tl.constexpr):
 
 @jit
 def copy_kernel(x, y, BLOCK: tl.constexpr):
-    """Nothing is wrong with it but how many threads it is given."""
+    """A correct kernel that is launched with too many threads."""
     offsets = tl.arange(0, BLOCK)
     tl.store(y + offsets, tl.load(x + offsets))
 
 
 @jit
 def transpose_kernel(x, y, BLOCK: tl.constexpr):
-    """Turns a tile round through shared memory, 4 bytes an element."""
+    """Transposes a tile through shared memory, with 4 bytes per element."""
     rows, columns = tl.arange(0, 128), tl.arange(0, BLOCK // 128)
     tile = tl.load(x + rows[:, None] * (BLOCK // 128) + columns[None, :])
     tl.store(y + columns[:, None] * 128 + rows[None, :], tl.trans(tile))
@@ -73,8 +73,8 @@ def _variant(kernel: Any, name: str, block: int = 1024, **options: Any) -> Varia
 
 
 def variants() -> Iterator[Variant]:
-    """What the audit must reject; "too many of 64 lanes" and "shared" pass on sm_90, "approximate" and "spills" on
-    gfx942."""
+    """The variants that the audit must reject. "too many of 64 lanes" and "shared" pass on sm_90, "approximate" and
+    "spills" on gfx942."""
     yield _variant(multiply_add_kernel, "contracted", enable_fp_fusion=True)
     yield _variant(explicit_fma_kernel, "fused by hand")
     yield _variant(approximate_kernel, "approximate")

@@ -1,4 +1,4 @@
-"""Two ranks that load what does not fit, under FSDP2 and FSDP1; started by test_checkpoint_unchanged.py."""
+"""Two ranks that load checkpoints that do not fit, under FSDP2 and FSDP1, for test_checkpoint_unchanged.py."""
 
 from __future__ import annotations
 

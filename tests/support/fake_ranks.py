@@ -1,4 +1,4 @@
-"""GPT-2's shapes on one rank of eight that are not there; prints the bytes of its weights and of AdamW's states."""
+"""GPT-2 on one rank of eight fake ranks; prints the bytes of its weights and of AdamW's states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.numerics.planning import MODELS, Transformer
 
 
 def model_of(shape: Transformer) -> nn.Module:
-    """Parameters with the shapes of each unit, in a module of their own."""
+    """Modules with parameters of the shapes of each unit."""
 
     def module(tensors: tuple) -> nn.Module:
         return nn.ParameterList(nn.Parameter(torch.empty(tensor.shape)) for tensor in tensors)

@@ -1,6 +1,6 @@
-"""Where numbers fall in a format, by rounding each of them in float64 and by ml_dtypes: no bits are looked at.
+"""Classify the numbers of an array in a format, by rounding each of them in float64 and with ml_dtypes, without bits.
 
-A format is what `halfstep.formats` says of it: exponents emin and emax, mantissa bits, and what overflows.
+A format is given by its properties in `halfstep.formats`: emin, emax, mantissa bits, and the overflow threshold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from halfstep.numerics.formats.table import Format
 
 @dataclass
 class Fallen:
-    """How many of an array's elements are what; `errors` holds the relative rounding error of each that has one."""
+    """The counts of an array's elements by class, and the relative rounding errors of those that have one."""
 
     zero: int
     flushed: int
@@ -27,7 +27,7 @@ class Fallen:
 
 
 def scaled(values: np.ndarray, scale: float) -> np.ndarray:
-    """In float64: exact for a power of two, else the fp32 product. Zero stays zero; what underflows does not."""
+    """Scaled values in float64: exact for a power of two, otherwise the fp32 product."""
     if np.frexp(scale)[0] == 0.5:
         return values.astype(np.float64) * scale
     with np.errstate(all="ignore"):
@@ -35,7 +35,7 @@ def scaled(values: np.ndarray, scale: float) -> np.ndarray:
 
 
 def rounded(y: np.ndarray, format: Format) -> np.ndarray:
-    """Finite numbers on the grid of the format, ties to even, as if it went on beyond its largest number."""
+    """Finite numbers rounded to nearest even, as if the format had no largest number."""
     exponent = np.maximum(np.frexp(y)[1].astype(np.int64) - 1, format.emin) - format.mantissa
     return np.ldexp(np.rint(np.ldexp(y, -exponent)), exponent)
 
@@ -61,7 +61,7 @@ def fall(values: np.ndarray, scale: float, format: Format) -> Fallen:
 
 
 def exponents(values: np.ndarray, scale: float) -> dict[int, int]:
-    """How many numbers have each exponent e, 2^e <= |y| < 2^(e + 1): those of fp32, and one more on each side."""
+    """The number of values with each exponent e, 2^e <= |y| < 2^(e + 1): those of fp32, and one more on each side."""
     y = scaled(values, scale)
     taken = np.isfinite(values) & (values != 0)
     exponent = np.where(y == 0, -151, np.frexp(np.where(np.isinf(y), 2.0**128, y))[1].astype(np.int64) - 1)

@@ -1,4 +1,4 @@
-"""A clock of `halfstep.bench.timing` on which every call takes what it is told to."""
+"""A clock for `halfstep.bench.timing` on which calls take given times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halfstep.bench.timing import CpuClock
 
 
 class FixedClock(CpuClock):
-    """Every call takes what it is told to; the copy, which is not listed, takes one second."""
+    """Calls take given times. The copy, for which none is given, takes one second."""
 
     def __init__(self, seconds: dict[Any, Sequence[float]]) -> None:
         super().__init__()

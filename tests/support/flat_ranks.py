@@ -1,4 +1,4 @@
-"""A rank of two that saves and loads flat optimizer states; started by test_flat_state.py."""
+"""A rank of two that saves and loads flat optimizer states, for test_flat_state.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 def made(wrapping: str, layout: str) -> tuple[torch.nn.Module, Any]:
-    """A model with uneven shards, wrapped, and its optimizer in two groups."""
+    """A wrapped model with uneven shards, and its optimizer with two groups."""
     dtype, options = LAYOUTS[layout]
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(5, 7, dtype=dtype), torch.nn.Linear(7, 3, dtype=dtype))
@@ -44,7 +44,7 @@ def made(wrapping: str, layout: str) -> tuple[torch.nn.Module, Any]:
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: int = 2) -> None:
-    """The same inputs on every rank, so that all wrappings train alike."""
+    """Train with the same inputs on every rank, so that all wrappings give the same bits."""
     for step in range(steps):
         optimizer.zero_grad()
         inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
@@ -53,7 +53,7 @@ def train(model: torch.nn.Module, optimizer: Any, steps: int = 2) -> None:
 
 
 def whole(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
-    """The canonical optimizer state by name, gathered. Collective."""
+    """The canonical optimizer state by name, unsharded. Collective."""
     options = StateDictOptions(full_state_dict=True)
     _, state = get_state_dict(model, optimizer, options=options)
     found = {}
@@ -65,7 +65,7 @@ def whole(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def save(folder: Path, wrapping: str, layout: str) -> dict[str, torch.Tensor]:
-    """What was saved."""
+    """Train and save. Returns the saved state."""
     model, optimizer = made(wrapping, layout)
     train(model, optimizer)
     weights, state = get_state_dict(model, optimizer, options=FLAT)
@@ -86,7 +86,7 @@ def load(folder: Path, wrapping: str, layout: str) -> dict[str, torch.Tensor]:
 
 
 def sharded_later() -> list[str]:
-    """What an optimizer says that was made before `fully_shard`, in three steps."""
+    """The warnings of an optimizer that was created before `fully_shard`, in three steps."""
     model = torch.nn.Linear(4, 4)
     optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
     fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
@@ -105,7 +105,7 @@ def sharded_later() -> list[str]:
 
 
 def run(rank: int, folder: Path) -> dict[str, Any]:
-    """A rank: every wrapping's checkpoint is loaded into every other, those of one process too."""
+    """Load the checkpoint of every wrapping and of one process into every other one."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     wrong, compared = [], 0
     for layout in LAYOUTS:

@@ -1,6 +1,6 @@
-"""Python programs that start in milliseconds: forked from one process per run, which has torch imported already.
+"""Start Python programs in milliseconds, by forking one process per run that has already imported torch.
 
-Importing torch with its distributed parts takes seconds of processor time for every process that is started anew.
+Importing torch with torch.distributed takes seconds of processor time in every new process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PRELOADED = [
 
 
 def serve() -> None:
-    """Start the process that others are forked from, if it does not run."""
+    """Start the process from which others are forked, if it is not running."""
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # or numpy's linear algebra starts threads at its import
         multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
         multiprocessing.forkserver.ensure_running()
 
 
 class Program:
-    """A running ``python *words``, as `subprocess.Popen` has it: its standard output in `stdout`.
+    """A running ``python *words``, like `subprocess.Popen`, with its standard output in `stdout`.
 
     `words` begin with a script or with -c and code. The environment is this process's, or `env`. With `errors`,
     standard error goes to that file.
@@ -71,7 +71,7 @@ class Program:
         os.kill(self.pid, number)
 
     def poll(self) -> int | None:
-        """The exit status, as of `subprocess.Popen`, or None while it runs."""
+        """The exit status, or None while the program runs, like `subprocess.Popen.poll`."""
         return self.process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -84,7 +84,7 @@ class Program:
 def run(
     words: Sequence[object], env: Mapping[str, str] | None = None, cwd: Path | str | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run `Program` to its end, as `subprocess.run` does with text that it captures."""
+    """Run a `Program` to its end, like `subprocess.run` with captured text."""
     with tempfile.TemporaryDirectory() as folder:
         errors = Path(folder) / "errors"
         program = Program(words, env, cwd, errors)

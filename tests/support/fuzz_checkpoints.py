@@ -1,11 +1,11 @@
-"""Thousands of checkpoints that somebody tampered with, checksums recomputed: none runs code, changes or costs much.
+"""Load thousands of manipulated checkpoints with valid checksums: none runs code, changes anything or costs much.
 
     python tests/support/fuzz_checkpoints.py --tries 10000 --seed 0
 
-Each try loads one bad checkpoint. It may load, if what was changed does no harm, or end in one line of CheckpointError,
-also of `load_model` and `load_optimizer`; after an error model, optimizer and scaler have the bits they had. Nothing
-may be imported, run, written or sent (an audit hook watches), nor take 1 GB or 5 seconds of the processor. Batches run
-in processes of their own, so that a crash is counted too. The exit status is 1 if there is any complaint.
+Each try loads one bad checkpoint. The load may succeed, if the change is harmless, or raise a CheckpointError of one
+line, also in `load_model` and `load_optimizer`. After an error, model, optimizer and scaler must have the same bits as
+before. Nothing may be imported, run, written or sent (checked by an audit hook), nor take 1 GB or 5 s of processor
+time. Batches run in separate processes, so that crashes are counted too. The exit status is 1 if there is any problem.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECONDS, MEMORY = 5.0, 1 << 30
 
 
 class Tries:
-    """Attacks one after the other, in a folder of their own."""
+    """Successive attacks, in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,7 +65,7 @@ class Tries:
         return self.setups[kind]
 
     def one(self, seed: int) -> list[str]:
-        """What was wrong with one try."""
+        """The problems of one try."""
         rng = random.Random(seed)
         kind = rng.choice(("ours", "ours", "sgd", "adamw"))
         model, optimizer, scaler, before = self._setup(kind)

@@ -1,6 +1,6 @@
-"""Ranks on CPUs whose means are means: torch 2.8's gloo scatters the sum where `ReduceOp.AVG` asks for the mean.
+"""Process groups on CPUs with correct means: with `ReduceOp.AVG`, torch 2.8's gloo returns the sum.
 
-FSDP2 asks for it, so there its gradients are too large by the number of ranks, with every optimizer (docs/versions.md).
+FSDP2 uses it, so its gradients are too large by the number of ranks, with every optimizer (docs/versions.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def start(rank: int, world: int, timeout: timedelta | None = None) -> None:
-    """`init_process_group` with gloo, and FSDP2's `reduce_scatter_tensor` put right where it is not."""
+    """`init_process_group` with gloo, and with a corrected `reduce_scatter_tensor` if necessary."""
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timeout)
     mean = torch.empty(1, device="cpu")
     dist.reduce_scatter_tensor(mean, torch.ones(world, device="cpu"), op=dist.ReduceOp.AVG)

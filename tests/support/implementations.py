@@ -1,4 +1,4 @@
-"""Run one thing through each implementation: the reference, the compiled C++ and the Triton kernels."""
+"""Run a function with each implementation: the reference, the compiled C++ and the Triton kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL = ("reference", "native", "triton")
 
 @contextmanager
 def using(name: str, family: str) -> Iterator[torch.device]:
-    """Switch to an implementation and give the device it runs on here; skip the test where it cannot run."""
+    """Switch to an implementation and return its device; skip the test if it cannot run."""
     device = torch.device("cpu")
     if name == "native" and native.library(family) is None:
         pytest.skip("needs a C++ compiler")
@@ -32,11 +32,11 @@ def using(name: str, family: str) -> Iterator[torch.device]:
 
 
 def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device` with the same strides and the same offset into its storage: as misaligned as the original."""
+    """A copy on `device` with the same strides and storage offset, and therefore the same alignment."""
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage())
     return whole.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def twins(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """`twin` of each."""
+    """The `twin` of each tensor."""
     return [twin(tensor, device) for tensor in tensors]

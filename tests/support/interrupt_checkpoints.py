@@ -1,12 +1,12 @@
-"""Thousands of Ctrl-Cs inside `checkpoint.save` and `load`: always a KeyboardInterrupt, and the last good one loads.
+"""Interrupt `checkpoint.save` and `load` thousands of times: always KeyboardInterrupt, and a good checkpoint remains.
 
     python tests/support/interrupt_checkpoints.py --tries 2000 --seed 0
 
-Half of the signals come at a random bytecode (a trace function raises them), half after a random time (a thread sends
-them). What is saved is one file, shards, and shards in the background. After each: the call has raised
-KeyboardInterrupt and nothing else; the newest checkpoint is complete and loads; the next save leaves nothing but
-checkpoints. An interrupted load leaves model and optimizer as they were, or as they were saved. Batches run in
-processes of their own, so that an abort is counted too. The exit status is 1 if there is any complaint.
+Half of the signals are raised before a random bytecode, by a trace function; the other half are sent after a random
+time, by a thread. The checkpoints are one file, shards, and shards saved in the background. After each interrupt, the
+call must have raised KeyboardInterrupt and nothing else, the newest checkpoint must be complete and load, and the next
+save must leave only checkpoints. An interrupted load must leave model and optimizer as they were, or as they were
+saved. Batches run in separate processes, so that aborts are counted too. The exit status is 1 if there is any problem.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ KINDS = ("file", "shards", "background", "load")
 
 
 class Moment:
-    """One SIGINT to the main thread: at the event of a number, or after a time."""
+    """One SIGINT to the main thread, at a numbered trace event or after a time."""
 
     def __init__(self, traced: bool, opcodes: bool) -> None:
         self.traced, self.opcodes = traced, opcodes
         self.seen = 0
 
     def during(self, call: Callable[[], Any], at: float) -> bool:
-        """Whether `call` was interrupted; it may also be over before."""
+        """Whether `call` was interrupted. It may also end before."""
         self.seen = 0
         sent = threading.Event()
 
@@ -142,7 +142,7 @@ class Tries:
         checkpoint.load(path, model=model, optimizer=optimizer)
 
     def one(self) -> tuple[bool, str | None]:
-        """Whether it was interrupted, and what is wrong."""
+        """Whether the call was interrupted, and the problems."""
         moment, most = self.rng.choice(self.moments)
         last = self.step
         before = None

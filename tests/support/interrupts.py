@@ -1,9 +1,9 @@
-"""Ctrl-C at any moment of `step` and `load_state_dict`: afterwards everything is as before, or all of it as after.
+"""Interrupt `step` and `load_state_dict` at any moment: they leave no partial update.
 
 Two ways of interrupting:
 
-- ``bytecode``: KeyboardInterrupt is raised before a random bytecode of halfstep's own code, which is where Python
-  raises it. With C++ kernels only: the others' launches are Python code, which this would divide.
+- ``bytecode``: KeyboardInterrupt is raised before a random bytecode of halfstep, as Python itself does. Only with C++
+  kernels, since the launches of other implementations consist of Python code and would be interrupted inside.
 - ``signal``: a real SIGINT at a random time, on any backend.
 
 As a program it is the campaign: ``python tests/support/interrupts.py --tries 2000 --seed 0``.
@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Training:
-    """Three parameters of each dtype, one of them with gaps between its elements, and gradients for any step."""
+    """Three parameters of each dtype, one of them strided, and gradients for any step."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -50,7 +50,7 @@ class Training:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
     def bits(self) -> list[bytes]:
-        """Of everything that training goes on from."""
+        """The bits of everything on which further training depends."""
         state = self.optimizer.state_dict()
         found = [parameter.detach() for parameter in self.parameters]
         for number in range(len(self.parameters)):
@@ -65,7 +65,7 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
     """Raise KeyboardInterrupt before the `number`-th bytecode of halfstep that `action` runs.
 
     Returns:
-        How many bytecodes came; `number` if it was interrupted.
+        The number of executed bytecodes; `number` if the action was interrupted.
     """
     count = 0
 
@@ -98,7 +98,7 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
 
 
 def at_time(seconds: float, action: Callable[[], Any]) -> bool:
-    """Send SIGINT to this process after some seconds; whether it interrupted `action`."""
+    """Send SIGINT to this process after some seconds. Returns whether it interrupted `action`."""
     timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT])
     try:
         timer.start()
@@ -113,7 +113,7 @@ def at_time(seconds: float, action: Callable[[], Any]) -> bool:
 
 
 class Campaign:
-    """Interrupts, one after the other, in a training that must go on as one that was never interrupted."""
+    """Interrupts a training repeatedly. It must continue with the bits of an uninterrupted one."""
 
     def __init__(self, how: str, seed: int) -> None:
         self.how, self.choose = how, random.Random(seed)
@@ -121,7 +121,7 @@ class Campaign:
         self._lengths: dict[str, float] = {}
 
     def _interrupted(self, what: str, action: Callable[[], Any], spare: Callable[[], Any]) -> bool:
-        """Interrupt `action` at a random moment; `spare` is the like of it, to see how long it takes."""
+        """Interrupt `action` at a random moment. `spare` does the same and is timed first."""
         if what not in self._lengths:
             start = time.perf_counter()
             spare()
@@ -135,13 +135,13 @@ class Campaign:
         return at_time(self.choose.uniform(0, length), action)
 
     def judge(self, what: str, found: Any, before: Any, after: Any) -> bool:
-        """Count what came of an interrupt; whether the action is done."""
+        """Count the outcome of an interrupt. Returns whether the action was completed."""
         outcome = "before" if found == before else "after" if found == after else "DIVIDED"
         self.outcomes[f"{what}: {outcome}"] += 1
         return outcome != "before"
 
     def steps(self, tries: int) -> None:
-        """Every tenth try begins a training anew: its first step makes the state."""
+        """Interrupt steps. Every tenth try starts a new training, whose first step creates the state."""
         for number in range(tries):
             if number % 10 == 0:
                 trained, twin = Training(), Training()
@@ -163,7 +163,7 @@ class Campaign:
             step += 1
 
     def loads(self, tries: int) -> None:
-        """Two states are loaded in turn."""
+        """Interrupt loads, of two states alternately."""
         target, spare = Training(), Training()
         states, bits = [], []
         for lr in (0.1, 0.2):
@@ -186,7 +186,7 @@ class Campaign:
 
     @property
     def divided(self) -> int:
-        """How often something was done in part."""
+        """The number of partial updates."""
         return sum(count for outcome, count in self.outcomes.items() if "DIVIDED" in outcome)
 
 

@@ -1,4 +1,4 @@
-"""One small call per kernel, with what it must give: the reference's bits, or for softmax a bound."""
+"""A small call of each kernel, and its expected results: the bits of the reference, or for softmax a bound."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Case:
     """A call of one kernel.
 
     Attributes:
-        run: makes its inputs from a seed, calls, and returns all that the call gave or changed.
-        units: how many units of 2^-24 of each result, and of the row's largest, a result may be off; 0: none.
+        run: creates the inputs from a seed, calls the kernel, and returns all results and changed tensors.
+        units: the allowed error in units of 2^-24, of each result and of the largest in its row; 0 for exact results.
     """
 
     run: Run
@@ -53,8 +53,8 @@ def _gradients(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
 
 
 def _check_extremes(seed: int) -> list[torch.Tensor]:
-    """All lanes must hear of the one large number, wherever it is: scaled by the largest of the others, its square
-    overflows."""
+    """One large number at different positions. All lanes must scale by it, since its square overflows if scaled by the
+    largest of the other numbers."""
     grads = [normal(4096, BF16, seed + n) for n in range(24)]
     for n, grad in enumerate(grads):
         grad[3 + 85 * n] = 2.0**100
@@ -63,7 +63,7 @@ def _check_extremes(seed: int) -> list[torch.Tensor]:
 
 
 def _check_many(seed: int) -> list[torch.Tensor]:
-    """So many chunks that what gathers them has numbers in several warps."""
+    """So many chunks that several warps of the last launch have numbers."""
     answer = halfstep.foreach_check([normal(3, FP32, 1000 * seed + n) for n in range(300)])
     return [answer.found_inf, answer.flags, answer.sum_of_squares]
 
@@ -176,7 +176,7 @@ CASES = {
 
 
 def difference(case: Case, mine: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
-    """In words how the results of a case differ from those expected, or nothing."""
+    """A description of the difference between results and expected results; empty if there is none."""
     assert len(mine) == len(expected)
     for index, (a, b) in enumerate(zip(mine, expected, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:

@@ -1,4 +1,4 @@
-"""Run a command of the lookup in this process, and read what it said."""
+"""Run a command of the lookup in this process, and read its output."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _COLOURS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "LC_ALL", "
 
 @contextlib.contextmanager
 def surroundings(**variables: str) -> Iterator[None]:
-    """An environment without what changes the output, but for `variables`."""
+    """An environment without variables that change the output, except `variables`."""
     kept = {name: value for name, value in os.environ.items() if name not in _COLOURS}
     with mock.patch.dict(os.environ, {**kept, **variables}, clear=True):
         yield
 
 
 class Stream(io.TextIOWrapper):
-    """A stream of some encoding that is, or is not, a terminal."""
+    """A stream with an encoding, which may claim to be a terminal."""
 
     def __init__(self, encoding: str = "utf-8", terminal: bool = False) -> None:
         super().__init__(io.BytesIO(), encoding=encoding)
@@ -47,7 +47,7 @@ class Stream(io.TextIOWrapper):
 
 
 def said(*words: str, encoding: str = "utf-8", terminal: bool = False, **variables: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of ``halfstep`` and these words."""
+    """Exit status, standard output and standard error of ``halfstep`` with these arguments."""
     out, errors = Stream(encoding, terminal), io.StringIO()
     with surroundings(**{**PLAIN, **variables}), contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         status = main(words)
@@ -55,14 +55,14 @@ def said(*words: str, encoding: str = "utf-8", terminal: bool = False, **variabl
 
 
 def lines(*words: str, **more: Any) -> list[str]:
-    """What a command printed, line by line, if all went well."""
+    """The lines that a command printed. It must succeed."""
     status, out, errors = said(*words, **more)
     assert (status, errors) == (0, ""), errors
     return out.splitlines()
 
 
 def results(*words: str) -> list[dict[str, Any]]:
-    """The results in a command's JSON, which is as documented."""
+    """The results in the JSON of a command, which must be as documented."""
     status, out, errors = said(words[0], "--json", *words[1:])
     assert (status, errors) == (0, ""), errors
 
@@ -76,7 +76,7 @@ def results(*words: str) -> list[dict[str, Any]]:
 
 
 def complaint(*words: str) -> str:
-    """What a command said on standard error when it refused."""
+    """The error of a command that must fail."""
     status, out, errors = said(*words)
     assert (status, out) == (2, ""), (status, out)
     assert errors.count("\n") == 1

@@ -95,7 +95,7 @@ COMMANDS = {
 
 
 def violations(value: Any, rule: Rule, where: str = "$") -> list[str]:
-    """Where `value` is not what `rule` says."""
+    """The places where `value` violates `rule`."""
     if isinstance(rule, tuple):
         found = [violations(value, one, where) for one in rule]
         return [] if [] in found else found[0]
@@ -134,7 +134,7 @@ def _of_object(value: Any, rule: dict[Any, Rule], where: str) -> list[str]:
 
 
 def wrong_with(answer: Any) -> list[str]:
-    """Where what a command printed is not as documented."""
+    """The places where the output of a command is not as documented."""
     top = violations(answer, {"command": "|".join(COMMANDS), "input": object_, "results": list_})
     if top:
         return top

@@ -1,4 +1,4 @@
-"""Random bits and stochastic rounding by other means than the kernels': 64-bit products in numpy, real arithmetic.
+"""Random bits and stochastic rounding, computed differently from the kernels: 64-bit products in numpy.
 
 Nothing here imports halfstep. `words` is checked against Python integers and `stochastic` against fractions, one number
 at a time, in tests/kernels/test_adam_stochastic.py.
@@ -20,10 +20,10 @@ NUMPY = {torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(ml_dtypes
 
 @dataclass(frozen=True)
 class Noise:
-    """What names the random bits of a tensor, which may be a part of a larger one.
+    """The identity of the random bits of a tensor, which may be a part of a larger one.
 
     Attributes:
-        seed, stream: of the optimizer and the parameter.
+        seed, stream: those of the optimizer and the parameter.
         base, inner, inner_whole: element i is element ``base + i // inner * inner_whole + i % inner`` of the whole;
             `inner` 0 stands for the tensor's size: one run.
     """
@@ -63,7 +63,7 @@ def words(index: np.ndarray, seed: int, step: int, stream: int, draw: int = 0) -
 
 
 def stochastic(values: np.ndarray, dtype: torch.dtype, random: np.ndarray) -> np.ndarray:
-    """fp32 values rounded stochastically to fp16 or bf16: units, the part of one left, does chance fill it.
+    """fp32 values rounded stochastically to fp16 or bf16, by the fraction of a unit that is left.
 
     Args:
         random: uint32, shape of `values`.

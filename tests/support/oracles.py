@@ -1,4 +1,4 @@
-"""What the right answer is, by other means than the kernels': fractions, sorted tables, numpy and ml_dtypes.
+"""Expected results, computed differently from the kernels: with fractions, sorted tables, numpy and ml_dtypes.
 
 Nothing here imports halfstep. numpy's fp32 and fp64 scalars and arrays do one IEEE operation at a time (its square root
 included, which torch's on the CPU is not), so an oracle written in them has the bits that the kernels must have.
@@ -36,7 +36,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The elements in logical order, in numpy's type of the same format."""
+    """The elements in logical order, as a numpy array of the same format."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype in _UNKNOWN_TO_NUMPY:
         return tensor.view(_UNKNOWN_TO_NUMPY[tensor.dtype]).numpy().view(NUMPY[tensor.dtype])
@@ -64,7 +64,7 @@ def from_bits32(patterns: np.ndarray | Sequence[int]) -> np.ndarray:
 
 
 def assert_same_bits(actual: torch.Tensor | np.ndarray, expected: torch.Tensor | np.ndarray, what: object = "") -> None:
-    """Equal bit patterns, -0.0 told from 0.0; a NaN equals any NaN."""
+    """Check that the bits are equal. -0.0 is not 0.0; a NaN equals any NaN."""
     a, e = (to_numpy(v) if isinstance(v, torch.Tensor) else np.asarray(v) for v in (actual, expected))
     assert a.shape == e.shape, f"{what}: shape {a.shape}, expected {e.shape}"
     assert a.dtype == e.dtype, f"{what}: dtype {a.dtype}, expected {e.dtype}"
@@ -109,7 +109,7 @@ def value_of(code: int, dtype: torch.dtype) -> Fraction:
 
 @cache
 def _table(dtype: torch.dtype) -> list[Fraction]:
-    """All non-negative finite values in order, and one more where infinity would lie were it a number."""
+    """All non-negative finite values in order, and the number that would have the code of infinity."""
     form = FORMATS[dtype]
     infinity = ((1 << form.exponent_bits) - 1) << form.mantissa_bits
     values = [value_of(code, dtype) for code in range(infinity)]
@@ -140,7 +140,7 @@ def round_to(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def thresholds(dtype: torch.dtype) -> np.ndarray:
-    """Where rounding fp32 to a 16-bit format can change its mind, with the fp32 values on both sides.
+    """The thresholds of rounding fp32 to a 16-bit format, with the neighboring fp32 values.
 
     A monotone rounding is right everywhere if it is right at these: every code, every midpoint between neighbours, each
     with the fp32 values next to it, both signs, and every special.
@@ -186,7 +186,7 @@ def specials() -> np.ndarray:
 def split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """fp32 values as (bf16 code, int16 remainder), from sign and magnitude; a NaN is (any NaN code of its sign, 0).
 
-    Between two neighbouring codes fp32 values lie evenly, so what lies below the code tells which one is nearer.
+    fp32 values are equally spaced between two neighboring codes, so the lower bits determine the nearer one.
     """
     patterns = np.ascontiguousarray(values).view(np.uint32)
     magnitude, sign = patterns & np.uint32(0x7FFFFFFF), patterns >> np.uint32(31)
@@ -210,13 +210,13 @@ def join(code: np.ndarray, remainder: np.ndarray) -> np.ndarray:
 
 
 def sum_of_squares(values: np.ndarray) -> float:
-    """Correctly rounded to fp64: squares of fp32 values are exact in fp64, and fsum rounds once."""
+    """The sum of squares, correctly rounded to fp64: squares of fp32 values are exact in fp64, and fsum rounds once."""
     wide = np.asarray(values).astype(np.float64).reshape(-1)
     return math.fsum((wide * wide).tolist())
 
 
 def exact_sum_of_squares(values: np.ndarray) -> Fraction:
-    """Without any rounding, in rational numbers."""
+    """The sum of squares as a rational number, without rounding."""
     return sum((Fraction(float(x)) ** 2 for x in np.asarray(values).astype(np.float64).reshape(-1)), Fraction(0))
 
 
@@ -253,7 +253,7 @@ class AdamTensor:
     noise: Noise | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Everything a step may change, by name."""
+        """The arrays that a step may change, by name."""
         everything = {"param": self.param, "extra": self.extra, "m": self.m, "v": self.v, "top": self.top}
         return {
             **{name: array for name, array in everything.items() if array is not None},
@@ -262,7 +262,7 @@ class AdamTensor:
 
 
 def _whole_power(base: np.float64, exponent: int) -> np.float64:
-    """base^exponent, squaring: the factors base^(2^k) whose bit is set, lowest first."""
+    """base^exponent as the product of base^(2^k) for each set bit k, from the lowest."""
     result = np.float64(1.0)
     while exponent:
         if exponent % 2:
@@ -281,7 +281,7 @@ def adam_step(
     sum_of_squares: float | None = None,
     max_norm: float | None = None,
 ) -> AdamTensor:
-    """One step as kernels/adam.py describes it, an operation at a time; returns the new state, the old one is kept."""
+    """One step as specified in kernels/adam.py, in separate operations. Returns the new state."""
     if found_inf != 0:
         return tensor
     one, o, f32 = np.float64(1.0), tensor.options, np.float32
@@ -355,7 +355,7 @@ def adam_step(
 
 
 def adam_step_float64(w: float, m: float, v: float, g: float, t: int, o: AdamOptions) -> tuple[float, float, float]:
-    """The textbook step on one number, in fp64 and in the textbook's form."""
+    """A step of one number in fp64, with the formulas of the paper."""
     if not o.decoupled:
         g = g + o.decay * w
     m = o.beta1 * m + (1 - o.beta1) * g

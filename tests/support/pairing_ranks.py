@@ -1,8 +1,8 @@
-"""A rank of two that walks all pairings of optimizer, scaler and strategy; started once by test_pairings.py.
+"""A rank of two that trains with all pairings of optimizer, scaler and strategy, for test_pairings.py.
 
-In each cell a small model takes three steps, once unscaling in `step` and once before it. In the second step a gradient
-holds an Inf: in the shard of the last rank where gradients are sharded, in every rank's copy where they are not, as the
-reduction leaves it. What weights, scale and step counts have become on each rank is left for the test to compare.
+For each pairing, a small model takes three steps, once with unscaling in `step` and once with `unscale_` before it. In
+the second step a gradient has an Inf: in the shard of the last rank if gradients are sharded, otherwise in all copies,
+as after a reduction. The test compares the weights, scales and step counts of all ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, optimizer: Any, scaler: Any, strategy: str, unscale: bool) -> str:
-    """Three steps, the second with an Inf; the control, whose scaler is disabled, leaves that one out."""
+    """Three steps, the second with an Inf. The control, whose scaler is disabled, omits the second step."""
     for step in range(STEPS):
         optimizer.zero_grad()
         inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
@@ -99,7 +99,7 @@ def bare() -> torch.nn.Module:
 
 
 def cell(optimizer_name: str, scaler_name: str, strategy: str, unscale: bool) -> dict[str, Any]:
-    """What one pairing comes to on this rank: its part of the weights, flat, step counts, scale, and the error."""
+    """The outcome of one pairing on this rank: flat shard of the weights, step counts, scale, and the error."""
     model = STRATEGIES[strategy](bare())
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scaler = SCALERS[scaler_name]("cpu", init_scale=8.0)
@@ -110,14 +110,14 @@ def cell(optimizer_name: str, scaler_name: str, strategy: str, unscale: bool) ->
 
 
 def control() -> list[torch.Tensor]:
-    """The weights after the steps without the one that overflows, unscaled, in one process."""
+    """The weights of one process after the steps without the one that overflows, without a scaler."""
     model = bare()
     train(model, torch.optim.AdamW(model.parameters(), lr=0.01), halfstep.GradScaler("cpu", enabled=False), "", False)
     return [p.detach().reshape(-1) for p in model.parameters()]
 
 
 def norm_dtypes() -> dict[str, list[str]]:
-    """By parameter dtype, that of the norm which clipping under FSDP2 returns: torch's function, and our scaler."""
+    """The dtypes of the norms that clipping under FSDP2 returns, with torch and with our scaler, by parameter dtype."""
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         model = fsdp2(bare().to(dtype))
@@ -135,7 +135,7 @@ def norm_dtypes() -> dict[str, list[str]]:
 
 
 def wrapped_shards() -> dict[str, dict[str, Any]]:
-    """By scaler: SGD on a DTensor whose local parts are a wrapper subclass, with an Inf on the last rank, clipped."""
+    """SGD on a DTensor whose local tensors are a wrapper subclass, clipped, with an Inf on the last rank, by scaler."""
     mesh, found = init_device_mesh("cpu", (WORLD,)), {}
 
     def shard(first: torch.Tensor, second: torch.Tensor) -> DTensor:

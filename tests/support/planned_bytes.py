@@ -1,4 +1,4 @@
-"""Processes whose memory and messages are counted; started by test_planning_sharded.py and planned_table.py."""
+"""Processes whose memory and messages are counted, for test_planning_sharded.py and planned_table.py."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def under_zero1(dtype: torch.dtype, kind: type[torch.optim.Optimizer]) -> dict[s
 
 
 def under_ddp(view: bool) -> dict[str, int]:
-    """Weights, gradients and buckets, and what was reduced; storages that gradients and buckets share count once."""
+    """Bytes of weights, gradients and buckets, and of reductions. Shared storages count once."""
     model = DistributedDataParallel(Model().bfloat16(), gradient_as_bucket_view=view)
     optimizer = halfstep.AdamW(model.parameters())
     buckets: list[torch.Tensor] = []
@@ -114,7 +114,7 @@ def under_ddp(view: bool) -> dict[str, int]:
 
 
 def messages(**policy: Any) -> list[tuple[str, int]]:
-    """The whole buffers that FSDP2 gathers and scatters in one step, in bytes and in order."""
+    """The complete buffers that FSDP2 gathers and scatters in a step, in bytes and in order."""
     model = fsdp2(torch.float32, None, EVEN_BLOCKS, **policy)
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, torch.float32, columns=EVEN_BLOCKS[0][1])
@@ -168,7 +168,7 @@ class GPT(nn.Module):
 
 
 def cut(model: GPT, mesh: Any) -> GPT:
-    """Divided among tensor-parallel ranks as Megatron-LM does it."""
+    """Shard a module over tensor-parallel ranks as in Megatron-LM."""
     rows = ("blocks.*.out", "blocks.*.down")
     styles: dict[str, Any] = {name: ColwiseParallel() for name in ("blocks.*.qkv", "blocks.*.up")}
     styles |= {name: RowwiseParallel() for name in rows}
@@ -178,7 +178,7 @@ def cut(model: GPT, mesh: Any) -> GPT:
 
 
 def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]]:
-    """How each strategy is made of the GPT: the model as it is trained and its optimizer."""
+    """The wrapped GPT and its optimizer under each strategy."""
     ours = partial(halfstep.AdamW, lr=1e-3)
 
     def replicated(dtype: torch.dtype, hook: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -223,7 +223,7 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
 
 
 def one_step(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]) -> dict[str, Any]:
-    """What a rank holds after its third step, and every collective of that step: clipped, and scaled as for fp16."""
+    """The bytes on a rank after its third step, and every collective of that step, with clipping and a loss scale."""
     model, optimizer = make()
     scaler = halfstep.GradScaler("cpu", init_scale=4.0)
     tokens = torch.randint(SHAPE["vocab"], (BATCH, SHAPE["seq"] + 1))
@@ -273,7 +273,7 @@ def on_two() -> dict[str, Any]:
 
 
 def on_four() -> dict[str, Any]:
-    """Two groups of two for HSDP, and one of four for those that any number divides."""
+    """Trainings on four ranks: HSDP in two groups of two, and strategies for any number of ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     made = strategies(init_device_mesh("cpu", (2 * WORLD,)))
     names = ("ddp", "ddp, fp32 sent as bf16", "zero1-torch", "fsdp", "fsdp1")
@@ -292,5 +292,5 @@ def run(rank: int, ports: list[int]) -> dict[str, Any]:
 
 
 def measured() -> list[dict[str, Any]]:
-    """What each of the four ranks counted."""
+    """The counts of each of the four ranks."""
     return rank_processes.run(run, 2 * WORLD, rank_processes.free_ports(2), join=False)

@@ -1,4 +1,4 @@
-"""What is planned for a small GPT under each strategy, what was counted, and the table of both in docs/distributed.md.
+"""The planned and the counted bytes of a small GPT under each strategy, and their table in docs/distributed.md.
 
 ``python tests/support/planned_table.py`` trains it on two and four gloo ranks and prints the table.
 """
@@ -39,14 +39,14 @@ KINDS = ("weights", "gradients", "states")
 
 
 def made_for(name: str, rank: int) -> Plan:
-    """The plan of what `planned_bytes.one_step` trains. `rank` is of the world."""
+    """The plan for the training of `planned_bytes.one_step`. `rank`: the global rank."""
     options = {"gpus": 2, **OPTIONS[name]}
     ways = options.get("shard", options["gpus"]) if options.get("strategy", "ddp") != "ddp" else 1
     return plan(model=MODEL, batch=planned_bytes.BATCH, rank=rank % ways, **options)
 
 
 def planned_memory(made: Plan) -> dict[str, int]:
-    """Bytes of weights, gradients and each state. DDP's buckets are counted by a test of their own."""
+    """Bytes of weights, gradients and each state. Another test counts DDP's buckets."""
     return {part.name: part.bytes for part in made.parts if part.phase == "always" and part.name != "buckets"}
 
 
@@ -65,7 +65,7 @@ def planned_messages(made: Plan) -> dict[str, int]:
 
 
 def split(sent: list[tuple[Any, ...]]) -> tuple[dict[str, int], int]:
-    """Bytes that one rank sends in a step by operation, and those of flag and norm, two fp64 numbers, apart."""
+    """Bytes that one rank sends in a step by operation, and separately those of flag and norm, two fp64 numbers."""
     by_operation: dict[str, Fraction] = {}
     scaler = Fraction(0)
     for message in (Message(*each) for each in sent):
@@ -77,7 +77,7 @@ def split(sent: list[tuple[Any, ...]]) -> tuple[dict[str, int], int]:
 
 
 def table(ranks: list[dict[str, Any]]) -> str:
-    """Rows of rank 0, in which every number is the planned one and the counted one.
+    """The rows for rank 0. Every planned number equals the counted one.
 
     Raises:
         ValueError: they differ.

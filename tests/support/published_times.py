@@ -1,11 +1,11 @@
-"""Fit the predictor of ``halfstep bench predict`` to published times, and say how far off it is on others.
+"""Fit the predictor of ``halfstep bench predict`` to published times, and measure its error on others.
 
     python tests/support/published_times.py all_benchmark_data.csv
 
 The times are those of Liger-Kernel's kernels on an A100, two H100 and a B200: ``benchmark/data/all_benchmark_data.csv``
-of https://github.com/linkedin/Liger-Kernel (BSD 2-Clause), which is not part of this project. What the kernels take is
-in tests/bench/published_counts.json (`software_gpu.published`). The pairs of GPU and kernel are halved by their order
-in the alphabet: nothing of the second half is seen by the fit.
+of https://github.com/linkedin/Liger-Kernel (BSD 2-Clause), which is not part of this project. The counts of the kernels
+are in tests/bench/published_counts.json (`software_gpu.published`). The pairs of GPU and kernel are divided into two
+halves by their alphabetical order. The fit uses only the first half.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHORTEST = 10e-6  # seconds; what is measured below says more of the launch than
 
 @dataclass(frozen=True)
 class Measured:
-    """A published time, in seconds, beside what the call was counted to take."""
+    """A published time, in seconds, and the counts of the call."""
 
     counted: dict[str, Any]
     seconds: float
@@ -49,7 +49,7 @@ class Measured:
 
 
 def of_triton(counted: dict[str, Any]) -> bool:
-    """Whether the Triton kernels of a call move at least as many bytes as torch's beside them."""
+    """Whether the Triton kernels of a call move at least as many bytes as its torch kernels."""
     own = sum(predictor.SECTOR * launch["fresh"] for launch in counted["launches"])
     return bool(counted["launches"]) and own >= sum(moved for _, moved in counted["torch"])
 
@@ -72,7 +72,7 @@ def read(times: Path, counts: Path = COUNTS) -> list[Measured]:
 
 
 def halves(rows: list[Measured]) -> tuple[list[Measured], list[Measured]]:
-    """Those to fit to, and those held back: of each GPU's kernels in the order of the alphabet, every other one."""
+    """The rows for the fit and those held back: alternate kernels of each GPU in alphabetical order."""
     held = set()
     pairs = sorted({row.pair for row in rows})
     for gpu in {gpu for gpu, _ in pairs}:
@@ -88,15 +88,15 @@ def predicted(counted: dict[str, Any]) -> float:
 
 
 def ruled_by_the_gpu(row: Measured) -> bool:
-    """Whether it is the GPU that a call takes its time on, as far as one can tell without measuring.
+    """Whether the GPU, and not the host, determines the time of a call, as far as it can be told without measuring.
 
-    Autograd takes 90 to 300 us of the host in the published backward calls, and as good as none in one of them.
+    In all but one of the published backward calls, autograd takes 90 to 300 us on the host.
     """
     return row.counted["mode"] != "backward" or predicted(row.counted) > HOST_OF_BACKWARD
 
 
 def error(rows: Iterable[Measured], which: Callable[[Measured], bool] = lambda row: True) -> predictor.Error:
-    """What the predictions of these rows miss by, from 10 us on."""
+    """The errors of the predictions of calls of at least 10 us."""
     off = sorted(
         abs(predicted(row.counted) / row.seconds - 1) for row in rows if row.seconds >= SHORTEST and which(row)
     )
@@ -127,14 +127,14 @@ def _gpus() -> dict[str, predictor.GPU]:
 
 
 def mean(rows: Iterable[Measured]) -> float:
-    """What a fit makes small: the mean error of calls that the GPU rules, of which none counts for more than 40 %."""
+    """The objective of the fit: the mean error of calls that the GPU determines, each counted as at most 40 %."""
     with mock.patch.object(predictor, "GPUS", _gpus()):
         off = [min(abs(math.log(predicted(row.counted) / row.seconds)), 0.4) for row in rows if ruled_by_the_gpu(row)]
     return sum(off) / len(off)
 
 
 def fit(rows: list[Measured]) -> dict[str, Any]:
-    """Better constants, found one by one in smaller and smaller steps from those that are there."""
+    """Fitted constants, found one at a time in decreasing steps from the present ones."""
     before = {name: copy.copy(getattr(predictor, name)) for name in CONSTANTS}
     try:
         best = mean(rows)
@@ -147,7 +147,7 @@ def fit(rows: list[Measured]) -> dict[str, Any]:
 
 
 def _step(rows: list[Measured], step: float, best: float) -> float:
-    """Change each constant by a factor of 1 + `step` either way where that is better. Returns the mean error then."""
+    """Multiply or divide each constant by 1 + `step` if that is better. Returns the mean error."""
     for name, family, most in FITTED:
         place, key = (vars(predictor), name) if family is None else (getattr(predictor, name), family)
         for factor in (1 + step, 1 / (1 + step)):

@@ -1,8 +1,8 @@
-"""Triton's interpreter without the work it repeats.
+"""Triton's interpreter without repeated work.
 
-At every call of a ``@triton.jit`` function, a kernel's helpers among them, the interpreter looks through
-``triton.language`` for the functions that it must replace. Within a launch the first look serves all later ones, which
-take more than half of the time of a kernel that has many helpers.
+At every call of a ``@triton.jit`` function, including the helpers of a kernel, the interpreter scans
+``triton.language`` for the functions that it must replace. One scan per launch suffices. The others take more than half
+of the time of a kernel with many helpers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def install() -> None:
-    """Look through ``triton.language`` once per launch; nothing where this Triton's interpreter is built otherwise."""
+    """Make the interpreter scan ``triton.language`` once per launch. Does nothing with other versions of Triton."""
     try:
         from triton.runtime import interpreter
     except ImportError:

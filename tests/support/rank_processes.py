@@ -1,4 +1,4 @@
-"""Ranks of a process group, each forked as forks.py has it, and what a function returns on each."""
+"""Run a function on the ranks of a process group, each a process that forks.py forks."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def free_ports(count: int) -> list[int]:
 
 
 def environments(world: int) -> list[dict[str, str]]:
-    """By rank, this process's environment with the variables of torchrun."""
+    """The environment of each rank: that of this process and the variables of torchrun."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0], "WORLD_SIZE": world}
     places = [{**place, "LOCAL_WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
     return [{**os.environ, **{name: str(value) for name, value in one.items()}} for one in places]
 
 
 def run(function: Callable[..., Any], world: int, *arguments: Any, join: bool = True, fresh: bool = False) -> list[Any]:
-    """What ``function(rank, *arguments)`` returns on each of `world` ranks: anything that `torch.load` takes as data.
+    """The results of ``function(rank, *arguments)`` on each of `world` ranks. They must be data for `torch.load`.
 
-    The ranks have this process's environment and the variables of torchrun. With `join` they are a process group on
-    gloo. With `fresh` each is an interpreter of its own, whose sets have an order of their own.
+    The ranks have the environment of this process and the variables of torchrun. With `join` they form a process group
+    with gloo. With `fresh` each is a new interpreter, with another order of sets.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback. The others are ended.
+        torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback. The other ranks are ended.
     """
     if not fresh:
         forks.serve()
@@ -70,7 +70,7 @@ def _rank(
     world: int,
     folder: str,
 ) -> None:
-    """One of them. The function is imported here, once the environment is the one it is to see."""
+    """One rank. It imports the function after its environment is set."""
     os.environ.clear()
     os.environ.update(environments[rank])
     torch.set_num_threads(1)

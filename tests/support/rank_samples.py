@@ -1,4 +1,4 @@
-"""Functions for ranks; started by tests/integrations/distributed/test_rank_processes.py."""
+"""Functions that run on ranks, for tests/integrations/distributed/test_rank_processes.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IMPORTED = os.environ.get("HALFSTEP_SAMPLE")
 
 
 def seen(rank: int, name: str) -> dict[str, Any]:
-    """A variable of the environment now and at the import, the process, and the sum over ranks of their numbers."""
+    """An environment variable now and at the import, the process id, and the sum of all ranks."""
     total = torch.tensor(float(rank))
     if dist.is_initialized():
         dist.all_reduce(total)

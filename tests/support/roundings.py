@@ -1,4 +1,4 @@
-"""Every rounding of kernels/rounding.py by another road: sorted tables of fractions, one number at a time."""
+"""Every rounding of kernels/rounding.py, computed with sorted tables of fractions, one number at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HAS_INFINITY = {dtype: dtype != torch.float8_e4m3fn for dtype in DTYPES}
 
 @cache
 def grid(dtype: torch.dtype) -> list[Fraction]:
-    """The non-negative finite values in the order of their codes, and one more that stands for overflow."""
+    """The non-negative finite values in the order of their codes, and one more that represents overflow."""
     form = NUMPY[dtype]
     unsigned = np.uint8 if form.itemsize == 1 else np.uint16
     codes = np.arange(2 ** (8 * form.itemsize - 1), dtype=unsigned)
@@ -35,7 +35,7 @@ def grid(dtype: torch.dtype) -> list[Fraction]:
 
 @cache
 def points(dtype: torch.dtype, every: int = 1) -> np.ndarray:
-    """fp32 values where a rounding may change its mind: codes, midpoints, quarter points, each with its neighbours."""
+    """The thresholds of rounding: values, midpoints and quarter points, with the neighboring fp32 values."""
     values = np.array(grid(dtype)[::every], dtype=np.float64)  # exact, as are the sums of their quarters
     exact = values[:-1, None] + np.diff(values)[:, None] * (np.arange(4) / 4)
     patterns = exact.ravel().astype(np.float32).view(np.uint32).astype(np.int64)
@@ -47,7 +47,7 @@ def points(dtype: torch.dtype, every: int = 1) -> np.ndarray:
 
 
 def code(value: float, dtype: torch.dtype, rounding: str, saturate: bool, word: int) -> int | None:
-    """The code that an fp32 `value` rounds to; None stands for any NaN."""
+    """The code that an fp32 `value` rounds to; None is any NaN."""
     values, form = grid(dtype), NUMPY[dtype]
     sign = 1 << (8 * form.itemsize - 1) if math.copysign(1.0, value) < 0 else 0
     largest = len(values) - 2

@@ -1,8 +1,8 @@
-"""Runs the tests marked ``gpu`` where none may hang the others: ``python tests/support/run_gpu_tests.py --out DIR``.
+"""Run the tests marked ``gpu`` so that none can hang the others: ``python tests/support/run_gpu_tests.py --out DIR``.
 
-For a first run on unknown hardware. Several processes share the tests; one that hangs or breaks the GPU's context is
-ended, and a fresh process goes on with the others (``watchdog.py``). DIR gets ``tests.txt`` and ``tests.json``. Exit
-status: 0 if every test passed or was skipped.
+For a first run on unknown hardware. Several processes share the tests. If a test hangs or breaks the GPU's context, its
+process is ended and a new one continues with the other tests (``watchdog.py``). DIR receives ``tests.txt`` and
+``tests.json``. Exit status: 0 if every test passed or was skipped.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ TEST_SECONDS = 60  # for one test, compiling included
 
 
 def run_tests(seconds: float, folder: Path, tests: Path, processes: int, marker: str = "gpu") -> dict[str, Any]:
-    """Run the tests marked `marker` in files ``test_gpu.py``, whatever hangs or breaks, for at most `seconds`.
+    """Run the tests marked `marker` in files ``test_gpu.py`` for at most `seconds`, even if some hang or break the GPU.
 
     Args:
-        seconds: for all of them.
-        folder: for the records.
-        tests: the folder that holds them.
-        processes: how many run at once, each its share.
-        marker: what pytest's ``-m`` selects.
+        seconds: time limit for all tests.
+        folder: folder for the records.
+        tests: folder of the tests.
+        processes: number of concurrent processes, which share the tests.
+        marker: argument of pytest's ``-m``.
 
     Returns:
-        ``counts`` by outcome, ``failed`` (list of test, outcome, message) and ``failed`` is empty if all is well.
+        ``counts`` by outcome, and ``failed``, a list of (test, outcome, message).
     """
     files = sorted(map(str, tests.rglob("test_gpu.py")))
     end = time.monotonic() + seconds
@@ -116,7 +116,7 @@ def _outcomes(records: Sequence[Path], ended: Sequence[int]) -> dict[str, Any]:
 
 
 def variables_here() -> dict[str, str]:
-    """The environment of the processes: they find the package and the plugin where this process did."""
+    """The environment of the processes, with the import paths of this process."""
     path = [str(ROOT / "src"), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 

@@ -1,4 +1,4 @@
-"""Kernels for the tests of the compile audit whose machine code is known: bytes, widths, no contraction."""
+"""Kernels with known machine code (bytes, widths, no contraction) for the tests of the audit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _load(at):
 
 @jit
 def loop_kernel(x, y, n, BLOCK: tl.constexpr):
-    """Sum down a column, through an inlined helper: ptxas unrolls this loop, which must not count twice."""
+    """Sum a column with an inlined helper. ptxas unrolls this loop, which must not count several times."""
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for row in tl.range(0, n, num_stages=1):
@@ -68,7 +68,7 @@ def two_pass_kernel(x, y, n, BLOCK: tl.constexpr):
 
 @jit
 def tail_kernel(x, y, n, BLOCK: tl.constexpr):
-    """Copy fp32: the bulk in whole sixteens, then up to fifteen that do not count."""
+    """Copy fp32: the bulk in groups of 16, then up to 15 elements that do not count."""
     start = tl.program_id(0) * BLOCK
     left = tl.minimum(n - start, BLOCK)
     bulk = left // 16 * 16
@@ -80,7 +80,7 @@ def tail_kernel(x, y, n, BLOCK: tl.constexpr):
 
 @jit
 def masked_kernel(x, mask, y, BLOCK: tl.constexpr):
-    """Keep the fp32 values whose byte is set: 5 bytes in, 4 out. Beside 4 values of 128 bits stand 4 bytes of 32."""
+    """Keep the fp32 values whose byte is set: 5 bytes in, 4 out. 4 values are 128 bits wide, 4 bytes are 32."""
     start, offsets = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
     keep = tl.load(tl.multiple_of(mask + start, 4) + offsets) != 0
     tl.store(y + start + offsets, tl.where(keep, tl.load(x + start + offsets), 0.0))
@@ -88,7 +88,7 @@ def masked_kernel(x, mask, y, BLOCK: tl.constexpr):
 
 @jit
 def convert_kernel(x, y, BLOCK: tl.constexpr):
-    """fp16 to fp32, both in 128 bits: 8 values per thread become 4, through shared memory. One more barrier by hand."""
+    """fp16 to fp32 in accesses of 128 bits, with an exchange through shared memory and an explicit barrier."""
     offsets = tl.arange(0, BLOCK)
     values = tl.load(x + offsets)
     tl.debug_barrier()
@@ -97,7 +97,7 @@ def convert_kernel(x, y, BLOCK: tl.constexpr):
 
 @jit
 def strided_kernel(x, y, stride, BLOCK: tl.constexpr):
-    """Add a column to an aligned vector: the column's values come one by one and drop out of the bulk."""
+    """Add a column to an aligned vector. The values of the column are loaded singly and are not in the bulk path."""
     offsets = tl.arange(0, BLOCK)
     tl.store(y + offsets, tl.load(y + offsets) + tl.load(x + offsets * stride))
 
@@ -116,7 +116,7 @@ def _masked(x: torch.Tensor, mask: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def variants() -> Iterator[Variant]:
-    """What the audit compiles."""
+    """The variants for the audit."""
     table, size, x, y = _empty(torch.int64), _empty(torch.int64), _empty(), _empty()
     some = 7  # of which the compiler learns nothing
     for dtype, name in ((tl.bfloat16, "bf16"), (tl.float16, "fp16")):

@@ -1,4 +1,4 @@
-"""Save one checkpoint after another until killed, announcing each; `python save_forever.py FOLDER`."""
+"""Save checkpoints until killed, and print a line for each: `python save_forever.py FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of two that steps shards of FSDP1 and FSDP2; started by tests/integrations/distributed/test_shards.py."""
+"""A rank of two that steps shards of FSDP1 and FSDP2, for tests/integrations/distributed/test_shards.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """By the parameters' names, whole. Collective."""
+    """The unsharded masters by the names of the parameters. Collective."""
     state = optimizer.state_dict()["state"]
     names = [name for name, _ in model.named_parameters()]
     return {name: whole(state[number]["master"]) for number, name in enumerate(names)}
@@ -58,7 +58,7 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, part: int) -
 
 
 def trained(keep: bool, offload: bool = False) -> dict[str, torch.Tensor]:
-    """FSDP2 with split masters, another batch on each rank: the masters in the end."""
+    """The masters after training under FSDP2 with split masters, with another batch on each rank."""
     policy: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     model = fully_shard(model_of(torch.bfloat16), mp_policy=IN_FP32, **policy)
     if keep:
@@ -69,7 +69,7 @@ def trained(keep: bool, offload: bool = False) -> dict[str, torch.Tensor]:
 
 
 def alone(keep: bool, order: list[int], in_one: bool = False) -> dict[str, torch.Tensor]:
-    """The same in one process: the parts' gradients summed in fp32 in some order, or all parts in one batch."""
+    """The same in one process, with the gradients of all parts added in fp32 in a given order, or in one batch."""
     model = model_of(torch.bfloat16)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
@@ -81,7 +81,7 @@ def alone(keep: bool, order: list[int], in_one: bool = False) -> dict[str, torch
 
 
 def gradients(model: torch.nn.Module, step: int, order: list[int], in_one: bool) -> list[torch.Tensor]:
-    """The mean over the parts, in fp32."""
+    """The mean of the gradients of all parts, in fp32."""
     if in_one:
         inputs = torch.cat([batch(step, part) for part in order])
         return [grad.float() for grad in torch.autograd.grad(loss(model, inputs), list(model.parameters()))]
@@ -96,7 +96,7 @@ def gradients(model: torch.nn.Module, step: int, order: list[int], in_one: bool)
 
 
 def reduced(kept: bool, backwards: int, offload: bool = False, hybrid: bool = False) -> dict[str, Any]:
-    """Gradients after some backward passes, whole, and their dtype; `hybrid` has two copies instead of two shards."""
+    """Unsharded gradients after some backwards, and their dtype. `hybrid`: two replicas instead of two shards."""
     policy: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     if hybrid:
         policy["mesh"] = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
@@ -117,7 +117,7 @@ def reduced(kept: bool, backwards: int, offload: bool = False, hybrid: bool = Fa
 
 
 def scaled_overflow() -> dict[str, Any]:
-    """An Inf in rank 1's kept gradient alone, in the second of three steps."""
+    """Three steps, the second with an Inf only in the kept gradient of rank 1."""
     model = fully_shard(model_of(torch.bfloat16), mp_policy=IN_FP32)
     keep_reduced_gradients(model)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e-3)
@@ -141,7 +141,7 @@ def scaled_overflow() -> dict[str, Any]:
 
 @contextmanager
 def counting() -> Iterator[list[adam.Layout]]:
-    """The layouts of the launches inside."""
+    """A context that records the layouts of launches."""
     launched: list[adam.Layout] = []
     launch = adam.launch
 
@@ -164,7 +164,7 @@ def many_kinds() -> torch.nn.ModuleList:
 
 
 def stepped_by_hand(model: torch.nn.ModuleList) -> tuple[int, dict[str, torch.Tensor]]:
-    """Steps with gradients that are the same everywhere: launches of the last, and the weights."""
+    """Steps with the same gradients on all ranks. Returns the launches of the last step, and the weights."""
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         for index, p in enumerate(model.parameters()):
@@ -189,7 +189,7 @@ def sharded_kinds() -> dict[str, Any]:
 
 
 def flat(dtype: torch.dtype, use_orig_params: bool) -> dict[str, Any]:
-    """FSDP1's flat parameters, every rank with the same batch, so that the mean is what one process has."""
+    """Train FSDP1's flat parameters. Every rank has the same batch, so that the mean is the gradient of one process."""
     model = FullyShardedDataParallel(model_of(dtype), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):

@@ -1,7 +1,7 @@
-"""A rank that steps shards with stochastic rounding; started by tests/integrations/test_optim_stochastic.py.
+"""A rank that steps shards with stochastic rounding, for tests/integrations/test_optim_stochastic.py.
 
-The ranks never speak to each other (torch's fake process group), but each is a process of its own: DTensor keeps what
-it once derived from a mesh, the rank included.
+The ranks do not communicate (torch's fake process group), but each is a separate process, because DTensor caches
+values derived from a mesh, including the rank.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ CASES = list(itertools.product(CUTS, SHAPES))
 
 
 def gradient(index: int, step: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Always the same for the same arguments."""
+    """A gradient that depends only on the arguments."""
     generator = torch.Generator().manual_seed(1000 * step + index)
     return torch.randn(shape, generator=generator).to(dtype)
 
 
 def piece(value: torch.Tensor, rank: int, cut: str) -> torch.Tensor:
-    """What a rank holds, cut by hand as torch.chunk cuts, the first mesh dimension first."""
+    """The shard of a rank, split as by torch.chunk, over the first mesh dimension first."""
     mesh_shape, dims = CUTS[cut]
     coordinate = (rank,) if len(mesh_shape) == 1 else divmod(rank, mesh_shape[1])
     for at, ways, dim in zip(coordinate, mesh_shape, dims, strict=True):
@@ -72,14 +72,14 @@ INTERLEAVED = (8, 6, 4)
 
 
 def interleaved_piece(value: torch.Tensor, rank: int) -> torch.Tensor:
-    """Rows cut by the second mesh dimension first, as FSDP2 over tensor parallelism cuts them."""
+    """The shard of a rank, with rows split over the second mesh dimension first, as in FSDP2 with TP."""
     first, second = divmod(rank, 2)
     start = second * 4 + first * 2
     return value[start : start + 2].contiguous()
 
 
 def interleaved(value: torch.Tensor, rank: int) -> Any:
-    """The same as a DTensor."""
+    """`interleaved_piece` as a DTensor."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -91,7 +91,7 @@ def interleaved(value: torch.Tensor, rank: int) -> Any:
 
 
 def train(shape: tuple[int, ...], of: Any) -> dict[str, torch.Tensor]:
-    """Three steps of the second of two parameters, `of` each value; what a rank holds in the end."""
+    """Three steps of the second of two parameters. Returns the shard of the rank."""
     start = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
     first, parameter = torch.nn.Parameter(torch.ones(3).bfloat16()), torch.nn.Parameter(of(start))
     optimizer = halfstep.AdamW([first, parameter], **OPTIONS)
@@ -103,7 +103,7 @@ def train(shape: tuple[int, ...], of: Any) -> dict[str, torch.Tensor]:
 
 
 def refused() -> list[str]:
-    """Parts that lie in no range: columns and last, and rows in an interleaved order. The errors' texts."""
+    """The errors for shards that are not contiguous ranges: columns, and rows in an interleaved order."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard

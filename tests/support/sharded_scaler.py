@@ -1,6 +1,6 @@
-"""A rank of a two-process run whose gradients overflow on rank 1 only; started by test_bugs_of_others.py.
+"""A rank of two whose gradients overflow on rank 1 only, for test_bugs_of_others.py.
 
-Each rank holds parameters of its own, as FSDP1's ranks do.
+Each rank has different parameters, like the shards of FSDP1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import halfstep
 
 
 def overflow(scaler: Any, make: Any, rank: int, unscale: bool) -> dict[str, Any]:
-    """Two steps, of which rank 1's first has an Inf: what the rank's parameter and the scale have become."""
+    """Two steps, the first with an Inf on rank 1. Returns the parameter of the rank and the scale."""
     p = torch.nn.Parameter(torch.ones(4))
     optimizer = make([p])
     error = ""

@@ -1,4 +1,4 @@
-"""A rank of a two-process FSDP2 run; started by tests/integrations/test_sharded.py."""
+"""A rank of two that trains under FSDP2, for tests/integrations/test_sharded.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model_of(dtype: torch.dtype, seed: int = 0) -> torch.nn.Module:
 
 
 def backward(model: torch.nn.Module, scaler: Any, step: int, dtype: torch.dtype) -> None:
-    """Every rank sees the same batch, so the mean over ranks is the single process's gradient."""
+    """A backward with the same batch on every rank, so that the mean is the gradient of one process."""
     inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
     scaler.scale(model(inputs).float().square().mean()).backward()
 
@@ -52,7 +52,7 @@ def run(rank: int) -> dict[str, Any]:
 
 
 def overflow_on_one_rank(rank: int) -> dict[str, Any]:
-    """An Inf in rank 1's shard only: what happens on this rank."""
+    """The outcome on this rank of an Inf in the shard of rank 1."""
     model = fully_shard(model_of(torch.bfloat16))
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     scaler = halfstep.GradScaler("cpu", init_scale=8.0)
@@ -81,7 +81,7 @@ def clipped_norm() -> float:
 
 
 def stochastic_steps(shard: bool) -> dict[str, torch.Tensor]:
-    """Three steps that round by chance, sharded or not; the whole parameters."""
+    """Unsharded parameters after three steps with stochastic rounding, sharded or not."""
     model = model_of(torch.bfloat16)
     if shard:
         model = fully_shard(model)
@@ -97,7 +97,7 @@ def stochastic_steps(shard: bool) -> dict[str, torch.Tensor]:
 
 
 def save_and_resume() -> dict[str, Any]:
-    """Five steps, a full checkpoint, a fresh model, five more; beside ten in a row."""
+    """Five steps, a full checkpoint, a new model and five more steps, compared with ten steps."""
     model = fully_shard(model_of(torch.bfloat16))
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     scaler = halfstep.GradScaler("cpu", enabled=False)

@@ -1,11 +1,11 @@
-"""Thousands of random faults on four ranks, over every topology: no two ranks may ever disagree.
+"""Thousands of random faults on four ranks, in every topology: the ranks must always agree.
 
     python tests/support/soak.py --faults 10000 --out out/soak
 
-Short trainings, one topology after the other, with halfstep's and torch's optimizers in bf16, fp16 and fp32. In half of
-the steps the gradient of one rank gets an Inf, a NaN or a -Inf, before its reduction or after it. What all ranks must
-then have done is in topology_walk.py. `--scaler torch` runs torch.amp.GradScaler instead. The exit status is 1 if any
-rank ever disagreed or changed what it had to leave.
+Short trainings in each topology, with halfstep's and torch's optimizers in bf16, fp16 and fp32. In half of the steps,
+the gradient of one rank gets an Inf, a NaN or a -Inf, before or after its reduction. topology_walk.py checks the
+reaction of all ranks. `--scaler torch` uses torch.amp.GradScaler instead. The exit status is 1 if ranks ever disagreed,
+or changed something in a skipped step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def rank_main(rank: int, names: list[str], options: argparse.Namespace) -> dict[
 
 
 def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row per topology: the counts, the same on every rank, and all complaints."""
+    """One row per topology: the counts, which are the same on every rank, and all problems."""
     rows = {}
     for name, own in found[0].items():
         complaints = [one for rank in found for one in rank[name]["complaints"]]
@@ -83,7 +83,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print a table of the topologies, and what went wrong."""
+    """Print a table of the topologies, and the problems."""
     screen = terminal()
     rows = [
         (name, str(row["faults"]), str(row["steps"]), str(row["disagreements"]))

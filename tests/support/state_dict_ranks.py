@@ -1,4 +1,4 @@
-"""A rank of two that asks of our optimizers what PyTorch's state-dict tests ask; started by
+"""A rank of two that runs the cases of PyTorch's state-dict tests with our optimizers, for
 test_state_dict_cases_of_torch.py."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {"fp32": (torch.float32
 
 
 class Checks(VerifyStateDictMixin, TestCase):
-    """torch's own comparison of state dicts."""
+    """torch's comparison of state dicts."""
 
     def runTest(self) -> None: ...
 
@@ -80,7 +80,7 @@ WRAPPINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def train(model: torch.nn.Module, *optimizers: Any, steps: int = 3) -> None:
-    """The same inputs on every rank, so that all wrappings train alike."""
+    """Train with the same inputs on every rank, so that all wrappings give the same bits."""
     for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -97,7 +97,7 @@ def whole(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def round_trip(wrapping: str, cls: Any, layout: str, flat: bool, kind: str = "") -> None:
-    """Trained wrapped and plain: the state dicts say the same, before and after they are loaded."""
+    """The state dicts of wrapped and plain models are equal, before and after they are loaded."""
     checks = Checks()
     options = StateDictOptions(flatten_optimizer_state_dict=flat, ignore_frozen_params=kind == "frozen")
     dtype, more = LAYOUTS[layout]
@@ -132,7 +132,7 @@ def round_trip(wrapping: str, cls: Any, layout: str, flat: bool, kind: str = "")
 
 
 def offloaded(wrapping: str, cls: Any) -> None:
-    """On the CPU as asked; whole, the first rank's only where it is both."""
+    """State dicts with CPU offload and full state dicts. With both options, only the first rank has one."""
     model = WRAPPINGS[wrapping](CompositeParamModel(device=CPU))
     optimizer = cls(model.parameters())
     for full in (False, True):
@@ -146,7 +146,7 @@ def offloaded(wrapping: str, cls: Any) -> None:
 
 
 def from_the_first_rank(wrapping: str, cls: Any, layout: str) -> None:
-    """Only the first rank has what is loaded; afterwards all are what it was, whatever they were."""
+    """Load a state that only the first rank has; afterwards all ranks have it."""
     checks, (dtype, more) = Checks(), LAYOUTS[layout]
     torch.manual_seed(0)
     plain = CompositeParamModel(device=CPU).to(dtype)
@@ -175,7 +175,7 @@ def from_the_first_rank(wrapping: str, cls: Any, layout: str) -> None:
 
 
 def options_of_others(cls: Any) -> None:
-    """What a scheduler wrote into the groups is loaded into an optimizer that has none, from the first rank's copy."""
+    """Load options that a scheduler wrote into the groups, from the first rank, into an optimizer without them."""
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
     for layer in model:
         _sharded(layer)
@@ -192,7 +192,7 @@ def options_of_others(cls: Any) -> None:
 
 
 def flat_or_not(cls: Any, layout: str) -> None:
-    """The same optimizer saved flat and nested, loaded into another over the same parameters."""
+    """Save an optimizer flat and nested, and load it into another one of the same parameters."""
     checks, (dtype, more) = Checks(), LAYOUTS[layout]
     model = _sharded(CompositeParamModel(device=CPU).to(dtype))
     optimizer, other = (cls(model.parameters(), **more) for _ in range(2))
@@ -235,7 +235,7 @@ def before_the_first_forward(cls: Any) -> None:
 
 
 def without_a_group(cls: Any, layout: str) -> None:
-    """One process, without torch.distributed; here and not in `cases`."""
+    """One process without torch.distributed, which is not in `cases`."""
     checks, (dtype, more) = Checks(), LAYOUTS[layout]
     assert not dist.is_initialized()
     model = CompositeParamModel(device=CPU).to(dtype)

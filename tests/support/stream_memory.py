@@ -1,8 +1,8 @@
 """The memory of the model of a GPU (stream_model.py): addresses from which tensors are made, and who freed them.
 
-A block that the host frees is poisoned in its stream's order and given to the next allocation of that stream, as
-PyTorch's caching allocator does: work of another stream, or of a graph, that still counts on it reads what is not its
-own. Memory allocated during a capture belongs to the graph, and nobody else gets it.
+A block that the host frees is poisoned in the order of its stream and reused by the next allocation of that stream, as
+in PyTorch's caching allocator. Work of another stream or of a graph that still uses it therefore reads wrong data.
+Memory allocated during a capture belongs to the graph and is not reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Memory:
 
     Args:
         size: bytes.
-        freed: is told (pool, offset, size) when the host frees a block, and calls `give` when it may be used again.
+        freed: called with (pool, offset, size) when the host frees a block; must call `give` when it may be reused.
     """
 
     def __init__(self, size: int, freed: Callable[[Any, int, int], None]) -> None:
@@ -40,11 +40,11 @@ class Memory:
         return self.start <= address < self.end
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this memory."""
+        """Whether a tensor is in this memory."""
         return tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self
 
     def new(self, pool: Any, shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in memory of its own, whose content is whatever was there."""
+        """A tensor in newly allocated, uninitialized memory."""
         strides = torch.empty(shape, device="meta").stride() if strides is None else strides
         extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
         size = 0 if 0 in shape else extent * dtype.itemsize
@@ -63,22 +63,22 @@ class Memory:
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
 
     def give(self, pool: Any, offset: int, size: int) -> None:
-        """Have a block used again by the next allocation of its size from its pool."""
+        """Return a block to its pool, for the next allocation of its size."""
         self._free.setdefault((pool, size), []).append(offset)
 
     def poison(self, offset: int, size: int) -> None:
-        """What stands in a block is lost."""
+        """Overwrite the content of a block."""
         self._bytes[offset : offset + size] = POISON
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same elements as addresses only: it keeps no memory, as a launch under way keeps none."""
+        """The elements by address only. Like a queued launch, it does not keep the memory allocated."""
         if not tensor.numel():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         place = (tensor.data_ptr() - self.start) // tensor.dtype.itemsize
         return torch.empty(0, dtype=tensor.dtype).set_(self._whole, place, tensor.shape, tensor.stride())
 
     def numbers(self, address: int, count: int, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-        """What stands at an address.
+        """The numbers at an address.
 
         Raises:
             AssertionError: the address is not in this memory.

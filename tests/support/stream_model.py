@@ -1,18 +1,18 @@
-"""A model of a GPU's streams and graphs for tests: our real host code runs, and the device is late.
+"""A model of a GPU's streams and graphs for tests, which runs our real host code with an asynchronous device.
 
-Inside `Model` tensors on ``model.device`` say that they are on ``cuda:0`` and lie in memory of the model's own
-(stream_memory.py). Operations on them return at once; what they compute is recorded on the current stream, as are
-launches of our kernels, copies, fills and frees, and is executed later: in any order that streams and events allow
-(``order="random"``), as late as can be (``"late"``) or at once (``"at once"``). Launches hold addresses and numbers and
-read their tables when they are executed. Graphs are captured and replayed; what PyTorch and CUDA refuse during a
-capture is refused here.
+In a `Model`, tensors on ``model.device`` claim to be on ``cuda:0``. Their memory is that of the model
+(stream_memory.py). Operations on them return immediately. The operations, launches of our kernels, copies, fills and
+frees are recorded on the current stream and executed later: in any order that streams and events allow
+(``order="random"``), as late as possible (``"late"``) or immediately (``"at once"``). Launches contain addresses and
+numbers, and read their tables when they are executed. Graphs are captured and replayed. Calls that PyTorch and CUDA
+refuse during a capture are refused here.
 
-Copies between host and device tell pinned from pageable memory. `blocking` names every call after which the host waited
-for the device, `pageable` every copy from memory that is not pinned; with ``torch.cuda.set_sync_debug_mode("error")``
-the former raise.
+Pinned and pageable memory are distinguished. `blocking` lists every call in which the host waited for the device, and
+`pageable` every copy from memory that is not pinned. With ``torch.cuda.set_sync_debug_mode("error")``, waiting calls
+raise.
 
-What it simplifies: one device, one thread; captured nodes are replayed in the order of their capture; a pageable copy
-is taken from the host at once.
+Simplifications: there are one device and one thread, captured nodes are replayed in the order of their capture, and
+copies from pageable memory read the host immediately.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OF_THE_HOST = (aten.set_, aten.detach_, aten.resize_, aten.t_, aten.squeeze_, at
 
 
 class _Function:
-    """A C++ function in place of a kernel: a call records it, by addresses and numbers alone."""
+    """A C++ function that replaces a kernel. A call records it, with addresses and numbers only."""
 
     def __init__(self, model: Model, name: str, function: Any) -> None:
         vars(self).update(model=model, name=name, function=function)
@@ -94,7 +94,7 @@ class _Library:
 
 
 class _Deferred(TorchDispatchMode):
-    """Operations on the device's tensors get their results' memory at once and are executed by the stream."""
+    """Operations on tensors of the device allocate their results at once. The stream executes them later."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Deferred(TorchDispatchMode):
 
 
 class _Python(TorchFunctionMode):
-    """What Python asks of tensors: where they are, copies to and from the host, new ones."""
+    """Python functions of tensors: device, copies to and from the host, creation."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -127,16 +127,17 @@ class Model:
     """The device; a context manager, inside which everything runs on it.
 
     Args:
-        order: in which work is executed, see above.
-        seed: of the random order.
-        kernels: what stands for our kernels: ``"native"`` (C++), ``"triton"`` (the interpreter) or ``"reference"``.
+        order: the order in which work is executed; see above.
+        seed: seed of the random order.
+        kernels: the implementation of our kernels: ``"native"`` (C++), ``"triton"`` (the interpreter) or
+            ``"reference"``.
         size: bytes of memory.
 
     Attributes:
-        device: to pass to functions of torch.
-        blocking: what the host has waited for, by name.
+        device: the device to pass to functions of torch.
+        blocking: names of the calls in which the host has waited.
         pageable: copies from or to memory that is not pinned.
-        launches: of our kernels, by name.
+        launches: names of the launched kernels.
     """
 
     def __init__(self, order: str = "random", seed: int = 0, kernels: str = "native", size: int = 1 << 24) -> None:
@@ -229,7 +230,7 @@ class Model:
         return mock.Mock(wraps=native, library=library, functions=library, threads=lambda *own: 1)
 
     def _grouping(self) -> Callable[..., Any]:
-        """torch's own grouping by device, which is C++ and takes the device's tensors for the CPU's."""
+        """torch's grouping by device. The C++ original would take the tensors of the device for CPU tensors."""
         usual = torch._C._group_tensors_by_device_and_dtype
 
         def grouped(lists: list[list[torch.Tensor]], indices: bool = False) -> Any:
@@ -291,11 +292,11 @@ class Model:
                 graph.capture_end()
 
     def captures(self) -> list[Graph]:
-        """What is being captured."""
+        """The present captures."""
         return [stream.graph for stream in self._streams if stream.graph is not None]
 
     def go_on(self) -> None:
-        """Something was recorded: the device does as much as its order says."""
+        """Called after something is recorded: the device executes work according to its order."""
         if self.order == "at once":
             for stream in self._streams:
                 self._drain(stream)
@@ -325,7 +326,7 @@ class Model:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """What is read inside is not counted."""
+        """A context in which reads are not counted."""
         before = len(self.blocking), len(self.pageable), self.refusing
         self.refusing = False
         yield
@@ -343,7 +344,7 @@ class Model:
         return (self.memory if self.memory.holds(tensor) else self.pinned).alias(tensor)
 
     def new(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor on the device, from the pool of the current stream or of what it is captured into."""
+        """A tensor on the device, from the pool of the current stream or of its capture."""
         pool = self.current if self.current.graph is None else self.current.graph.own
         made = self.memory.new(pool, like.shape, like.stride(), like.dtype)
         block = made.untyped_storage()
@@ -379,7 +380,7 @@ class Model:
         self._in_use[block] -= 1
 
     def check_table(self, kind: str, rows: int, chunk_tensor: int, tensors: int, chunks: int) -> None:
-        """Refuse a launch whose table is not there: its addresses would be anywhere."""
+        """Refuse a launch whose table no longer exists."""
         table = self.memory.numbers(rows, (2 + ADDRESS_ROWS[kind]) * tensors, np.int64).reshape(-1, tensors)
         owners = self.memory.numbers(chunk_tensor, chunks, np.int32) if chunks else np.zeros(0, np.int32)
         known = (owners >= 0) & (owners < tensors)
@@ -473,7 +474,7 @@ class Model:
     # ------------------------------------------------------------------------------------------------ Python's calls
 
     def make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A function that names a device, or pinned memory: what it makes depends on no elements."""
+        """A function with a device or pinned memory as an argument, whose result depends on no elements."""
         options = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         device = kwargs.get("device")
         with _disable_current_modes():
@@ -488,7 +489,7 @@ class Model:
         return self.new(result) if empty else self._filled(result)
 
     def _filled(self, host: torch.Tensor) -> torch.Tensor:
-        """A tensor on the device, filled with numbers that a launch carries."""
+        """A tensor on the device, filled with numbers from the arguments of a launch."""
         made = self.new(host)
         self.current.push(partial(self.alias(made).copy_, host))
         return made
@@ -514,7 +515,7 @@ class Model:
 
 
 def _forget() -> None:
-    """What the kernels keep from call to call lies in the memory of one model."""
+    """Clear the caches of the kernels, whose tensors are in the memory of one model."""
     for module in (cast, statistics, unscale):
         for cache in module._tables.values():
             cache._tables.clear()
@@ -543,7 +544,7 @@ def _run(func: Any, args: Any, kwargs: Any, into: Any) -> None:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation that writes into its arguments returns: them."""
+    """The results of an operation that writes into its arguments: these arguments."""
     written = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

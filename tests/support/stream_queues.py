@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the model of a GPU (stream_model.py): what was recorded, and which order is allowed."""
+"""Streams, events and graphs of the model of a GPU (stream_model.py): recorded work, and its allowed orders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stream:
         self.graph: Graph | None = None  # that it is captured into
 
     def push(self, work: Callable[[], object]) -> None:
-        """Have work done after what is there."""
+        """Append work."""
         if self.graph is not None:
             self.graph.nodes.append(work)
             return
@@ -37,7 +37,7 @@ class Stream:
         self.model.go_on()
 
     def advance(self) -> bool:
-        """Execute what is first; False if it waits, or if there is nothing."""
+        """Execute the first work. Returns False if it waits, or if there is none."""
         if not self.queue:
             return False
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -111,14 +111,14 @@ class Event:
 
 
 class Pool:
-    """The memory of a graph, which outlives neither the graph nor makes it live longer."""
+    """The memory of a graph. It exists as long as the graph, and does not keep the graph alive."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = weakref.ref(graph)
 
 
 class Graph:
-    """`torch.cuda.CUDAGraph`: what was captured, which holds addresses, and memory of its own."""
+    """`torch.cuda.CUDAGraph`: the captured work, which contains addresses, and its memory."""
 
     def __init__(self, model: Any, keep_graph: bool = False) -> None:
         self.model = model
@@ -141,7 +141,7 @@ class Graph:
             raise RuntimeError(f"operation failed due to a previous error during capture: {self.failure}")
 
     def fail(self, why: str) -> None:
-        """The capture is invalid from here."""
+        """Make the capture invalid."""
         self.failure = why
         raise RuntimeError(f"CUDA error: {why}")
 

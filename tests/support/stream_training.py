@@ -1,7 +1,7 @@
-"""Captures, replays, eager steps and whatever comes between, in a random order, beside a plain eager run.
+"""Random programs of captures, replays, eager steps and other calls, compared with eager runs.
 
-The same program runs twice: on the model of a GPU (stream_model.py), and step by step on the CPU, where a replay is an
-eager step with the options and the parameters of its capture. All bits must agree at the end and at looks in between.
+The same program runs twice: on the model of a GPU (stream_model.py), and on the CPU, where a replay is an eager step
+with the options and the parameters of its capture. All bits must be equal at the end and at several points before.
 
 As a program it is the campaign: ``python tests/support/stream_training.py --tries 10000 --seed 0``.
 """
@@ -47,7 +47,7 @@ def normal(size: int, dtype: torch.dtype, seed: int, device: torch.device) -> to
 
 
 class Training:
-    """Parameters of several dtypes, optimizer and scaler, and what a program does with them."""
+    """Parameters of several dtypes, optimizer and scaler, and the operations of programs."""
 
     def __init__(self, device: torch.device, options: dict[str, Any]) -> None:
         self.device = device
@@ -65,7 +65,7 @@ class Training:
         ]
 
     def gradients(self, seed: int, count: int) -> list[torch.Tensor]:
-        """Of the first `count` parameters; every seventh seed has an overflow."""
+        """Gradients of the first `count` parameters. Every seventh seed has an overflow."""
         made = [normal(p.numel(), p.dtype, seed + n, self.device) * 64 for n, p in enumerate(self.parameters[:count])]
         if seed % 7 == 3:
             made[seed % count][0] = torch.inf
@@ -76,7 +76,7 @@ class Training:
         self.scaler.update()
 
     def eager(self, seed: int, fresh: bool) -> None:
-        """A step with new gradients, in fresh memory or where the last ones were."""
+        """A step with new gradients, in new memory or in that of the last ones."""
         for parameter, values in zip(self.parameters, self.gradients(seed, len(self.parameters)), strict=True):
             if fresh or parameter.grad is None:
                 parameter.grad = values
@@ -102,7 +102,7 @@ class Training:
         }
 
     def load(self) -> None:
-        """The last checkpoint, if it fits."""
+        """Load the last checkpoint, if it fits."""
         if self.saved is not None and len(self.saved["param_groups"]) == len(self.optimizer.param_groups):
             self.optimizer.load_state_dict(self.saved)
 
@@ -116,7 +116,7 @@ class Training:
             self.optimizer.add_param_group({"params": made, "lr": 0.02})
 
     def bits(self) -> list[bytes]:
-        """Of everything that training goes on from."""
+        """The bits of everything on which further training depends."""
         state = self.optimizer.state_dict()["state"]
         found = [parameter.detach() for parameter in self.parameters]
         found += [state[index][key] for index in sorted(state) for key in sorted(state[index])]
@@ -125,7 +125,7 @@ class Training:
 
 
 class Plain(Training):
-    """A replay is an eager step as the captured one would have been."""
+    """A training on the CPU, in which a replay is an eager step with the captured options."""
 
     def capture(self, seed: int) -> None:
         options = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
@@ -155,7 +155,7 @@ class Plain(Training):
 
 
 class Modelled(Training):
-    """On the model, with graphs and streams."""
+    """A training on the model of a GPU, with graphs and streams."""
 
     def __init__(self, model: Model, options: dict[str, Any]) -> None:
         super().__init__(model.device, options)
@@ -183,13 +183,13 @@ class Modelled(Training):
         graph.replay()
 
     def stream(self) -> None:
-        """The program goes on on the other of two streams, as it must: behind this one."""
+        """Continue on the other one of two streams, after it has waited for this one."""
         self.streams.reverse()
         self.streams[0].wait_stream(self.streams[1])
         self.model.current = self.streams[0]
 
     def aside(self, seed: int) -> None:
-        """A check of other tensors of the same sizes on a stream that nobody waits for."""
+        """A check of other tensors of the same sizes, on a stream that no other one waits for."""
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             tensors = [torch.full((p.numel(),), 1.0 + seed % 5, dtype=p.dtype, device="cuda") for p in self.parameters]
@@ -203,7 +203,7 @@ class Modelled(Training):
 
 
 def program(seed: int, length: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """What a program does, by the name of a method and its arguments."""
+    """The operations of a program: names of methods and their arguments."""
     choose = random.Random(seed)
     graphs = 0
     yield "eager", (seed, True)
@@ -233,7 +233,7 @@ def run(seed: int, length: int = 14, order: str = "random", kernels: str = "nati
     """Run one program twice, and compare.
 
     Returns:
-        What was done how often.
+        The number of executions of each operation.
 
     Raises:
         AssertionError: a bit differs, the host waited or copied from memory that is not pinned.

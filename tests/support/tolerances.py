@@ -1,4 +1,4 @@
-"""Every tolerance of the test suite, with its reason. What is not listed here is compared bit for bit."""
+"""Every tolerance of the test suite, with its reason. Everything else is compared bit for bit."""
 
 from __future__ import annotations
 

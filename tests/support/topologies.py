@@ -1,6 +1,6 @@
-"""Small models on four ranks, spread in every way that torch knows, and how to break one of their gradients.
+"""Small models on four ranks in every topology that torch supports, and faults in their gradients.
 
-Every rank sees the same batch, so the gradient is that of one process, but for the order of its sums.
+Every rank has the same batch, so the gradient is that of one process, up to the order of summation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Make = Callable[[Any], Any]
 
 
 class Net(torch.nn.Module):
-    """A layer norm first, so that the first parameter is the one that tensor parallelism leaves alone; uneven sizes."""
+    """A model whose first layer is a norm, which tensor parallelism does not shard, with uneven sizes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Half(Net):
 
 
 class Mixture(Net):
-    """With experts, of which all are used for every input: each rank gathers the others'."""
+    """A model with experts. Every input uses all of them, so each rank gathers those of the others."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -93,7 +93,7 @@ class Mixture(Net):
 
 
 class Tiny(Net):
-    """Three numbers: some ranks hold none of them."""
+    """A model with three parameters, so that some ranks have none."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -106,7 +106,7 @@ class Tiny(Net):
 
 @functools.lru_cache
 def mesh_of(*names: str) -> DeviceMesh:
-    """A mesh of all ranks, of one or two dimensions; one for each set of names."""
+    """A mesh of all ranks with one or two dimensions, created once for each set of names."""
     return init_device_mesh("cpu", (WORLD,) if len(names) == 1 else (2, 2), mesh_dim_names=names)
 
 
@@ -119,14 +119,14 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
 
 
 class Spread:
-    """A model spread over the ranks.
+    """A distributed model.
 
     Attributes:
-        net: this rank's part of the bare model.
-        called: what is called with a batch.
-        process_group: for the scaler.
-        breaks_shards: whether a gradient may be broken on one rank after its reduction. Where ranks hold copies of
-            everything and agree on nothing after the reduction, such as under DDP, that is no overflow but a defect.
+        net: this rank's part of the model, without wrappers.
+        called: the module to call with a batch.
+        process_group: argument for the scaler.
+        breaks_shards: whether a fault may change the gradient of one rank after its reduction. If ranks have replicas
+            and communicate nothing after the reduction, as under DDP, this would be a hardware fault and no overflow.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Spread:
             dist.send(hidden.grad.contiguous(), self.pipeline)  # type: ignore[union-attr]
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """All parameters by name, as one process would hold them; of the stages of a pipeline this rank's only."""
+        """All parameters by name, unsharded; in a pipeline those of this rank's stage."""
         if isinstance(self.called, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(self.called, writeback=False):
                 return {
@@ -193,7 +193,7 @@ def fsdp1(dtype: torch.dtype, strategy: str, use_orig_params: bool, cls: type[Ne
 
 
 def fsdp1_nested(dtype: torch.dtype) -> Spread:
-    """A sharded module in one that every rank holds whole, and a parameter that FSDP leaves alone."""
+    """A sharded module in a replicated one, and a parameter that FSDP ignores."""
     net = Net(dtype)
     cpu = torch.device("cpu")
     net.second = FullyShardedDataParallel(net.second, use_orig_params=True, device_id=cpu)
@@ -222,7 +222,7 @@ PLAN = {"first": ColwiseParallel, "second": RowwiseParallel}
 
 
 def tensor_parallel(dtype: torch.dtype) -> Spread:
-    """Norm and head stay plain tensors."""
+    """Tensor parallelism in which norm and head are plain tensors."""
     net = Net(dtype)
     mesh = mesh_of("all")
     parallelize_module(net, mesh, {name: style() for name, style in PLAN.items()})
@@ -230,7 +230,7 @@ def tensor_parallel(dtype: torch.dtype) -> Spread:
 
 
 def sequence_parallel(dtype: torch.dtype) -> Spread:
-    """The gradients of the norm are sums yet to be formed."""
+    """Sequence parallelism, in which the gradients of the norm are partial sums."""
     net = Net(dtype)
     mesh = mesh_of("all")
     plan = {
@@ -243,7 +243,7 @@ def sequence_parallel(dtype: torch.dtype) -> Spread:
 
 
 def two_d(dtype: torch.dtype) -> Spread:
-    """FSDP2 over tensor parallelism: the norm lies on the data-parallel ranks only, and comes first."""
+    """FSDP2 with tensor parallelism. The mesh of the norm, the first layer, has only the data-parallel dimension."""
     net = Net(dtype)
     mesh = mesh_of("dp", "tp")
     parallelize_module(net, mesh["tp"], {name: style() for name, style in PLAN.items()})
@@ -251,7 +251,7 @@ def two_d(dtype: torch.dtype) -> Spread:
 
 
 def crossed(dtype: torch.dtype) -> Spread:
-    """One layer sharded over rows of ranks, another over columns: no parameter lies on all ranks."""
+    """Layers sharded over one or the other dimension of a mesh, so that no parameter is sharded over all ranks."""
     net = Net(dtype)
     mesh = mesh_of("dp", "tp")
     parallelize_module(net, mesh["tp"], {name: style() for name, style in PLAN.items()})
@@ -285,7 +285,7 @@ def pipeline_of_shards(dtype: torch.dtype, whole_world: bool) -> Spread:
 
 
 def experts(dtype: torch.dtype, placed: str) -> Spread:
-    """Layers sharded over all ranks; experts over pairs of them, on a mesh made by itself."""
+    """Layers sharded over all ranks, and experts sharded over pairs of ranks, on a separate mesh."""
     net = Mixture(dtype)
     mesh = mesh_of("copies", "ep")
     if placed == "2-D":
@@ -349,7 +349,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def held(optimizer: Any) -> list[dict[str, bytes]]:
-    """The bits of everything that this rank's optimizer holds: weights and state, step counters included."""
+    """The bits of the weights and states of this rank's optimizer, including step counts."""
     state = stepping(optimizer).state
     return [
         {"": bits(parameter), **{key: bits(value) for key, value in state.get(parameter, {}).items()}}
@@ -358,7 +358,7 @@ def held(optimizer: Any) -> list[dict[str, bytes]]:
 
 
 def unchanged(before: list[dict[str, bytes]], after: list[dict[str, bytes]]) -> bool:
-    """Whether all bits are the same; state made since must be that of no step."""
+    """Whether all bits are the same. New state must be that of zero steps."""
     return all(
         (value == old[key] if key in old else key == "master" or not any(value))
         for old, new in zip(before, after, strict=True)
@@ -367,7 +367,7 @@ def unchanged(before: list[dict[str, bytes]], after: list[dict[str, bytes]]) -> 
 
 
 def key_of(spread: Spread, name: str, parameter: torch.Tensor) -> str:
-    """The same on all ranks that hold a copy of the same part."""
+    """A key that is the same on all ranks with copies of the same shard."""
     if isinstance(parameter, DTensor):
         mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
         assert at is not None
@@ -394,7 +394,7 @@ def key_of(spread: Spread, name: str, parameter: torch.Tensor) -> str:
 
 
 def copies(spread: Spread, optimizer: Any) -> dict[int, int]:
-    """By what it is a part of: a checksum of each parameter and its state on this rank."""
+    """Checksums of each parameter and its state on this rank, by the checksum of `key_of`."""
     owned = not isinstance(optimizer, ZeroRedundancyOptimizer)
     found = {}
     for name, parameter in spread.called.named_parameters():
@@ -405,7 +405,7 @@ def copies(spread: Spread, optimizer: Any) -> dict[int, int]:
 
 
 def break_shard(optimizer: Any, choice: int, value: float) -> bool:
-    """Write a value into a gradient that this rank holds a part of; False if it holds none."""
+    """Write a value into a gradient on this rank. Returns False if the rank has none."""
     grads = [local(p.grad) for p in parameters_of(optimizer) if p.grad is not None and local(p.grad).numel()]
     if not grads:
         return False

@@ -1,4 +1,4 @@
-"""A rank of four that trains and breaks every topology; started once by integrations/distributed/test_topologies.py."""
+"""A rank of four that trains in every topology, with faults, for integrations/distributed/test_topologies.py."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def run(rank: int) -> dict[str, Any]:
 
 
 def broken_on_every_rank(name: str, number: int) -> dict[str, Any]:
-    """Each rank broken, and each value before and after the reduction, with clean steps around; and those alone.
+    """Faults on each rank, and of each value before and after the reduction, between steps without faults.
 
-    Which value it is and on which rank do not meet anywhere: the one decides on a flag, the other on where it is. The
-    campaign draws them, and `make soak` its thousands.
+    Not all combinations of value and rank are tried, since the value affects only the flag, and the rank only its
+    origin. The campaign combines them at random, thousands of times in `make soak`.
     """
     dtype = (torch.bfloat16, torch.float32)[number % 2]
     walk, undisturbed = Walk(name, dtype), Walk(name, dtype)
@@ -88,7 +88,7 @@ def ways_of(name: str) -> list[str]:
 
 
 def norms(name: str) -> dict[str, Any]:
-    """The norm before clipping, by whom it was asked for, and how far the weights are from those of one process."""
+    """The norms before clipping by each function, and the difference between the weights and those of one process."""
     found: dict[str, Any] = {}
     single = topologies.single(name, torch.float32).double()
     topologies.loss_of(single(topologies.batch(0, torch.float64))).backward()
@@ -120,7 +120,7 @@ def norms(name: str) -> dict[str, Any]:
 
 
 def _two_steps(spread: Any, optimizer: Any, scaler: Any, broken: int, unscale: bool = False) -> dict[str, Any]:
-    """Two steps, the first with an Inf in the gradient of one rank (none: -1): which were taken here."""
+    """Two steps, the first with an Inf in the gradient of a rank (-1: none). Returns which were taken on this rank."""
     taken, error, changed = [], "", False
     for step in range(2):
         optimizer.zero_grad()
@@ -173,7 +173,7 @@ def the_same_with_ours() -> dict[str, Any]:
 
 
 def two_optimizers_on_different_meshes() -> dict[str, Any]:
-    """One over pairs of ranks, one over all; an Inf in the first one's, on rank 3: its pair skips, the scale is one."""
+    """One optimizer over pairs of ranks, one over all, an Inf in the first one on rank 3: its pair skips."""
     mesh = mesh_of("dp", "tp")
     on_pairs = torch.nn.Parameter(distribute_tensor(torch.ones(8), mesh["tp"], src_data_rank=None))
     on_all = torch.nn.Parameter(distribute_tensor(torch.ones(8), mesh_of("all")))
@@ -194,7 +194,7 @@ def two_optimizers_on_different_meshes() -> dict[str, Any]:
 
 
 def stage_without_gradients() -> dict[str, Any]:
-    """The first stage of a pipeline is frozen for a step, and takes part all the same."""
+    """The first stage of a pipeline is frozen for a step, and takes part in the reductions."""
     spread = TOPOLOGIES["pipeline of FSDP2"](torch.float32)
     optimizer = spread.optimizer_of(ours)
     scaler = halfstep.GradScaler("cpu", init_scale=8.0, process_group=spread.process_group)
@@ -214,7 +214,7 @@ def stage_without_gradients() -> dict[str, Any]:
 
 
 def at_rest_without_gradients() -> dict[str, Any]:
-    """Steps with lr = 0 where one rank holds nothing: all take part in the same reductions, or this never ends."""
+    """Steps with lr = 0 in which one rank has no gradients. All ranks must take part in the same reductions."""
     spread = TOPOLOGIES["FSDP1, some ranks with nothing"](torch.float32)
     optimizer = spread.optimizer_of(lambda groups: halfstep.AdamW(groups, lr=0.0))
     scaler = halfstep.GradScaler("cpu", enabled=False)
@@ -231,7 +231,7 @@ def at_rest_without_gradients() -> dict[str, Any]:
 
 
 def flat_parameters_of_nobody() -> dict[str, Any]:
-    """Collected objects that gc.freeze() hides: which ranks share a flat parameter cannot be told any more."""
+    """gc.freeze() hides the modules, so that the ranks that share a flat parameter cannot be determined."""
     spread = TOPOLOGIES["FSDP1 FULL_SHARD"](torch.float32)
     optimizer = spread.optimizer_of(ours)
     scaler = halfstep.GradScaler("cpu", init_scale=8.0)
@@ -253,7 +253,7 @@ def flat_parameters_of_nobody() -> dict[str, Any]:
 
 
 def tensor_parallel_inside_flat_parameters() -> dict[str, Any]:
-    """FSDP1 keeps the local values of DTensors: what else shards them is not seen in the flat parameter."""
+    """FSDP1 stores local tensors of DTensors: the flat parameter does not show their other sharding."""
     mesh, cpu = mesh_of("dp", "tp"), torch.device("cpu")
     net = Net(torch.float32)
     parallelize_module(net, mesh["tp"], {name: style() for name, style in topologies.PLAN.items()})
@@ -269,7 +269,7 @@ def tensor_parallel_inside_flat_parameters() -> dict[str, Any]:
 
 
 def sequence_parallel_without_a_scaler() -> dict[str, Any]:
-    """An optimizer alone must sum the partial gradients of the norm: copies on all ranks stay the same."""
+    """Without a scaler, the optimizer must sum the partial gradients of the norm, so that all replicas stay equal."""
     spread = TOPOLOGIES["TP with sequence parallelism"](torch.float32)
     optimizer = spread.optimizer_of(ours)
     one = Net(torch.float32)
@@ -288,7 +288,7 @@ def sequence_parallel_without_a_scaler() -> dict[str, Any]:
 
 
 def an_optimizer_that_outlives_another() -> dict[str, Any]:
-    """The scaler keeps no model alive, and finds out anew where parameters lie that took the place of others."""
+    """The scaler keeps no model alive, and determines the topology of parameters at reused addresses again."""
     import weakref
 
     scaler = halfstep.GradScaler("cpu", init_scale=8.0)
@@ -320,7 +320,7 @@ def an_optimizer_that_outlives_another() -> dict[str, Any]:
 
 
 def reductions_of_a_step() -> dict[str, Any]:
-    """How many collectives a step and its norm cost, and whether anything is allocated for them once warm."""
+    """The number of collectives of a step and its norm, and whether they allocate memory in the steady state."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operations(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""A training that is broken now and then on one rank, and what all ranks must have done about it."""
+"""A training with occasional faults on one rank, and checks of the reaction of all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unfused(groups: Any) -> Any:
 
 
 def fused(groups: Any) -> Any:
-    """torch's kernel takes tensors of one mesh at a time: a group for each, whatever scales the loss."""
+    """torch's fused AdamW, with a parameter group for each mesh, as its kernel requires."""
     by_mesh: dict[Any, list[torch.Tensor]] = {}
     for parameter in (one for group in groups for one in (group["params"] if isinstance(group, dict) else [group])):
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -52,13 +52,13 @@ KEPT = 20  # complaints per topology
 
 
 class Fault(NamedTuple):
-    """What goes wrong, the same on all ranks.
+    """A fault, the same on all ranks.
 
     Attributes:
-        rank: on which one.
+        rank: the rank with the fault.
         value: Inf, -Inf or NaN.
-        early: before the reduction over ranks, in the gradient of an activation; else in the reduced gradient.
-        choice: of parameter and element.
+        early: whether it is before the reduction, in the gradient of an activation; otherwise in the reduced gradient.
+        choice: selects the parameter and the element.
     """
 
     rank: int
@@ -71,9 +71,9 @@ class Walk:
     """A model in training.
 
     Attributes:
-        steps, faults: how many steps were tried, and how many with a fault.
-        clipped: for each step without a fault whether it was clipped.
-        complaints: what went wrong, on any rank.
+        steps, faults: numbers of all steps, and of those with a fault.
+        clipped: whether each step without a fault was clipped.
+        complaints: the problems on any rank.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, make: Make = ours, of_torch: bool = False) -> None:
@@ -90,7 +90,7 @@ class Walk:
         self.complaints: list[str] = []
 
     def step(self, fault: Fault | None, clip: bool) -> float:
-        """Try one step; the norm before clipping, or NaN if none was asked for."""
+        """Try a step. Returns the norm before clipping, or NaN without clipping."""
         rank = dist.get_rank()
         self.optimizer.zero_grad()
         broken = fault is not None
@@ -138,7 +138,7 @@ class Walk:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def _expect(self, broken: bool) -> None:
-        """Where the scale must be now."""
+        """Update the expected scale."""
         self.clean += not broken
         self.since = 0 if broken else self.since + 1
         if broken:
@@ -148,7 +148,7 @@ class Walk:
             self.expected_scale *= 2
 
     def _compare(self, complained: bool, norm: torch.Tensor) -> None:
-        """Exchange checksums: ranks that hold copies of the same must hold the same bits."""
+        """Exchange checksums. All copies of a shard must have the same bits."""
         found = topologies.copies(self.spread, self.optimizer)
         scale = torch.tensor(self.scaler.get_scale())
         numbers = [complained, int(norm.float().view(torch.int32)), int(scale.view(torch.int32))]

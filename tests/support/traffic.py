@@ -1,4 +1,4 @@
-"""Which addresses Triton kernels load and store, as the interpreter sees them."""
+"""The addresses that Triton kernels load and store, recorded by the interpreter."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 
 @dataclass
 class Traffic:
-    """Addresses in bytes of every element loaded and stored."""
+    """The addresses of all elements that were loaded and stored."""
 
     loaded: list[np.ndarray] = field(default_factory=list)
     stored: list[np.ndarray] = field(default_factory=list)
 
     @staticmethod
     def counts(of: list[np.ndarray], tensor: torch.Tensor) -> np.ndarray:
-        """How often each element of a contiguous tensor's storage was touched; any other address is left out."""
+        """The number of accesses to each element of a contiguous tensor. Other addresses are ignored."""
         size = tensor.element_size()
         start, length = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes() // size
         index = (np.concatenate(of).astype(np.int64) - start) // size

@@ -1,4 +1,4 @@
-"""Runs of ``halfstep train`` in several processes, one after the other, and the bits that two runs differ in."""
+"""Runs of ``halfstep train`` in several processes, and the differences of two runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMES = ("step_ms", "optimizer_ms")
 
 
 def newest(out: Path, name: str) -> tuple[int, dict[str, Any]]:
-    """Step and content of a run's last checkpoint."""
+    """The step and the content of the last checkpoint of a run."""
     step, path = checkpoint.checkpoints(out / "checkpoints" / name)[-1]
     return step, checkpoint.load(path)
 
@@ -36,7 +36,7 @@ def report(out: Path) -> dict[str, Any]:
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Places where two states differ in any bit, but for the times of the steps."""
+    """The places where two states differ in any bit, except the times of steps."""
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():
             return [f"{where}: {sorted(map(str, a.keys() ^ b.keys()))}"]
@@ -50,15 +50,15 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
-    """No picture in a report and few rows to validate on: either takes longer than the runs of tests."""
+    """Make runs short: no picture in the report, and few rows for validation."""
     patch.setattr(reports, "picture", lambda content: None)
     patch.setattr(loop, "VALIDATION_ROWS", 16)
 
 
 def train_together(ranks: int, runs: Sequence[Sequence[object]], small: bool = True) -> list[str]:
-    """Train each of `runs`, words of ``halfstep train``, in the same `ranks` processes. Returns what each rank printed.
+    """Run ``halfstep train`` with each of `runs`, arguments, in the same processes. Returns the output of each rank.
 
-    Unless they are to be `make_small`, the runs are those of the command.
+    With `small`, the runs are shortened by `make_small`.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: one failed; with what was printed.

@@ -1,4 +1,4 @@
-"""Checks as a scaler makes them: in place, over the scale, into memory that is given."""
+"""Checks as in a scaler: in place, with the loss scale, into given memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from halfstep.kernels.unscale import Factor, Verdict
 
 
 def unscaled(tensors: Sequence[torch.Tensor], inv_scale: Any) -> Verdict:
-    """The verdict on tensors that are multiplied in place; with None nothing is written."""
+    """The verdict on tensors that are multiplied in place; with None they are only read."""
     listed = list(tensors)
     if not listed:
         return halfstep.foreach_check(listed)

@@ -1,11 +1,11 @@
-"""Run the tests on several versions of Python, torch, Triton and numpy: a virtual environment and a line for each.
+"""Run the tests with several versions of Python, torch, Triton and numpy, each in a virtual environment.
 
     python tests/support/versions.py --out out/versions                 # every row
     python tests/support/versions.py --out out/versions --row floor -- tests/numerics tests/kernels
 
-What follows ``--`` goes to pytest. A row whose interpreter is not on the path, or whose packages cannot be installed,
-is named as that and fails nothing; a row whose tests fail does. Each row needs some GB in the folder of the
-environments where torch's wheel is a CUDA build, and its output is there as ``ROW.log``.
+Arguments after ``--`` are passed to pytest. A row whose interpreter is not on the path, or whose packages cannot be
+installed, is reported and is not a failure. Each row writes its output to ``ROW.log`` in the folder of environments and
+needs several GB there, because torch's wheels are CUDA builds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Row:
-    """One environment: the names that pip installs, and the Python that it is made with."""
+    """One environment: its Python, and the requirements for pip."""
 
     name: str
     python: str
@@ -34,7 +34,7 @@ class Row:
     numpy: str = ""
 
     def packages(self) -> list[str]:
-        """What pip is asked for."""
+        """The requirements for pip."""
         return [f"torch=={self.torch}", f"triton=={self.triton}", f"numpy{self.numpy}"]
 
 
@@ -54,7 +54,7 @@ LAST_LINE = re.compile(r"^(?=.*\b(?:passed|failed|errors?|skipped)\b).* in [\d.]
 
 
 def result(log: str, status: int) -> str:
-    """What pytest counted, from its closing line, or why there is none."""
+    """The counts in the last line of pytest, or why there are none."""
     lines = LAST_LINE.findall(log)
     if lines:
         return re.sub(r" in [\d.]+s.*", "", lines[-1]).strip("= ")
@@ -62,7 +62,7 @@ def result(log: str, status: int) -> str:
 
 
 def prepare(row: Row, folder: Path) -> str:
-    """Make or complete the environment of `row`. Returns why that is not possible, or nothing."""
+    """Create or complete the environment of `row`. Returns the reason if that is not possible."""
     python = shutil.which(f"python{row.python}")
     if python is None:
         return f"python{row.python} is not on the path"
@@ -74,7 +74,7 @@ def prepare(row: Row, folder: Path) -> str:
 
 
 def run(row: Row, out: Path, arguments: list[str]) -> tuple[str, int]:
-    """Install and test one row. Returns what came out, in words, and pytest's exit status (0 where it did not run)."""
+    """Install and test one row. Returns the outcome, and pytest's exit status (0 if it did not run)."""
     folder = (out / row.name.replace(" ", "-")).absolute()
     missing = prepare(row, folder)
     if missing:

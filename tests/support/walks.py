@@ -1,4 +1,4 @@
-"""Walks over all 2^32 fp32 patterns, in several processes: casts, and the split master bare in its implementations."""
+"""Checks of all 2^32 fp32 patterns in several processes: casts and split masters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ extern "C" void split_join(const float* from, uint16_t* weight, int16_t* remaind
 
 
 def build(folder: Path, command: list[str]) -> Path:
-    """adam.cpp with its split and join made callable, compiled as the package compiles it."""
+    """Compile adam.cpp with functions that call its split and join, with the package's options."""
     source, target = folder / "wrapper.cpp", folder / "wrapper.so"
     source.write_text(WRAPPER.format(source=Path(native.__file__).resolve().parent / "adam.cpp"))
     complaint = native._build(source, target, command)
@@ -57,7 +57,7 @@ def build(folder: Path, command: list[str]) -> Path:
 
 @functools.cache
 def load(library: str) -> ctypes.CDLL:
-    """What `build` built."""
+    """Load the library that `build` compiled."""
     return ctypes.CDLL(library)
 
 
@@ -115,8 +115,9 @@ def round_trip(implementation: str, patterns: torch.Tensor, library: str | None)
 def walk_slice(implementation: str, library: str | None, start: int, end: int) -> tuple[int, int]:
     """Check all patterns from `start` to `end`, multiples of 2^20, and count (NaN patterns, weights not nearest-even).
 
-    Lossless, NaN kept with its sign, weight nearest with ties away, nearest-even save on ties. A row has one upper half
-    and all lower halves, so what is right is written down once per row and compared.
+    The round trip must be lossless and keep NaN and its sign. The weight must be the nearest, with ties away from zero,
+    and differ from nearest even only at ties. A row has one upper half and all lower halves, so the expected codes are
+    computed once per row.
     """
     rows = 16 if implementation == "triton" else 2
     lower = torch.arange(2**16, dtype=torch.int32)
@@ -166,11 +167,11 @@ def codes_of(result: torch.Tensor) -> torch.Tensor:
 
 
 def walk_casts(library: str | None, target: torch.dtype, rounding: str, start: int, end: int) -> int:
-    """Compare the C++ list cast with torch's and ml_dtypes' for fp32 patterns from `start` to `end`; returns the NaNs.
+    """Compare the C++ list cast with torch and ml_dtypes, from pattern `start` to `end`. Returns the number of NaNs.
 
     Args:
         library: another compilation of cast.cpp to use; None for the package's own.
-        rounding: ``"nearest"`` or ``"toward_zero"``; the latter is the former, less one code where that is larger.
+        rounding: ``"nearest"`` or ``"toward_zero"``, which is nearest minus one code if that is larger.
     """
     if library is not None:
         native.library = lambda family: load_casts(library)  # type: ignore[assignment]  # this process is the walk's own
@@ -208,7 +209,7 @@ def _one_thread() -> None:
 def in_processes(capture: pytest.CaptureFixture[str], function: Callable[..., T], *arguments: object) -> Iterator[T]:
     """Yield ``function(*arguments, start, end)`` for 256 slices of 0 .. 2^32, a process per core.
 
-    The share done and the minutes go to the terminal, past pytest's `capture`.
+    The progress and the time are printed to the terminal, bypassing pytest's `capture`.
     """
     slices, began = 256, time.monotonic()
     workers = 1 if DEVICE.type == "cuda" else max(1, min(8, os.cpu_count() or 1))

@@ -1,9 +1,9 @@
-"""A pytest plugin for a first run on unknown hardware: no test can hang the run or spoil the ones after it.
+"""A pytest plugin for a first run on unknown hardware: no test can hang the run or break later tests.
 
-``pytest -p watchdog``, which ``run_gpu_tests.py`` starts, writes one line of JSON per test as it starts and ends. A
-test over its time is ended with its process, tracebacks first; after a failure that broke the GPU's context the process
-ends as well. Started again with the same record, the plugin leaves out the tests that had their turn, so a loop of runs
-comes to the end.
+``pytest -p watchdog``, which ``run_gpu_tests.py`` starts, writes one line of JSON when a test starts and when it ends.
+If a test exceeds its time, the plugin prints tracebacks and ends the process. It also ends the process after a failure
+that broke the GPU's context. With the same record, the next process skips the tests that have already run, so that
+repeated runs complete all tests.
 
 Settings, as environment variables: ``HALFSTEP_WATCHDOG_RECORD`` (file to append to), ``_LIMIT`` (seconds per test),
 ``_SHARE`` (``"1/4"``: the second of four processes, each of which takes every fourth test).
@@ -37,13 +37,13 @@ def _write(**entry: Any) -> None:
 
 
 def entries(record: Path) -> list[dict[str, Any]]:
-    """What a record holds so far."""
+    """The entries of a record so far."""
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep this process's share, less the tests that had their turn."""
+    """Keep the share of this process, without tests that have already run."""
     share, of = map(int, os.environ.get(PREFIX + "SHARE", "0/1").split("/"))
     had = {entry["test"] for entry in entries(_record()) if entry["event"] == "start"}
     kept = [item for index, item in enumerate(items) if index % of == share and item.nodeid not in had]

@@ -1,4 +1,4 @@
-"""Read the assembly that Triton compiles for AMD's gfx942 into the arrays that the machine runs (waves.h)."""
+"""Translate the assembly that Triton compiles for AMD's gfx942 to the arrays that the machine runs (waves.h)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Find = Callable[[str], "tuple[int, int] | None"]
 
 
 class UnknownAssembly(Exception):
-    """An instruction or a mode that the machine does not know."""
+    """An instruction or a mode that the machine does not support."""
 
 
 class _Flat(ctypes.Structure):
@@ -73,7 +73,7 @@ class _Flat(ctypes.Structure):
 
 @dataclass
 class Program:
-    """One kernel, ready to run.
+    """A kernel that the machine can run.
 
     Attributes:
         code: an `INSTRUCTION` each.
@@ -99,7 +99,7 @@ class Program:
     lanes: ClassVar[int] = 64  # of a warp
 
     def run(self, machine: Any, arguments: int, *launch: Any) -> bytes | None:
-        """Run it with the driver's array of arguments at `arguments`. Returns what went wrong, if anything."""
+        """Run the kernel with the driver's array of arguments at `arguments`. Returns the error, if there is one."""
         places = (ctypes.c_void_p * len(self.arguments)).from_address(arguments)
         packed = bytearray(self.argument_bytes)
         for place, (offset, size) in zip(places, self.arguments, strict=True):
@@ -110,7 +110,7 @@ class Program:
         return failed
 
     def where(self, index: int) -> str:
-        """An instruction in words: kernel, line of the assembly, line of the source."""
+        """A description of an instruction: kernel, line of the assembly, line of the source."""
         return f"{self.name}, line {self.lines[index]} ({self.sources[index]}, {self.opcodes[index]})"
 
 
@@ -118,7 +118,7 @@ Fields = dict[str, Any]
 
 
 def _number(text: str, name: str) -> int:
-    """The bits of a constant: of an operation of fp64 or fp16 its own, a literal of 32 bits the upper half of fp64."""
+    """The bits of a constant in the format of the operation. A 32-bit literal is the upper half of an fp64 number."""
     wide = name.endswith("64")
     if re.fullmatch(r"-?\d+\.\d+", text):
         kind = (
@@ -174,7 +174,7 @@ def _swizzle(text: str) -> int:
 def _memory(
     name: str, parts: list[str], given: dict[str, str], words: set[str]
 ) -> tuple[str, list[str], Fields] | None:
-    """The operation of an access, its operands in the order that waves.cpp takes them, and its fields."""
+    """The operation of an access, its operands in the order of waves.cpp, and its fields."""
     offset = int(given.pop("offset", "0"), 0) if not name.startswith("ds_swizzle") else 0
     if found := re.fullmatch(r"(global|buffer)_(load|store)_([us])?(byte|short|dword(?:x\d)?)(_d16_hi)?", name):
         words -= {"offen", "sc0", "sc1", "nt"}
@@ -313,7 +313,7 @@ def _found(find: Find, name: str, operands: int) -> int:
 
 
 def settings(text: str) -> dict[str, int]:
-    """What the assembly says of how its kernel is to be launched: ``.amdhsa_`` directives that are numbers."""
+    """The launch settings in the assembly: ``.amdhsa_`` directives that are numbers."""
     return {key: int(value) for key, value in re.findall(r"^\s*\.amdhsa_(\w+) (\d+)$", text, re.MULTILINE)}
 
 

@@ -1,6 +1,6 @@
-"""What kernels take per element, counted on the software GPU.
+"""Counts of instructions and memory accesses of kernels per element, on the software GPU.
 
-``python -m software_gpu.counts`` in tests/support, as `make bounds` calls it. Each target in a process of its own.
+`make bounds` calls ``python -m software_gpu.counts`` in tests/support. Each target is counted in a separate process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from . import gpu
 
-# What an instruction occupies, by how its name begins; the rest is arithmetic.
+# Classes of instructions, by the beginning of their names. All others are arithmetic.
 CLASSES = {
     "special": (
         *("ex2", "lg2", "div", "sqrt", "rsqrt", "rcp", "rem"),
@@ -68,15 +68,15 @@ def class_of(opcode: str) -> str:
 
 
 def machine_instructions(opcode: str) -> tuple[int, int]:
-    """What ptxas makes of an instruction of PTX, and what runs besides where it takes the subroutine.
+    """The machine instructions of a PTX instruction, and those that its subroutine adds.
 
-    AMD's are the machine's own, of which scalar ones have a unit of their own beside the vectors'.
+    Instructions of AMD's assembly are machine instructions. Scalar ones have a separate unit and are not counted.
     """
     return (0, 0) if opcode.startswith("s_") else MACHINE.get(opcode, (1, 0))
 
 
 def summary(launches: Sequence[gpu.Launch], elements: int) -> dict[str, Any]:
-    """What some launches took together: thread instructions per element by class, and memory.
+    """The counts of several launches together: thread instructions per element by class, and memory.
 
     Returns:
         ``instructions`` per element, and by class; ``issued``, machine instructions issued per element, times the lanes
@@ -270,7 +270,7 @@ def _flashoptim(quantized: bool) -> Made:
     made: dict[int, torch.Tensor] = {}
 
     def tensor(dtype: torch.dtype, n: int) -> torch.Tensor:
-        """The same of the same place in every step."""
+        """The same tensor in every step, by its position."""
         place = len(made)
         return made.setdefault(
             place, _values(dtype, n).abs() if dtype.is_floating_point else torch.full((n,), 3, dtype=dtype)
@@ -280,7 +280,7 @@ def _flashoptim(quantized: bool) -> Made:
 
 
 def peer_cases() -> dict[str, tuple[str, Callable[[], Made]]]:
-    """The same of other libraries: the distribution each needs, and what makes its inputs."""
+    """The cases of other libraries: the distribution that each needs, and a function that creates its inputs."""
     return {
         f"liger softmax bf16{' backward' * backward}, {columns:,} columns": (
             "liger-kernel", partial(_liger, rows, columns, backward)
@@ -309,7 +309,7 @@ def _kernels(machine: gpu.SoftwareGPU, make: Callable[[], Made]) -> dict[str, di
 
 
 def counted(machine: gpu.SoftwareGPU, name: str) -> dict[str, dict[str, Any]]:
-    """Kernel to its `summary` and `usage`, for the launches of one case."""
+    """The `summary` and `usage` of each kernel that one case launches."""
     import halfstep
 
     with halfstep.backend("triton"):
@@ -318,7 +318,7 @@ def counted(machine: gpu.SoftwareGPU, name: str) -> dict[str, dict[str, Any]]:
 
 @cache  # of a kernel that spills a lot ptxas takes minutes
 def usage(text: str, target: str) -> dict[str, int]:
-    """Registers per thread of a kernel, and bytes per thread of spilled ones: ptxas's, or as AMD's assembly says."""
+    """Registers and spilled bytes per thread of a kernel, from ptxas or from AMD's assembly."""
     if target.startswith("gfx"):
         spilled = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", text)
         registers = re.search(r"\.vgpr_count: +(\d+)", text)
@@ -341,7 +341,7 @@ def usage(text: str, target: str) -> dict[str, int]:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The table of the docs: of each case the kernel that takes most, ours and then the peers'."""
+    """The table of the docs: the kernel of each case with the most instructions, ours and then those of peers."""
     from halfstep.bench import predict
 
     shown = "sm_90"
@@ -383,7 +383,7 @@ def markdown(record: dict[str, Any]) -> str:
 
 @contextmanager
 def as_cuda(multiprocessors: int) -> Iterator[None]:
-    """Inside, torch without CUDA answers what launchers of others ask it about the device."""
+    """A context in which torch without CUDA answers questions of other libraries' launchers about the device."""
     properties = mock.Mock(multi_processor_count=multiprocessors)
     with (
         mock.patch.object(torch.cuda, "get_device_properties", mock.Mock(return_value=properties)),
@@ -393,7 +393,7 @@ def as_cuda(multiprocessors: int) -> Iterator[None]:
 
 
 def _count_here(target: str, pattern: str) -> dict[str, dict[str, Any]]:
-    """Count in this process, which has no GPU yet: our cases, and those of the peers that are installed."""
+    """Count the cases of halfstep and of installed peers, in this process, which must not have a GPU yet."""
     machine = gpu.install(target)
     torch.set_num_threads(1)
     own = {name: counted(machine, name) for name in cases() if fnmatchcase(name, pattern)}
@@ -415,7 +415,7 @@ def _count_here(target: str, pattern: str) -> dict[str, dict[str, Any]]:
 
 
 def text_of(record: dict[str, Any]) -> str:
-    """The record as JSON with one line per kernel, so that a change reads as a diff of numbers."""
+    """The record as JSON with one line per kernel, so that a diff shows the changed numbers."""
 
     def lines(value: Any, depth: int) -> str:
         if not isinstance(value, dict) or "instructions" in value:

@@ -1,4 +1,4 @@
-"""Faults to seed into the PTX or the assembly of a kernel, each of a kind that a kernel or a compiler could have."""
+"""Faults to seed into the PTX or the assembly of a kernel, as errors in kernels or compilers could cause."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ AMD: dict[str, tuple[str, Change]] = {
 
 
 def seeded(text: str, kind: str, lines_run: set[int]) -> Iterator[tuple[int, str]]:
-    """Every text with one fault of a kind on a line that runs: that line, and the whole text."""
+    """All texts with one fault of a kind in an executed line: the line, and the text."""
     amd = ".amdgcn_target" in text
     pattern, change = (AMD if amd else PTX)[kind]
     lines = text.splitlines()

@@ -1,9 +1,10 @@
-"""A GPU in software: runs the kernels that Triton compiles, NVIDIA's as PTX and AMD's as assembly, on CPU tensors.
+"""A GPU in software: runs kernels that Triton compiled, as PTX for NVIDIA and assembly for AMD, on CPU tensors.
 
-They are reached through Triton's own launch path: it binds and specialises the arguments, compiles, and its launcher in
-C packs the arguments and calls the driver. The driver here is ours (driver.cpp): it hands the launch to `SoftwareGPU`.
+Kernels are launched through Triton's own launch path: it binds and specializes the arguments and compiles, and its
+launcher in C packs the arguments and calls the driver. The driver is replaced by ours (driver.cpp), which passes the
+launch to `SoftwareGPU`.
 
-    pytest --software-gpu sm_90 tests/kernels        # all that runs Triton kernels runs them compiled
+    pytest --software-gpu sm_90 tests/kernels        # tests of Triton kernels run them compiled
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Settings(ctypes.Structure):
 
 @dataclass
 class Launch:
-    """One launch that ran.
+    """A completed launch.
 
     Attributes:
         counts: per instruction of `program`, a column per name of `COUNTS`; None if nothing was counted.
@@ -68,15 +69,15 @@ class Launch:
 
 @dataclass
 class Settings:
-    """How launches run.
+    """Options of launches.
 
     Attributes:
-        inexact: approximations (``ex2.approx``, ``div.full``) correctly rounded (0), at the ends of their documented
-            error (1, -1), or anywhere between (2).
-        races: whether accesses of different blocks to one byte of global memory are looked for.
-        reversed: run blocks and warps last to first.
-        counting: count sectors, lines and bank conflicts beside instructions.
-        keep: keep each launch in `SoftwareGPU.launches`.
+        inexact: whether approximations (``ex2.approx``, ``div.full``) are rounded correctly (0), to the ends of their
+            documented error (1, -1), or anywhere between (2).
+        races: whether conflicting accesses of different blocks to a byte of global memory are errors.
+        reversed: whether blocks and warps run in reverse order.
+        counting: whether to count sectors, lines and bank conflicts in addition to instructions.
+        keep: whether to append each launch to `SoftwareGPU.launches`.
     """
 
     inexact: int = 0
@@ -87,7 +88,7 @@ class Settings:
 
 
 def build() -> Path:
-    """Compile the machine and the driver. Returns the library, named as the one that Triton looks for."""
+    """Compile the machine and the driver. Returns the library, with the name that Triton loads."""
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
     if compiler is None:
         raise RuntimeError("the software GPU needs a C++ compiler: install g++ or clang++, or set CXX")
@@ -112,13 +113,13 @@ def build() -> Path:
 
 
 class SoftwareGPU:
-    """The driver under Triton in this process. There is one; `install` makes it.
+    """Triton's driver in this process. `install` creates the only one.
 
     Attributes:
-        launches: those that ran while ``settings.keep`` was set.
-        launched: how many ran, by kernel.
-        edit: called with the PTX of each kernel before it runs; tests break kernels with it.
-        short: blocks to leave out of each launch of more than one.
+        launches: the launches while ``settings.keep`` was set.
+        launched: number of launches by kernel.
+        edit: called with the assembly of each kernel; returns the text to run. Tests use it to seed faults.
+        short: number of blocks to omit from each launch of more than one.
     """
 
     def __init__(self, target: str, library: Path) -> None:
@@ -145,7 +146,7 @@ class SoftwareGPU:
 
     @contextmanager
     def set(self, **settings: Any) -> Iterator[None]:
-        """Inside, launches run with other `Settings`."""
+        """A context in which launches run with other `Settings`."""
         before = dict(vars(self.settings))
         vars(self.settings).update(settings)
         try:
@@ -155,7 +156,7 @@ class SoftwareGPU:
 
     @contextmanager
     def read_only(self, *tensors: torch.Tensor) -> Iterator[None]:
-        """Inside, a kernel that stores to one of these fails."""
+        """A context in which stores to these tensors fail."""
         spans = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
         for begin, size in spans:
             self._machine.protect(begin, size, 1)
@@ -166,13 +167,13 @@ class SoftwareGPU:
                 self._machine.protect(begin, size, 0)
 
     def find(self, name: str) -> tuple[int, list[int]] | None:
-        """An operation of the machine: its number and the bytes of its operands."""
+        """The number of an operation of the machine, and the bytes of its operands."""
         widths, count = (ctypes.c_uint8 * 16)(), ctypes.c_int()
         number = self._machine.find_operation(name.encode(), widths, ctypes.byref(count))
         return None if number < 0 else (number, list(widths[: count.value]))
 
     def find_wave(self, name: str) -> tuple[int, int] | None:
-        """An operation of the machine for AMD's assembly: its number and that of its operands."""
+        """The number of an operation of the machine for AMD, and the number of its operands."""
         count = ctypes.c_int()
         number = self._machine.find_wave_operation(name.encode(), ctypes.byref(count))
         return None if number < 0 else (number, count.value)
@@ -187,8 +188,8 @@ class SoftwareGPU:
         """Run a kernel given as the target's assembly on tensors and integers.
 
         Raises:
-            RuntimeError: it did what a kernel must not; says what, and where.
-            UnknownPTX, UnknownAssembly: the machine does not know an instruction.
+            RuntimeError: the kernel violated a rule. The message says which, and where.
+            UnknownPTX, UnknownAssembly: the machine does not support an instruction.
         """
         program = self.read(text)
         values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
@@ -218,7 +219,7 @@ class SoftwareGPU:
         return next(self.edit(self._texts[kernel - 1]) for (kernel, _), one in self._programs.items() if one is program)
 
     def _adopt(self, address: int) -> int:
-        """Let this launch use the tensor at an address in memory that is not torch's. Returns whether one is there."""
+        """Allow this launch to use a tensor in memory that torch did not allocate. Returns whether one is there."""
         for thing in gc.get_objects():
             if not issubclass(type(thing), torch.Tensor):
                 continue
@@ -277,7 +278,7 @@ class SoftwareGPU:
 
 
 def _put_under_hip(target: str, library: Path) -> None:
-    """Put Triton's own driver for AMD to work on the machine."""
+    """Make Triton's driver for AMD use the machine."""
     import triton
     from triton.backends.amd.compiler import HIPBackend
     from triton.backends.amd.driver import HIPDriver, HIPLauncher, HIPUtils
@@ -291,13 +292,13 @@ def _put_under_hip(target: str, library: Path) -> None:
     HIPBackend.make_hsaco = staticmethod(lambda source, metadata, options: source.encode() + b"\0")
 
     class SoftwareLauncher(HIPLauncher):
-        """Triton's launcher without the hook behind a launch, which Triton 3.7 calls after one that failed too."""
+        """Triton's launcher without the hook after a launch, which Triton 3.7 calls even after a failed launch."""
 
         def __call__(self, *args: Any) -> None:
             HIPLauncher.__call__(self, *args[:8], None, *args[9:])
 
     class SoftwareDriver(HIPDriver):
-        """Triton's driver; only what it would ask torch and the device about GPUs is answered here."""
+        """Triton's driver. Only the questions that it would ask torch and the device about GPUs are answered here."""
 
         def __init__(self) -> None:
             self.utils = HIPUtils()
@@ -317,7 +318,7 @@ _installed: SoftwareGPU | None = None
 
 
 def install(target: str) -> SoftwareGPU:
-    """Put the software GPU under Triton, for good: before halfstep is imported, without ``TRITON_INTERPRET``.
+    """Make Triton use the software GPU, permanently. Call it before halfstep is imported, without ``TRITON_INTERPRET``.
 
     Args:
         target: one of `TARGETS`.

@@ -1,4 +1,4 @@
-"""Runs the pseudocode of AMD's document of the instruction set, as tinygrad keeps it: what an instruction should give.
+"""Run the pseudocode in AMD's instruction set document, as extracted by tinygrad, for expected results.
 
 It is turned into Python line by line; registers and values of its types are objects whose operators compute as it says.
 Rounding is numpy's, that of a fused multiply-add comes from exact fractions. One lane at a time.
@@ -28,13 +28,13 @@ class Value:
         vars(self).update(bits=bits % 2**width, kind=kind, width=width, register=register, low=low)
 
     def number(self) -> Any:
-        """As Python's integer, or as numpy's number of fp16, fp32 or fp64."""
+        """The number as a Python integer, or as a numpy fp16, fp32 or fp64 scalar."""
         if self.kind == "F":
             return np.array(self.bits, f"u{self.width // 8}").view(FLOATS[self.width][0])[()]
         return self.bits - 2**self.width if self.kind == "I" and self.bits >> (self.width - 1) else self.bits
 
     def __getattr__(self, name: str) -> Value:
-        """The same bits as another type; a part of a register stays that part."""
+        """The same bits as another type. A part of a register remains a part of it."""
         found = _TYPE.fullmatch(name)
         if found is None:
             raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""Read PTX into the arrays that the machine runs (machine.h): instructions, registers, constants, parameters."""
+"""Translate PTX to the arrays that the machine runs (machine.h): instructions, registers, constants, parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Find = Callable[[str], "tuple[int, list[int]] | None"]
 
 
 class UnknownPTX(Exception):
-    """An instruction that the machine does not know, or does not know like this."""
+    """An instruction, or a form of one, that the machine does not support."""
 
 
 class _Flat(ctypes.Structure):
@@ -50,7 +50,7 @@ class _Flat(ctypes.Structure):
 
 @dataclass
 class Program:
-    """One kernel, ready to run.
+    """A kernel that the machine can run.
 
     Attributes:
         code: an `INSTRUCTION` each.
@@ -77,7 +77,7 @@ class Program:
     lanes: ClassVar[int] = LANES  # of a warp
 
     def run(self, machine: Any, arguments: int, *launch: Any) -> bytes | None:
-        """Run it with the driver's array of arguments at `arguments`. Returns what went wrong, if anything."""
+        """Run the kernel with the driver's array of arguments at `arguments`. Returns the error, if there is one."""
         constants = self._launched_with(arguments)
         flat = _Flat(
             *(self.code.ctypes.data, len(self.code), self.register_bytes),
@@ -87,7 +87,7 @@ class Program:
         return failed
 
     def _launched_with(self, arguments: int) -> NDArray[np.void]:
-        """The constants of a launch: the program's, and its parameters read from the driver's array at `arguments`."""
+        """The constants of a launch: those of the program, and the parameters in the driver's array at `arguments`."""
         places = (ctypes.c_void_p * len(self.parameters)).from_address(arguments)
         rows = []
         for parameter, size, signed, wide, place in self.loaded:
@@ -96,7 +96,7 @@ class Program:
         return np.concatenate([self.constants, np.array(rows, CONSTANT)])
 
     def where(self, index: int) -> str:
-        """An instruction in words: kernel, line of the PTX, line of the source."""
+        """A description of an instruction: kernel, line of the PTX, line of the source."""
         return f"{self.name}, PTX line {self.lines[index]} ({self.sources[index]}, {self.opcodes[index]})"
 
 
@@ -116,14 +116,14 @@ class _Reader:
         return self.widths[register.rstrip("0123456789")]
 
     def place(self, key: object, width: int) -> int:
-        """Where a value of all lanes lies in the registers of a warp; taken when first asked for."""
+        """The offset of a value of all lanes in the registers of a warp, which is allocated at the first call."""
         if key not in self.places:
             self.places[key] = self.used
             self.used += LANES * width
         return self.places[key]
 
     def operand(self, text: str, width: int) -> int:
-        """The place of a register, a special register or a number, of `width` bytes."""
+        """The offset of a register, a special register or a number of `width` bytes."""
         if text in SPECIALS:
             fresh = text not in self.places
             place = self.place(text, 4)
@@ -166,7 +166,7 @@ class _Reader:
 
 
 def _split(operands: str) -> list[str]:
-    """Operands apart: what stands in brackets or braces is one, `p|q` are two."""
+    """Split operands. Text in brackets or braces is one operand, `p|q` are two."""
     parts = re.findall(r"\[[^]]*\]|\{[^}]*\}|[^,\s|]+", operands)
     return [part.strip() for part in parts]
 
@@ -176,7 +176,7 @@ def _braced(text: str) -> list[str]:
 
 
 def _decode(reader: _Reader, opcode: str, operands: list[str], labels: dict[str, int]) -> dict[str, object]:
-    """The fields of one instruction but for its predicate."""
+    """The fields of an instruction, except its predicate."""
     name = _UNHEARD.sub("", opcode)
     parts = name.split(".")
     fields: dict[str, object] = {"target": -1}

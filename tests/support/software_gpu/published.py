@@ -184,7 +184,7 @@ def _relu_squared(mode: str) -> Callable[[int, int], Call]:
 
 
 def _with_sum(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Call:
-    """Forward and backward from a sum: what the benchmarks of Megatron's modules call "backward"."""
+    """Forward and backward from a sum, which the benchmarks of Megatron's modules call "backward"."""
 
     def call() -> None:
         x.grad = None
@@ -226,7 +226,7 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
 
 
 def cases() -> Iterator[Case]:
-    """All of them, by kernel."""
+    """All cases, by kernel."""
     yield Case("cross_entropy", "forward", "A100", "0.3.0", _powers(12, 17), lambda v: (16384, v), _cross_entropy)
     yield Case(
         "layer_norm",
@@ -287,7 +287,7 @@ def cases() -> Iterator[Case]:
 
 
 def _without_transformers(release: Path) -> None:
-    """Make the modules of a release importable without the package transformers, which its ``__init__`` asks for."""
+    """Make the modules of a release importable without the package transformers, which its ``__init__`` imports."""
     for name in ("transformers", "megatron"):
         package = types.ModuleType(f"liger_kernel.{name}")
         package.__path__ = [str(release / "liger_kernel" / name)]
@@ -295,7 +295,7 @@ def _without_transformers(release: Path) -> None:
 
 
 class _Torch(TorchDispatchMode):
-    """Lists what torch itself runs: the bytes of operands and results of each operation that moves any."""
+    """Records torch operations: the bytes of operands and results of each operation that moves any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ def _measured(
 
 
 def _grown(few: float, twice: float, factor: float) -> float:
-    """What is proportional to the rows, from a number of rows, twice as many, and `factor` as many."""
+    """A count for `factor` times as many rows, extrapolated from a number of rows and twice as many."""
     return twice + (twice - few) * (factor - 2)
 
 
@@ -344,7 +344,7 @@ SUMS = ("issued", "sectors", "fresh", "wavefronts")
 
 
 def counted(machine: gpu.SoftwareGPU, case: Case, size: int) -> dict[str, Any]:
-    """What one published call takes: its launches in order, and torch's operations."""
+    """The counts of a published call: its launches in order, and torch's operations."""
     rows, wide = case.rows(size)
     multiprocessors = MULTIPROCESSORS[case.gpu]
     # Kernels that keep to one block per multiprocessor give each a share of the rows.

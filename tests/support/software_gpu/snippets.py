@@ -1,4 +1,4 @@
-"""A kernel around a few instructions, for tests of the machine itself."""
+"""A kernel that contains a few given instructions, for tests of the machine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ARGUMENTS
 
 
 def wave_kernel(body: str, wide: int = 4, threads: int = 64) -> str:
-    """The same in AMD's assembly, for blocks of `threads` threads, a power of two."""
+    """The kernel in AMD's assembly, for blocks of `threads` threads, a power of two."""
     arguments = "\n".join(f"      - .offset:         {8 * at}\n        .size:           8" for at in range(4))
     assumed = "\n".join(f"\t\t.amdhsa_{key} {value}" for key, value in ASSUMED.items())
     text = WAVE_KERNEL.replace("ASSUMED", assumed).replace("ARGUMENTS", arguments)
