@@ -439,16 +439,17 @@ def _rounded(x, word, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
 def _numbers(hyper):
     """The numbers that every element of a tensor needs. Loaded once, before any store: the compiler must suppose that a
     store may change them."""
+    w1, w2 = tl.load(hyper + _W1), tl.load(hyper + _W2)
+    # The factor of a moving average is 1 - beta, which is positive, or -beta. A product by -1 negates: `-beta1` is
+    # 0 - beta1, which is the other zero for a beta1 of 0.
     return (
         tl.load(hyper + _GSCALE),
         tl.load(hyper + _DECAY_FACTOR),
-        tl.load(hyper + _W1),
-        tl.load(hyper + _W2),
+        tl.where(w1 < 0.5, w1, tl.load(hyper + _BETA1_) * -1.0),
+        tl.where(w2 < 0.5, w2, tl.load(hyper + _BETA2_) * -1.0),
         tl.load(hyper + _ROOT),
         tl.load(hyper + _EPS_),
         tl.load(hyper + _STEP_SIZE),
-        tl.load(hyper + _BETA1_),
-        tl.load(hyper + _BETA2_),
     )
 
 
@@ -484,7 +485,7 @@ def _adam_block(
     at_first = _pointer(first, STATE_T, HINT) + start + offsets
     at_second = _pointer(second, STATE_T, HINT) + start + offsets
     at_top = _pointer(top, STATE_T, HINT) + start + offsets
-    gscale, decay, w1, w2, root, eps, step_size, beta1, beta2 = hyper
+    gscale, decay, f1, f2, root, eps, step_size = hyper  # f1, f2: factors of the moving averages
     if MASTER == _SPLIT_MASTER:
         w = join_float32(tl.load(at_param, mask=mask), tl.load(at_extra, mask=mask))
     elif MASTER == _FULL_MASTER:
@@ -499,10 +500,9 @@ def _adam_block(
     square = g * g
     square = tl.where(square > _MAX, _MAX, square)
     v = tl.where(v > _MAX, _MAX, v)
-    # One choice per element; that of the factor is the same for all. A product by -1 negates: `-beta1` is 0 - beta1,
-    # which is the other zero for a beta1 of 0.
-    m = tl.where(w1 < 0.5, m, g) + tl.where(w1 < 0.5, w1, beta1 * -1.0) * (g - m)
-    v = tl.where(w2 < 0.5, v, square) + tl.where(w2 < 0.5, w2, beta2 * -1.0) * (square - v)
+    # One choice per element: the sign of a factor, which `_numbers` has made, says which form of the average applies.
+    m = tl.where(f1 > 0.0, m, g) + f1 * (g - m)
+    v = tl.where(f2 > 0.0, v, square) + f2 * (square - v)
     tl.store(at_first, _rounded(m, word_m, STATE_T, STOCHASTIC), mask=mask)
     stored = _rounded(v, word_v, STATE_T, STOCHASTIC)
     tl.store(at_second, stored, mask=mask)

@@ -2,8 +2,8 @@
 
 The file has one line per kernel, variant and target, sorted, so that a diff shows the changed numbers. Bytes, spills,
 shared memory, barriers and layout conversions may not increase, access widths may not decrease, and registers may
-increase by one unit of their allocation. With another version of Triton, only bytes, spills and layout conversions are
-compared, since the others depend on the compiler.
+increase by one unit of their allocation. With another version of Triton, only bytes and spills are compared, since
+the others depend on the compiler: Triton 3.9 counts layout conversions that exchange nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AT_MOST = ("bytes_read", "bytes_written", "registers", "spills", "shared_bytes",
 AT_LEAST = ("access_bits",)
 MEASURES = ("bytes_read", "bytes_written", "access_bits", *AT_MOST[2:])
 # The measures that are compared with every version of the compiler.
-EVERYWHERE = ("bytes_read", "bytes_written", "spills", "layout_conversions")
+EVERYWHERE = ("bytes_read", "bytes_written", "spills")
 # NVIDIA GPUs allocate registers to a thread in units of 8. An unrelated edit can change the count within a unit.
 REGISTER_SLACK = 8
 

@@ -19,6 +19,17 @@ STRIDED_FORWARD, STRIDED_BACKWARD, STRIDED_LOOP = 32768, 16384, 4096
 
 
 @jit
+def _neighbours(tile, WIDTH: tl.constexpr, BYTES: tl.constexpr):
+    """The indices of a tile along the dimension in which neighbours lie, for a result of elements of `BYTES` bytes.
+
+    The compiler is told that no more neighbours than 16 bytes of the result lie in a run. A thread would otherwise load
+    16 of a mask of bytes, and exchange results with others through shared memory before it stores them.
+    """
+    RUN: tl.constexpr = WIDTH if WIDTH * BYTES < 16 else 16 // BYTES
+    return tl.max_contiguous(tile.to(tl.int64) * WIDTH + tl.arange(0, WIDTH), RUN)
+
+
+@jit
 def _logits(x, mask, inside, scale, MASK: tl.constexpr, POLICY: tl.constexpr):
     """z of a tile in fp32, from pointers to its elements; -inf for those that are not `inside`."""
     values = tl.load(x, mask=inside, other=0.0, eviction_policy=POLICY)
@@ -57,7 +68,7 @@ def forward_strided_kernel(
     """WIDTH sums side by side, for a dimension in which neighbours lie apart, COLUMNS of each at a time."""
     program = tl.program_id(0)
     a, b = program // tiles // size_b, program // tiles % size_b
-    c = (program % tiles).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    c = _neighbours(program % tiles, WIDTH, y.dtype.element_ty.primitive_bitwidth // 8)
     side = (c < size_c)[None, :]
     x += a.to(tl.int64) * x_a + b.to(tl.int64) * x_b
     y += a.to(tl.int64) * y_a + b.to(tl.int64) * y_b
@@ -117,7 +128,7 @@ def backward_strided_kernel(
 ):
     """The derivative over the middle dimension of contiguous (outer, columns, inner) tensors, tiled as forward."""
     program = tl.program_id(0)
-    c = (program % tiles).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    c = _neighbours(program % tiles, WIDTH, dx.dtype.element_ty.primitive_bitwidth // 8)
     side = (c < inner)[None, :]
     base = (program // tiles).to(tl.int64) * columns * inner
     grad += base
