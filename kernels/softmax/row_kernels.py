@@ -28,7 +28,8 @@ from halfstep.kernels.backend import jit, tl
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.softmax.blocks import LOWEST, PLAIN, constant, gradient, logits, summand
 
-WHOLE, PARTIAL, FINISH = constant(0), constant(1), constant(2)  # what a launch does: whole rows, or pieces in two steps
+WHOLE, PARTIAL, FINISH = 0, 1, 2  # what a launch does: whole rows, or pieces in two steps
+_WHOLE, _PARTIAL, _FINISH = map(constant, (WHOLE, PARTIAL, FINISH))  # as kernels read it
 # Arguments that no form of a kernel is compiled for.
 FORWARD_GENERAL = [
     *("x", "mask", "y", "partial", "rows", "columns", "queries", "size_b", "size_c"),
@@ -243,7 +244,7 @@ def forward_row_kernel(
 ):
     """Softmax of ROWS rows, or of one longer row or piece."""
     begin = 0
-    if STAGE == WHOLE:
+    if STAGE == _WHOLE:
         row = tl.program_id(0)
         if ROWS > 1:
             row = (row * ROWS + tl.arange(0, ROWS))[:, None, None]
@@ -274,7 +275,7 @@ def forward_row_kernel(
         mask_step = mask_column.to(tl.int64)
         mask_body = mask + (mask_row + head * mask_step)
     last = body
-    if STAGE != WHOLE:
+    if STAGE != _WHOLE:
         last = tl.minimum(body, begin + span)
     seen = last
     if CAUSAL:
@@ -287,7 +288,7 @@ def forward_row_kernel(
     zs = _logits(xs, masks, begin, limit - head, scale, MASK, CAUSAL, PARTS, LANES, VECTOR)
     if ENDS:
         with_ends = columns
-        if STAGE != WHOLE:  # the first piece of a row has both of its ends
+        if STAGE != _WHOLE:  # the first piece of a row has both of its ends
             with_ends = tl.where(begin == 0, columns, 0)
         end, there = _end_columns(head, body, with_ends, LANES, VECTOR)
         kept = there & (end < limit)
@@ -298,7 +299,7 @@ def forward_row_kernel(
         z_end = tl.where(kept, logits(x_end, mask_end, scale, MASK), float("-inf"))
     rest = begin + PARTS * LANES * VECTOR
     TRIP: tl.constexpr = LOOP * LANES * VECTOR
-    if STAGE == FINISH:
+    if STAGE == _FINISH:
         piece = tl.arange(0, PIECES)
         pair = partial + 2 * (row * pieces + piece)
         tops = tl.load(pair, mask=piece < pieces, other=LOWEST)
@@ -333,7 +334,7 @@ def forward_row_kernel(
         if LOOP > 0:
             sums += s[:, :, None] * tl.exp(m[:, :, None] - top)
         total = tl.sum(sums, axis=1, keep_dims=True)
-    if STAGE == PARTIAL:
+    if STAGE == _PARTIAL:
         tl.store(partial + 2 * tl.program_id(0), tl.max(top))  # the one number that it holds
         tl.store(partial + 2 * tl.program_id(0) + 1, tl.max(total))
     else:
@@ -430,7 +431,7 @@ def backward_row_kernel(
 ):
     """The derivative of ROWS rows, or of one longer row or piece; tiles and loops as in the forward kernel."""
     begin = 0
-    if STAGE == WHOLE:
+    if STAGE == _WHOLE:
         row = tl.program_id(0)
         if ROWS > 1:
             row = (row * ROWS + tl.arange(0, ROWS))[:, None, None]
@@ -451,7 +452,7 @@ def backward_row_kernel(
     y_body = _aligned(y, base + head, VECTOR)
     dx_body = _aligned(dx, base + head, VECTOR)
     last = body
-    if STAGE != WHOLE:
+    if STAGE != _WHOLE:
         last = tl.minimum(body, begin + span)
     seen = last
     if CAUSAL:
@@ -462,7 +463,7 @@ def backward_row_kernel(
     ps = _loaded(y_body, 1, begin, seen, "", PARTS, LANES, VECTOR)
     if ENDS:
         with_ends = columns
-        if STAGE != WHOLE:  # the first piece of a row has both of its ends
+        if STAGE != _WHOLE:  # the first piece of a row has both of its ends
             with_ends = tl.where(begin == 0, columns, 0)
         end, there = _end_columns(head, body, with_ends, LANES, VECTOR)
         kept = there & (end < limit)
@@ -470,7 +471,7 @@ def backward_row_kernel(
         p_end = to_float32(tl.load(y + (base + end), mask=kept, other=0.0))
     rest = begin + PARTS * LANES * VECTOR
     TRIP: tl.constexpr = LOOP * LANES * VECTOR
-    if STAGE == FINISH:
+    if STAGE == _FINISH:
         piece = tl.arange(0, PIECES)
         total = tl.sum(tl.load(partial + row * pieces + piece, mask=piece < pieces, other=0.0), axis=0)
     else:
@@ -485,7 +486,7 @@ def backward_row_kernel(
                 more += _per_lane(_summed(dys_, ps_, start, seen, dropped, CAUSAL, LOG, LOOP, LANES, VECTOR))
             sums += more[:, :, None]
         total = tl.sum(sums, axis=1, keep_dims=True)
-    if STAGE == PARTIAL:
+    if STAGE == _PARTIAL:
         tl.store(partial + tl.program_id(0), tl.max(total))  # the one number that it holds
     else:
         _store_gradient(dx_body, dys, ps, total, scale, begin, last, dropped, CAUSAL, LOG, PARTS, LANES, VECTOR)
