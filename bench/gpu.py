@@ -19,6 +19,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch
 from halfstep.bench import gpu_checks, run
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
+from halfstep.cli.machine import version_of
 from halfstep.cli.numbers import above_zero
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,12 +71,7 @@ def environment() -> dict[str, Any]:
 def _version_of(module: str) -> str | None:
     if importlib.util.find_spec(module) is None:
         return None
-    from importlib.metadata import PackageNotFoundError, packages_distributions, version
-
-    try:
-        return version(packages_distributions().get(module, [module])[0])
-    except PackageNotFoundError:
-        return "installed"
+    return version_of(packages_distributions().get(module, [module])[0]) or "installed"
 
 
 def _output(command: list[str]) -> str | None:

@@ -31,11 +31,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from halfstep.cli.command_line import Parser, complain, run
+from halfstep.cli.machine import version_of
 from halfstep.cli.numbers import above_zero, whole
 from halfstep.cli.terminal import Progress
 
@@ -79,6 +81,9 @@ R cuTensorMapEncodeIm2col(void) { return 0; }
 """
 
 
+Prepared = tuple[Callable[[], object], Callable[[], object]]  # a call, and what is done before it
+
+
 @dataclass(frozen=True)
 class HostCase:
     """One job of one provider.
@@ -93,7 +98,7 @@ class HostCase:
 
     provider: str
     job: str
-    make: Callable[[int], tuple[Callable[[], object], Callable[[], object]]]
+    make: Callable[[int], Prepared]
     most: int = TENSOR_COUNTS[-1]
 
 
@@ -246,39 +251,33 @@ def _moving(parameters: list[Any]) -> Callable[[], None]:
     return move
 
 
-def _our_adamw(moved: bool) -> Callable[[int], tuple[Callable[[], object], Callable[[], object]]]:
-    def make(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        import torch
+def _our_adamw(count: int, moved: bool = False) -> Prepared:
+    import torch
 
-        import halfstep
+    import halfstep
 
-        parameters = _parameters(count, torch.bfloat16)
-        return halfstep.AdamW(parameters).step, _moving(parameters) if moved else _nothing
-
-    return make
+    parameters = _parameters(count, torch.bfloat16)
+    return halfstep.AdamW(parameters).step, _moving(parameters) if moved else _nothing
 
 
-def _our_amp_step(moved: bool) -> Callable[[int], tuple[Callable[[], object], Callable[[], object]]]:
-    def make(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
-        import torch
+def _our_amp_step(count: int, moved: bool = False) -> Prepared:
+    import torch
 
-        import halfstep
+    import halfstep
 
-        parameters = _parameters(count, torch.bfloat16)
-        optimizer = halfstep.AdamW(parameters, max_grad_norm=1.0)
-        scaler = halfstep.GradScaler("cpu")
-        scaler.scale(torch.zeros((), dtype=torch.float32, device="cpu"))
+    parameters = _parameters(count, torch.bfloat16)
+    optimizer = halfstep.AdamW(parameters, max_grad_norm=1.0)
+    scaler = halfstep.GradScaler("cpu")
+    scaler.scale(torch.zeros((), dtype=torch.float32, device="cpu"))
 
-        def step() -> None:
-            scaler.step(optimizer)
-            scaler.update()
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
 
-        return step, _moving(parameters) if moved else _nothing
-
-    return make
+    return step, _moving(parameters) if moved else _nothing
 
 
-def _our_check(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _our_check(count: int) -> Prepared:
     import torch
 
     import halfstep
@@ -287,7 +286,7 @@ def _our_check(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
     return lambda: halfstep.foreach_check(grads), _nothing
 
 
-def _our_cast(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _our_cast(count: int) -> Prepared:
     import torch
 
     import halfstep
@@ -296,7 +295,7 @@ def _our_cast(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
     return lambda: halfstep.foreach_cast(tensors, torch.bfloat16), _nothing
 
 
-def _our_softmax(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _our_softmax(count: int) -> Prepared:
     import torch
 
     import halfstep
@@ -305,7 +304,7 @@ def _our_softmax(count: int) -> tuple[Callable[[], object], Callable[[], object]
     return lambda: [halfstep.softmax(x) for x in inputs], _nothing
 
 
-def _liger_softmax(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _liger_softmax(count: int) -> Prepared:
     import torch
     from liger_kernel.ops.softmax import LigerSoftmaxFunction
 
@@ -313,14 +312,14 @@ def _liger_softmax(count: int) -> tuple[Callable[[], object], Callable[[], objec
     return lambda: [LigerSoftmaxFunction.apply(x) for x in inputs], _nothing
 
 
-def _optimi_adamw(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _optimi_adamw(count: int) -> Prepared:
     import torch
     from optimi import AdamW
 
     return AdamW(_parameters(count, torch.bfloat16), lr=1e-3, triton=True, foreach=False).step, _nothing
 
 
-def _flash_adamw(count: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _flash_adamw(count: int) -> Prepared:
     import torch
     from flashoptim import FlashAdamW, optimizers
 
@@ -331,36 +330,28 @@ def _flash_adamw(count: int) -> tuple[Callable[[], object], Callable[[], object]
     return optimizer.step, _nothing
 
 
-def _version(distribution: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return f"{distribution} {version(distribution)}"
-    except PackageNotFoundError:
-        return None
-
-
 def _cases() -> list[HostCase]:
     """All jobs of halfstep and of the installed peers."""
     cases = [
-        HostCase("halfstep", "adamw", _our_adamw(moved=False)),
-        HostCase("halfstep", "adamw, moved", _our_adamw(moved=True)),
-        HostCase("halfstep", "amp step", _our_amp_step(moved=False)),
-        HostCase("halfstep", "amp step, moved", _our_amp_step(moved=True)),
+        HostCase("halfstep", "adamw", _our_adamw),
+        HostCase("halfstep", "adamw, moved", partial(_our_adamw, moved=True)),
+        HostCase("halfstep", "amp step", _our_amp_step),
+        HostCase("halfstep", "amp step, moved", partial(_our_amp_step, moved=True)),
         HostCase("halfstep", "check", _our_check),
         HostCase("halfstep", "cast", _our_cast),
         HostCase("halfstep", "softmax", _our_softmax, most=1),
     ]
-    peers: list[tuple[str, str, Any, int]] = [
-        ("flashoptim", "adamw", _flash_adamw, TENSOR_COUNTS[-1]),
-        ("torch-optimi", "adamw", _optimi_adamw, TENSOR_COUNTS[-1]),
-        ("liger-kernel", "softmax", _liger_softmax, 1),
+    peers = [
+        HostCase("flashoptim", "adamw", _flash_adamw),
+        HostCase("torch-optimi", "adamw", _optimi_adamw),
+        HostCase("liger-kernel", "softmax", _liger_softmax, most=1),
     ]
-    for distribution, job, make, most in peers:
-        named = _version(distribution)
-        if named:
-            cases.append(HostCase(named, job, make, most))
-    return cases
+    versions = {case.provider: version_of(case.provider) for case in peers}
+    return cases + [
+        replace(case, provider=f"{case.provider} {versions[case.provider]}")
+        for case in peers
+        if versions[case.provider]
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring

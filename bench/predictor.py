@@ -32,7 +32,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 SECTOR = 32  # bytes
-WAVEFRONT = 128
 REGISTERS = 65536  # of a multiprocessor of an NVIDIA GPU
 
 

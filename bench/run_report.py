@@ -21,23 +21,19 @@ import torch
 import halfstep
 from halfstep.bench.harness import OK, UNAVAILABLE, Result, ours
 from halfstep.cli import figures
+from halfstep.cli.machine import processor_name
 from halfstep.cli.terminal import Terminal, table
+from halfstep.kernels.backend import triton
 
 ROOFLINE, STEP = "roofline.png", "step.png"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """The environment of the measurements: versions, device, threads and date."""
-    try:
-        import triton
-
-        triton_version: str | None = triton.__version__
-    except ImportError:
-        triton_version = None
     return {
         "halfstep": halfstep.__version__,
         "torch": torch.__version__,
-        "triton": triton_version,
+        "triton": triton and triton.__version__,
         "python": platform.python_version(),
         "device": device_name(device),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
@@ -47,14 +43,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor as the system reports it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def as_json(about: dict[str, Any], results: Sequence[Result]) -> str:

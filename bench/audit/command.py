@@ -27,6 +27,7 @@ from typing import Any
 from halfstep.bench import predict
 from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit import markdown, peers
+from halfstep.bench.audit.markdown import number
 from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
 from halfstep.cli.command_line import Parser, UsageError, a_path, input_file, make_folder, output_file, run
 from halfstep.cli.numbers import whole
@@ -39,12 +40,8 @@ _RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
 # --- printing --------------------------------------------------------------------------------------------------------
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.5g}"
-
-
 def _against(value: float | None, floor: float) -> str:
-    return f"{_number(value)} / {_number(floor)}"
+    return f"{number(value)} / {number(floor)}"
 
 
 HEADER = (
@@ -68,7 +65,7 @@ def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
                 _against(row["bytes_written"], row["floor_written"]),
                 widths,
                 *(
-                    _number(row[key])
+                    number(row[key])
                     for key in ("registers", "spills", "shared_bytes", "barriers", "layout_conversions")
                 ),
                 "-" if row["occupancy"] is None else f"{row['occupancy']:.0%}",

@@ -10,7 +10,8 @@ from typing import Any
 OURS, PEERS = "compiled kernels", "compiled kernels of peers"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """At most five digits; a dash for None."""
     return "-" if value is None else f"{value:.5g}"
 
 
@@ -31,15 +32,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     rows = sorted(rows, key=_order)
     targets = list(dict.fromkeys(row["target"] for row in rows))
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "bytes read + written": lambda row: f"{_number(row['bytes_read'])} + {_number(row['bytes_written'])}",
-        "access bits": lambda row: _number(row["access_bits"]),
-        "registers": lambda row: _number(row["registers"]),
-        "shared bytes": lambda row: _number(row["shared_bytes"]),
-        "barriers": lambda row: _number(row["barriers"]),
-        "conversions": lambda row: _number(row["layout_conversions"]),
+        "bytes read + written": lambda row: f"{number(row['bytes_read'])} + {number(row['bytes_written'])}",
+        "access bits": lambda row: number(row["access_bits"]),
+        "registers": lambda row: number(row["registers"]),
+        "shared bytes": lambda row: number(row["shared_bytes"]),
+        "barriers": lambda row: number(row["barriers"]),
+        "conversions": lambda row: number(row["layout_conversions"]),
     }
     if any(row["spills"] for row in rows):
-        columns["spills"] = lambda row: _number(row["spills"])
+        columns["spills"] = lambda row: number(row["spills"])
     lines = [
         f"Bytes per element; where targets differ, {' / '.join(targets)}."
         + ("" if "spills" in columns else " No spills."),

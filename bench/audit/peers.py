@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from functools import partial
 import torch
 
 from halfstep.bench.audit.launches import Variant, recording
+from halfstep.cli.machine import version_of
 
 ROWS, COLUMNS = 4096, 4096  # of the softmax
 PARAMETERS = 1 << 24  # of the AdamW step
@@ -125,19 +125,12 @@ class Found:
     left_out: tuple[str, ...]
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 @functools.cache
 def find() -> Found:
     """Find the installed peers and their launches. Exceptions that a peer raises are caught and reported."""
     variants, peers, left_out = [], [], []
     for job in JOBS:
-        version = _version(job.peer)
+        version = version_of(job.peer)
         if version is None:
             line = f"{job.peer} is not installed and left out: pip install {job.peer}"
             left_out += [line] if line not in left_out else []

@@ -17,6 +17,8 @@ from typing import Any
 
 from halfstep.bench.audit import machine_code, peers
 from halfstep.bench.audit.launches import Launch, Variant, gpu_target, recorded
+from halfstep.bench.predict import SHOWN
+from halfstep.bench.predictor import GPUS
 
 PEERS = "halfstep.bench.audit.peers"
 FAMILIES = tuple(
@@ -25,13 +27,6 @@ FAMILIES = tuple(
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
-# Memory bandwidth in bytes per second, from the datasheets of A100 80GB SXM, H100 SXM, H200 SXM, B200 and MI300X.
-BANDWIDTH = {
-    "sm_80": {"A100": 2.039e12},
-    "sm_90": {"H100": 3.35e12, "H200": 4.8e12},
-    "sm_100": {"B200": 8.0e12},
-    "gfx942": {"MI300X": 5.3e12},
-}
 
 # Warps, blocks and shared bytes per multiprocessor, from NVIDIA's CUDA programming guide, "Compute Capabilities".
 _LIMITS = {"sm_80": (64, 32, 164 << 10), "sm_90": (64, 32, 228 << 10), "sm_100": (64, 32, 228 << 10)}
@@ -202,7 +197,7 @@ def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
         floor_read=variant.bytes_read,
         floor_written=variant.bytes_written,
         peer=peer,
-        floor_ms={machine: 1e12 * floor / rate for machine, rate in BANDWIDTH.get(target, {}).items()},
+        floor_ms={name: 1e12 * floor / GPUS[name].bandwidth for name in SHOWN if GPUS[name].target == target},
     )
     try:
         launch = recorded(variant, target)

@@ -27,7 +27,8 @@ PAIRS = (("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32"), ("fp32", "fp8 e4m
 NEAREST = 0.5
 
 
-def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def normal_tensors(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Normally distributed numbers in `tensors` tensors of `numel` elements, rounded to `dtype`."""
     generator = torch.Generator(device).manual_seed(0)
     return [
         torch.randn(numel, generator=generator, dtype=torch.float32, device=device).to(dtype) for _ in range(tensors)
@@ -88,7 +89,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                 bytes_moved=elements * (DTYPES[source].itemsize + DTYPES[target].itemsize),
                 bound=NEAREST,
                 error_unit="in eps",
-                prepare=partial(_prepare, tensors=1, numel=elements, dtype=DTYPES[source]),
+                prepare=partial(normal_tensors, tensors=1, numel=elements, dtype=DTYPES[source]),
                 providers={
                     "halfstep": partial(_one, partial(halfstep.cast, dtype=DTYPES[target])),
                     "torch eager": partial(_one, partial(_to, DTYPES[target])),
@@ -108,7 +109,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             bytes_moved=tensors * numel * (DTYPES[source].itemsize + DTYPES[target].itemsize),
             bound=NEAREST,
             error_unit="in eps",
-            prepare=partial(_prepare, tensors=tensors, numel=numel, dtype=DTYPES[source]),
+            prepare=partial(normal_tensors, tensors=tensors, numel=numel, dtype=DTYPES[source]),
             providers={
                 "halfstep": partial(_list, _halfstep_list, DTYPES[target]),
                 "torch foreach": partial(_list, torch._foreach_copy_, DTYPES[target]),

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 import halfstep
+from halfstep.bench.cases.cast import normal_tensors
 from halfstep.bench.cases.installed import compiled, loops, needs, needs_gpu
 from halfstep.bench.cases.sizes import Sizes
 from halfstep.bench.harness import Case, Prepared
@@ -45,13 +46,6 @@ class CheckAnswer(NamedTuple):
     found: tuple[bool, bool, bool]
     size: float
     gradients: list[torch.Tensor]
-
-
-def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    return [
-        torch.randn(numel, generator=generator, dtype=torch.float32, device=device).to(dtype) for _ in range(tensors)
-    ]
 
 
 def _with(gradients: list[torch.Tensor], planted: float) -> list[torch.Tensor]:
@@ -202,7 +196,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                     bytes_moved=passes * tensors * numel * dtype.itemsize,
                     bound=BOUNDS[dtype_name],
                     error_unit="relative to the answer",
-                    prepare=partial(_prepare, tensors=tensors, numel=numel, dtype=dtype),
+                    prepare=partial(normal_tensors, tensors=tensors, numel=numel, dtype=dtype),
                     providers=providers,
                     error=error,
                 )

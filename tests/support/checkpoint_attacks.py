@@ -31,7 +31,6 @@ from halfstep.integrations import checkpoint, checkpoint_files, checkpoint_shard
 
 SHARD = "__0_0.distcp"
 CANARY = "halfstep_canary"
-TORCH = "torch.optim"
 
 
 def model_of(value: float = 0.5) -> torch.nn.Module:

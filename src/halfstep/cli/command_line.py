@@ -1,4 +1,4 @@
-"""What all commands share: parsing the command line, refusing wrong input, and handling output that cannot be written.
+"""Shared by all commands: parsing the command line, refusing wrong input, and handling output that cannot be written.
 
 Wrong input gets one line on standard error, which names the argument, its value and what is allowed or was probably
 meant, and exit status 2. This module imports no third-party library, since a command that only looks something up must

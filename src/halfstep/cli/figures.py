@@ -1,4 +1,4 @@
-"""What all pictures share: figures without a display, a common look, and files that depend on their content only.
+"""Shared by all pictures: figures without a display, a common look, and files that depend only on their content.
 
 matplotlib is optional (the extra `plots`) and imported only when a picture is drawn.
 """

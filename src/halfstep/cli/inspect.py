@@ -183,7 +183,7 @@ def table(found: Statistics, rows: Sequence[Row], screen: Terminal) -> list[str]
 
 
 def _cells(row: Row, wide: bool) -> list[str]:
-    """All columns but the name."""
+    """All columns except the name."""
     shares = {kind: percent(row.share(kind)) for kind in KINDS}
     dtype = formats[row.dtype].name if row.dtype else ""
     cells = [dtype] * wide + [count(row.elements), shares["zero"], shares["flushed"], shares["subnormal"]]

@@ -13,7 +13,7 @@ from typing import Any
 
 from halfstep.cli.figures import figure, save, tidy
 
-# Okabe and Ito's colours, told apart without red-green vision; the shapes tell them apart in print.
+# Colours of Okabe and Ito, which colour-blind readers can tell apart. The shapes differ too, for prints without colour.
 FAMILIES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("Adam", ("Adam",), "#0072b2", "o"),
     ("check, unscale", ("foreach_check", "foreach_unscale"), "#e69f00", "s"),
@@ -22,7 +22,7 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("statistics", ("statistics",), "#d55e00", "v"),
     ("peers", ("",), "#777777", "x"),
 )
-_NAMED = 9  # kernels of a panel that have their names beside them: those of which issue takes most
+_NAMED = 9  # labelled kernels per panel: those with the most instructions per byte
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Terminal(NamedTuple):
-    """What a stream can show.
+    """The capabilities of a stream.
 
     Attributes:
         width: number of columns.
@@ -255,6 +255,6 @@ def _width(stream: TextIO) -> int:
 
 
 def terminal(stream: TextIO | None = None) -> Terminal:
-    """What `stream` (standard output if None) can show, from the environment."""
+    """The capabilities of `stream` (standard output if None), from the environment."""
     stream = sys.stdout if stream is None else stream
     return Terminal(_width(stream), _colour(stream), _unicode(stream))

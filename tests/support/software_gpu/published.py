@@ -30,7 +30,6 @@ from . import gpu
 from .counts import as_cuda, summary, usage
 
 FP32, BF16 = torch.float32, torch.bfloat16
-POWERS = {10: 1024, 11: 2048, 12: 4096, 13: 8192, 14: 16384, 15: 32768, 16: 65536, 17: 131072}
 # Elements of an operand that are run, about: the rows that this makes, and twice as many.
 SAMPLE = 1 << 17
 MULTIPROCESSORS = {"A100": 108, "H100": 132, "H100 PCIe": 114, "B200": 148}

@@ -128,7 +128,7 @@ def _figures_lines(chosen: Sequence[Format], screen: Terminal) -> list[str]:
 
 
 def _example_lines(chosen: Sequence[Format], screen: Terminal) -> list[str]:
-    """What each format makes of the example numbers."""
+    """The example numbers in each format."""
     rows = []
     for text in examples(chosen):
         row = [text]

@@ -1,4 +1,4 @@
-"""What known implementations make of a number, where they differ: saturation, NaN, zero, and rounding twice.
+"""The results of known implementations that differ: saturation, NaN, zero, and rounding twice.
 
 Each row is a rule written down from what an implementation does or a specification says. Those of torch, ml_dtypes and
 numpy are tested against what is installed; OCP's come from the OFP8 specification 1.0, 2023, table of conversions.

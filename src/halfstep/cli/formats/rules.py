@@ -69,7 +69,7 @@ def _same(one: Number, other: Number) -> bool:
 
 
 def chances(number: Number, format: Format, overflow: str) -> list[tuple[Fraction, Encoded]]:
-    """What stochastic rounding stores and with what probability: toward zero first, then away from it.
+    """The possible results of stochastic rounding and their probabilities: toward zero first, then away from it.
 
     The noise has 32 bits (31 among the subnormals of formats with fewer exponents than fp32), so that a probability is
     a multiple of 2^-32 (2^-31), rounded down for the one away from zero.

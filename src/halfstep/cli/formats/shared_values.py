@@ -1,4 +1,4 @@
-"""How many values two formats share, counted binade by binade and not one by one: fp64 has 2^64 of them.
+"""The number of values that two formats share, counted per binade, since fp64 has 2^64 values.
 
 Between 2^e and 2^(e+1) the values of a format are the multiples of one step, and so are the shared values of two: those
 of the larger step.

@@ -113,7 +113,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of a number in a format.
+    """The result of rounding a number to a format.
 
     Args:
         number: the number.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import importlib.metadata
 import io
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from halfstep.cli import figures
+from halfstep.cli.machine import processor_name, version_of
 from halfstep.cli.results import overflow_kind
 from halfstep.cli.results_picture import draw_exponents
 from halfstep.cli.terminal import Terminal, ruled
@@ -41,15 +41,9 @@ EMULATED = (
 
 def machine(device: torch.device) -> dict[str, Any]:
     """A description of the machine, without its name and its user."""
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    except OSError:
-        pass
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "cpu": cpu,
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -58,13 +52,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """The versions of Python and of packages; None for packages that are not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("halfstep", "torch", "numpy", "triton"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    packages = ("halfstep", "torch", "numpy", "triton")
+    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 
 def layout(world: ThisRank) -> dict[str, Any]:
