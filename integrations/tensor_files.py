@@ -75,7 +75,7 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _of_shards(folder: Path) -> str:
-    """What kind of folder it is, if it is a checkpoint of ours, and what is wrong with that."""
+    """Text for an error message if a folder is a checkpoint of halfstep, with its damage; empty for other folders."""
     if not (folder / checkpoint_files.MANIFEST).is_file():
         return ""
     complaint = checkpoint_files.complaint(folder)
@@ -83,10 +83,10 @@ def _of_shards(folder: Path) -> str:
 
 
 def _from_torch(path: Path) -> dict[str, Any]:
-    """The content of torch's files by name: zip archives, which it has written since 1.6, or what it wrote before."""
+    """The content of a file of `torch.save`, by name: a zip archive, or the format of torch before 1.6."""
     try:
         with torch_file.opened(path) as (content, storages), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sparse tensors, that they are in beta
+            warnings.simplefilter("ignore")  # sparse tensors warn that they are in beta
             leaves = _leaves(content)
             made = {id(leaf): torch_file.tensor(leaf, storages) for leaf in leaves.values()}
     except Refused as error:
@@ -172,7 +172,7 @@ def _unique(name: str, taken: dict[str, int]) -> str:
 def _from_safetensors(path: Path) -> dict[str, torch.Tensor]:
     header, start = _header(path)
     size = path.stat().st_size - start
-    # Written to, a page becomes a copy of its own, so torch does not warn of memory that must not be written.
+    # Copy-on-write: writes do not reach the file, and torch does not warn about read-only memory.
     data = (
         torch.from_numpy(np.memmap(path, np.uint8, "c", start, (size,)))
         if size

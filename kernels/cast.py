@@ -56,7 +56,7 @@ from halfstep.kernels.rounding import (
 )
 
 CHUNK = 4096
-SLOW_BLOCK = 512  # elements at a time where nothing can be said of the alignment: few registers, scalar accesses
+SLOW_BLOCK = 512  # elements per block if the alignment is unknown: few registers, scalar accesses
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}  # those of cast.cpp
@@ -108,7 +108,7 @@ if tl is not None:
 
 @jit
 def _widened(x, SOURCE: tl.constexpr):
-    """A block as it is stored, FP8 as uint8 codes, in fp32, exactly."""
+    """Convert a block from its stored form (FP8 as uint8 codes) to fp32, exactly."""
     if SOURCE == tl.float8e5:
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)  # the upper half of an fp16
     elif SOURCE == tl.float8e4nv:
@@ -128,18 +128,18 @@ def _rounded(x, word, FORM: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.c
 
 @jit
 def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
-    """A block as it is stored in one format, as it is stored in another. `word` as in `round_float32`."""
+    """Convert a block from the stored form of one format to that of another. `word` as in `round_float32`."""
     if SOURCE == TARGET and not SATURATE:
         return x
     elif TARGET == tl.float8e4nv or TARGET == tl.float8e5:
         FORM: tl.constexpr = _OF_E4M3 if TARGET == tl.float8e4nv else _OF_E5M2
         code = _rounded(_widened(x, SOURCE), word, FORM, ROUNDING, SATURATE).to(tl.uint8)
-        # NVIDIA's conversion of fp16 to fp32 drops the sign of a NaN; that of FP8 stands at the same place in both.
+        # NVIDIA's conversion of fp16 to fp32 drops the sign of a NaN. Both FP8 formats have the same sign bit.
         return code | (x & 0x80) if SOURCE == tl.float8e4nv or SOURCE == tl.float8e5 else code
     elif ROUNDING == _ROUND_NEAREST:
         y = from_float32(_widened(x, SOURCE), TARGET)
         if SATURATE:
-            # One below the code of infinity stands the largest finite number.
+            # The largest finite number has the code before that of infinity.
             if TARGET == tl.float32:
                 bits = y.to(tl.uint32, bitcast=True)
                 bits = tl.where((bits & 0x7FFFFFFF) == 0x7F800000, bits - 1, bits)
@@ -193,10 +193,10 @@ def _cast_chunk(
     RANDOM: tl.constexpr = ROUNDING == _ROUND_STOCHASTIC
     IN: tl.constexpr = SOURCE.primitive_bitwidth // 8
     OUT: tl.constexpr = TARGET.primitive_bitwidth // 8
-    # Elements that a thread holds side by side: 128 bits on the wider side. So neighbouring threads access neighbouring
-    # bytes on both sides, each request uses whole sectors, and no value has to move between threads.
+    # Consecutive elements of a thread: 128 bits in the wider format. Neighboring threads then access neighboring bytes
+    # on both sides, each request uses whole sectors, and no values are exchanged between threads.
     EACH: tl.constexpr = 16 // (IN if IN > OUT else OUT)
-    # As many of them as share a call of Philox, eight at most.
+    # The number of them that share a call of Philox, at most eight.
     RUN: tl.constexpr = EACH if EACH < 8 else 8
     wide = (source | target) % 16 == 0
     if RANDOM:
@@ -247,7 +247,7 @@ def _cast_chunk(
 
 @jit
 def _plain(value):
-    """What `_disguised` hid."""
+    """The inverse of `_disguised`."""
     return (value + 4611686018427387904) >> 1
 
 
@@ -323,9 +323,9 @@ def multi_cast_kernel(
 
 
 def _disguised(value: int) -> int:
-    """A number below 2^60 as an odd negative one of 64 bits.
+    """Maps a number below 2^60 to an odd negative 64-bit integer.
 
-    Triton compiles a kernel again for an integer of another width, for 1 and for multiples of 16; this is none of them.
+    Triton compiles separate kernels for 32-bit integers, for 1 and for multiples of 16. This value is none of these.
     """
     return 2 * value + 1 - 2**62
 
@@ -334,7 +334,7 @@ _tables = {pair: TableCache(operands=4, chunk=CHUNK) for pair in ((s, t) for s i
 
 
 def _format(dtype: torch.dtype) -> Any:
-    """How the kernels name a dtype."""
+    """The Triton type of a dtype."""
     if dtype in FP8:
         return tl.float8e4nv if dtype == torch.float8_e4m3fn else tl.float8e5
     return triton_dtype(dtype)
@@ -523,14 +523,14 @@ def _batch(
     x = batch_first(x, in_dims[0], info.batch_size)
     if seed is None or not info.batch_size:
         return _cast(x, dtype, rounding, saturate, seed, offset), 0
-    # Each sample is a tensor of its own, whose noise goes by its own indices.
+    # Each sample is a separate tensor, whose random bits depend on its own indices.
     seeds = [seed] * info.batch_size if in_dims[4] is None else seed.unbind(in_dims[4])
     samples = [_cast(one, dtype, rounding, saturate, of, offset) for one, of in zip(x, seeds, strict=True)]
     return torch.stack(samples), 0
 
 
-# The seed is a tensor on the CPU: a drawn one is then an operation of its own in a traced graph, which nothing merges
-# with another draw or repeats in the backward pass.
+# The seed is a tensor on the CPU. A drawn seed is then a separate operation in a traced graph, which is neither merged
+# with another draw nor repeated in the backward.
 _cast = Op(
     "cast(Tensor x, ScalarType dtype, str rounding='nearest', bool saturate=False, Tensor? seed=None, "
     "SymInt offset=0) -> Tensor",
@@ -580,7 +580,7 @@ def _drawn() -> torch.Tensor:
 
 
 def _drawn_number() -> int:
-    """The same for the host; 0 under FakeTensorMode, where nothing is drawn."""
+    """A fresh seed as a Python integer; 0 under FakeTensorMode, where nothing is drawn."""
     drawn = _drawn()
     return int(drawn) if type(drawn) is torch.Tensor else 0
 
@@ -710,8 +710,8 @@ def foreach_cast(
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
     _check_options(dtype, rounding, seed)
-    # What all tensors have in common is told at the speed of C; loops in Python, which take longer than the kernels for
-    # thousands of tensors, find what is wrong and treat what is unusual.
+    # Functions in C check the properties of all tensors. Loops in Python take longer than the kernels for thousands of
+    # tensors, and are only used to report errors and for unusual tensors.
     sources, in_memory = check_tensor_list(tensors, "tensors", DTYPES)
     places = [0] * len(sources)
     if offsets is not None:
@@ -728,11 +728,11 @@ def foreach_cast(
         in_memory = in_memory and out_in_memory
         _check_out(sources, results, dtype)
     random = rounding == "stochastic"
-    if random:  # the noise goes by rows, whatever the order in memory
+    if random:  # random bits follow the row-major order, whatever the order in memory
         flat = [source.contiguous() for source in flat]
     if all(map(torch.Tensor.is_contiguous, flat)) and all_flattened(results) is results:
-        targets = results  # of one shape and row-major both
-    else:  # a target whose elements lie in another order is filled by way of a copy
+        targets = results  # with the same shapes, both row-major
+    else:  # a target with another order of elements is filled by a copy
         targets = [
             result if result.stride() == one.stride() and is_flat(result) else torch.empty_like(one, dtype=dtype)
             for one, result in zip(flat, results, strict=True)

@@ -39,7 +39,7 @@ ROUNDS = 7
 
 
 def check_seed(seed: object) -> int:
-    """A seed as the kernels take it.
+    """Validate a seed for the kernels.
 
     Raises:
         TypeError: not an integer.
@@ -78,7 +78,7 @@ def reference_words(
     c0, c1, c2, c3 = torch.broadcast_tensors(group & _MASK, (group >> 32) & _MASK, word(step), word(stream))
     k0, k1 = seed & _MASK, seed >> 32 & _MASK
     for _ in range(ROUNDS):
-        # The product wraps to a negative int64; the mask after the shift takes its upper 32 bits all the same.
+        # The product may wrap to a negative int64. Shift and mask still give its upper 32 bits.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (p1 >> 32 & _MASK) ^ c1 ^ k0, p1 & _MASK, (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
@@ -165,10 +165,10 @@ def words_of(index, seed, step, stream, DRAWS: tl.constexpr):
 
 @jit
 def words_of_runs(first, seed, step, stream, DRAWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """The same for runs of consecutive elements: `EACH` from each of a block of int64 indices `first`, BLOCK in all.
+    """`words_of` for runs of `EACH` consecutive elements from each of a block of indices `first`, BLOCK in total.
 
-    `first` are multiples of EACH. With EACH 8 there is one Philox call for eight elements. With EACH 4 there is one for
-    four: for threads that hold no more side by side, and compute the call that they share with their neighbour twice.
+    `first` must be multiples of EACH. With EACH 8, one Philox call serves eight elements. With EACH 4, it serves four:
+    threads with only four consecutive elements repeat the call of their neighbor.
     """
     a, b, c, d = _of_group(first >> 3, seed, step, stream)
     word = _side_by_side(first, a, b, c, d, EACH, BLOCK)

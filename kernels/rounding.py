@@ -49,7 +49,7 @@ import torch
 from halfstep.kernels.backend import INTERPRET, jit, tl
 
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
-NEAREST, TOWARD_ZERO, STOCHASTIC = range(3)  # the same, as kernels know them
+NEAREST, TOWARD_ZERO, STOCHASTIC = range(3)  # their numbers in kernels
 
 
 class RoundingFormat(NamedTuple):
@@ -148,7 +148,9 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     nan = master.isnan()
     quiet = (bits >> 16) | 0x7FC0
     high = torch.where(nan, quiet, high)
-    low = (bits - (high << 16)).masked_fill(nan, 0)  # no tensor of a plain 0: beside fake ones it would be a real one
+    low = (bits - (high << 16)).masked_fill(
+        nan, 0
+    )  # torch.where would need a tensor of 0, which must not mix with fakes
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
 
@@ -215,7 +217,7 @@ def round_float32(
     ROUNDING: tl.constexpr,
     SATURATE: tl.constexpr,
 ):
-    """A block of fp32 as codes of a `RoundingFormat`, in uint32. `word` is a block of random uint32, if it is used."""
+    """A block of fp32 as codes of a `RoundingFormat`, in uint32. Only stochastic rounding uses `word` (random)."""
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -244,7 +246,7 @@ def round_float32(
     code = tl.minimum(code, LARGEST if SATURATE or ROUNDING == _TOWARD_ZERO else OVERFLOW)
     if ROUNDING == _TOWARD_ZERO and not SATURATE:
         code = tl.where(magnitude == 0x7F800000, OVERFLOW, code)
-    if OVERFLOW != NAN or SATURATE or ROUNDING == _TOWARD_ZERO:  # or what overflows is NaN already
+    if OVERFLOW != NAN or SATURATE or ROUNDING == _TOWARD_ZERO:  # otherwise overflow gives NaN already
         code = tl.where(magnitude > 0x7F800000, NAN, code)
     return code | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
 
@@ -253,7 +255,7 @@ def round_float32(
 def stochastic_float32(x, word, dtype: tl.constexpr):
     """A block of fp32 rounded stochastically to fp16 or bf16. A NaN's sign may be lost."""
     if dtype == tl.bfloat16:
-        # The sign may stay beside the magnitude, for only a NaN's could be reached by a carry.
+        # The sign bit need not be separated: only the magnitude of a NaN could carry into it.
         bits = tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
         code = (bits + (word >> 16)) >> 16
     else:

@@ -1,4 +1,4 @@
-"""What messages have in common: shares, printable text, the nearest allowed word, and checks that name the argument."""
+"""Helpers for messages: percentages, printable text, suggestions, and checks that name the argument."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def percent(share: float) -> str:
-    """A share in percent, in at most five characters, that says 0 and 100 of exactly 0 and 1 only."""
+    """A share in percent, in at most five characters. Only exactly 0 and 1 give 0 and 100."""
     value = 100 * share
     if value in (0, 100):
         return f"{value:.0f}"
@@ -17,25 +17,25 @@ def percent(share: float) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` in one line that a terminal only shows: other characters are written as in Python, such as ``\\x1b``."""
+    """`text` in one line of printable characters. Others are escaped as in Python, such as ``\\x1b``."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
 def _meant(word: str, words: list[str], cutoff: float) -> str:
-    """A question after the nearest of `words`, with a space after it; nothing where none is near."""
-    import difflib  # only mistakes wait for it
+    """``"did you mean 'fp16'? "`` for the nearest of `words`; empty if none is near."""
+    import difflib  # imported only for mistakes
 
     near = difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
     return "" if not near else f"did you mean {near[0] if near[0].startswith('-') else repr(near[0])}? "
 
 
 def instead(word: str, allowed: Iterable[str], listed: bool = True) -> str:
-    """What to say after an unknown word: ``"did you mean 'fp16'? Choose from fp16, bf16"``.
+    """A remedy for an unknown word: ``"did you mean 'fp16'? Choose from fp16, bf16"``.
 
     Args:
-        word: as it was given.
-        allowed: words.
-        listed: list the allowed words; otherwise only the question is left, with a space after it, or nothing.
+        word: the unknown word.
+        allowed: the allowed words.
+        listed: whether to list the allowed words; otherwise only the question is returned, followed by a space.
     """
     words = list(allowed)
     meant = _meant(word, words, 0.55 if listed else 0.6)
@@ -52,7 +52,7 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int; ValueError unless it is a whole number from `least`."""
+    """`value` as an int. Raises ValueError unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value < least:
         raise ValueError(f"Expected {name} to be an integer of at least {least}, but got {value!r}")
     if value in (float("inf"),) or int(value) != value:

@@ -1,4 +1,4 @@
-"""What one launch of the Adam kernel updates: parameters of one device and layout, their state and their table."""
+"""Batches for one launch of the Adam kernel: parameters of one device and layout, their state and their table."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
 
 
 class LaunchGroup:
-    """What one launch updates: parameters, their state, and the table of their addresses."""
+    """The parameters of one launch, their state, and the table of their addresses."""
 
     def __init__(
         self,

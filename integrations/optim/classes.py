@@ -65,7 +65,7 @@ def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
 
 
 class _AdamBase(CanonicalState):
-    """What Adam and AdamW share: everything but their signatures.
+    """The common implementation of Adam and AdamW: everything except their signatures.
 
     Both inherit from torch's classes of the same names, for frameworks that use `isinstance`, but use none of their
     methods: what this class does not define is called on `torch.optim.Optimizer` by name.

@@ -265,7 +265,7 @@ def _away(below: int, rest: Fraction, rounding: str, negative: bool, word: int, 
 
 
 def subnormal_steps(format: Format) -> int | None:
-    """How many bits behind the point stochastic rounding looks at below the least normal number; None: at all."""
+    """The number of bits of the dropped fraction that stochastic rounding of subnormal numbers uses; None for all."""
     coarse = format.emin > -126 and format.has_subnormals and format.mantissa <= 10
     return 23 - format.mantissa if coarse else None
 

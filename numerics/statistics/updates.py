@@ -1,4 +1,4 @@
-"""Which weight updates a format is too coarse for: those below half a unit in the last place of their weight.
+"""Weight updates that a format loses: those below half a unit in the last place of their weight.
 
 A weight w kept in a format without an fp32 master does not move if |update| < ulp(w) / 2, where ulp(w) is the distance
 to the next larger number of the format. (Toward zero from a power of two numbers lie twice as close, and half of that
@@ -20,7 +20,7 @@ from halfstep.numerics.scaling.topology import local
 
 @dataclass(frozen=True)
 class UpdateLoss:
-    """How many of the updates of one parameter a format loses.
+    """The number of updates of one parameter that a format loses.
 
     Attributes:
         name: of the parameter.
@@ -40,7 +40,7 @@ class UpdateLoss:
 def count_lost(weight: torch.Tensor, update: torch.Tensor, format: Format) -> torch.Tensor:
     """int64 (updates that are not zero, those of them that are lost), on the device."""
     w, u = weight.double(), update.double().abs()
-    # 2^(exponent - 1) <= |w| < 2^exponent; of 0 the exponent is 0, which the smallest normal number's stands for.
+    # 2^exponent <= |w| < 2^(exponent + 1). The exponent of 0 is replaced by that of the smallest normal number.
     exponent = torch.frexp(w)[1] - 1
     exponent = torch.where(w == 0, format.emin, exponent).clamp(min=format.emin)
     half = torch.ldexp(torch.ones_like(w), exponent - format.mantissa - 1)
@@ -52,7 +52,7 @@ def count_lost(weight: torch.Tensor, update: torch.Tensor, format: Format) -> to
 def lost_updates(
     weights: Mapping[str, torch.Tensor], updates: Mapping[str, torch.Tensor], format: Format
 ) -> list[UpdateLoss]:
-    """How many updates the format loses, by parameter, the worst first. Waits for the device, once per device.
+    """The number of lost updates by parameter, the worst first. Waits for the device, once per device.
 
     Args:
         weights: by name.
