@@ -22,6 +22,7 @@ from halfstep.cli.roofline_picture import Panel, Point
 from halfstep.cli.terminal import Terminal, ruled, terminal
 
 COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
+ELEMENTS = 1 << 26  # of a call
 SHOWN = ("A100", "H100", "H200", "B200", "MI300X")
 # The largest allowed ratio of the time to issue instructions to the time of memory. The two overlap imperfectly.
 ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "H200": 0.85, "B200": 0.85, "MI300X": 0.85}
@@ -44,6 +45,8 @@ class Limits:
         shared: time of shared memory over the time of memory.
         in_flight: bytes in flight over the product of bandwidth and latency.
         resident: blocks on a multiprocessor at a time.
+        waves: waves of blocks of a call, as a fraction.
+        tail: the most time that the last, incomplete wave of a call adds, over the time without it.
         within: whether `issue` and `shared` are within their limits.
     """
 
@@ -55,6 +58,8 @@ class Limits:
     shared: float
     in_flight: float
     resident: int
+    waves: float
+    tail: float
     within: bool
 
 
@@ -97,8 +102,13 @@ def read(path: Path) -> dict[str, Any]:
     return counts
 
 
-def limits(counts: dict[str, Any]) -> Iterator[Limits]:
-    """The limits of all kernels in recorded counts, except those that move less than a byte per element."""
+def limits(counts: dict[str, Any], elements: int = ELEMENTS) -> Iterator[Limits]:
+    """The limits of all kernels in recorded counts, except those that move less than a byte per element.
+
+    Args:
+        counts: as `read` returns them.
+        elements: of a call, for its waves.
+    """
     for name in SHOWN:
         gpu = GPUS[name]
         for case, kernels in counts["targets"].get(gpu.target, {}).items():
@@ -107,6 +117,7 @@ def limits(counts: dict[str, Any]) -> Iterator[Limits]:
                 if moved < 1:
                     continue
                 launch = predictor.scaled(counted, counted["elements"])
+                call = predictor.scaled(counted, elements)
                 parts = predictor.parts(gpu, launch)
                 issue, shared = parts["issue"] / parts["memory"], parts["shared"] / parts["memory"]
                 yield Limits(
@@ -118,6 +129,8 @@ def limits(counts: dict[str, Any]) -> Iterator[Limits]:
                     shared=shared,
                     in_flight=predictor.in_flight(gpu, launch),
                     resident=predictor.resident(gpu, launch),
+                    waves=predictor.waves(gpu, call),
+                    tail=predictor.tail(gpu, call),
                     within=issue <= ISSUE_LIMIT[name] and shared <= SHARED_LIMIT,
                 )
 
@@ -175,7 +188,7 @@ def _parser() -> Parser:
         help=f"counts that make bounds recorded (default: {COUNTS_FILE})",
     )
     parser.add_argument(
-        "--elements", type=whole(1), default=1 << 26, metavar="N", help="elements of a call (default: 2^26)"
+        "--elements", type=whole(1), default=ELEMENTS, metavar="N", help="elements of a call (default: 2^26)"
     )
     parser.add_argument("--limits", action="store_true", help="print what limits each kernel instead of times")
     parser.add_argument("--json", action="store_true", help="print JSON, with times and limits, instead of a table")
@@ -224,7 +237,7 @@ def _of_times(found: list[Time], triton: str, elements: int, screen: Terminal) -
 
 def _run(options: argparse.Namespace) -> int:
     counts = read(options.counts)
-    limiting, predicted = list(limits(counts)), list(times(counts, options.elements))
+    limiting, predicted = list(limits(counts, options.elements)), list(times(counts, options.elements))
     if options.json:
         content = {
             "triton": counts["triton"],

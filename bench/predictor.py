@@ -140,6 +140,15 @@ def waves(gpu: GPU, launch: Mapping[str, Any]) -> float:
     return float(launch["blocks"] / (resident(gpu, launch) * gpu.multiprocessors))
 
 
+def tail(gpu: GPU, launch: Mapping[str, Any]) -> float:
+    """The most time that the last, incomplete wave adds, over the time of the blocks on a GPU that is always full.
+
+    The blocks of a wave are taken to end together. On a GPU they do not, and the next ones start in their places.
+    """
+    fraction = waves(gpu, launch)
+    return math.ceil(fraction) / fraction - 1.0
+
+
 def in_flight(gpu: GPU, launch: Mapping[str, Any]) -> float:
     """Bytes in flight on a full GPU over the product of its bandwidth and latency (Little's law).
 

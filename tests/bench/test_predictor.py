@@ -73,6 +73,9 @@ def test_blocks_at_a_time(changes: dict[str, int], blocks: int) -> None:
 
 def test_waves_and_bytes_in_flight() -> None:
     assert predictor.waves(H100, launch()) == pytest.approx(10_000 / (16 * 132))
+    assert predictor.tail(H100, launch()) == pytest.approx(5 / (10_000 / (16 * 132)) - 1)  # 4.73 waves take five
+    assert predictor.tail(H100, launch(blocks=16 * 132 * 3)) == 0
+    assert predictor.tail(H100, launch(blocks=528)) == pytest.approx(3)  # a quarter of the GPU is used
     # Each of 2,112 blocks asks for 200 kB, or in two trips for half of that at a time.
     assert predictor.in_flight(H100, launch()) == pytest.approx(2112 * 200e3 / (3.35e12 * 600e-9))
     assert predictor.in_flight(H100, launch(trips=2.0)) == pytest.approx(1056 * 200e3 / (3.35e12 * 600e-9))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import triton
 from software_gpu import snippets
-from software_gpu.counts import MACHINE, TABLE, cases, class_of, counted, markdown
+from software_gpu.counts import FILLING, MACHINE, TABLE, cases, class_of, counted, filling, markdown
 from software_gpu.gpu import COUNTS, SoftwareGPU
 
 from halfstep.bench.audit.machine_code import sass
@@ -32,10 +34,11 @@ def test_every_case_is_recorded() -> None:
     assert all(set(recorded) == set(cases()) for recorded in RECORD["targets"].values())
 
 
-def test_the_table_in_the_documentation_is_that_of_the_record() -> None:
+@pytest.mark.parametrize(("name", "table"), [(TABLE, markdown), (FILLING, filling)])
+def test_a_table_in_the_documentation_is_that_of_the_record(name: str, table: Callable[[Any], str]) -> None:
     text = (ROOT / "docs" / "performance_tables.md").read_text()
-    start, end = between(TABLE, text)
-    assert text[start:end] == markdown(RECORD), "make bounds writes it"
+    start, end = between(name, text)
+    assert text[start:end] == table(RECORD), "make bounds writes it"
 
 
 def test_sectors_are_used() -> None:

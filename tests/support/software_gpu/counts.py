@@ -58,8 +58,9 @@ MACHINE = {
 LOADS = ("ld.global", "global_load", "buffer_load")
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 SIZE = 2**20
+SHOWN = "sm_90"  # whose counts the tables show
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-TABLE = "executed counts"
+TABLE, FILLING = "executed counts", "how launches fill GPUs"
 
 
 def class_of(opcode: str) -> str:
@@ -177,12 +178,12 @@ def _softmax(
     return rows * columns, lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
 
 
-def _count(dtype: torch.dtype, errors: bool) -> Made:
+def _count(dtype: torch.dtype, errors: bool, scale: float = 1.0) -> Made:
     from halfstep.kernels.statistics import Grid, foreach_count_, width
 
     counts = torch.zeros(1, width(errors), dtype=torch.int64)
     grid = Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20)
-    return SIZE, partial(foreach_count_, [_values(dtype)], counts, grid)
+    return SIZE, partial(foreach_count_, [_values(dtype)], counts, grid, scale=torch.tensor([scale]))
 
 
 def cases() -> dict[str, Callable[[], Made]]:
@@ -203,6 +204,8 @@ def cases() -> dict[str, Callable[[], Made]]:
         "statistics bf16": partial(_count, BF16, errors=False),
         "statistics bf16 with errors": partial(_count, BF16, errors=True),
         "statistics fp32": partial(_count, FP32, errors=False),
+        "statistics bf16, scale 0.3": partial(_count, BF16, errors=False, scale=0.3),
+        "statistics bf16 with errors, scale 0.3": partial(_count, BF16, errors=True, scale=0.3),
         "AdamW fp32": partial(_adam, FP32),
         "AdamW fp32, zero gradients and moments": partial(_adam, FP32, zero=True),
         "AdamW fp32, amsgrad": partial(_adam, FP32, amsgrad=True),
@@ -211,6 +214,7 @@ def cases() -> dict[str, Callable[[], Made]]:
         "AdamW bf16 split, 1,000 tensors of 1,000": partial(_adam, BF16, tensors=1000),
         "AdamW bf16 split, amsgrad": partial(_adam, BF16, amsgrad=True),
         "AdamW bf16 split, bf16 moments": partial(_adam, BF16, state_dtype=BF16),
+        "AdamW bf16 split, bf16 moments, zero gradients and moments": partial(_adam, BF16, state_dtype=BF16, zero=True),
         "AdamW bf16 split, bf16 moments, stochastic": partial(_adam, BF16, state_dtype=BF16, **random),
         "AdamW bf16 full": partial(_adam, BF16, master_weights="full"),
         "AdamW bf16 no master, fp32 moments": partial(_adam, BF16, **none),
@@ -340,44 +344,73 @@ def usage(text: str, target: str) -> dict[str, int]:
     return {"registers": int(registers[1]), "spilled": int(spills[1]) + int(spills[2])}
 
 
-def markdown(record: dict[str, Any]) -> str:
-    """The table of the docs: the kernel of each case with the most instructions, ours and then those of peers."""
+def _limits(record: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The case to its kernel with the most instructions and the limits of that by GPU, ours and then those of peers."""
     from halfstep.bench import predict
 
-    shown = "sm_90"
-    found: dict[tuple[str, str], dict[str, predict.Limits]] = {}
     peers = {
         target: {f"{case} ({peer['peer']})": peer["kernels"] for case, peer in cases_of.items()}
         for target, cases_of in record.get("peers", {}).items()
     }
+    found: dict[tuple[str, str], dict[str, predict.Limits]] = {}
     for of in (record["targets"], peers):
         for one in predict.limits({"targets": of}):
             found.setdefault((one.case, one.kernel), {})[one.gpu] = one
+    limits = {}
+    for case, kernels in {**record["targets"][SHOWN], **peers.get(SHOWN, {})}.items():
+        kernel = max(kernels, key=lambda name: kernels[name]["instructions"])
+        if (case, kernel) in found:
+            limits[case] = kernel, {**kernels[kernel], "on": found[case, kernel]}
+    return limits
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The table of the docs: the kernel of each case with the most instructions, ours and then those of peers."""
+    from halfstep.bench import predict
+
     lines = [
-        f"Triton {record['triton']}, executed. Per element on {shown}: thread instructions of PTX; machine",
+        f"Triton {record['triton']}, executed. Per element on {SHOWN}: thread instructions of PTX; machine",
         "instructions that are issued for them, times the lanes of a warp; lanes of warps that took the subroutine of",
         "a root or a quotient; 32-byte sectors of global memory, how much of them is of use, and wavefronts of shared",
-        "memory (128 bytes at a time). Then what is predicted: blocks that an H100 runs at a time on each",
-        "multiprocessor, the bytes that these ask for at a time over what bandwidth times latency needs, and the time",
-        f"to issue the instructions, as a part of the time of memory, on {', '.join(predict.SHOWN)}.",
+        "memory (128 bytes at a time). Then the predicted time to issue the instructions, as a part of the time of",
+        f"memory, on {', '.join(predict.SHOWN)}.",
         "",
         "| case | kernel | instructions | of them special, popc, shuffle | issued | slow | sectors | of use "
-        "| wavefronts | blocks | in flight | predicted issue / memory |",
-        f"|{'---|' * 12}",
+        "| wavefronts | predicted issue / memory |",
+        f"|{'---|' * 10}",
     ]
-    for case, kernels in {**record["targets"][shown], **peers.get(shown, {})}.items():
-        kernel = max(kernels, key=lambda name: kernels[name]["instructions"])
-        row, on = kernels[kernel], found.get((case, kernel))
-        if on is None:
-            continue
+    for case, (kernel, row) in _limits(record).items():
         parts = ", ".join(f"{row['classes'].get(name, 0):.2g}" for name in ("special", "popc", "shuffle"))
         figures = f"{row['instructions']:.1f} | {parts} | {row['issued']:.1f} | {row['slow']:.2g}"
         useful = f"{row['sectors']:.3f} | {100 * row['least'] / row['sectors']:.0f} %"
-        issue = " / ".join(f"{100 * on[gpu].issue:.0f} %" if gpu in on else "-" for gpu in predict.SHOWN)
-        lines.append(
-            f"| {case} | `{kernel}` | {figures} | {useful} | {row['wavefronts']:.3f} | "
-            f"{on['H100'].resident} | {on['H100'].in_flight:.1f} | {issue} |"
+        issue = " / ".join(f"{100 * row['on'][gpu].issue:.0f} %" if gpu in row["on"] else "-" for gpu in predict.SHOWN)
+        lines.append(f"| {case} | `{kernel}` | {figures} | {useful} | {row['wavefronts']:.3f} | {issue} |")
+    return "\n".join(lines)
+
+
+def filling(record: dict[str, Any]) -> str:
+    """The second table of the docs: how the blocks of each case's kernel fill the GPUs."""
+    from halfstep.bench import predict
+
+    lines = [
+        f"Predicted from the counts for {', '.join(predict.SHOWN)}: blocks on a multiprocessor at a time;",
+        "the bytes that a full GPU requests at a time, over the product of its bandwidth and latency (600 ns;",
+        "below 1, latency limits the bandwidth); the waves of blocks of a call with",
+        f"{predict.ELEMENTS:,} elements, and the most time that the last, incomplete wave adds. The model takes the",
+        "blocks of a wave to end together; on a GPU, the next blocks start as others end, so the tail is smaller.",
+        "",
+        "| case | kernel | blocks | bytes in flight | waves | tail, at most |",
+        f"|{'---|' * 6}",
+    ]
+    for case, (kernel, row) in _limits(record).items():
+        on = [row["on"].get(gpu) for gpu in predict.SHOWN]
+        columns = (
+            [str(one.resident) if one else "-" for one in on],
+            [f"{one.in_flight:.1f}" if one else "-" for one in on],
+            [f"{one.waves:.1f}" if one else "-" for one in on],
+            [f"{100 * one.tail:.0f} %" if one else "-" for one in on],
         )
+        lines.append(f"| {case} | `{kernel}` | {' | '.join(' / '.join(of) for of in columns)} |")
     return "\n".join(lines)
 
 
@@ -460,6 +493,7 @@ def main() -> int:
         from halfstep.bench.audit.markdown import write
 
         write(TABLE, markdown(record), given.markdown)
+        write(FILLING, filling(record), given.markdown)
     return 0
 
 
