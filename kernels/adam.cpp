@@ -10,7 +10,7 @@ constexpr int64_t CHUNK = 2048;  // elements per table chunk
 constexpr int64_t BLOCK = 256;   // elements converted and updated at a time: all local arrays fit the first-level cache
 constexpr float MAX = 3.4028234663852886e38f;
 
-enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2 };
+enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2, SPLIT24_MASTER = 3 };
 enum Operand { GRAD, PARAM, EXTRA, FIRST, SECOND, TOP, STEP, STREAM, BASE, INNER, INNER_WHOLE, SEED };
 enum { GROUP_COLUMNS = 8, HYPER_COLUMNS = 10 };
 
@@ -76,6 +76,15 @@ template <> inline float roughened<BFloat16>(float x, uint32_t word) {
 }
 template <> inline float roughened<Float16>(float x, uint32_t word) {
     return widen(f16{uint16_t(round_to<Float16, STOCHASTIC, false>(x, word))});
+}
+// The same to the upper 24 bits.
+inline void roughen_to_24_bits(float* __restrict x, const uint32_t* __restrict words, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        bits = x[i] != x[i] ? bits : (bits + (words[i] >> 24)) & 0xffffff00u;
+        std::memcpy(x + i, &bits, sizeof bits);
+    }
 }
 template <typename F> void roughen(float* __restrict x, const uint32_t* __restrict words, int64_t n) {
     for (int64_t i = 0; i < n; ++i) x[i] = roughened<F>(x[i], words[i]);
@@ -148,6 +157,46 @@ struct Split {
         halves(w, high, low);
         put_raw_some(param + i, high, k);
         put_raw_some(remainder + i, low, k);
+    }
+};
+
+// The master has 24 bits: the remainder is a byte, and a weight is rounded to nearest even as it is put.
+struct Split24 {
+    typedef int8_t Bytes __attribute__((vector_size(W)));
+    bf16* param;
+    int8_t* remainder;
+    static Split24 at(int64_t param, int64_t extra, int64_t start) { return {(bf16*)param + start, (int8_t*)extra + start}; }
+    static V join(V high, Bytes low) {
+        const U above = (U)high, whole = above + ((U)__builtin_convertvector(low, I) << 8);
+        return (V)select(is_nan((V)whole), above, whole);
+    }
+    V get_some(int64_t i, int64_t k) const {
+        Bytes low{};
+        std::memcpy(&low, remainder + i, size_t(k));
+        return join(halfstep::get_some(param + i, k), low);
+    }
+    V get(int64_t i) const {
+        Bytes low;
+        std::memcpy(&low, remainder + i, sizeof low);
+        return join(halfstep::get(param + i), low);
+    }
+    static Bytes halves(V w, H& high) {
+        const U b = (U)w, rounded = select(is_nan(w), b, (b + 0x7fu + ((b >> 8) & 1u)) & 0xffffff00u);
+        H low;
+        Split::halves((V)rounded, high, low);
+        return __builtin_convertvector(low >> 8, Bytes);
+    }
+    void put(int64_t i, V w) const {
+        H high;
+        const Bytes low = halves(w, high);
+        put_raw(param + i, high);
+        std::memcpy(remainder + i, &low, sizeof low);
+    }
+    void put_some(int64_t i, V w, int64_t k) const {
+        H high;
+        const Bytes low = halves(w, high);
+        put_raw_some(param + i, high, k);
+        std::memcpy(remainder + i, &low, size_t(k));
     }
 };
 
@@ -240,6 +289,7 @@ struct Staged {
     template <typename F> void with_weight(F&& f) const {
         const int64_t param = table[PARAM * tensors], extra = table[EXTRA * tensors];
         if (layout.master == SPLIT_MASTER) return f(Split::at(param, extra, start));
+        if (layout.master == SPLIT24_MASTER) return f(Split24::at(param, extra, start));
         with_dtype(layout.param, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;
             if (layout.master == FULL_MASTER) f(Full<T>::at(param, extra, start));
@@ -273,6 +323,8 @@ struct Staged {
         if (layout.stochastic && layout.master == NO_MASTER) {
             if (layout.param == F16) roughen<Float16>(block.weight, block.words, n);
             else if (layout.param == BF16) roughen<BFloat16>(block.weight, block.words, n);
+        } else if (layout.stochastic && layout.master == SPLIT24_MASTER) {
+            roughen_to_24_bits(block.weight, block.words, n);
         }
         with_weight([&](auto weight) {
             walk(n, [&](int64_t i) { weight.put(i, get(block.weight + i)); },

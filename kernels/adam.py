@@ -26,10 +26,10 @@ Per tensor and step, in fp64, t the step count after this step, rounded to fp32 
 and beta^t by repeated squaring, which needs no pow and so has the same bits everywhere. If found_inf != 0 nothing
 is written, the step count included.
 
-Stochastic rounding. What is stored in 16 bits with nothing beside it is rounded by chance, so that steps below half a
-unit in the last place arrive in the mean: bf16 moments, and an fp16 or bf16 parameter without a master. A weight beside
-its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was stored: the larger of
-two bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step by step.
+Stochastic rounding. What is stored in fewer than 32 bits is rounded by chance, so that steps below half a unit in the
+last place arrive in the mean: bf16 moments, an fp16 or bf16 parameter without a master, and a master of 24 bits. A
+weight beside its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was stored:
+the larger of two bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step by step.
 
 The random bits are named by (seed, stream, step, index), as philox.py says, where stream is the parameter's number in
 the optimizer, step its t, and index the element's place, row by row, in the whole parameter. Hence the same bits
@@ -44,7 +44,7 @@ of the whole, which describes a range of rows (inner = numel), a range of any ot
 
 Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master
 14 + 14 = 28, no master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. bf16 state saves 8, amsgrad adds 8 (4 in
-bf16): split 18, no master 14. Random bits are computed, not read.
+bf16), a remainder of 8 bits saves 2: split 18, split of 24 bits 16, no master 14. Random bits are computed, not read.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ from halfstep.kernels.rounding import (
     join_float32,
     join_master,
     reference_round,
+    split24_float32,
     split_float32,
     split_master,
     stochastic_float32,
@@ -89,7 +90,8 @@ LANES = 256  # tensors per program of the prepare kernel
 MAX = torch.finfo(torch.float32).max
 
 # How the fp32 weight is kept.
-NO_MASTER, FULL_MASTER, SPLIT_MASTER = 0, 1, 2
+NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER = range(4)
+REMAINDERS = {SPLIT_MASTER: torch.int16, SPLIT24_MASTER: torch.int8}
 
 # Operands of a tensor table, in the order of its address rows. `extra` is the master or the remainder, `top` amsgrad's.
 GRAD, PARAM, EXTRA, M, V, TOP, STEP = range(7)
@@ -114,7 +116,8 @@ class Layout:
         param: fp32, fp16 or bf16.
         grad: fp32, fp16 or bf16.
         state: of the moments, fp32 or bf16.
-        master: `NO_MASTER`, `FULL_MASTER` (fp32 copy) or `SPLIT_MASTER` (bf16 parameter with a 16-bit remainder).
+        master: `NO_MASTER`, `FULL_MASTER` (fp32 copy), `SPLIT_MASTER` or `SPLIT24_MASTER` (bf16 parameter with a
+            remainder of 16 bits, or of 8 bits, which makes a master of 24 bits).
         amsgrad: keep the maximum of the second moment.
         l2: add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW).
         stochastic: round what `rounds_stochastically` by chance.
@@ -130,8 +133,8 @@ class Layout:
 
 
 def rounds_stochastically(param: torch.dtype, state: torch.dtype, master: int) -> bool:
-    """Whether there is anything that stochastic rounding applies to: 16 bits that no others complete."""
-    return state != torch.float32 or (param != torch.float32 and master == NO_MASTER)
+    """Whether there is anything that stochastic rounding applies to: moments or weights of fewer than 32 bits."""
+    return state != torch.float32 or (param != torch.float32 and master in (NO_MASTER, SPLIT24_MASTER))
 
 
 @dataclass
@@ -255,7 +258,7 @@ def _reference_update(
     gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2 = hyper.unbind()
     grad, param, extra, first, second, top = tensors
     assert grad is not None and param is not None and first is not None and second is not None
-    if layout.master == SPLIT_MASTER:
+    if layout.master in REMAINDERS:
         assert extra is not None
         w = join_master(param, extra)
     else:
@@ -290,9 +293,9 @@ def _reference_update(
     write(second, new_second)
     if layout.amsgrad and top is not None:
         write(top, used)
-    if layout.master == SPLIT_MASTER:
+    if layout.master in REMAINDERS:
         assert extra is not None
-        weight, remainder = split_master(new)
+        weight, remainder = split_master(new, extra.dtype, None if words is None else words[0])
         write(param, weight)
         write(extra, remainder)
     else:
@@ -343,7 +346,9 @@ if tl is not None:  # what stands above, as kernels read it
         tl.constexpr, (ADDRESSES, GRAD, PARAM, EXTRA, M, V, TOP, STEP)
     )
     _STREAM, _BASE, _INNER, _INNER_WHOLE, _SEED = map(tl.constexpr, (STREAM, BASE, INNER, INNER_WHOLE, SEED))
-    _NO_MASTER, _FULL_MASTER, _SPLIT_MASTER = map(tl.constexpr, (NO_MASTER, FULL_MASTER, SPLIT_MASTER))
+    _NO_MASTER, _FULL_MASTER, _SPLIT_MASTER, _SPLIT24_MASTER = map(
+        tl.constexpr, (NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER)
+    )
     _MAX = tl.constexpr(MAX)
 
 
@@ -419,11 +424,11 @@ def _pointer(address, dtype: tl.constexpr, HINT: tl.constexpr):
 
     HINT is what 16-bit operands are told, in bytes; 0: nothing is known. Beside fp32 operands it is 8: each thread then
     holds the same four elements of every operand, and no value has to move between threads. Where all operands have 16
-    bits it is 16.
+    bits it is 16. Bytes are told half of it, which is as many elements.
     """
     pointer = address.to(tl.pointer_type(dtype))
     if HINT:
-        pointer = tl.multiple_of(pointer, 16 if dtype == tl.float32 else HINT)
+        pointer = tl.multiple_of(pointer, 16 if dtype == tl.float32 else HINT // 2 if dtype == tl.int8 else HINT)
     return pointer
 
 
@@ -486,8 +491,9 @@ def _adam_block(
     at_second = _pointer(second, STATE_T, HINT) + start + offsets
     at_top = _pointer(top, STATE_T, HINT) + start + offsets
     gscale, decay, f1, f2, root, eps, step_size = hyper  # f1, f2: factors of the moving averages
-    if MASTER == _SPLIT_MASTER:
-        w = join_float32(tl.load(at_param, mask=mask), tl.load(at_extra, mask=mask))
+    if MASTER == _SPLIT_MASTER or MASTER == _SPLIT24_MASTER:
+        weight = tl.load(at_param, mask=mask)
+        w = join_float32(weight, tl.load(at_extra, mask=mask))
     elif MASTER == _FULL_MASTER:
         w = tl.load(at_extra, mask=mask)
     else:
@@ -520,6 +526,10 @@ def _adam_block(
         weight, remainder = split_float32(w)
         tl.store(at_param, weight, mask=mask)
         tl.store(at_extra, remainder, mask=mask)
+    elif MASTER == _SPLIT24_MASTER:
+        weight, remainder = split24_float32(w, word, STOCHASTIC)
+        tl.store(at_param, weight, mask=mask)
+        tl.store(at_extra, remainder, mask=mask)
     else:
         if MASTER == _FULL_MASTER:
             tl.store(at_extra, w, mask=mask)
@@ -546,7 +556,7 @@ def adam_kernel(
     PARAM_T: tl.constexpr,
     GRAD_T: tl.constexpr,
     STATE_T: tl.constexpr,
-    EXTRA_T: tl.constexpr,  # fp32 master, int16 remainder, or anything if there is neither
+    EXTRA_T: tl.constexpr,  # fp32 master, int16 or int8 remainder, or anything if there is neither
     MASTER: tl.constexpr,
     AMSGRAD: tl.constexpr,
     L2: tl.constexpr,
@@ -649,7 +659,7 @@ def _constexprs(layout: Layout, threads: int) -> dict[str, Any]:
         "PARAM_T": triton_dtype(layout.param),
         "GRAD_T": triton_dtype(layout.grad),
         "STATE_T": triton_dtype(layout.state),
-        "EXTRA_T": tl.int16 if layout.master == SPLIT_MASTER else tl.float32,
+        "EXTRA_T": {SPLIT_MASTER: tl.int16, SPLIT24_MASTER: tl.int8}.get(layout.master, tl.float32),
         "MASTER": layout.master,
         "AMSGRAD": layout.amsgrad,
         "L2": layout.l2,

@@ -38,6 +38,10 @@ Somebody may overwrite the weight (`zero_`, a pruning mask) and leave the remain
 at most half a unit in the last place of the new weight, save where the sum leaves the numbers: a zero with a negative
 remainder, an infinity with a positive one. No split makes these pairs, and joined they would be NaN, so there the
 weight stands alone.
+
+**Split master of 24 bits.** The value is first rounded to the upper 24 bits of its pattern (sign, exponent and 15 bits
+of mantissa), to nearest even or stochastically, with the upper 8 bits of a word of philox.py. Its remainder is then a
+multiple of 256, of which an int8 holds the upper byte. A split of what was joined changes nothing.
 """
 
 from __future__ import annotations
@@ -133,25 +137,44 @@ def reference_round(
     return code.to(torch.int16 if form.bits == 16 else torch.uint8).view(dtype)
 
 
-def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split fp32 values into the bf16 weight and the int16 remainder.
+def round_to_24_bits(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
+    """Round fp32 values to the upper 24 bits of their patterns; what overflows becomes infinity.
+
+    Args:
+        x: any shape, fp32.
+        words: int64, shape of `x`, random values from 0 to 2^32 - 1 for stochastic rounding; None for nearest even.
+    """
+    bits = x.view(torch.int32)
+    noise = 0x7F + ((bits >> 8) & 1) if words is None else (words >> 24).to(torch.int32)
+    rounded = ((bits + noise) & ~0xFF).view(torch.float32)  # the sign stays: only a NaN could carry into it
+    return torch.where(x.isnan(), x, rounded)
+
+
+def split_master(
+    master: torch.Tensor, remainder: torch.dtype = torch.int16, words: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split fp32 values into the bf16 weight and the remainder.
 
     Args:
         master: any shape, fp32.
+        remainder: int16 (exact), or int8 (rounded to 24 bits first).
+        words: for int8, random words as in `round_to_24_bits`, or None.
 
     Returns:
-        ``(weight, remainder)``, bf16 and int16, same shape.
+        ``(weight, remainder)``, bf16 and of dtype `remainder`, same shape.
     """
+    if remainder == torch.int8:
+        master = round_to_24_bits(master, words)
     bits = master.view(torch.int32)
     # int32 addition wraps where it must: only NaN patterns do, and those are replaced.
     high = (bits + 0x8000) >> 16
     nan = master.isnan()
     quiet = (bits >> 16) | 0x7FC0
     high = torch.where(nan, quiet, high)
-    low = (bits - (high << 16)).masked_fill(
-        nan, 0
-    )  # torch.where would need a tensor of 0, which must not mix with fakes
-    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+    # Not torch.where, which would need a tensor of 0: beside fake tensors that would be a real one.
+    low = (bits - (high << 16)).masked_fill(nan, 0)
+    low = low >> 8 if remainder == torch.int8 else low
+    return high.to(torch.int16).view(torch.bfloat16), low.to(remainder)
 
 
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
@@ -159,10 +182,11 @@ def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
     Args:
         weight: any shape, bf16.
-        remainder: same shape, int16.
+        remainder: same shape, int16 or int8.
     """
     high = weight.view(torch.int16).to(torch.int32) << 16
-    bits = high + remainder.to(torch.int32)
+    low = remainder.to(torch.int32)
+    bits = high + (low << 8 if remainder.dtype == torch.int8 else low)
     return torch.where((bits & 0x7FFFFFFF) > 0x7F800000, high, bits).view(torch.float32)
 
 
@@ -274,8 +298,30 @@ def split_float32(x):
 
 
 @jit
+def split24_float32(x, word, STOCHASTIC: tl.constexpr):
+    """A block of fp32, rounded to 24 bits, as (bf16 weight, int8 remainder). `word` holds random uint32 if STOCHASTIC.
+
+    NaNs in `x` must be quiet, as all results of arithmetic are.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    # The quiet NaN without a payload is less than all others, and a carry cannot leave it. A choice instead of the
+    # minimum would hold a mask per element, for which AMD's scalar registers do not suffice.
+    bits = tl.minimum(bits & 0x7FFFFFFF, 0x7FC00000) | (bits & 0x80000000)
+    if STOCHASTIC:
+        rounded = (bits + (word >> 24)) >> 8
+    else:
+        rounded = (bits + (0x7F + ((bits >> 8) & 1))) >> 8
+    high = (rounded + 0x80) >> 8
+    low = rounded - (high << 8)
+    return high.to(tl.uint16).to(tl.bfloat16, bitcast=True), low.to(tl.uint8).to(tl.int8, bitcast=True)
+
+
+@jit
 def join_float32(weight, remainder):
-    """The block of fp32 that `split_float32` split; NaN only where `weight` is NaN."""
+    """The block of fp32 that was split, with an int16 or int8 remainder; NaN only where `weight` is NaN."""
     high = weight.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-    bits = high + remainder.to(tl.int32).to(tl.uint32, bitcast=True)
+    low = remainder.to(tl.int32).to(tl.uint32, bitcast=True)
+    if remainder.dtype == tl.int8:
+        low = low << 8
+    bits = high + low
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, high, bits).to(tl.float32, bitcast=True)

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.interrupts import apply
-from halfstep.integrations.optim.options import LAYOUT_OPTIONS, check_options, master_of
+from halfstep.integrations.optim.options import LAYOUT_OPTIONS, MASTER_DTYPES, check_options, master_of
 from halfstep.integrations.optim.state import CANONICAL_KEYS, OptimizerState, like, step_count
 from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.scaling.topology import local
@@ -254,16 +254,18 @@ class CanonicalState(OptimizerState):
         if not group["amsgrad"]:
             state.pop("max_exp_avg_sq", None)
         kept = master_of(parameter, group["master_weights"])
+        if kept is None:
+            return state, None if master is None else master.to(parameter.dtype)
+        held = MASTER_DTYPES[kept]
         if master is None:
-            if kept == "full":
+            if held == torch.float32:
                 state["master"] = parameter.detach().to(torch.float32, memory_format=torch.preserve_format)
-            elif kept == "split":
-                state["master"] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
+            else:
+                state["master"] = torch.zeros_like(parameter, dtype=held, requires_grad=False)
             return state, None
-        if kept == "split":
-            weight, rest = split_master(local(master))
-            state["master"] = like(parameter, rest)
-            return state, like(parameter, weight)
-        if kept == "full":
+        if held == torch.float32:
             state["master"] = master
-        return state, master.to(parameter.dtype)
+            return state, master.to(parameter.dtype)
+        weight, rest = split_master(local(master), held)
+        state["master"] = like(parameter, rest)
+        return state, like(parameter, weight)

@@ -306,15 +306,16 @@ _ARGUMENTS = """
         foreach, capturable, fused: accepted as torch accepts them; every step is fused and capturable.
         differentiable: must be False.
 {extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
-            ``"full"`` (fp32 copy, 4 B), ``None`` (round the weight every step), or ``"auto"``: split for bf16, full
-            for fp16. fp32 parameters need none.
+            ``"full"`` (fp32 copy, 4 B), ``"split24"`` (bf16 weight + 8-bit remainder = master of 24 bits, 1 B; use
+            ``rounding="stochastic"`` with it), ``None`` (round the weight every step), or ``"auto"``: split for bf16,
+            full for fp16. fp32 parameters need none.
         state_dtype: dtype of the moments, fp32 or bf16. Rounded to nearest, a bf16 second moment with beta2 near 1
             stops changing once its updates are below half an ulp: use ``rounding="stochastic"`` with bf16.
         rounding: ``"nearest"`` or ``"stochastic"``. Stochastic rounding rounds bf16 moments and 16-bit parameters
-            without a master to either neighbour, with probabilities that make the mean exact. It does not change fp32
-            numbers and masters. The random bits depend on the seed, the parameter's position in the optimizer, its
-            step and the element's index in the whole parameter (with FSDP1, whose flat shards do not record their
-            positions, in the shard).
+            without a master, and masters of 24 bits, to either neighbour, with probabilities that make the mean exact.
+            It does not change fp32 numbers and exact masters. The random bits depend on the seed, the parameter's
+            position in the optimizer, its step and the element's index in the whole parameter (with FSDP1, whose flat
+            shards do not record their positions, in the shard).
         seed: seed of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the options of the groups.
         max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
 
@@ -351,7 +352,7 @@ class Adam(_AdamBase, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        master_weights: Literal["auto", "full", "split"] | None = "auto",
+        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
         state_dtype: torch.dtype = torch.float32,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         max_grad_norm: float | None = None,
@@ -404,7 +405,7 @@ class AdamW(Adam, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        master_weights: Literal["auto", "full", "split"] | None = "auto",
+        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
         state_dtype: torch.dtype = torch.float32,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         max_grad_norm: float | None = None,

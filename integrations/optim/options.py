@@ -15,13 +15,22 @@ from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory
 from halfstep.kernels.philox import check_seed
 
-MASTERS = ("auto", "full", "split", None)
+MASTERS = ("auto", "full", "split", "split24", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 STEP_ROUNDINGS = ("nearest", "stochastic")
 # Options that define the layout of the state. Loading a checkpoint does not change them.
 LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
 
-_MASTER_CODES = {None: adam.NO_MASTER, "full": adam.FULL_MASTER, "split": adam.SPLIT_MASTER}
+_MASTER_CODES = {
+    None: adam.NO_MASTER,
+    "full": adam.FULL_MASTER,
+    "split": adam.SPLIT_MASTER,
+    "split24": adam.SPLIT24_MASTER,
+}
+# The dtype of the state tensor "master" of each kind: the master itself, or what completes the bf16 weight to it.
+MASTER_DTYPES = {
+    kind: adam.REMAINDERS.get(code, torch.float32) for kind, code in _MASTER_CODES.items() if code != adam.NO_MASTER
+}
 # All options that a step uses.
 options_of = itemgetter(
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
@@ -114,14 +123,14 @@ def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | N
             f"Expected each element of {where} to have memory of its own, but got shape {tuple(parameter.shape)} and "
             f"strides {parameter.stride()}: use .contiguous()"
         )
-    if master_weights == "split" and parameter.dtype == torch.float16:
+    if master_weights in ("split", "split24") and parameter.dtype == torch.float16:
         raise ValueError(
-            f"Expected master_weights to be 'full', 'auto' or None for float16, but got 'split' for {where}"
+            f"Expected master_weights to be 'full', 'auto' or None for float16, but got {master_weights!r} for {where}"
         )
 
 
 def master_of(parameter: torch.Tensor, master_weights: str | None) -> str | None:
-    """The kind of master of a parameter: "split", "full" or None. fp32 parameters have none."""
+    """The kind of master of a parameter: a key of `MASTER_DTYPES`, or None. fp32 parameters have none."""
     if parameter.dtype == torch.float32:
         return None
     if master_weights == "auto":

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
-from halfstep.integrations.optim.options import master_of, plain_number
+from halfstep.integrations.optim.options import MASTER_DTYPES, master_of, plain_number
 from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master, split_master
@@ -65,6 +65,11 @@ def state_keys(layout: adam.Layout) -> dict[int, str]:
     return keys
 
 
+def is_remainder(master: torch.Tensor) -> bool:
+    """Whether the state tensor "master" completes a bf16 parameter to its master, and is not the master itself."""
+    return master.dtype in adam.REMAINDERS.values()
+
+
 def needed(master: str | None, group: dict[str, Any]) -> list[str]:
     """The names of the entries that a step needs in a parameter's state."""
     further = ["max_exp_avg_sq"] * bool(group["amsgrad"]) + ["master"] * bool(master)
@@ -74,7 +79,9 @@ def needed(master: str | None, group: dict[str, Any]) -> list[str]:
 def is_complete(state: dict[str, Any], master: str | None, group: dict[str, Any]) -> bool:
     """Whether a parameter's state has all entries that a step needs, and the right kind of master."""
     step, held = state.get("step"), state.get("master")
-    fits = not isinstance(held, torch.Tensor) or (bool(master) and (held.dtype == torch.int16) == (master == "split"))
+    fits = not isinstance(held, torch.Tensor)
+    if isinstance(held, torch.Tensor) and master is not None:
+        fits = (held.dtype if is_remainder(held) else torch.float32) == MASTER_DTYPES[master]
     counted = isinstance(step, torch.Tensor) and step.dtype == torch.float32
     return fits and counted and all(key in state for key in needed(master, group))
 
@@ -190,7 +197,7 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         master = state.get("master")
         if parameter.dtype == torch.float32 or not isinstance(master, torch.Tensor):
             return None
-        if master.dtype == torch.int16:
+        if is_remainder(master):
             return like(parameter, join_master(local(parameter.detach()), local(master)))
         written = self._master_if_written(parameter)
         return master if written is None else like(parameter, written)
@@ -252,7 +259,7 @@ class OptimizerState(StepsOnVerdict, Optimizer):
             state = self.state[parameter] if parameter in self.state else {}
             if "master" in state:
                 master = local(state["master"])
-                master.zero_() if master.dtype == torch.int16 else master.copy_(local(parameter.detach()))
+                master.zero_() if is_remainder(master) else master.copy_(local(parameter.detach()))
             self._agreed[id(parameter)] = Agreed.now(parameter)
 
     # --------------------------------------------------------------------------------------------------------- state
@@ -265,8 +272,9 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         master = master_of(parameter, group["master_weights"])
         if master == "full":
             state["master"] = value.to(torch.float32, memory_format=torch.preserve_format)
-        elif master == "split":
-            state["master"] = torch.zeros_like(value, dtype=torch.int16, memory_format=torch.preserve_format)
+        elif master is not None:
+            remainder = MASTER_DTYPES[master]
+            state["master"] = torch.zeros_like(value, dtype=remainder, memory_format=torch.preserve_format)
         return state
 
     def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -292,13 +300,18 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         master = state.get("master")
         if not isinstance(master, torch.Tensor):
             return
-        split = master.dtype == torch.int16
-        if kept == "split" and not split:
-            written = self._master_if_written(parameter)
-            weight, rest = split_master(local(master) if written is None else written)
+        whole: torch.Tensor | None = local(master)
+        if is_remainder(master):
+            # A remainder is useless without its bf16 parameter.
+            usable = parameter.dtype == torch.bfloat16
+            whole = join_master(local(parameter.detach()), local(master)) if usable else None
+        elif (written := self._master_if_written(parameter)) is not None:
+            whole = written
+        if kept is None or whole is None:
+            del state["master"]
+        elif MASTER_DTYPES[kept] == torch.float32:
+            state["master"] = like(parameter, whole) if is_remainder(master) else master
+        elif MASTER_DTYPES[kept] != master.dtype:
+            weight, rest = split_master(whole, MASTER_DTYPES[kept])
             local(parameter.detach()).copy_(weight)
             state["master"] = like(parameter, rest)
-        elif kept == "full" and split and parameter.dtype == torch.bfloat16:
-            state["master"] = like(parameter, join_master(local(parameter.detach()), local(master)))
-        elif kept is None or (kept == "full" and split):
-            del state["master"]  # a remainder is useless without its bf16 parameter

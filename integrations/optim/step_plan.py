@@ -225,7 +225,7 @@ def _fitting(
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"Expected state {key!r} of {where} to be a tensor, but got a {type(value).__name__}")
     held, own = local(value), local(parameter)
-    master = torch.int16 if layout.master == adam.SPLIT_MASTER else torch.float32
+    master = adam.REMAINDERS.get(layout.master, torch.float32)
     dtype = {"step": torch.float32, "master": master}.get(key, group["state_dtype"])
     shape = () if key == "step" else tuple(own.shape)
     fits = held.numel() == 1 if key == "step" else held.shape == own.shape

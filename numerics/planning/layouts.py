@@ -181,6 +181,8 @@ LAYOUTS = _under_autocast(
         *_rows("halfstep-full", _HALF, FP32, **_OURS),
         *_rows("halfstep-split", [BF16], INT16, **_OURS),
         *_rows("halfstep-split-bf16", [BF16], INT16, BF16, **_OURS),
+        *_rows("halfstep-split24", [BF16], INT8, **_OURS),
+        *_rows("halfstep-split24-bf16", [BF16], INT8, BF16, **_OURS),
         *_rows("halfstep-stochastic", _HALF, None, **_OURS),
         *_rows("halfstep-stochastic-bf16", _HALF, None, BF16, **_OURS),
         *(

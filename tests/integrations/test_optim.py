@@ -21,14 +21,17 @@ from tolerances import ADAM_AGAINST_TORCH, ADAM_ERROR_AGAINST_TORCH
 
 import halfstep
 from halfstep.integrations.optim import step_plan
+from halfstep.kernels.rounding import round_to_24_bits
 
 PAIRS = [(halfstep.AdamW, torch.optim.AdamW), (halfstep.Adam, torch.optim.Adam)]
 LAYOUTS = {
     "fp32": (torch.float32, "auto"),
     "bf16 split": (torch.bfloat16, "split"),
+    "bf16 split24": (torch.bfloat16, "split24"),
     "bf16 full": (torch.bfloat16, "full"),
     "fp16 full": (torch.float16, "full"),
 }
+EXACT = {name: layout for name, layout in LAYOUTS.items() if name != "bf16 split24"}
 
 
 def parameters_of(
@@ -175,7 +178,7 @@ def test_error_against_float64_is_no_larger_than_torchs(ours: Any, theirs: Any) 
 @pytest.mark.parametrize("amsgrad", [True, False])
 def test_every_master_holds_the_bits_of_plain_fp32_parameters(decoupled: bool, amsgrad: bool) -> None:
     results = {}
-    for name, (dtype, master) in LAYOUTS.items():
+    for name, (dtype, master) in EXACT.items():
         parameters = parameters_of(dtype)
         cls = halfstep.AdamW if decoupled else halfstep.Adam
         optimizer = cls(parameters, lr=1e-2, weight_decay=0.1, amsgrad=amsgrad, master_weights=master)
@@ -190,7 +193,7 @@ def test_every_master_holds_the_bits_of_plain_fp32_parameters(decoupled: bool, a
 
 
 def test_state_bytes_are_those_of_the_table() -> None:
-    expected = {"fp32": 8, "bf16 split": 10, "bf16 full": 12, "fp16 full": 12}
+    expected = {"fp32": 8, "bf16 split": 10, "bf16 split24": 9, "bf16 full": 12, "fp16 full": 12}
     for name, (dtype, master) in LAYOUTS.items():
         parameter = torch.nn.Parameter(torch.randn(1000).to(dtype))
         optimizer = halfstep.AdamW([parameter], master_weights=master)
@@ -287,7 +290,7 @@ def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
     not hasattr(torch.Tensor, "grad_dtype"), reason="this torch wants gradients of their tensor's dtype"
 )
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EXACT)
 def test_gradients_of_another_dtype_than_the_parameter(name: str, grad_dtype: torch.dtype) -> None:
     """The masters have the bits of fp32 parameters with the same gradients in fp32, amsgrad included."""
     results = []
@@ -432,7 +435,7 @@ def test_a_step_changes_the_version_so_that_autograd_notices() -> None:
         output.backward()
 
 
-@pytest.mark.parametrize("name", ["bf16 split", "bf16 full", "fp16 full"])
+@pytest.mark.parametrize("name", ["bf16 split", "bf16 split24", "bf16 full", "fp16 full"])
 def test_weights_written_from_outside_are_not_overwritten(name: str) -> None:
     dtype, master = LAYOUTS[name]
     p = torch.nn.Parameter(torch.ones(100).to(dtype))
@@ -568,7 +571,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.product([n for n in LAYOUTS if n != "fp32"], LAYOUTS)))
+@pytest.mark.parametrize(("source", "target"), list(itertools.product([n for n in EXACT if n != "fp32"], EXACT)))
 def test_save_load_continue_keeps_every_bit_in_any_layout(source: str, target: str) -> None:
     """Checkpoints with a master, into every layout: the continued run has the masters of the uninterrupted one."""
     dtype, master = LAYOUTS[source]
@@ -591,6 +594,47 @@ def test_save_load_continue_keeps_every_bit_in_any_layout(source: str, target: s
             assert same_bits(mine[key], theirs[key])
 
 
+@pytest.mark.parametrize("other", ["bf16 split", "bf16 split24", "bf16 full"])
+def test_a_master_of_24_bits_is_saved_and_loaded_as_it_is(other: str) -> None:
+    """Into an exact master and back. From an exact master it is the nearest of 24 bits."""
+    parameters = parameters_of(torch.bfloat16)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, master_weights="split24", rounding="stochastic")
+    train(optimizer, parameters, range(10))
+    saved = through_a_file(optimizer.state_dict())
+    assert all((one["master"].view(torch.int32) & 0xFF == 0).all() for one in saved["state"].values())
+    dtype, master = LAYOUTS[other]
+    between = parameters_of(dtype, seed=98)
+    there = halfstep.AdamW(between, master_weights=master)
+    there.load_state_dict(saved)
+    assert all(map(same_bits, masters(optimizer, parameters), masters(there, between)))
+    back = parameters_of(torch.bfloat16, seed=99)
+    again = halfstep.AdamW(back, master_weights="split24", rounding="stochastic")
+    again.load_state_dict(through_a_file(there.state_dict()))
+    for run, ps in ((optimizer, parameters), (again, back)):
+        train(run, ps, range(10, 20))
+    assert all(map(same_bits, masters(optimizer, parameters), masters(again, back)))
+    train(there, between, range(10, 12))
+    again.load_state_dict(through_a_file(there.state_dict()))
+    for near, exact in zip(masters(again, back), masters(there, between), strict=True):
+        assert torch.equal(near, round_to_24_bits(exact))
+
+
+def test_a_master_of_24_bits_follows_where_bf16_stands_still() -> None:
+    """500 steps of 2^-20 of the weight: a unit of 24 bits is 2^-15, one of bf16 2^-7."""
+    weight = torch.nn.Parameter(torch.ones(20_000, dtype=torch.bfloat16))
+    optimizer = halfstep.AdamW(
+        [weight], lr=2.0**-20, eps=0.0, weight_decay=0.0, master_weights="split24", rounding="stochastic"
+    )
+    for _ in range(500):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    moved = 1.0 - optimizer.masters()[weight].double()
+    # Each step rounds, down with probability 1/16, by a unit of 2^-16 below 1 (2^-15 from 1 on).
+    deviation = (500 * 2.0**-16 * 2.0**-20) ** 0.5
+    assert abs(moved.mean().item() - 500 * 2.0**-20) < 5 * deviation / 20_000**0.5
+    assert moved.std().item() < 1.5 * deviation
+
+
 def test_state_dict_is_canonical() -> None:
     for name, (dtype, master) in LAYOUTS.items():
         parameters = parameters_of(dtype)
@@ -604,7 +648,7 @@ def test_state_dict_is_canonical() -> None:
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])
-@pytest.mark.parametrize("name", ["bf16 split", "bf16 full", "fp16 full"])
+@pytest.mark.parametrize("name", ["bf16 split", "bf16 split24", "bf16 full", "fp16 full"])
 def test_model_and_optimizer_load_in_either_order(first: str, name: str) -> None:
     dtype, master = LAYOUTS[name]
     model = torch.nn.Linear(40, 40).to(dtype)
@@ -736,7 +780,7 @@ def test_copies_go_on_alike(copier: Any) -> None:
         (
             {"master_weights": "half"},
             ValueError,
-            "Expected master_weights to be one of 'auto', 'full', 'split', None, but got 'half'",
+            "Expected master_weights to be one of 'auto', 'full', 'split', 'split24', None, but got 'half'",
         ),
         (
             {"state_dtype": torch.float16},

@@ -14,6 +14,7 @@ LAYOUTS = {
     "fp32": (FP32, {}),
     "split": (BF16, {"master_weights": "split"}),
     "split, bf16 state": (BF16, {"master_weights": "split", "state_dtype": BF16}),
+    "split24": (BF16, {"master_weights": "split24", "state_dtype": BF16, "rounding": "stochastic"}),
     "full": (FP16, {"master_weights": "full"}),
     "none": (BF16, {"master_weights": None, "rounding": "stochastic", "state_dtype": BF16}),
 }

@@ -177,6 +177,7 @@ TABLE = {
     (FP16, "full", FP32): 4 + 4 + 4,
     (BF16, "split", FP32): 2 + 4 + 4,
     (BF16, "split", BF16): 2 + 2 + 2,
+    (BF16, "split24", BF16): 1 + 2 + 2,
     (BF16, None, FP32): 4 + 4,
     (BF16, None, BF16): 2 + 2,
 }

@@ -26,6 +26,11 @@ LAYOUTS = {
     "bf16, fp32 state": (BF16, {"master_weights": None, "rounding": "stochastic"}),
     "bf16, bf16 state": (BF16, LEAST),
     "bf16 split, bf16 state": (BF16, {"state_dtype": BF16, "rounding": "stochastic"}),
+    "bf16 split24": (BF16, {"master_weights": "split24", "rounding": "stochastic"}),
+    "bf16 split24, bf16 state": (
+        BF16,
+        {"master_weights": "split24", "state_dtype": BF16, "rounding": "stochastic"},
+    ),
     "bf16 full, bf16 state": (BF16, {"master_weights": "full", "state_dtype": BF16, "rounding": "stochastic"}),
     "fp16": (torch.float16, {"master_weights": None, "rounding": "stochastic"}),
     "fp32, bf16 state": (torch.float32, {"state_dtype": BF16, "rounding": "stochastic"}),
@@ -189,7 +194,9 @@ def test_a_group_added_later_has_the_numbers_that_follow() -> None:
     assert same(held(joint, together), held(grown, later))
 
 
-@pytest.mark.parametrize("change", [{"seed": 6}, {"rounding": "stochastic"}, {"master_weights": "split"}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 6}, {"rounding": "stochastic"}, {"master_weights": "split"}, {"master_weights": "split24"}]
+)
 def test_a_group_may_have_options_of_its_own_and_change_them(change: dict[str, Any]) -> None:
     """What a step after the change does is what an optimizer does that was made with it and given the same state."""
     options = {"lr": 1e-2, "seed": 5, **LEAST, "rounding": "stochastic" if "seed" in change else "nearest"}

@@ -13,7 +13,13 @@ from torch._dynamo.utils import counters
 
 import halfstep
 
-KINDS = {"fp32": (FP32, "auto"), "split": (BF16, "split"), "full": (FP16, "full"), "none": (BF16, None)}
+KINDS = {
+    "fp32": (FP32, "auto"),
+    "split": (BF16, "split"),
+    "split24": (BF16, "split24"),
+    "full": (FP16, "full"),
+    "none": (BF16, None),
+}
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -16,7 +16,7 @@ from noise import Noise, stochastic, words
 from oracles import BF16, FP16, FP32, NUMPY, AdamTensor
 
 from halfstep.kernels import adam
-from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT_MASTER, Layout
+from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
 
@@ -24,6 +24,7 @@ INF, NAN = float("inf"), float("nan")
 PLAIN = Layout(BF16, BF16, FP32, NO_MASTER, False, False, True)  # 22 bytes
 LEAST = Layout(BF16, BF16, BF16, NO_MASTER, False, False, True)  # 14 bytes
 SPLIT = Layout(BF16, BF16, BF16, SPLIT_MASTER, False, False, True)  # 18 bytes
+SPLIT24 = Layout(BF16, BF16, BF16, SPLIT24_MASTER, False, False, True)  # 16 bytes
 HALF = Layout(FP16, FP16, FP32, NO_MASTER, False, False, True)
 
 
@@ -89,18 +90,18 @@ def test_triton_in_every_layout(layout: Layout) -> None:
     examine(("triton",), layout, tensors, steps)
 
 
-@pytest.mark.parametrize("layout", [PLAIN, LEAST, SPLIT, HALF], ids=label)
+@pytest.mark.parametrize("layout", [PLAIN, LEAST, SPLIT, SPLIT24, HALF], ids=label)
 @pytest.mark.parametrize("offset", [1, 4, 8])
 def test_misaligned_tensors(layout: Layout, offset: int) -> None:
     tensors, steps = standard(layout)
     examine(ALL if offset == 1 else ("native", "triton"), layout, tensors, steps[1:2], offset)
 
 
-def test_there_is_something_to_round_exactly_where_16_bits_stand_alone() -> None:
+def test_there_is_something_to_round_exactly_where_fewer_than_32_bits_are_kept() -> None:
     for layout in LAYOUTS:
-        alone = layout.param != FP32 and layout.master == NO_MASTER
+        alone = layout.param != FP32 and layout.master in (NO_MASTER, SPLIT24_MASTER)
         assert adam.rounds_stochastically(layout.param, layout.state, layout.master) == (alone or layout.state == BF16)
-    assert len(STOCHASTIC_LAYOUTS) == 96
+    assert len(STOCHASTIC_LAYOUTS) == 120
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -285,7 +286,9 @@ def test_exact_weights_never_move(name: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("layout", [PLAIN, LEAST, SPLIT, HALF, dataclasses.replace(LEAST, amsgrad=True)], ids=label)
+@pytest.mark.parametrize(
+    "layout", [PLAIN, LEAST, SPLIT, SPLIT24, HALF, dataclasses.replace(LEAST, amsgrad=True)], ids=label
+)
 def test_non_finite_values_stay_where_they_are(name: str, layout: Layout) -> None:
     """NaN and infinity are not rounded by chance: 0x7fffffff plus a carry would be -0.0, infinity would be a NaN."""
     rng = np.random.default_rng(9)

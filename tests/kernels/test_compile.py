@@ -57,6 +57,9 @@ EXCEPTIONS = {
     ("accesses fp32 by 128 bits", "adam.prepare_kernel", "*"): "the same: a few hundred bytes in all",
     ("accesses 64 bits", "cast.cast_kernel", "e?m? to fp32*"): "4 values of 8 bits beside 4 of fp32, which fill 128",
     ("accesses 64 bits", "cast.multi_cast_kernel", "list, e?m? to fp32*"): "the same",
+    ("accesses 64 bits", "adam.adam_kernel", "*fp32 state, split24 master*"): (
+        "four bytes of remainder beside four fp32 moments: with eight of each, values would move between threads"
+    ),
     ("accesses 64 bits", "cast.cast_kernel", "fp32 to e?m?*"): "with 8 of each, loads use half a sector",
     ("accesses 64 bits", "cast.multi_cast_kernel", "list, fp32 to e?m?*"): "the same",
     ("accesses 64 bits", "softmax.forward_row_kernel", "*out of step"): (

@@ -18,7 +18,7 @@ from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT_MASTER, Layout
 from halfstep.kernels.multi_tensor import TensorTable
 
 INF, NAN = float("inf"), float("nan")
-WEIGHTS = [(FP32, NO_MASTER), (FP16, NO_MASTER), (FP16, FULL_MASTER), *((BF16, master) for master in range(3))]
+WEIGHTS = [(FP32, NO_MASTER), (FP16, NO_MASTER), (FP16, FULL_MASTER), *((BF16, master) for master in range(4))]
 LAYOUTS = [
     Layout(param, grad, state, master, amsgrad, l2)
     for (param, master), grad, state, amsgrad, l2 in product(
@@ -56,7 +56,7 @@ def label(layout: object) -> str:
         return str(layout)
     names = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
     parts = [f"p {names[layout.param]}", f"g {names[layout.grad]}", f"s {names[layout.state]}"]
-    parts.append(("none", "full", "split")[layout.master])
+    parts.append(("none", "full", "split", "split24")[layout.master])
     return " ".join(parts + ["amsgrad"] * layout.amsgrad + ["L2"] * layout.l2 + ["stochastic"] * layout.stochastic)
 
 
@@ -97,8 +97,8 @@ def make(
     size = len(weights)
     extra: np.ndarray | None = None
     with np.errstate(all="ignore"):
-        if layout.master == SPLIT_MASTER:
-            code, extra = oracles.split(weights)
+        if layout.master in adam.REMAINDERS:
+            code, extra = oracles.split(weights) if layout.master == SPLIT_MASTER else oracles.split24(weights, None)
             param = code.view(NUMPY[BF16])
         else:
             param = weights.astype(NUMPY[layout.param])

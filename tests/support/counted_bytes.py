@@ -45,7 +45,9 @@ def counted(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Opt
     for part in PARTS:
         held = [state.pop(part) for state in states if part in state]
         # What completes a 16-bit weight to its master: ours is called a master too, flashoptim's has another name.
-        rest = part == "error_bits" or (part == "master" and any(one.dtype == torch.int16 for one in held))
+        rest = part == "error_bits" or (
+            part == "master" and any(one.dtype in (torch.int16, torch.int8) for one in held)
+        )
         if storage_bytes(held):
             made["remainder" if rest else part] = storage_bytes(held)
     return {**made, "scalars": storage_bytes(states)}

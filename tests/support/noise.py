@@ -63,12 +63,23 @@ def words(index: np.ndarray, seed: int, step: int, stream: int, draw: int = 0) -
 
 
 def stochastic(values: np.ndarray, dtype: torch.dtype, random: np.ndarray) -> np.ndarray:
-    """fp32 values rounded stochastically to fp16 or bf16, by the fraction of a unit that is left.
+    """fp32 values rounded stochastically to fp16 or bf16.
 
     Args:
         random: uint32, shape of `values`.
     """
-    mantissa, least, largest = GRIDS[dtype]
+    with np.errstate(all="ignore"):
+        return rounded(values, *GRIDS[dtype], random).astype(NUMPY[dtype])
+
+
+def to_24_bits(values: np.ndarray, random: np.ndarray | None) -> np.ndarray:
+    """fp32 values with 15 bits of mantissa: rounded to nearest even, or stochastically."""
+    return rounded(values, 15, -126, float.fromhex("0x1.fffep127"), random)
+
+
+def rounded(values: np.ndarray, mantissa: int, least: int, largest: float, random: np.ndarray | None) -> np.ndarray:
+    """fp32 values rounded to a grid, still in fp32: stochastically by the fraction of a unit that is left, or to nearest
+    even if `random` is None."""
     with np.errstate(invalid="ignore"):  # of signalling NaNs
         exact = values.astype(np.float64)
     magnitude = np.abs(exact)
@@ -78,12 +89,15 @@ def stochastic(values: np.ndarray, dtype: torch.dtype, random: np.ndarray) -> np
     whole = np.floor(finite / unit)
     part = finite / unit - whole
     dropped = 23 - mantissa
-    up = part + (random >> np.uint32(32 - dropped)).astype(np.float64) / 2**dropped >= 1
-    if least > -126:  # below the smallest normal number a part of a unit may be finer than that
-        near = np.rint(part * 2**dropped) / 2**dropped
-        up = np.where(finite < 2.0**least, near + (random >> np.uint32(32 - dropped)) / 2.0**dropped >= 1, up)
+    if random is None:
+        up = np.rint(finite / unit) > whole
+    else:
+        up = part + (random >> np.uint32(32 - dropped)).astype(np.float64) / 2**dropped >= 1
+        if least > -126:  # below the smallest normal number a part of a unit may be finer than that
+            near = np.rint(part * 2**dropped) / 2**dropped
+            up = np.where(finite < 2.0**least, near + (random >> np.uint32(32 - dropped)) / 2.0**dropped >= 1, up)
     result = (whole + up) * unit
     result = np.where(result > largest, np.inf, result)
     result = np.copysign(np.where(np.isfinite(magnitude), result, magnitude), exact)
     with np.errstate(all="ignore"):
-        return result.astype(np.float32).astype(NUMPY[dtype])
+        return result.astype(np.float32)

@@ -16,7 +16,7 @@ from functools import cache
 import ml_dtypes
 import numpy as np
 import torch
-from noise import Noise, stochastic
+from noise import Noise, stochastic, to_24_bits
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -201,9 +201,18 @@ def split(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
+def split24(values: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """fp32 values, rounded to 24 bits, as (bf16 code, int8 remainder)."""
+    code, remainder = split(to_24_bits(values, random))
+    assert (remainder % 256 == 0).all()
+    return code, (remainder // 256).astype(np.int8)
+
+
 def join(code: np.ndarray, remainder: np.ndarray) -> np.ndarray:
-    """The fp32 values of (bf16 code, int16 remainder) pairs that `split` made."""
-    return ((code.astype(np.int64) * 65536 + remainder) % 2**32).astype(np.uint32).view(np.float32)
+    """The fp32 values of (bf16 code, int16 or int8 remainder) pairs that `split` or `split24` made."""
+    unit = 256 if remainder.dtype == np.int8 else 1
+    whole = code.astype(np.int64) * 65536 + remainder.astype(np.int64) * unit
+    return (whole % 2**32).astype(np.uint32).view(np.float32)
 
 
 # ------------------------------------------------------------------------------------------------------ sum of squares
@@ -301,7 +310,7 @@ def adam_step(
         w1, w2 = f32(one - np.float64(o.beta1)), f32(one - np.float64(o.beta2))
 
         # Once per element, in fp32.
-        split_master = tensor.extra is not None and tensor.extra.dtype == np.int16
+        split_master = tensor.extra is not None and tensor.extra.dtype in (np.int16, np.int8)
         if split_master:
             w = join(tensor.param.view(np.uint16), tensor.extra)
         else:
@@ -337,7 +346,7 @@ def adam_step(
 
         extra = None
         if split_master:
-            code, extra = split(w)
+            code, extra = split(w) if tensor.extra.dtype == np.int16 else split24(w, words[0])
             param = code.view(ml_dtypes.bfloat16)
         else:
             param = stored(w, tensor.param, words[0]) if tensor.extra is None else w.astype(tensor.param.dtype)

@@ -11,7 +11,7 @@ import torch
 import halfstep
 from halfstep.bench.audit.launches import Variant
 from halfstep.kernels import adam
-from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT_MASTER, Layout
+from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
 from halfstep.kernels.backend import TRITON_NAMES
 from halfstep.kernels.multi_tensor import FLOATS, TensorTable
 
@@ -23,7 +23,7 @@ def name(layout: Layout) -> str:
             f"{TRITON_NAMES[layout.param]} param",
             f"{TRITON_NAMES[layout.grad]} grad",
             f"{TRITON_NAMES[layout.state]} state",
-            f"{('no', 'full', 'split')[layout.master]} master",
+            f"{('no', 'full', 'split', 'split24')[layout.master]} master",
             *(["amsgrad"] if layout.amsgrad else []),
             *(["L2"] if layout.l2 else []),
             *(["stochastic"] if layout.stochastic else []),
@@ -60,6 +60,7 @@ def _layouts() -> list[Layout]:
     layouts += [Layout(param, param, f32, NO_MASTER, False, False, True) for param in (f16, bf16)]
     layouts += [Layout(bf16, bf16, bf16, master, False, False, True) for master in (NO_MASTER, SPLIT_MASTER)]
     layouts += [Layout(bf16, bf16, bf16, NO_MASTER, True, False, True)]
+    layouts += [Layout(bf16, bf16, state, SPLIT24_MASTER, False, False, True) for state in (f32, bf16)]
     return layouts
 
 
@@ -68,7 +69,9 @@ def variants() -> Iterator[Variant]:
     for layout in _layouts():
         p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
         state = s * (3 if layout.amsgrad else 2)
-        weight = {NO_MASTER: (p, p), FULL_MASTER: (4, 4 + p), SPLIT_MASTER: (4, 4)}[layout.master]
+        weight = {NO_MASTER: (p, p), FULL_MASTER: (4, 4 + p), SPLIT_MASTER: (4, 4), SPLIT24_MASTER: (3, 3)}[
+            layout.master
+        ]
         launch = partial(_step, layout)
         yield Variant(adam.adam_kernel, name(layout), launch, g + weight[0] + state, weight[1] + state)
     yield Variant(adam.prepare_kernel, "prepare", partial(_amp_step, False))

@@ -66,6 +66,8 @@ MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "halfstep-full": (halfstep.AdamW, {"master_weights": "full"}),
     "halfstep-split": (halfstep.AdamW, {"master_weights": "split"}),
     "halfstep-split-bf16": (halfstep.AdamW, {"master_weights": "split", "state_dtype": BF16}),
+    "halfstep-split24": (halfstep.AdamW, {"master_weights": "split24"}),
+    "halfstep-split24-bf16": (halfstep.AdamW, {"master_weights": "split24", "state_dtype": BF16}),
     "halfstep-stochastic": (halfstep.AdamW, {"master_weights": None, "rounding": "stochastic"}),
     "halfstep-stochastic-bf16": (
         halfstep.AdamW,

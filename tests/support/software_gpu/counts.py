@@ -216,6 +216,9 @@ def cases() -> dict[str, Callable[[], Made]]:
         "AdamW bf16 split, bf16 moments": partial(_adam, BF16, state_dtype=BF16),
         "AdamW bf16 split, bf16 moments, zero gradients and moments": partial(_adam, BF16, state_dtype=BF16, zero=True),
         "AdamW bf16 split, bf16 moments, stochastic": partial(_adam, BF16, state_dtype=BF16, **random),
+        "AdamW bf16 split24, bf16 moments, stochastic": partial(
+            _adam, BF16, state_dtype=BF16, master_weights="split24", **random
+        ),
         "AdamW bf16 full": partial(_adam, BF16, master_weights="full"),
         "AdamW bf16 no master, fp32 moments": partial(_adam, BF16, **none),
         "AdamW bf16 no master, fp32 moments, stochastic": partial(_adam, BF16, **none, **random),
