@@ -78,8 +78,8 @@ def to_24_bits(values: np.ndarray, random: np.ndarray | None) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, mantissa: int, least: int, largest: float, random: np.ndarray | None) -> np.ndarray:
-    """fp32 values rounded to a grid, still in fp32: stochastically by the fraction of a unit that is left, or to nearest
-    even if `random` is None."""
+    """fp32 values rounded to a grid, still in fp32: by chance, as likely as the fraction of a unit that is left, or to
+    nearest even if `random` is None."""
     with np.errstate(invalid="ignore"):  # of signalling NaNs
         exact = values.astype(np.float64)
     magnitude = np.abs(exact)
