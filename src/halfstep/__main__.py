@@ -24,31 +24,33 @@ class _Command(NamedTuple):
 
 
 COMMANDS = (
-    _Command(("format",), "halfstep.cli.formats.format", "what number formats hold: range, spacing, digits"),
-    _Command(("encode",), "halfstep.cli.formats.encode", "what a number becomes in every format"),
-    _Command(("decode",), "halfstep.cli.formats.decode", "what bits mean in every format of their width"),
-    _Command(("why",), "halfstep.cli.formats.why", "how a number comes to be rounded as it is"),
-    _Command(("compare",), "halfstep.cli.formats.compare", "formats side by side, and the values they share"),
+    _Command(("format",), "halfstep.cli.formats.format", "show range, spacing and digits of number formats"),
+    _Command(("encode",), "halfstep.cli.formats.encode", "round numbers to every format and show the codes"),
+    _Command(("decode",), "halfstep.cli.formats.decode", "show the value of a code in every format of its width"),
+    _Command(("why",), "halfstep.cli.formats.why", "explain how a number is rounded"),
+    _Command(("compare",), "halfstep.cli.formats.compare", "compare formats, and count the values that they share"),
     _Command(("ladder",), "halfstep.cli.formats.ladder", "draw range, density and codes of formats"),
-    _Command(("plan",), "halfstep.cli.plan", "what a model takes of each GPU: bytes by part, messages, FLOPs"),
-    _Command(("inspect",), "halfstep.cli.inspect", "where the tensors in a checkpoint fall in a number format"),
+    _Command(("plan",), "halfstep.cli.plan", "plan a training: bytes by part, messages and FLOPs of each GPU"),
+    _Command(("inspect",), "halfstep.cli.inspect", "count the values of a checkpoint by their class in a format"),
     _Command(
         ("train",), "halfstep.cli.train.command", "train a small GPT on text in fp32, bf16, fp16, or compare them"
     ),
     _Command(
-        ("bench", "audit"), "halfstep.bench.audit.command", "compile every kernel for four GPU generations, with none"
+        ("bench", "audit"),
+        "halfstep.bench.audit.command",
+        "compile every kernel for four GPU architectures, and check it",
     ),
     _Command(
         ("bench", "codec"),
         "halfstep.bench.codec_speed",
-        "time the codec on one core beside numpy, torch, ml_dtypes, gfloat",
+        "time the codec on one core, and numpy, torch, ml_dtypes and gfloat",
     ),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
     _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, without a GPU"),
     _Command(("bench", "predict"), "halfstep.bench.predict", "predict what limits each kernel on a GPU, without one"),
-    _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step against every peer here"),
+    _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step, and installed peers"),
     _Command(
-        ("bench", "step"), "halfstep.bench.optimizer_step", "time the optimizer step on this machine against torch's"
+        ("bench", "step"), "halfstep.bench.optimizer_step", "time the optimizer step, and those of torch and DeepSpeed"
     ),
 )
 

@@ -64,18 +64,18 @@ def _format(text: str) -> str:
 def _parser() -> Parser:
     parser = Parser(
         "inspect",
-        description="Where the tensors in a checkpoint fall in a number format: shares zero, flushed to zero, "
-        "subnormal, normal, overflowing; rounding errors; exponents. Reads torch.save's files and safetensors, "
-        "executes nothing.",
+        description="Count the values of the tensors in a checkpoint by their class in a number format: zero, flushed "
+        "to zero, subnormal, normal or overflowing. Also shows rounding errors and exponents. Reads files of "
+        "torch.save and safetensors, and executes nothing in them.",
         epilog="examples: halfstep inspect model.safetensors    halfstep inspect grads.pt --scale 2^16 --advise",
     )
     add = parser.add_argument
     add("files", metavar="FILE", nargs="+", type=a_path, help="a checkpoint, or all parts of one")
     add("--format", type=_format, default="fp16", metavar="NAME", help="fp16, bf16, e4m3fn, e5m7, ...")
-    add("--scale", type=_SCALE, default=1.0, metavar="S", help="multiply by S first: a number or 2^16")
-    add("--sort", choices=SORTS, default="size", help=f"which tensors come first: {', '.join(SORTS)}", metavar="BY")
+    add("--scale", type=_SCALE, default=1.0, metavar="S", help="multiply by S first: a number, or a power as 2^16")
+    add("--sort", choices=SORTS, default="size", help=f"order of the tensors: {', '.join(SORTS)}", metavar="BY")
     add("--limit", type=whole(0, note=", 0 for all"), default=40, metavar="N", help="tensors in the table; 0 for all")
-    add("--advise", action="store_true", help="take the tensors for gradients and advise a loss scale")
+    add("--advise", action="store_true", help="treat the tensors as gradients and recommend a loss scale")
     add("--json", action="store_true", help="print everything as JSON")
     add("--out", type=picture, metavar="PICTURE", help="draw exponents and the worst tensors: .png, .svg or .pdf")
     return parser

@@ -24,7 +24,7 @@ _EXAMPLES = ("0.1", "1.0001", "1e-7")
 def _parser() -> arguments.LookupParser:
     parser = arguments.LookupParser(
         "compare",
-        "Formats side by side: figures, values they share, and numbers that one holds and the other does not.",
+        "Compare the properties of formats, count the values that they share, and show numbers that differ.",
         "example: halfstep compare fp16 bf16",
     )
     parser.add_argument("named", nargs="+", type=arguments.format_named, metavar="FORMAT", help="two or more")

@@ -75,28 +75,28 @@ def width_of(given: Code) -> int:
 def _parser() -> arguments.LookupParser:
     parser = arguments.LookupParser(
         "decode",
-        "What bits mean in every format of their width.",
-        "The digits say how many bits there are: 0x41 are 8, 0x0041 are 16, 0b000001 are 6. Of a decimal, 8, 16, 32 "
-        "or 64, the first that holds it. --width and --format say it instead.\n"
+        "Show the value of a code in every format of its width.",
+        "The number of digits gives the width: 0x41 has 8 bits, 0x0041 16, 0b000001 6. A decimal has the smallest of "
+        "8, 16, 32 or 64 bits that holds it. --width and --format override the width.\n"
         "example: halfstep decode 0x4100",
     )
     parser.add_argument("codes", nargs="+", type=code, metavar="CODE", help="bits, as 0x4100, 0b… or a decimal")
-    arguments.add_formats(parser, "in which; several names, or several times (default: all of the width)")
+    arguments.add_formats(parser, "formats to use; several names, or several times (default: all of the width)")
     parser.add_argument(
         "-w",
         "--width",
         choices=[str(width) for width in widths()],
         metavar="BITS",
-        help=f"bits of the code: {', '.join(map(str, widths()))} (default: as many as its digits show)",
+        help=f"bits of the code: {', '.join(map(str, widths()))} (default: from the number of digits)",
     )
     return parser
 
 
 def _chosen(given: Code, options: argparse.Namespace) -> list[Format]:
-    """The formats a code is read in.
+    """The formats in which a code is decoded.
 
     Raises:
-        UsageError: it is no code of one of them.
+        UsageError: it is not a code of a chosen format.
     """
     if options.formats:
         chosen = arguments.distinct(options.formats)

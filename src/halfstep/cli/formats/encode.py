@@ -20,14 +20,14 @@ _CLOSER = 4  # formats, up to which there is room for a second line with all dig
 def _parser() -> arguments.LookupParser:
     parser = arguments.LookupParser(
         "encode",
-        "What numbers become in every format: code, sign|exponent|mantissa, the value stored, the error in ulps.",
-        "Numbers are exact, not floats first: 2.5, 1e-7, 1/3, 2^-24, 0x1.8p-3, -(1 + 2^-11), inf, nan.\n"
+        "Round numbers to every format, and show the code, its fields, the stored value and the error in ulps.",
+        "Numbers are read exactly, not as floats: 2.5, 1e-7, 1/3, 2^-24, 0x1.8p-3, -(1 + 2^-11), inf, nan.\n"
         "example: halfstep encode 2.5 -f fp16 bf16",
     )
     parser.add_argument(
-        "numbers", nargs="+", type=arguments.number("formats come after -f"), metavar="NUMBER", help="what is stored"
+        "numbers", nargs="+", type=arguments.number("formats come after -f"), metavar="NUMBER", help="the numbers"
     )
-    arguments.add_formats(parser, "in which; several names, or several times (default: all)")
+    arguments.add_formats(parser, "formats to use; several names, or several times (default: all)")
     parser.add_argument(
         "--rounding",
         choices=ENCODE_ROUNDINGS,

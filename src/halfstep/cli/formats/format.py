@@ -15,11 +15,13 @@ from halfstep.numerics.formats.table import Format, formats
 def _parser() -> arguments.LookupParser:
     parser = arguments.LookupParser(
         "format",
-        "What number formats hold: range, spacing, digits, special values. One name shows everything of it.",
-        "Formats: " + ", ".join(formats) + ",\nby any usual name, and fields of your own such as e5m7 or e4m3fnuz.\n"
+        "Show range, spacing, digits and special values of number formats. One name shows all of its properties.",
+        "Formats: "
+        + ", ".join(formats)
+        + ",\nby any usual name, and your own by their fields, such as e5m7 or e4m3fnuz.\n"
         "example: halfstep format fp16",
     )
-    parser.add_argument("named", nargs="*", type=arguments.format_named, metavar="NAME", help="which (default: all)")
+    parser.add_argument("named", nargs="*", type=arguments.format_named, metavar="NAME", help="formats (default: all)")
     return parser
 
 

@@ -27,22 +27,25 @@ def _small(text: str) -> Format:
 def _parser() -> arguments.LookupParser:
     parser = arguments.LookupParser(
         "ladder",
-        "Draw what formats can hold: the range of their numbers, how many lie between two powers of two, and every "
-        "code of a small format.",
+        "Draw the range of formats, the number of values between powers of two, and every code of a small format.",
         "Needs matplotlib: pip install 'halfstep[plots]'.\nexample: halfstep ladder --out formats.png",
     )
     parser.add_argument("--out", required=True, type=picture, metavar="FILE", help=f"one of {', '.join(PICTURES)}")
     parser.add_argument(
-        "named", nargs="*", type=arguments.format_named, metavar="FORMAT", help="of range and density (default: all)"
+        *("named",),
+        nargs="*",
+        type=arguments.format_named,
+        metavar="FORMAT",
+        help="formats of range and density (default: all)",
     )
     parser.add_argument(
         "--kind",
         choices=CHOICES,
         default="all",
         metavar="KIND",
-        help=f"{', '.join(CHOICES)} (default: all, beneath one another)",
+        help=f"{', '.join(CHOICES)} (default: all, one below the other)",
     )
-    arguments.add_formats(parser, "the same, as halfstep encode takes them")
+    arguments.add_formats(parser, "the same, as in halfstep encode")
     parser.add_argument(
         "--codes", type=_small, default="e4m3fn", metavar="FORMAT", help="whose codes; up to 8 bits (default: e4m3fn)"
     )

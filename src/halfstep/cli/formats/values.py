@@ -118,7 +118,7 @@ class Encoded:
     Args:
         number: the number.
         format: the format.
-        stored: what is stored; None if nothing stands for it.
+        stored: the stored value; None if the format has no code for it.
     """
 
     number: Number

@@ -20,14 +20,14 @@ from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, Neighbours, encode
 def _parser() -> arguments.LookupParser:
     parser = arguments.LookupParser(
         "why",
-        "How a number comes to be stored as it is: its neighbours, what lies halfway, and the rule that decides.",
+        "Explain how a number is rounded: its neighbours, the point halfway between them, and the rule that decides.",
         "example: halfstep why 1.0001 fp16",
     )
     parser.add_argument(
-        "number", type=arguments.number("the number comes first"), metavar="NUMBER", help="as halfstep encode takes it"
+        "number", type=arguments.number("the number comes first"), metavar="NUMBER", help="as in halfstep encode"
     )
-    parser.add_argument("named", nargs="*", type=arguments.format_named, metavar="FORMAT", help="one or more")
-    arguments.add_formats(parser, "the same, as halfstep encode takes them")
+    parser.add_argument("named", nargs="*", type=arguments.format_named, metavar="FORMAT", help="one or more formats")
+    arguments.add_formats(parser, "the same, as in halfstep encode")
     arguments.add_overflow(parser)
     return parser
 
