@@ -95,7 +95,7 @@ def save(
         step: number of completed steps, ≥ 0.
         state: tensors, numbers, strings, lists and dicts that ``torch.load(weights_only=True)`` can read. Without
             `model`, this is the checkpoint, and only rank 0 calls `save`. With `model`, the state of the first rank is
-            stored beside the shards.
+            stored with the shards.
         keep: number of checkpoints to keep, including this one, ≥ 1.
         model: a plain model, or one under DDP, FSDP1, FSDP2, tensor parallelism or several of these. All ranks call
             `save`, and each writes its shards.

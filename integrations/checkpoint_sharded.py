@@ -11,7 +11,7 @@ parameter, so each rank of any later topology reads its own shards. Masters and 
 their layout in memory, and are read into new fp32 tensors, never through the parameter's dtype.
 
 **Problems of torch.distributed.checkpoint** that this file avoids: its errors are not subclasses of `Exception`; it
-reads objects with pickle, which runs code; it silently leaves out what is missing in the optimizer's template; it
+reads objects with pickle, which runs code; it silently omits entries that are missing in the optimizer's template; it
 silently rounds tensors to another dtype; collectives of a background thread mix with those of training if they use the
 same group.
 """

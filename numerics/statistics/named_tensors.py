@@ -1,4 +1,4 @@
-"""Tensors by name, in whatever they are handed over, and the values of each that the kernels can count."""
+"""The named tensors in an argument (a module, a dict, a list), and their values in a form that kernels can count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDENED = tuple(
 
 
 def _pairs(given: Any, argument: str) -> Iterator[tuple[str, Any]]:
-    """Names and tensors of whatever was given."""
+    """The (name, tensor) pairs of a tensor, module, nested dict or list."""
     if isinstance(given, torch.Tensor):
         yield "tensor", given
     elif isinstance(given, torch.nn.Module):
@@ -44,11 +44,11 @@ def _pairs(given: Any, argument: str) -> Iterator[tuple[str, Any]]:
 
 
 def named_tensors(given: Any, argument: str = "tensors", of: str = "parameters") -> dict[str, torch.Tensor]:
-    """The tensors in whatever was given, by name; of ``of="gradients"`` their gradients, those that have one.
+    """The tensors in `given` by name or, with ``of="gradients"``, the gradients of those that have one.
 
     Raises:
-        TypeError: something in it is no tensor.
-        ValueError: two have one name, or `of` is neither ``"parameters"`` nor ``"gradients"``.
+        TypeError: an element is not a tensor.
+        ValueError: two tensors have the same name, or `of` is neither ``"parameters"`` nor ``"gradients"``.
     """
     if of not in ("parameters", "gradients"):
         raise ValueError(f"Expected of to be 'parameters' (the tensors themselves) or 'gradients', but got {of!r}")
@@ -67,7 +67,7 @@ def named_tensors(given: Any, argument: str = "tensors", of: str = "parameters")
 
 
 def _to_odd(x: torch.Tensor) -> torch.Tensor:
-    """fp64 to fp32 such that no information that a further rounding needs is lost: inexact ones get an odd last bit.
+    """Convert fp64 to fp32 with rounding to odd, so that rounding again gives the result of a single rounding.
 
     Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008.
     """
@@ -79,9 +79,9 @@ def _to_odd(x: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_to_odd(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """fp64 times `scale` as fp32, such that counting finds what it would find in exact arithmetic.
+    """fp64 numbers times `scale` as fp32, such that the counts are those of the exact products.
 
-    What leaves fp64's range stays a number, and what is smaller than all of them does not become zero.
+    Products beyond the range of fp64 stay finite, and products below its smallest number do not become zero.
     """
     y = x * scale
     y = torch.where((y == 0) & (x != 0), 5e-324, y)
@@ -89,10 +89,10 @@ def scaled_to_odd(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
 
 
 def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:
-    """The dense fp64, fp32, fp16 or bf16 tensor whose elements are to be counted for this one.
+    """The values of a tensor to count, as a dense fp64, fp32, fp16 or bf16 tensor.
 
     Raises:
-        TypeError: it has no values, or not of a dtype or layout that can be counted.
+        TypeError: the tensor has no values, or its dtype or layout is not supported.
     """
     values = local(tensor.detach())
     if values.layout == torch.sparse_coo:

@@ -1,8 +1,8 @@
 """Weight updates that a format loses: those below half a unit in the last place of their weight.
 
-A weight w kept in a format without an fp32 master does not move if |update| < ulp(w) / 2, where ulp(w) is the distance
-to the next larger number of the format. (Toward zero from a power of two numbers lie twice as close, and half of that
-is enough; those are counted as lost too.)
+A weight w in a format without an fp32 master does not change if |update| < ulp(w) / 2, where ulp(w) is the distance to
+the next larger number of the format. (From a power of two toward zero, the distance is half as large, so that half of
+the update would suffice. These updates are counted as lost too.)
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class UpdateLoss:
     """The number of updates of one parameter that a format loses.
 
     Attributes:
-        name: of the parameter.
-        updates: those that are not zero.
-        lost: those of them below half a unit in the last place of the weight.
+        name: the name of the parameter.
+        updates: number of nonzero updates.
+        lost: number of those below half a unit in the last place of the weight.
     """
 
     name: str
@@ -38,7 +38,7 @@ class UpdateLoss:
 
 
 def count_lost(weight: torch.Tensor, update: torch.Tensor, format: Format) -> torch.Tensor:
-    """int64 (updates that are not zero, those of them that are lost), on the device."""
+    """The numbers of nonzero updates and of lost ones, as an int64 tensor on the device."""
     w, u = weight.double(), update.double().abs()
     # 2^exponent <= |w| < 2^(exponent + 1). The exponent of 0 is replaced by that of the smallest normal number.
     exponent = torch.frexp(w)[1] - 1
@@ -55,12 +55,13 @@ def lost_updates(
     """The number of lost updates by parameter, the worst first. Waits for the device, once per device.
 
     Args:
-        weights: by name.
-        updates: what is subtracted from them, by the same names, learning rate included; others are left out.
-        format: what weights would be kept in.
+        weights: the weights by name.
+        updates: the values that are subtracted from the weights, including the learning rate, by the same names.
+            Weights without an update are ignored.
+        format: the format of the weights.
 
     Raises:
-        ValueError: there is an update of which there is no weight, or of another shape.
+        ValueError: an update has no weight, or another shape than its weight.
     """
     found: list[UpdateLoss] = []
     pending: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
@@ -88,14 +89,14 @@ def lost_updates(
 def last_updates(
     optimizer: torch.optim.Optimizer, named_parameters: Any = ()
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(weights, updates) by name, as the optimizer's state has them: about what the next step will subtract.
+    """(weights, updates) by name, from the optimizer's state: approximately the updates of the next step.
 
-    For Adam and its kind lr * m / (sqrt(v) + eps) with both moments corrected for their bias, for SGD with momentum
-    lr * buffer; without weight decay.
+    The update is lr * m / (sqrt(v) + eps) with bias-corrected moments for Adam and similar optimizers, and lr * buffer
+    for SGD with momentum, without weight decay.
 
     Raises:
         ValueError: the optimizer has taken no step yet.
-        TypeError: its state holds neither.
+        TypeError: its state has neither moments nor a momentum buffer.
     """
     weights: dict[str, torch.Tensor] = {}
     updates: dict[str, torch.Tensor] = {}

@@ -1,8 +1,7 @@
 """Shared by all commands: parsing the command line, refusing wrong input, and handling output that cannot be written.
 
-Wrong input gets one line on standard error, which names the argument, its value and what is allowed or was probably
-meant, and exit status 2. This module imports no third-party library, since a command that only looks something up must
-answer at once.
+Wrong input is reported in one line on standard error, with the argument, its value, and the allowed values or a
+suggestion, and gives exit status 2. This module imports no third-party library, so that lookups start quickly.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         """The options and arguments of a command line, in any order.
 
         Raises:
-            UsageError: something is not allowed; the text says what is.
+            UsageError: an option or a value is not allowed. The text names the allowed ones.
         """
         prepared = self.prepared(words)
         end = prepared.index("--") if "--" in prepared else len(prepared)
@@ -218,9 +217,9 @@ def run(
     Args:
         parser: the parser of the command.
         argv: the arguments of the command.
-        command: receives the parsed options and returns the exit status; None stands for 0.
-        refused: exceptions besides `UsageError` whose text is meant for the user.
-        speaks: whether to print what is wrong. Of several processes with the same error, only one does.
+        command: receives the parsed options and returns the exit status; None means 0.
+        refused: exceptions besides `UsageError` whose text is an error message for the user.
+        speaks: whether to print error messages. Of several processes with the same error, only one prints it.
 
     Returns:
         The exit status: what the command returned, 2 for wrong input, or that of `with_output`.
@@ -269,5 +268,5 @@ def complain(prog: str, text: str) -> None:
 
 
 def discard_output() -> None:
-    """Send what is still buffered for standard output to nowhere, so that Python does not fail to write it at exit."""
+    """Discard the buffered standard output, so that Python does not fail to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Numbers on command lines: argparse types, each of which says what is allowed."""
+"""Numbers on command lines: argparse types, whose errors name the allowed values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZES = {"mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
 
 
 def number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
-    """An argparse type: a finite number that `kind` converts and `fine` accepts; `allowed` says which those are."""
+    """An argparse type: a finite number that `kind` converts and `fine` accepts. `allowed` describes these numbers."""
 
     def parse(text: str) -> float:
         try:
@@ -29,7 +29,7 @@ def number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed:
 
 
 def whole(least: int, most: int = 2**63 - 1, note: str = "") -> Callable[[str], Any]:
-    """An argparse type: a whole number from `least` to `most`. `note` follows in the error."""
+    """An argparse type: an integer from `least` to `most`. The error ends with `note`."""
     span = f"of at least {least}" if most == 2**63 - 1 else f"from {least} to {most}"
     return number(int, lambda value: least <= value <= most, f"an integer {span}{note}")
 
@@ -38,7 +38,7 @@ above_zero = number(float, lambda value: value > 0, "a number above 0")
 
 
 def _count(text: str) -> int:
-    """A whole number: 7e9, 7B, 1.5B, 7_000_000. Raises ValueError for anything else."""
+    """A positive integer, such as 7e9, 7B, 1.5B or 7_000_000. Raises ValueError for anything else."""
     found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]+)?)([kmbgt]?)", text.strip().lower())
     value = Fraction(found[1].replace("_", "")) * _SUFFIXES.get(found[2], 1) if found else Fraction(0)
     if value < 1 or value.denominator != 1:
@@ -47,12 +47,12 @@ def _count(text: str) -> int:
 
 
 def count(example: str = "") -> Callable[[str], int]:
-    """An argparse type: a whole number of at least 1, also as 7e9, 7B or 350M. `example` follows in the error."""
+    """An argparse type: an integer of at least 1, also written as 7e9, 7B or 350M. The error ends with `example`."""
     return number(_count, lambda value: True, "an integer of at least 1" + example)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """An argparse type: whole numbers of at least 1, separated by commas."""
+    """An argparse type: integers of at least 1, separated by commas."""
     try:
         return tuple(dict.fromkeys(map(_count, text.split(","))))
     except ValueError:

@@ -17,10 +17,10 @@ from halfstep.numerics.statistics.counts import Row, Statistics
 
 
 def shortened(name: str, room: int) -> str:
-    """A dotted name that fits: parts become their first letter, from the left, as long as that is needed.
+    """A dotted name shortened to fit: parts are replaced by their first letters, from the left, as far as necessary.
 
-    ``"encoder.layers.0.self_attn.in_proj_weight"`` becomes ``"e.l.0.s.in_proj_weight"``. Of what is still too long the
-    middle is left out.
+    ``"encoder.layers.0.self_attn.in_proj_weight"`` becomes ``"e.l.0.s.in_proj_weight"``. If that is still too long, the
+    middle is omitted.
     """
     parts = name.split(".")
     for place, part in enumerate(parts[:-1]):

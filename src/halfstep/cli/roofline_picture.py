@@ -1,7 +1,7 @@
 """The picture of ``halfstep bench audit --out``: every counted kernel on the roofline of each GPU.
 
-A kernel lies to the right by how many instructions it issues per byte, and up by the bandwidth that memory, the issue
-of its instructions and shared memory leave it. Where the roof bends, issue takes as long as memory.
+The horizontal axis shows the instructions that a kernel issues per byte, the vertical axis the bandwidth that memory,
+the issue of its instructions and shared memory allow. At the bend of the roofline, issue takes as long as memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Panel:
     Attributes:
         memory: bytes per second that copies reach.
         issue: instructions per second.
-        limit: the most of the time of memory that issue may take.
+        limit: the largest allowed ratio of issue time to memory time.
     """
 
     gpu: str
@@ -57,7 +57,7 @@ class Panel:
 
 
 def family(name: str) -> int:
-    """Which of `FAMILIES` a case belongs to."""
+    """The index in `FAMILIES` of the family of a case."""
     return next(at for at, (_, begins, _, _) in enumerate(FAMILIES) if name.startswith(begins))
 
 

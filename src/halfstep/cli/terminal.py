@@ -1,6 +1,6 @@
 """Text for a terminal, a pipe or a file: colours, width, tables, and the characters that the output can show.
 
-No third-party library is used, since importing one would take longer than everything else that a lookup does.
+No third-party library is used, since importing one would take longer than the rest of a lookup.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Progress:
         self.clear()
 
     def show(self, done: float | None = None, text: str | None = None) -> None:
-        """Write the line anew, with another number of units done or another text if they are given."""
+        """Update the line, with another number of completed units and another text if they are given."""
         self.done = self.done if done is None else done
         self.text = self.text if text is None else text
         now = time.monotonic()
