@@ -18,7 +18,7 @@ from halfstep.integrations.ddp import mean_in_fp16_hook
 
 
 def batch(step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Synthetic data, other numbers on each rank: a function of 32 inputs to learn."""
+    """Synthetic data, different on each rank: a function of 32 inputs to learn."""
     inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
     targets = torch.tanh(inputs[:, :8] + inputs[:, 8:16])
     return inputs.to(device, torch.float16), targets.to(device)
@@ -55,8 +55,8 @@ def main() -> int:
     losses = train(rank, device)
     if rank == 0:
         print(f"ddp: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
-    dist.barrier()  # a rank that leaves early takes its connections from under the others
-    gc.collect()  # what still holds the group must go before it
+    dist.barrier()  # if a rank left early, its closed connections would be errors on the others
+    gc.collect()  # objects that refer to the group must be freed first
     dist.destroy_process_group()
     return 0 if losses[-1] < losses[0] / 2 else 1
 

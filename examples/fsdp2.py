@@ -18,7 +18,7 @@ from halfstep.integrations.fsdp import keep_reduced_gradients
 
 
 def batch(step: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Synthetic data, other numbers on each rank: a function of 32 inputs to learn."""
+    """Synthetic data, different on each rank: a function of 32 inputs to learn."""
     inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
     targets = torch.tanh(inputs[:, :8] + inputs[:, 8:16])
     return inputs.to(device, torch.bfloat16), targets.to(device)
@@ -31,7 +31,7 @@ def train(rank: int, device: torch.device) -> list[float]:
     for layer in (model[0], model[2]):
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    keep_reduced_gradients(model)  # in fp32, as they were summed, for the masters to take up
+    keep_reduced_gradients(model)  # the fp32 sums, which the masters can use
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)  # bf16 needs no scaler
 
     losses = []
@@ -55,8 +55,8 @@ def main() -> int:
     losses = train(rank, device)
     if rank == 0:
         print(f"fsdp2: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
-    dist.barrier()  # a rank that leaves early takes its connections from under the others
-    gc.collect()  # what still holds the group must go before it
+    dist.barrier()  # if a rank left early, its closed connections would be errors on the others
+    gc.collect()  # objects that refer to the group must be freed first
     dist.destroy_process_group()
     return 0 if losses[-1] < losses[0] / 2 else 1
 

@@ -1,4 +1,4 @@
-"""A pipeline in fp16, one stage per rank: an overflow in any stage has all of them skip the step.
+"""A pipeline in fp16, one stage per rank: an overflow in any stage makes all of them skip the step.
 
 torchrun --nproc-per-node 2 examples/pipeline.py
 """
@@ -26,11 +26,11 @@ def batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(rank: int, size: int, device: torch.device) -> list[float]:
-    """The losses, on the last stage; the others do not know them."""
+    """Train and return the losses, on the last stage; an empty list on the others."""
     torch.manual_seed(rank)
     model = Sequential(Linear(32, 128), GELU(), Linear(128, 32)).to(device, torch.float16)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
-    # Nothing shows that other ranks hold other stages: the group says so, for overflow and norm.
+    # The optimizer cannot detect that other ranks have other stages. The group combines overflow and norm over them.
     scaler = halfstep.GradScaler(device.type, process_group=dist.group.WORLD)
 
     def scaled_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -40,13 +40,13 @@ def train(rank: int, size: int, device: torch.device) -> list[float]:
     history: list[float] = []
     for step in range(150):
         inputs, targets = batch(step, device)
-        scale, losses = scaler.scale(torch.ones((), device=device)), []  # on every stage, so that it exists
+        scale, losses = scaler.scale(torch.ones((), device=device)), []  # on every stage, to create the scale
         schedule.step(*[inputs] * (rank == 0), target=targets, losses=losses)
         scaler.clip_grad_norm_(optimizer, 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        if rank == size - 1:  # the last stage alone knows the loss
+        if rank == size - 1:  # only the last stage computes the loss
             history.append((torch.stack(losses).mean() / scale).item())
     return history
 
@@ -61,8 +61,8 @@ def main() -> int:
     losses = train(rank, size, device)
     if losses:
         print(f"pipeline: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
-    dist.barrier()  # a rank that leaves early takes its connections from under the others
-    gc.collect()  # what still holds the group must go before it
+    dist.barrier()  # if a rank left early, its closed connections would be errors on the others
+    gc.collect()  # objects that refer to the group must be freed first
     dist.destroy_process_group()
     return 1 if losses and losses[-1] >= losses[0] / 2 else 0
 
