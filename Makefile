@@ -109,6 +109,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 audit: $(VENV)/.test
+	$(BIN)/pytest -q -p no:benchmark -m exhaustive tests/kernels/test_compile.py
 	$(BIN)/halfstep bench audit --bounds tests/kernels/audit_bounds.json
 
 # With the peers of the extra `bench` installed, their table and counts too.
