@@ -712,7 +712,7 @@ def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> part
         *(batch.groups, groups, batch.hyper, control.grad_scale, control.found_inf, control.sum_of_squares)
     )
     return partial(
-        native.functions("adam").halfstep_adam,
+        native.function("adam", "adam"),
         *table.places,
         table.tensors,
         table.chunks,

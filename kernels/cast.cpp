@@ -118,10 +118,14 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
         alignas(64) uint32_t words[BLOCK];
         for (int64_t done = 0; done < size; done += BLOCK) {
             const int64_t n = size - done < BLOCK ? size - done : BLOCK;
-            load(from + done * SIZE[source], block, n);
+            const float* values = block;
+            if (source == F32) values = (const float*)from + done;  // where they are
+            else load(from + done * SIZE[source], block, n);
             if (rounding == STOCHASTIC)
                 random_words<BLOCK>(seed, 0, uint32_t(row(STREAM)), row(OFFSET) + start + done, n, words);
-            store(block, words, to + done * SIZE[target], n);
+            store(values, words, to + done * SIZE[target], n);
         }
     }
 }
+
+HALFSTEP_PACKED(halfstep_cast)

@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from halfstep.kernels import native
 from halfstep.kernels.streams import capturing, current_stream, upload
 
 # The codes of the dtypes in C++ (native.h).
@@ -268,6 +269,43 @@ class TableCache(threading.local):
         while len(self._tables) > self._capacity:
             self._tables.popitem(last=False)
         return found
+
+
+class Packed(NamedTuple):
+    """A table of CPU tensors for one call of C++, built by compiled code.
+
+    Attributes:
+        memory: the objects that hold the table.
+        places: as those of `TensorTable`.
+        tensors, chunks: as those of `TensorTable`.
+        codes: for each list the code of its dtype in C++ (those of `cast.CODES`).
+    """
+
+    memory: object
+    places: tuple[int, int]
+    tensors: int
+    chunks: int
+    codes: tuple[int, ...]
+
+
+def packed(chunk: int, *operands: object) -> Packed | None:
+    """The table of lists of tensors, one operand each, for the usual case; it also validates them.
+
+    Returns:
+        None unless all are lists of the same length, not empty, of plain, contiguous tensors with memory on the CPU, of
+        the same shapes, each list having one dtype. None too if a mode of torch may have to see the tensors, and if
+        `native.calls` is not available.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return None
+    module = native.calls()
+    if module is None or torch._C._are_functorch_transforms_active():
+        return None
+    found = module.table(chunk, *operands)
+    if found is None:
+        return None
+    memory, rows, chunk_tensor, chunks, *codes = found
+    return Packed(memory, (rows, chunk_tensor), len(operands[0]), chunks, tuple(codes))  # type: ignore[arg-type]
 
 
 def is_flat(tensor: torch.Tensor) -> bool:

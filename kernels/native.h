@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -220,6 +222,29 @@ template <> inline void store<f16>(const float* from, f16* to, int64_t n) {
     for (; i < n; ++i) to[i] = narrow<f16>(from[i]);
 }
 #endif
+
+// HALFSTEP_PACKED(f) defines f_packed, which calls f with arguments of 64 bits each: an address, an integer, or the bits of
+// a double. calls.cpp calls functions in this form.
+template <typename T> inline T unpacked(int64_t bits) {
+    if constexpr (std::is_pointer_v<T>) {
+        return T(uintptr_t(bits));
+    } else if constexpr (std::is_floating_point_v<T>) {
+        double number;
+        std::memcpy(&number, &bits, sizeof number);
+        return T(number);
+    } else {
+        return T(bits);
+    }
+}
+template <typename... Args, size_t... I>
+inline void call_packed(void (*f)(Args...), const int64_t* packed, std::index_sequence<I...>) {
+    f(unpacked<Args>(packed[I])...);
+}
+template <typename... Args> inline void call_packed(void (*f)(Args...), const int64_t* packed) {
+    call_packed(f, packed, std::index_sequence_for<Args...>{});
+}
+#define HALFSTEP_PACKED(f) \
+    extern "C" void f##_packed(const int64_t* packed) { halfstep::call_packed(f, packed); }
 
 // Call f with a null pointer of the C++ type that a dtype code stands for.
 template <typename F> inline void with_dtype(int32_t dtype, F&& f) {

@@ -28,15 +28,20 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 _EXACT = ["-std=c++17", "-O3", "-fno-fast-math", "-fPIC", "-shared", "-ffp-contract=off"]
 _EXACT += ["-fno-math-errno", "-fno-trapping-math"]
+CALLS = "calls"  # the family that is a module of Python
 _logger = logging.getLogger("halfstep")
 
 
@@ -161,6 +166,11 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         yield
 
 
+def _includes(family: str) -> list[str]:
+    """The flags that find the interpreter's headers, for the family that uses them."""
+    return [f"-I{sysconfig.get_path('include')}"] if family == CALLS else []
+
+
 def _build(source: Path, target: Path, command: list[str]) -> str:
     """Compile `source` and move the result to `target` at once. Returns "", or the last error of the compiler."""
     complaint = ""
@@ -169,7 +179,10 @@ def _build(source: Path, target: Path, command: list[str]) -> str:
         os.close(handle)
         try:
             done = subprocess.run(
-                [*command, *_EXACT, *flags, str(source), "-o", name], capture_output=True, text=True, timeout=300
+                [*command, *_EXACT, *flags, *_includes(source.stem), str(source), "-o", name],
+                capture_output=True,
+                text=True,
+                timeout=300,
             )
             if done.returncode == 0:
                 os.chmod(name, 0o755)
@@ -221,7 +234,9 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     if command is None:
         return f"no C++ compiler found (CXX is {os.environ.get('CXX')!r}; looked for g++, clang++, c++)"
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-    made_by = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
+    made_by: tuple[object, ...] = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
+    if family == CALLS:
+        made_by = (*made_by, _includes(family), sys.version, sysconfig.get_config_var("EXT_SUFFIX"))
     headers = [header.read_bytes() for header in sorted(_HERE.glob("*.h"))]  # the source includes some of them
     parts = [source.read_bytes(), *headers, repr(made_by).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
@@ -323,6 +338,45 @@ def functions(family: str) -> ctypes.CDLL:
     found = library(family)
     assert found is not None
     return found
+
+
+@functools.cache
+def calls() -> Any:
+    """The module of calls.cpp; None, without a warning, if it cannot be used here: the rest works without it."""
+    import torch
+
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None or sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    source = _HERE / f"{CALLS}.cpp"
+    try:
+        found = _compiled(CALLS, source)
+        if isinstance(found, str):
+            raise OSError(found)
+        loader = ExtensionFileLoader(f"halfstep_{CALLS}", found._name)
+        module: Any = module_from_spec(ModuleSpec(loader.name, loader, origin=found._name))
+        module.use(exchange, torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg)
+    except (OSError, ImportError, RuntimeError, subprocess.SubprocessError) as error:
+        _logger.info("C++ is called through ctypes: %s", error)
+        return None
+    return module
+
+
+_KINDS: dict[Any, str] = {ctypes.c_void_p: "p", ctypes.c_float: "f", ctypes.c_double: "f"}
+
+
+@functools.cache
+def function(family: str, name: str) -> Callable[..., None]:
+    """The function ``halfstep_name`` of a family for which `backend.resolve` has chosen "native".
+
+    Arguments are as `declare` says. It is called through `calls` if that is available, and otherwise by ctypes.
+    """
+    found = getattr(functions(family), f"halfstep_{name}")
+    module = calls()
+    if module is None:
+        return found
+    packed = ctypes.cast(getattr(functions(family), f"halfstep_{name}_packed"), ctypes.c_void_p).value
+    return functools.partial(module.invoke, packed, "".join(_KINDS.get(kind, "i") for kind in found.argtypes).encode())
 
 
 @functools.cache

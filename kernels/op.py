@@ -40,11 +40,9 @@ def _in_transform() -> bool:
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether a compiler, a tracer or a dispatch mode must see the operator."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0:
-        return True
-    return torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0 or torch._C._is_tracing()
 
 
 class Op:
@@ -114,7 +112,7 @@ class Op:
         if _in_transform():
             result: torch.Tensor = self._in_transforms.apply(*args)
             return result
-        if _is_watched():
+        if is_watched():
             result = self._operator(*args)
             return result
         differentiated = False

@@ -1,6 +1,7 @@
 // Unscale, non-finite check and sum of squares over a list of tensors: the CPU twin of kernels/unscale.py, same bits.
 #include "lanes.h"
 #include <type_traits>
+#include <vector>
 
 using namespace halfstep;
 
@@ -143,7 +144,8 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
     });
 }
 
-// Add the chunks and gather the flags, which are zero afterwards; note the bad tensors in `tally` unless it is null.
+// Add the chunks and gather the flags, which are zero afterwards; note the bad tensors in `tally`. Outputs
+// other than `found_inf` may be null.
 extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_t* flags, int64_t tensors,
                                       float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
                                       int32_t* tally, const int64_t* step) {
@@ -154,13 +156,14 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
         const int64_t n = chunks - start < LANES ? chunks - start : LANES;
         for (int64_t i = 0; i < n; ++i) lanes[i] += sums[start + i];
     }
-    *sum_of_squares = tree_sum<LANES>(lanes, used);
-    *norm = float(std::sqrt(*sum_of_squares));
+    const double total = tree_sum<LANES>(lanes, used);
+    if (sum_of_squares) *sum_of_squares = total;
+    if (norm) *norm = float(std::sqrt(total));
     int32_t any = 0;
     for (int64_t i = 0; i < tensors; ++i) {
         const int32_t flag = flags[i];
         any |= flag;
-        flags_out[i] = flag;
+        if (flags_out) flags_out[i] = flag;
         if (tally && flag) {
             int32_t* row = tally + 4 * i;
             row[0] += flag & 1;
@@ -172,3 +175,23 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
     }
     *found_inf = any ? 1.0f : 0.0f;
 }
+
+// Both at once for tensors of one dtype, `rows` having one operand: buffers of the thread, and flags in order.
+extern "C" void halfstep_check_list(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
+                                    const float* inv_scale, int32_t inverted, int32_t write, int32_t dtype,
+                                    float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
+                                    int32_t* tally, const int64_t* step, int32_t threads) {
+    thread_local std::vector<int64_t> table;
+    thread_local std::vector<int32_t> flags;
+    thread_local std::vector<double> sums;
+    table.assign(rows, rows + 3 * tensors);
+    for (int64_t i = 0; i < tensors; ++i) table.push_back(i);
+    flags.assign(size_t(tensors), 0);
+    sums.resize(size_t(chunks));
+    halfstep_check(table.data(), chunk_tensor, tensors, chunks, inv_scale, inverted, write, dtype, flags.data(), sums.data(),
+                   threads);
+    halfstep_check_finish(sums.data(), chunks, flags.data(), tensors, found_inf, sum_of_squares, norm, flags_out, tally,
+                          step);
+}
+
+HALFSTEP_PACKED(halfstep_check_list)

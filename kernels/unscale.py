@@ -43,6 +43,7 @@ from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
+    Packed,
     TableCache,
     TensorTable,
     address,
@@ -53,6 +54,7 @@ from halfstep.kernels.multi_tensor import (
     check_tensor_list,
     checked_addresses,
     own_operations,
+    packed,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import capturing, current_stream
@@ -62,6 +64,8 @@ LANES = 1024
 UNROLLED = 8  # loads per lane that the last launch issues before it adds any
 CHECK_WARPS = 4  # 8 warps take 18.9 instead of 10.8 instructions per bf16 element
 FINISH_WARPS = 8
+
+_CPU = torch.device("cpu")
 
 HAS_INF, HAS_NAN = 1, 2  # bits of a tensor's flag
 
@@ -485,6 +489,56 @@ def _by_operations(
     total.add_(y.abs().double().square().sum())
 
 
+@functools.cache
+def _models() -> Verdict:
+    """Tensors like the results of a check on the CPU: from a model, torch makes a new one in half of the time."""
+    return Verdict.empty(0, _CPU)
+
+
+def _packed(tensors: object) -> Packed | None:
+    """The table of a list that `_check_packed` can check; None if there is none."""
+    if resolve(_CPU, "unscale") != "native":
+        return None
+    found = packed(CHUNK, tensors)
+    return found if found is not None and found.codes[0] < len(DTYPE_CODES) else None
+
+
+def _check_packed(
+    table: Packed,
+    factor: Factor | None,
+    write: bool,
+    found_inf: torch.Tensor,
+    sum_of_squares: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    flags: torch.Tensor | None,
+    tally: Tally | None = None,
+) -> None:
+    """Check tensors of one dtype on the CPU by one call. Flags have the order of the tensors."""
+    by, inverted = None, False
+    if factor is not None:
+        inverted = factor.inverted
+        if isinstance(factor.value, float):
+            number = ctypes.c_float(factor.value)
+            by = ctypes.addressof(number)
+        else:
+            by = address(factor.value)
+    native.function("unscale", "check_list")(
+        *table.places,
+        table.tensors,
+        table.chunks,
+        by,
+        inverted,
+        write,
+        table.codes[0],
+        found_inf,
+        sum_of_squares,
+        norm,
+        flags,
+        *(tally or (None, None)),
+        native.threads(),
+    )
+
+
 def check(
     tensors: list[torch.Tensor],
     factor: Factor | None = None,
@@ -510,6 +564,13 @@ def check(
         in_memory: whether kernels may read the tensors at their addresses; None to find out. Otherwise operations of
             torch are used, which support other dtypes too.
     """
+    table = _packed(tensors) if in_memory is not False and (places is None or type(places) is range) else None
+    if table is not None and (out is None or out.flags.numel() == table.tensors):
+        out = Verdict.empty(table.tensors, _CPU) if out is None else out
+        _check_packed(table, factor, write, out.found_inf, out.sum_of_squares, norm, out.flags, tally)
+        if write:
+            torch.autograd.graph.increment_version(tensors)
+        return out
     if in_memory is None:
         in_memory = all_have_memory(tensors)
     device = tensors[0].device
@@ -609,6 +670,8 @@ def _checked_factor(value: torch.Tensor | float | None, device: torch.device) ->
         return None
     if not isinstance(value, torch.Tensor):
         return Factor(ctypes.c_float(float(value)).value)
+    if type(value) is torch.Tensor and value.dtype == torch.float32 and value.ndim == 0 and value.device == device:
+        return Factor(value.resolve_neg())
     if value.numel() != 1:
         raise ValueError(
             f"Expected inv_scale to be one number, a float or a one-element tensor, but got shape {tuple(value.shape)}"
@@ -642,6 +705,12 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
         >>> halfstep.foreach_check([torch.ones(2), torch.tensor([float("inf")])]).flags
         tensor([0, 1], dtype=torch.int32)
     """
+    table = _packed(grads)
+    if table is not None:
+        found_inf, sum_of_squares, flags = _models()
+        found = Verdict(torch.empty_like(found_inf), torch.empty_like(sum_of_squares), flags.new_empty(table.tensors))
+        _check_packed(table, _checked_factor(inv_scale, _CPU), False, found[0], found[1], None, found[2])
+        return found
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
@@ -671,6 +740,12 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         >>> gradients, norm
         ([tensor([3., 4.])], tensor(5.))
     """
+    table = _packed(grads)
+    if table is not None:
+        found_inf, norm = torch.empty_like(_models()[0]), torch.empty_like(_models()[0])
+        _check_packed(table, _checked_factor(inv_scale, _CPU), True, found_inf, None, norm, None)
+        torch.autograd.graph.increment_version(grads)
+        return Unscaled(found_inf, norm)
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))

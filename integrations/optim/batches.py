@@ -131,8 +131,8 @@ class LaunchGroup:
         held = [local(parameter) for parameter in self.parameters] if self.sharded else self.parameters
         if list(map(_address, held)) != self.addresses:
             return False
-        for operand in self.keys:
-            now = self._state(operand)
+        for operand, key in self.keys.items():
+            now = self._state(operand) if self.sharded else list(map(itemgetter(key), self.states))
             # Plain tensors must be the same objects. `local` makes new objects of shards, so only addresses are
             # compared.
             if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):

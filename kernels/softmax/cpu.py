@@ -24,7 +24,7 @@ def forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) 
     kind = _NO_MASK if mask is None else _BOOLEAN if mask.dtype == torch.bool else DTYPE_CODES[mask.dtype]
     dtypes = DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype], kind
     mask_address = None if mask is None else address(mask)
-    native.functions("softmax").halfstep_softmax(
+    native.function("softmax", "softmax")(
         address(x), mask_address, address(y), ctypes.addressof(geometry), scale, log, *dtypes, native.threads()
     )
 
@@ -33,7 +33,7 @@ def plain_forward(x: torch.Tensor, y: torch.Tensor, scale: float, queries: int, 
     """Compute contiguous rows without a mask. For small tensors this call saves half of the host time."""
     columns = x.shape[-1]
     rows, dtypes = x.numel() // columns, (DTYPE_CODES[x.dtype], DTYPE_CODES[y.dtype])
-    native.functions("softmax").halfstep_softmax_rows(
+    native.function("softmax", "softmax_rows")(
         address(x), address(y), rows, columns, queries, scale, log, *dtypes, native.threads()
     )
 
@@ -42,7 +42,7 @@ def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float
     """Compute the gradient `dx` of contiguous rows from the result `y` and its gradient."""
     columns = y.shape[-1]
     rows, dtypes = y.numel() // columns, (DTYPE_CODES[y.dtype], DTYPE_CODES[dx.dtype])
-    native.functions("softmax").halfstep_softmax_backward(
+    native.function("softmax", "softmax_backward")(
         address(grad), address(y), address(dx), rows, columns, queries, scale, log, *dtypes, native.threads()
     )
 
@@ -50,7 +50,7 @@ def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float
 def strided_forward(x: torch.Tensor, y: torch.Tensor, sizes: tuple[int, int, int], scale: float, log: bool) -> None:
     """Compute over the middle dimension of contiguous tensors of one dtype and of `sizes` (outer, columns, inner)."""
     dtype, threads = DTYPE_CODES[y.dtype], native.threads()
-    native.functions("softmax").halfstep_softmax_strided(address(x), address(y), *sizes, scale, log, dtype, threads)
+    native.function("softmax", "softmax_strided")(address(x), address(y), *sizes, scale, log, dtype, threads)
 
 
 def strided_backward(
@@ -58,6 +58,6 @@ def strided_backward(
 ) -> None:
     """Compute the gradient over the middle dimension, for tensors like those of `strided_forward`."""
     dtype, threads = DTYPE_CODES[dx.dtype], native.threads()
-    native.functions("softmax").halfstep_softmax_strided_backward(
+    native.function("softmax", "softmax_strided_backward")(
         address(grad), address(y), address(dx), *sizes, scale, log, dtype, threads
     )

@@ -596,3 +596,9 @@ void halfstep_softmax_strided_backward(const void* dy, const void* y, void* dx, 
 }
 
 }  // extern "C"
+
+HALFSTEP_PACKED(halfstep_softmax)
+HALFSTEP_PACKED(halfstep_softmax_rows)
+HALFSTEP_PACKED(halfstep_softmax_backward)
+HALFSTEP_PACKED(halfstep_softmax_strided)
+HALFSTEP_PACKED(halfstep_softmax_strided_backward)

@@ -378,7 +378,12 @@ def test_every_family_compiles_without_openmp_and_without_native_tuning(tmp_path
     """The last resort of `_flag_sets`, for compilers that know neither."""
     for source in sorted(Path(native.__file__).parent.rglob("*.cpp")):
         done = subprocess.run(
-            [*(native.compiler() or []), *native._EXACT, "-O0", str(source), "-o", str(tmp_path / "out.so")],
+            [
+                *(native.compiler() or []),
+                *native._EXACT,
+                *native._includes(source.stem),
+                *("-O0", str(source), "-o", str(tmp_path / "out.so")),
+            ],
             capture_output=True,
             text=True,
         )
