@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import TRITON_NAMES, chosen, jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import TRITON_NAMES, chosen, jit, native_on_cpu, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -58,8 +58,6 @@ from halfstep.kernels.rounding import (
 
 CHUNK = 4096
 SLOW_BLOCK = 512  # elements per block if the alignment is unknown: few registers, scalar accesses
-
-_CPU = torch.device("cpu")
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}  # those of cast.cpp
@@ -618,7 +616,7 @@ def _quick(x: Any, dtype: torch.dtype) -> torch.Tensor | None:
         return convert(x)
     if code < 0 or dtype not in CODES or torch.autograd.forward_ad._current_level >= 0:
         return None
-    if resolve(_CPU, "cast") != "native" or (x.requires_grad and torch.is_grad_enabled()):
+    if not native_on_cpu("cast") or (x.requires_grad and torch.is_grad_enabled()):
         return None
     result = torch.empty_like(x, dtype=dtype)
     found = packed(CHUNK, [x], [result])
@@ -756,9 +754,9 @@ def foreach_cast(
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
     _check_options(dtype, rounding, seed)
-    if out is not None and rounding == "nearest" and not offsets and len(tensors) > 1:
+    if out is not None and rounding == "nearest" and offsets is None:
         # What follows takes longer than the kernel for thousands of tensors.
-        quick = packed(CHUNK, tensors, out) if resolve(_CPU, "cast") == "native" else None
+        quick = packed(CHUNK, tensors, out) if native_on_cpu("cast") else None
         if quick is not None and quick.codes[1] == CODES[dtype]:
             source = DTYPES[quick.codes[0]]
             _native(*quick.places, quick.tensors, quick.chunks, source, dtype, NEAREST, saturate, 0)

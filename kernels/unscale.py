@@ -39,7 +39,7 @@ from typing import NamedTuple
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import jit, native_on_cpu, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
@@ -497,7 +497,7 @@ def _models() -> Verdict:
 
 def _packed(tensors: object) -> Packed | None:
     """The table of a list that `_check_packed` can check; None if there is none."""
-    if resolve(_CPU, "unscale") != "native":
+    if not native_on_cpu("unscale"):
         return None
     found = packed(CHUNK, tensors)
     return found if found is not None and found.codes[0] < len(DTYPE_CODES) else None

@@ -201,3 +201,10 @@ def test_it_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert native.calls() is not None
     assert multi_tensor.packed(64, [torch.zeros(1)]) is not None and unscale._packed([torch.zeros(1)]) is not None
+
+
+def test_a_lazy_copy_is_copied_before_it_is_written() -> None:
+    x = torch.ones(5)
+    lazy = torch._lazy_clone(x)
+    halfstep.foreach_unscale_([lazy], 0.5)
+    assert x.tolist() == [1.0] * 5 and lazy.tolist() == [0.5] * 5
