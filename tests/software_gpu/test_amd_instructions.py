@@ -44,6 +44,7 @@ NOT_ASKED = {
     "v_rsq_f64": "an approximation",
     "v_rcp_f64": "an approximation",
     "s_and_saveexec_b64": "EXEC",
+    "s_or_saveexec_b64": "EXEC",
     "s_barrier": "control",
 }
 
@@ -186,10 +187,11 @@ def differs(machine: SoftwareGPU, name: str, operands: int, table: dict[str, str
     for at in range(LANES):
         lane = at % 64
         held = (lane >> 3 & 1) << lane
+        # The document also reads scalar results of 32 bits as D0.u64, which has no other half.
+        before = 0 if masks else int(inputs[at, 3]) & (2**32 - 1 if name.startswith("s_") and kind[1:] == "32" else -1)
         expected, vcc, scc = evaluate(
-            table, name, [int(bits) for bits in inputs[at, :count]], 0 if masks else int(inputs[at, 3]), lane, held,
-            int(inputs[at, 2]) & 1,
-        )  # fmt: skip
+            table, name, [int(bits) for bits in inputs[at, :count]], before, lane, held, int(inputs[at, 2]) & 1
+        )
         shown = f"{name}, lane {at}, of {[hex(bits) for bits in inputs[at, :count]]}"
         if masks:
             if (int(got[at, 1]) >> lane ^ expected >> lane) & 1:

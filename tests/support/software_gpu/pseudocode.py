@@ -310,7 +310,7 @@ def evaluate(
     names = dict(_FUNCTIONS, laneId=Value(lane, "U", 32), D0=Register(before), VCC=Register(vcc))
     names["SCC"] = Value(scc, "U", 1)
     names |= {f"S{at}": Register(bits) for at, bits in enumerate(sources)}
-    for other in ("v_max_f32", "v_min_f32", "v_max_i32", "v_max_u32"):
+    for other in ("v_max_f32", "v_min_f32", "v_max_i32", "v_min_i32", "v_max_u32", "v_min_u32"):
         names[other] = functools.partial(_call, table, other)
     names["v_max3_i32"] = functools.partial(_call, table, "v_max3_i32")
     exec(translated(table[name]), names)
