@@ -3,7 +3,6 @@
 torchrun --nproc-per-node 2 examples/ddp.py
 """
 
-import gc
 import os
 import sys
 
@@ -56,10 +55,11 @@ def main() -> int:
     if rank == 0:
         print(f"ddp: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
     dist.barrier()  # if a rank left early, its closed connections would be errors on the others
-    gc.collect()  # objects that refer to the group must be freed first
     dist.destroy_process_group()
     return 0 if losses[-1] < losses[0] / 2 else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # Gloo's threads, which torch may keep, could abort a Python that shuts down

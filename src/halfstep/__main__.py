@@ -147,5 +147,21 @@ def _run(arguments: list[str]) -> int:
     return 2
 
 
+def program() -> int:
+    """The program ``halfstep``: `main`, which ends the process where torchrun started it.
+
+    Gloo's threads live on where torch keeps the process group after `destroy_process_group`: default arguments of
+    torch.distributed.nn and the caches of DTensor refer to it. A thread that still frees the tensors of the last
+    message while Python shuts down aborts the process ("terminate called without an active exception"), and torchrun
+    reports a failed run.
+    """
+    status = main()
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())
