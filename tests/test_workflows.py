@@ -43,11 +43,11 @@ def test_every_python_that_is_named_is_tested() -> None:
 
 def test_workflows_run_what_is_there() -> None:
     commands = steps("run")
-    for target in re.findall(r"\bmake ([a-z]+)", "\n".join(commands)):
+    for target in re.findall(r"\bmake ([a-z-]+)", "\n".join(commands)):
         assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE), target
     tests = re.findall(r"tests/[\w/]+\.py", "\n".join(commands))
     assert tests and all((ROOT / test).exists() for test in tests), tests
-    assert {"make lint", "make test", "make audit"} <= set(commands)
+    assert {"make lint", "make test", "make software-gpu", "make audit"} <= set(commands)
 
 
 def test_actions_are_pinned_by_major_version() -> None:
