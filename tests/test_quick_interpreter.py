@@ -66,3 +66,20 @@ def test_every_type_has_the_numpy_type_that_triton_gives_it() -> None:
         kinds = [scalar, tl.pointer_type(scalar), tl.pointer_type(tl.pointer_type(scalar))]
         for kind in [*kinds, *(tl.block_type(kind, [4, 2]) for kind in kinds)] * 2:
             assert remembered(kind) == look_up(kind), kind
+
+
+def test_remembered_types_and_shapes_are_those_that_triton_makes() -> None:
+    """Elements of one width, pointers and numbers, in one shape and another, are told apart."""
+    for shape in ([8], [2, 4], [8]):
+        given = tl.block_type(tl.float32, shape)
+        for element in (tl.int32, tl.float32, tl.pointer_type(tl.int32), tl.pointer_type(tl.float32), tl.int32):
+            derived = given.with_element_ty(element)
+            assert derived == tl.block_type(element, shape) and derived.element_ty == element
+            assert derived.shape == given.shape
+            assert interpreter.interpreter_builder.get_block_ty(element, given.shape) == derived
+            for handle in ("first", "second"):
+                made = tl.tensor(handle, derived)
+                assert (made.handle, made.type, made.dtype) == (handle, derived, element)
+                assert ([size.value for size in made.shape], made.numel.value) == (shape, 8)
+    scalar = tl.tensor("scalar", tl.int32)
+    assert (scalar.handle, scalar.dtype, len(scalar.shape), scalar.numel.value) == ("scalar", tl.int32, 0, 1)
