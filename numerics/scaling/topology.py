@@ -125,7 +125,12 @@ def _of_flat(state: Any, handle: Any) -> Placement | None:
 def _instances(module: str, name: str) -> list[Any]:
     """All existing objects of a class, if its module was imported."""
     cls = getattr(sys.modules.get(module), name, None)
-    return [] if cls is None else [one for one in gc.get_objects() if issubclass(type(one), cls)]
+    if cls is None:
+        return []
+    objects = gc.get_objects()
+    # There are far fewer types than objects. By their ids, since a type need not be hashable.
+    kinds = {id(kind) for kind in {id(kind): kind for kind in map(type, objects)}.values() if issubclass(kind, cls)}
+    return [one for one in objects if id(type(one)) in kinds] if kinds else []
 
 
 def _flat_parts() -> dict[int, tuple[Placement | None, bool]]:
