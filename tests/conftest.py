@@ -3,6 +3,7 @@ the software GPU (``pytest --software-gpu sm_90``)."""
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import signal
@@ -99,6 +100,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Hide the modules and tests from the garbage collector: they stay, and each collection would walk all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
