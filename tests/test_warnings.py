@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def test_a_warning_fails_a_test_where_it_is_ours(tmp_path: Path, module: str, ca
     )
     options = ("-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "--noconftest", "-p", "no:cacheprovider", "-q")
     command = [sys.executable, "-c", "import pytest; raise SystemExit(pytest.console_main())", *options, test]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=tmp_path)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # whose imports take most of the time
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == int(fails), done.stdout + done.stderr
     assert ("this is old" in done.stdout) is (fails or module.startswith("torch"))

@@ -5,9 +5,9 @@ NaN in what is dropped proves that it does not count (test_softmax.py); only thi
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+import forks
 import numpy as np
 import pytest
 import torch
@@ -194,8 +194,7 @@ def test_a_mask_may_step_further_than_32_bits_count(name: str, paths: list[str])
     with using(name, "softmax") as device:
         if device.type != "cpu":
             pytest.skip("made for CPU tensors")
-    command = [sys.executable, "-c", FAR_MASK, "auto" if name == "native" else name, *paths]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forks.run(["-c", FAR_MASK, "auto" if name == "native" else name, *paths])
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -243,7 +242,6 @@ for dtype, log in itertools.product((torch.float32, torch.bfloat16, torch.float1
 def test_compiled_kernels_do_not_touch_pages_of_dropped_columns() -> None:
     with using("native", "softmax"):
         pass
-    command = [sys.executable, "-c", GUARDED]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forks.run(["-c", GUARDED])
     assert done.returncode == 0, done.stderr
-    assert subprocess.run([*command, "touch"], capture_output=True).returncode < 0, "the guard does not guard"
+    assert forks.run(["-c", GUARDED, "touch"]).returncode < 0, "the guard does not guard"

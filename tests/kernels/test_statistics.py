@@ -122,11 +122,15 @@ def test_every_code(name: str, dtype: torch.dtype) -> None:
     examine([codes], name, 2.0**-3)
 
 
+SCALES = (2.0**-40, 2.0**-1, 2.0**16, 2.0**40, 2.0**126, 2.0**-126, 1000.0, 3e38, 1.1e-38)
+
+
 @pytest.mark.parametrize("inverted", [False, True])
-@pytest.mark.parametrize("scale", [2.0**-40, 2.0**-1, 2.0**16, 2.0**40, 2.0**126, 2.0**-126, 1000.0, 3e38, 1.1e-38])
+@pytest.mark.parametrize("scale", SCALES)
 def test_scales(scale: float, inverted: bool, thresholds: torch.Tensor) -> None:
+    """Each scale with every ninth threshold, so that every threshold is multiplied by some scale."""
     for name in ("fp16", "fp32"):
-        examine([thresholds[::3].contiguous()], name, scale, inverted)
+        examine([thresholds[SCALES.index(scale) :: len(SCALES)].contiguous()], name, scale, inverted)
 
 
 def test_the_rounding_of_the_oracle_is_that_of_numpy_and_ml_dtypes() -> None:

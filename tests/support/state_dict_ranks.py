@@ -252,11 +252,13 @@ def without_a_group(cls: Any, layout: str) -> None:
         set_optimizer_state_dict(model, optimizer, optimizer.state_dict())
 
 
-def cases() -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+def cases(every: bool) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+    """Round trips of every wrapping, layout and kind of state dict; unless `every`, of every two of these."""
     found: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-    for wrapping in WRAPPINGS:
-        for layout in LAYOUTS:
-            found += [(round_trip, (wrapping, halfstep.AdamW, layout, flat)) for flat in (False, True)]
+    for number, wrapping in enumerate(WRAPPINGS):
+        for index, layout in enumerate(LAYOUTS):
+            kinds = (False, True) if every else ((number + index) % 2 == 0,)
+            found += [(round_trip, (wrapping, halfstep.AdamW, layout, flat)) for flat in kinds]
     for layout in LAYOUTS:
         for wrapping in ("fsdp1", "fsdp2"):
             found += [(round_trip, (wrapping, halfstep.Adam, layout, False))]
@@ -272,12 +274,12 @@ def cases() -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
     return found
 
 
-def run(rank: int) -> dict[str, Any]:
+def run(rank: int, every: bool) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     wrong = []
-    for case, arguments in cases():
+    for case, arguments in cases(every):
         try:
             case(*arguments)
         except Exception:  # reported by the test, with the others
             wrong.append(f"{case.__name__}{arguments}: {traceback.format_exc()[-1500:]}")
-    return {"wrong": wrong, "ran": len(cases())}
+    return {"wrong": wrong, "ran": len(cases(every))}

@@ -11,9 +11,10 @@ pytest.importorskip("torch.testing._internal.distributed.common_state_dict", exc
 import state_dict_ranks
 
 
-def test_two_ranks_agree_with_one_process_in_every_case() -> None:
-    for found in rank_processes.run(state_dict_ranks.run, state_dict_ranks.WORLD):
-        assert found["wrong"] == [] and found["ran"] == len(state_dict_ranks.cases())
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_two_ranks_agree_with_one_process_in_every_case(every: bool) -> None:
+    for found in rank_processes.run(state_dict_ranks.run, state_dict_ranks.WORLD, every):
+        assert found["wrong"] == [] and found["ran"] == len(state_dict_ranks.cases(every))
 
 
 @pytest.mark.parametrize("layout", state_dict_ranks.LAYOUTS)

@@ -169,9 +169,9 @@ def test_a_step_costs_one_reduction_of_two_numbers_and_no_memory(ranks: Ranks, n
 # --------------------------------------------------------------------------------------------------------- the campaign
 
 
-def test_a_hundred_random_faults_and_no_disagreement(ranks: Ranks) -> None:
+def test_random_faults_and_no_disagreement(ranks: Ranks) -> None:
     rows = soak.merged([rank["campaign"] for rank in ranks])
-    assert sum(row["faults"] for row in rows.values()) == 100
+    assert sum(row["faults"] for row in rows.values()) == topology_ranks.RANDOM
     assert [complaint for row in rows.values() for complaint in row["complaints"]] == []
 
 
@@ -188,7 +188,7 @@ def test_the_command_writes_what_was_found_and_exits_by_it(
 
     found = [rank["campaign" if scaler == "halfstep" else "campaign of torch"] for rank in ranks]
     monkeypatch.setattr(rank_processes, "run", lambda *arguments, **options: found)
-    status = soak.main(["--faults", "100", "--scaler", scaler, "--out", str(tmp_path)])
+    status = soak.main(["--faults", str(topology_ranks.RANDOM), "--scaler", scaler, "--out", str(tmp_path)])
     result = json.loads((tmp_path / "soak.json").read_text())
     assert status == (1 if result["disagreements"] else 0) == (0 if scaler == "halfstep" else 1)
     assert f"{result['faults']} faults in" in capsys.readouterr().out
