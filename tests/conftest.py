@@ -10,11 +10,13 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
 import quick_interpreter
 import torch
+import torch.distributed as dist
 
 pytest_plugins = ["durations"]  # tests/support/durations.py
 
@@ -47,6 +49,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
         refuse_unlike_versions()
         quick_interpreter.install()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def groups_are_not_freed() -> Iterator[None]:
+    """Keep process groups that a test destroys, as cli/train/world.py does, since freeing one can block."""
+    destroy, kept = dist.destroy_process_group, []
+
+    def keep_and_destroy(group: Any = None) -> None:
+        kept.extend(dist.distributed_c10d._world.pg_map)
+        destroy(group)
+
+    with mock.patch.object(dist, "destroy_process_group", keep_and_destroy):
+        yield
 
 
 # Launches on the software GPU by kernel, of this process and, in the main process, of its workers.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -205,6 +204,11 @@ def _join(backend: str, device: torch.device, rank: int, size: int) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
 
 
+# Process groups that were left. They are never freed: torch would join the threads of Gloo while it holds the GIL, for
+# which a thread that still frees the tensors of the last message waits. The process ends by `os._exit`.
+_left: list[Any] = []
+
+
 @contextmanager
 def world(strategy: str, device: str, layout: ExecutionOptions) -> Iterator[ThisRank]:
     """A context in which the processes are connected: with NCCL on GPUs, with Gloo on CPUs."""
@@ -224,5 +228,5 @@ def world(strategy: str, device: str, layout: ExecutionOptions) -> Iterator[This
         yield ThisRank(strategy, own, rank, size, layout)
         dist.barrier()  # if a rank left early, its closed connections would be errors on the others
     finally:
-        gc.collect()  # models refer to the group in reference cycles, and must be freed first
+        _left.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
