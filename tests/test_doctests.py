@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.integrations import checkpoint, ddp, fsdp, zero
+from halfstep.integrations import checkpoint, ddp, fsdp, release, zero
 from halfstep.numerics import planning
 from halfstep.numerics.formats import codec, exact
 
@@ -29,6 +29,7 @@ PUBLIC = {
             planning: ("Transformer", "card", "fit", "layout", "plan", "unit", "usable"),
             ddp: ("mean_in_bf16_hook", "mean_in_fp16_hook"),
             fsdp: ("keep_reduced_gradients",),
+            release: ("step_in_backward",),
             zero: ("load_state_dict", "state_dict"),
             checkpoint: ("checkpoints", "load", "load_model", "load_optimizer", "newest", "save", "with_masters"),
         }.items()

@@ -20,6 +20,7 @@ from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.batches import all_contiguous
 from halfstep.integrations.optim.checkpoints import CanonicalState
 from halfstep.integrations.optim.options import check_number, check_options, check_parameter, is_zero, plain_number
+from halfstep.integrations.optim.state import WHOLE
 from halfstep.integrations.optim.step_plan import StepPlan
 from halfstep.kernels import adam
 from halfstep.kernels.streams import capturing
@@ -73,6 +74,7 @@ class _AdamBase(CanonicalState):
 
     # False, so that torch's scalers unscale in place and decide whether to call step().
     _step_supports_amp_scaling = StepSupportsAmpScaling()
+    _stepping_in_backward: object | None = None  # integrations/release.py
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
         check_options(defaults)
@@ -87,7 +89,7 @@ class _AdamBase(CanonicalState):
 
     def _begin(self) -> None:
         """Initialize the attributes that pickles and copies of an optimizer do not contain."""
-        self._plan = None
+        self._plans = {}
         self._squares: torch.Tensor | None = None
         self._stepped_without_gradients = False
         self._recorded = {}
@@ -178,11 +180,8 @@ class _AdamBase(CanonicalState):
             self._update_parameters()
 
     def _update_parameters(self) -> None:
-        groups, plan, limit = self.param_groups, self._plan, self._limit()
-        changed = plan is None or plan.options_may_differ(groups, limit)
-        if changed:
-            for group in groups:
-                check_options(group)
+        groups, limit = self.param_groups, self._limit()
+        changed = self._check_changed_options(WHOLE, limit)
         # torch.distributed.checkpoint takes a step with lr 0 and zero gradients to create the state. Ranks without
         # gradients never have state, so they take part in the first such step only, as the other ranks do.
         first_at_rest = not self.state and not self._stepped_without_gradients
@@ -204,6 +203,50 @@ class _AdamBase(CanonicalState):
         if set(map(type, grads)) != {torch.Tensor}:
             settle_gradients(parameters)
             grads = list(map(_gradient, parameters))
+        self._advance(WHOLE, parameters, grads, limit, changed, first_at_rest)
+
+    def _check_changed_options(self, part: int, limit: float | None) -> bool:
+        """Whether an option of any group may have changed since the last step of a part; options are then checked."""
+        plan, groups = self._plans.get(part), self.param_groups
+        changed = plan is None or plan.options_may_differ(groups, limit)
+        if changed:
+            for group in groups:
+                check_options(group)
+        return changed
+
+    @torch.no_grad()
+    def _step_part(self, part: int, parameters: list[torch.Tensor]) -> None:
+        """Update a part of the parameters, which have gradients, without unscaling, clipping and skipping.
+
+        Args:
+            part: a number for the same parameters in each step, not that of another part and not `WHOLE`.
+            parameters: the parameters.
+        """
+        changed = self._check_changed_options(part, None)
+        if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
+            settle_gradients(parameters)
+        self._advance(part, parameters, list(map(_gradient, parameters)), None, changed)
+
+    def _advance(
+        self,
+        part: int,
+        parameters: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        limit: float | None,
+        changed: bool,
+        first_at_rest: bool = False,
+    ) -> None:
+        """Update parameters with their gradients.
+
+        Args:
+            part: whose plan is used; `WHOLE` takes the decision of a scaler, and clips.
+            parameters: at least one parameter.
+            grads: their gradients.
+            limit: the 2-norm to which the gradients are clipped.
+            changed: whether an option of any group may have changed since the last step of this part.
+            first_at_rest: whether to change nothing if all gradients are 0.
+        """
+        groups, plan = self.param_groups, self._plans.get(part)
         contiguous = all_contiguous(grads)
         recording = capturing(grads[0].device) or (
             plan is not None and len(plan.batches) > 1 and any(capturing(batch.device) for batch, _ in plan.batches)
@@ -215,9 +258,9 @@ class _AdamBase(CanonicalState):
             or (changed and not plan.has_layouts_of(groups))
             or not plan.describes(self, parameters, grads, contiguous)
         ):
-            self._forget()
-            plan = self._plan = StepPlan(self, parameters, grads)
-        control = self._control(limit)
+            self._forget(part)
+            plan = self._plans[part] = StepPlan(self, parameters, grads)
+        control = self._control(limit) if part == WHOLE else adam.Control()
         if first_at_rest:
             verdict = self._checker.verdict(keep=False)
             assert verdict is not None

@@ -20,6 +20,7 @@ from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
 if TYPE_CHECKING:
     from halfstep.integrations.optim.step_plan import StepPlan
 
+WHOLE = -1  # the part of a step that has all parameters
 CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 
@@ -152,19 +153,23 @@ class OptimizerState(StepsOnVerdict, Optimizer):
     """An optimizer's state by parameter, and its masters."""
 
     _agreed: dict[int, Agreed]  # by the parameter's id
-    _plan: StepPlan | None  # the plan of the last step
+    _plans: dict[int, StepPlan]  # of the last step (`WHOLE`), and of each part that is stepped on its own
 
     # ------------------------------------------------------------------------------------------------------- masters
 
-    def _forget(self) -> None:
-        """Discard the plan, which is derived from parameters and state."""
+    def _forget(self, part: int | None = None) -> None:
+        """Discard the plan of a part or, by default, all plans, which are derived from parameters and state."""
         self._note_agreed()
-        self._plan = None
+        if part is None:
+            self._plans = {}
+        else:
+            self._plans.pop(part, None)
 
     def _note_agreed(self) -> None:
-        """Copy from the plan when its parameters and their masters last held the same weights."""
-        for batch, _ in () if self._plan is None else self._plan.batches:
-            self._agreed.update(batch.agreed())
+        """Copy from the plans when their parameters and masters last held the same weights."""
+        for plan in self._plans.values():
+            for batch, _ in plan.batches:
+                self._agreed.update(batch.agreed())
 
     def _agree(self) -> None:
         """Store that all parameters and their full masters hold the same weights now."""

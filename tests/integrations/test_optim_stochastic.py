@@ -19,6 +19,7 @@ from sharded_noise import gradient
 
 import halfstep
 from halfstep.bench.audit.families import adam as audited_adam
+from halfstep.integrations.optim.state import WHOLE
 
 BF16 = torch.bfloat16
 LEAST = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic"}
@@ -130,7 +131,7 @@ def test_the_layouts_of_the_table_move_its_bytes() -> None:
         parameter = torch.nn.Parameter(torch.ones(8, dtype=dtype))
         optimizer = halfstep.AdamW([parameter], rounding=rounding, **dict(options))
         train(optimizer, [parameter], range(1))
-        ((batch, _),) = optimizer._plan.batches
+        ((batch, _),) = optimizer._plans[WHOLE].batches
         assert audited[audited_adam.name(batch.batch.layout)] == bytes_moved
 
 

@@ -14,6 +14,7 @@ from stream_model import Model
 from stream_training import BF16, FP16, FP32
 
 import halfstep
+from halfstep.integrations.release import step_in_backward
 
 KERNELS = ["native", "triton"]
 LR = 0.1
@@ -381,3 +382,28 @@ def test_the_campaign_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         patch.setattr(halfstep.AdamW, "_in_place", lambda *arguments: [])
         assert fails(), "a loaded state replaces what graphs write to"
+
+
+# --------------------------------------------------------------------------------------------- steps in the backward
+
+
+@pytest.mark.parametrize("first", ["step", "other stream"])
+def test_a_bucket_of_gradients_of_two_streams(first: str) -> None:
+    """The step waits for both gradients, and the memory of each is reused only after the step."""
+    with Model("late") as model:
+        parameters, optimizer = made(model.device, 0.0, 0.0)
+        handle = step_in_backward(torch.nn.ParameterList(parameters), optimizer, bucket_bytes=21)
+        side = torch.cuda.Stream()
+        for value, expected in ((1.0, -2.0), (-1.0, -1.0)):
+            with torch.cuda.stream(side):
+                parameters[0].grad = torch.full((5,), value, device=model.device)
+                handle._take(parameters[0])
+            parameters[1].grad = torch.full((5,), value, device=model.device)
+            handle._take(parameters[1])
+            assert [parameter.grad for parameter in parameters] == [None, None]
+            with torch.cuda.stream(side):
+                others = [torch.full((5,), 7.0, device=model.device) for _ in range(3)]
+                if first == "other stream":
+                    assert all(float(other[0]) == 7.0 for other in others)
+            assert moved(parameters) == [expected] * 2
+        assert handle.buckets == [40]

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 
-def skip_where_gradients_cannot_be_kept() -> None:
-    """Skip the test with versions of torch that `keep_reduced_gradients` does not support (docs/versions.md)."""
+def can_keep() -> bool:
+    """Whether this torch is one that `keep_reduced_gradients` supports (docs/versions.md)."""
     release = tuple(map(int, torch.__version__.split(".")[:2]))
-    if not hasattr(torch.Tensor, "grad_dtype") or release >= (2, 15):
+    return hasattr(torch.Tensor, "grad_dtype") and release < (2, 15)
+
+
+def skip_where_gradients_cannot_be_kept() -> None:
+    if not can_keep():
         pytest.skip(f"keep_reduced_gradients refuses torch {torch.__version__}")

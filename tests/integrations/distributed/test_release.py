@@ -1,0 +1,50 @@
+"""Steps inside the backward on two ranks: the bits of a step after it, and few gradients at any time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import rank_processes
+import release_ranks
+import torch
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return rank_processes.run(release_ranks.run, release_ranks.WORLD)
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys() and one
+    return all(value.dtype == other[name].dtype and value.equal(other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("name", [*release_ranks.MODELS, "accumulated"])
+def test_the_bits_are_those_of_steps_after_the_backward(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        expected, *found = rank[name].values()
+        assert found and all(_same(one["state"], expected["state"]) for one in found)
+        assert _same(expected["state"], ranks[0][name][None]["state"])
+
+
+@pytest.mark.parametrize("name", release_ranks.MODELS)
+def test_the_gradients_of_at_most_two_buckets_exist(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        after, *inside = rank[name].values()
+        for one in inside:
+            assert len(one["buckets"]) > 3
+            assert one["peak"] <= sum(sorted(one["buckets"])[-2:]) <= after["peak"] / 2
+            assert sum(one["buckets"]) == after["peak"]
+
+
+def test_ddp_is_refused_before_anything_changes(ranks: list[dict[str, Any]]) -> None:
+    advice = (
+        "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: use fully_shard "
+        "with a mesh of shape (ranks, 1), which replicates without keeping them"
+    )
+    for rank in ranks:
+        assert rank["refused"] == [
+            f"Expected model not to be wrapped, but module '' is a {advice}",
+            f"Expected the model not to be wrapped by {advice}",
+        ]

@@ -1,0 +1,119 @@
+"""A rank of two that steps inside the backward, for tests/integrations/distributed/test_release.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from keeping import can_keep
+from shard_ranks import IN_FP32, whole
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import Linear, Module, Sequential, Tanh
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep
+from halfstep.integrations.fsdp import keep_reduced_gradients
+from halfstep.integrations.release import step_in_backward
+from halfstep.numerics.scaling.topology import local
+
+WORLD = 2
+STEPS = 4
+
+
+def model_of(width: int = 7) -> Sequential:
+    torch.manual_seed(0)
+    # 7 rows over 2 ranks are uneven.
+    return Sequential(*[Sequential(Linear(6, width), Tanh(), Linear(width, 6)) for _ in range(8)]).bfloat16()
+
+
+def _loss(model: Module, step: int) -> torch.Tensor:
+    part = dist.get_rank() if isinstance(model, FSDPModule) else 0
+    inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + part))
+    return model(inputs.bfloat16()).float().square().mean()
+
+
+def _fsdp2(**options: Any) -> Sequential:
+    model = model_of()
+    for block in model:
+        fully_shard(block, mp_policy=IN_FP32, **options)
+    return fully_shard(model, mp_policy=IN_FP32, **options)
+
+
+def _kept() -> Sequential:
+    model = _fsdp2()
+    keep_reduced_gradients(model)
+    return model
+
+
+def _replicated() -> Sequential:
+    return _fsdp2(mesh=dist.init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def _tensor_parallel() -> Sequential:
+    model = model_of(width=8)
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    for block in model:
+        parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+MODELS: dict[str, Callable[[], Sequential]] = {
+    "FSDP2": _fsdp2,
+    "FSDP2, offloaded": lambda: _fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "HSDP that only replicates": _replicated,
+    "tensor parallelism": _tensor_parallel,
+}
+if can_keep():
+    MODELS["FSDP2 with fp32 gradients"] = _kept
+
+
+def _bytes(model: Module) -> int:
+    """Bytes of this rank's gradients."""
+    return sum(local(p.grad).numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
+
+
+def train(make: Callable[[], Sequential], bucket_bytes: int | None, micro_batches: int = 1) -> dict[str, Any]:
+    """The unsharded state after some steps, the largest sum of gradients on this rank, and the bytes of each bucket."""
+    model = make()
+    peak = [0]
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: peak.append(_bytes(model)))
+    optimizer = halfstep.AdamW(model.parameters(), lr=0.01, master_weights="split24", rounding="stochastic")
+    handle = None if bucket_bytes is None else step_in_backward(model, optimizer, bucket_bytes=bucket_bytes)
+    for step in range(STEPS):
+        for micro in range(micro_batches):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(micro + 1 == micro_batches)
+            _loss(model, micro_batches * step + micro).backward()
+        if handle is not None:
+            assert _bytes(model) == 0
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()["state"]
+    weights = {f"{number} {key}": whole(value) for number, one in state.items() for key, value in one.items()}
+    return {"state": weights, "peak": max(peak), "buckets": [] if handle is None else handle.buckets}
+
+
+def _refused(wrapped_is_passed: bool) -> str:
+    model = DistributedDataParallel(model_of())
+    optimizer = halfstep.AdamW(model.parameters())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        step_in_backward(model if wrapped_is_passed else model.module, optimizer)
+        _loss(model, 0).backward()
+    except (ValueError, RuntimeError) as error:
+        assert all(map(torch.equal, before, model.parameters()))
+        return str(error)
+    return ""
+
+
+def run(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: {size: train(make, size) for size in (None, 1, 150)} for name, make in MODELS.items()
+    }
+    found["accumulated"] = {size: train(_fsdp2, size, micro_batches=2) for size in (None, 150)}
+    found["refused"] = [_refused(True), _refused(False)]
+    return found
