@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,7 @@ def test_step_and_stream_may_be_tensors() -> None:
 COUNT = 2**16  # calls, of eight elements
 
 
+@lru_cache(maxsize=8)
 def draws(draw: int = 0, seed: int = 0, step: int = 0, stream: int = 0, first: int = 0) -> np.ndarray:
     """The random bits of elements from `first` on, as uint16."""
     words = reference_words(torch.arange(first, first + 8 * COUNT), seed, step, stream, draw)

@@ -139,6 +139,7 @@ def round_to(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
         return values.astype(NUMPY[dtype])
 
 
+@cache
 def thresholds(dtype: torch.dtype) -> np.ndarray:
     """The thresholds of rounding fp32 to a 16-bit format, with the neighboring fp32 values.
 

@@ -34,6 +34,12 @@ def grid(dtype: torch.dtype) -> list[Fraction]:
 
 
 @cache
+def _floats(dtype: torch.dtype) -> list[float]:
+    """The numbers of `grid`, exactly: to search, since fractions are compared slowly."""
+    return list(map(float, grid(dtype)))
+
+
+@cache
 def points(dtype: torch.dtype, every: int = 1) -> np.ndarray:
     """The thresholds of rounding: values, midpoints and quarter points, with the neighboring fp32 values."""
     values = np.array(grid(dtype)[::every], dtype=np.float64)  # exact, as are the sums of their quarters
@@ -57,7 +63,7 @@ def code(value: float, dtype: torch.dtype, rounding: str, saturate: bool, word: 
     if math.isinf(value):
         return sign | largest if saturate else None if beyond is None else sign | beyond
     exact = abs(Fraction(value))
-    below = bisect.bisect_right(values, exact) - 1
+    below = bisect.bisect_right(_floats(dtype), abs(value)) - 1
     if below == largest + 1:
         result = below
     else:
