@@ -2,7 +2,11 @@
 
 Without it, a bf16 gradient takes 2 bytes per parameter until the backward has ended. `step_in_backward` collects
 complete gradients in buckets, updates the parameters of a bucket when its gradients are complete, and frees the
-gradients. At any time at most the gradients of two buckets exist. The bits are those of a step after the backward.
+gradients. The bits are those of a step after the backward.
+
+At any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient. FSDP2 reduces the gradients
+of a unit into one buffer, which is freed when the last of them is: two more units may then be in memory. If gradients
+become complete in another order than in the first backward, more buckets are filled at the same time.
 """
 
 from __future__ import annotations
@@ -189,8 +193,7 @@ def step_in_backward(model: torch.nn.Module, optimizer: Adam, *, bucket_bytes: i
         optimizer: a halfstep optimizer of parameters of `model`. It must not clip, since the norm of all gradients is
             only known after the backward.
         bucket_bytes: gradients are collected until they take this many bytes on this rank, and then stepped by one
-            launch per dtype. A bucket is larger by up to one gradient. The first backward fills the buckets; where
-            later backwards complete gradients in the same order, those of at most two buckets exist at once.
+            launch per dtype. A bucket is larger by up to one gradient.
 
     Returns:
         A handle with `StepInBackward.accumulate` for gradient accumulation and `StepInBackward.remove`.

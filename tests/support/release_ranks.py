@@ -70,17 +70,18 @@ if can_keep():
     MODELS["FSDP2 with fp32 gradients"] = _kept
 
 
-def _bytes(model: Module) -> int:
-    """Bytes of this rank's gradients."""
-    return sum(local(p.grad).numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
+def _storages(model: Module) -> dict[int, int]:
+    """Bytes of the storages of this rank's gradients, by address. Under FSDP2 those of a unit share one."""
+    storages = [local(p.grad).untyped_storage() for p in model.parameters() if p.grad is not None]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def train(make: Callable[[], Sequential], bucket_bytes: int | None, micro_batches: int = 1) -> dict[str, Any]:
-    """The unsharded state after some steps, the largest sum of gradients on this rank, and the bytes of each bucket."""
+    """The unsharded state after some steps, and bytes: most of all storages at a time, and each of them and bucket."""
     model = make()
-    peak = [0]
+    seen: list[dict[int, int]] = []
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: peak.append(_bytes(model)))
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append(_storages(model)))
     optimizer = halfstep.AdamW(model.parameters(), lr=0.01, master_weights="split24", rounding="stochastic")
     handle = None if bucket_bytes is None else step_in_backward(model, optimizer, bucket_bytes=bucket_bytes)
     for step in range(STEPS):
@@ -89,12 +90,17 @@ def train(make: Callable[[], Sequential], bucket_bytes: int | None, micro_batche
                 model.set_requires_gradient_sync(micro + 1 == micro_batches)
             _loss(model, micro_batches * step + micro).backward()
         if handle is not None:
-            assert _bytes(model) == 0
+            assert _storages(model) == {}
         optimizer.step()
         optimizer.zero_grad()
     state = optimizer.state_dict()["state"]
     weights = {f"{number} {key}": whole(value) for number, one in state.items() for key, value in one.items()}
-    return {"state": weights, "peak": max(peak), "buckets": [] if handle is None else handle.buckets}
+    return {
+        "state": weights,
+        "peak": max(sum(one.values()) for one in seen),
+        "largest": max(size for one in seen for size in one.values()),
+        "buckets": [] if handle is None else handle.buckets,
+    }
 
 
 def _refused(wrapped_is_passed: bool) -> str:
