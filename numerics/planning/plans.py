@@ -17,6 +17,7 @@ from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, 
 RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
+STEPPING_IN_BACKWARD = ("single", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
 _DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
 
 
@@ -226,6 +227,7 @@ def plan(
     offload: bool = False,
     bucket_view: bool = False,
     compress: str | None = None,
+    step_in_backward: int | None = None,
     rank: int | None = None,
 ) -> Plan:
     """Plan the training of a model, given by exactly one of `params`, `model` and `units`.
@@ -249,6 +251,8 @@ def plan(
         offload: whether the memory of the host holds what the strategy can offload.
         bucket_view: whether gradients are views of DDP's buckets (``gradient_as_bucket_view``).
         compress: format in which gradients are sent: by DDP's hooks, or FSDP2's ``reduce_dtype``.
+        step_in_backward: the `bucket_bytes` of `halfstep.integrations.release.step_in_backward`, with which only the
+            gradients of one bucket exist. Default: all gradients exist until the step.
         rank: the rank whose memory is planned, among those that shard the model. Default: the one that holds most.
 
     Raises:
@@ -279,6 +283,9 @@ def plan(
     row = layout(optimizer, precision, moments=moments, master=master, gradients=gradients)
     if amsgrad and not row.amsgrad:
         raise ValueError(f"amsgrad is True, but optimizer {optimizer!r} does not support it; leave it out")
+    if step_in_backward is not None:
+        step_in_backward = whole("step_in_backward", step_in_backward)
+        _check_step_in_backward(how, row, optimizer, accumulate, accumulator)
     for name, value in (("accumulator", accumulator), ("compress", compress)):
         if value is not None:
             one_of(name, value, ("fp32", "bf16", "fp16"))
@@ -293,7 +300,10 @@ def plan(
     summed = None if accumulator is None else STORED_FORMATS[accumulator]
     sent = STORED_FORMATS[compress] if compress is not None else summed or row.gradients
     mine = sharding.shard(held, how, ways, rank, shaped)
-    inputs = _Inputs(row, how, ranks, ways, tuple(held), shaped, mine, summed, sent, amsgrad, offload, bucket_view)
+    inputs = _Inputs(
+        *(row, how, ranks, ways, tuple(held), shaped, mine, summed, sent, amsgrad, offload, bucket_view),
+        bucket_bytes=step_in_backward,
+    )
 
     parts = [*_stored(inputs), *_buckets(inputs), *_gathered(inputs), *_autocast_copies(inputs)]
     if model is not None and batch is not None and seq is not None:
@@ -337,6 +347,7 @@ def plan(
         "offload": offload,
         "bucket_view": bucket_view,
         "compress": compress,
+        "step_in_backward": step_in_backward,
         "rank": rank,
     }
     moved = row.moved_per_step(amsgrad) * elements(mine.states)
@@ -379,6 +390,7 @@ class _Inputs:
         mine: the shards of the planned rank.
         summed: format of the accumulator.
         sent: format in which gradients are sent.
+        bucket_bytes: the size of the buckets that are stepped in the backward, or None.
     """
 
     row: Layout
@@ -393,6 +405,7 @@ class _Inputs:
     amsgrad: bool
     offload: bool
     bucket_view: bool
+    bucket_bytes: int | None
 
     @property
     def states_at(self) -> str:
@@ -414,11 +427,54 @@ def _stored(inputs: _Inputs) -> Iterator[Part]:
         if stored is not None:
             size = sum(count * stored.bytes(each) for each, count in held)
             divisor = inputs.ways if divided else 1
-            yield Part(name, size, stored.per_parameter, divisor, ALWAYS, True, place, stored.name)
+            if name == "gradients" and inputs.bucket_bytes is not None:
+                size = min(size, _bucket(inputs))
+                yield Part(name, size, None, divisor, BACKWARD, False, place, "one bucket, stepped in the backward")
+            else:
+                yield Part(name, size, stored.per_parameter, divisor, ALWAYS, True, place, stored.name)
     if inputs.shaped and row.scalars:
         size = row.scalars * sum(count for _, count in mine.states)
         counted = not row.optimizer.startswith("te")  # those of TransformerEngine were not measured
         yield Part("scalars", size, None, 1, ALWAYS, counted, inputs.states_at, "step counts, scales")
+
+
+def _bucket(inputs: _Inputs) -> int:
+    """The most bytes of gradients with steps in the backward: a bucket before its last gradient, and that one.
+
+    FSDP2 reduces the gradients of a unit into one buffer, which exists until the last of them is stepped. The units
+    with the first and the last gradient of the bucket may be larger than what the bucket takes of them.
+    """
+    assert inputs.bucket_bytes is not None
+    stored = inputs.row.gradients
+    if not inputs.shaped:
+        return inputs.bucket_bytes
+    if not inputs.how.gathers or inputs.ways == 1:
+        return inputs.bucket_bytes - 1 + max(stored.bytes(size) for size, _ in inputs.mine.gradients)
+    units = [sharding.shard([replace(one, count=1)], inputs.how, inputs.ways) for one in inputs.units]
+    return inputs.bucket_bytes + 2 * max(
+        sum(count * stored.bytes(size) for size, count in one.gradients) for one in units
+    )
+
+
+def _check_step_in_backward(
+    how: Strategy, row: Layout, optimizer: str, accumulate: int, accumulator: str | None
+) -> None:
+    """Raise where `halfstep.integrations.release.step_in_backward` does, or frees no gradients."""
+    if how.name not in STEPPING_IN_BACKWARD:
+        raise ValueError(
+            f"Expected strategy to be {', '.join(STEPPING_IN_BACKWARD)} with step_in_backward, but got {how.name!r}, "
+            "which keeps all gradients"
+        )
+    if not optimizer.startswith("halfstep") or row.compute.name == "fp16":
+        raise ValueError(
+            "Expected optimizer to be one of halfstep's, in fp32 or bf16, with step_in_backward, but got "
+            f"{optimizer!r} in {row.precision}: leave step_in_backward out"
+        )
+    if accumulate > 1 or accumulator is not None:
+        raise ValueError(
+            "Expected accumulate to be 1 and accumulator None with step_in_backward, since accumulated gradients exist "
+            f"until the last micro-batch, but got {accumulate} and {accumulator!r}"
+        )
 
 
 def _buckets(inputs: _Inputs) -> Iterator[Part]:

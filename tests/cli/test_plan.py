@@ -294,6 +294,17 @@ def test_a_strategy_that_cannot_offload_is_planned_without(capsys: pytest.Captur
     assert hosted == {"zero1", "zero2", "zero3", "fsdp", "fsdp1", "hsdp, groups of 4"}
 
 
+def test_steps_in_the_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, size in ((["--step-in-backward"], 25 * 2**20), (["--step-in-backward", "1000000"], 10**6)):
+        (one,) = told(capsys, "--params", "7e9", *words)["plans"]
+        assert {part["name"]: part["bytes"] for part in one["parts"]}["gradients"] == size
+    plans = told(capsys, "--params", "7e9", "--gpus", "8", "--step-in-backward", "--compare", "strategies")["plans"]
+    stepping = {one["label"] for one in plans if one["settings"]["step_in_backward"]}
+    assert stepping == {"fsdp", "hsdp, groups of 4"}
+    assert halfstep_main(["plan", "--params", "7e9", "--step-in-backward", "--compare", "layouts"]) == 2
+    assert "step_in_backward is 26214400 while layouts are compared; leave it out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_the_picture_is_drawn(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]

@@ -19,6 +19,7 @@ from torch.nn.functional import gelu, mse_loss
 import halfstep
 from halfstep.integrations import release
 from halfstep.integrations.release import StepInBackward, step_in_backward
+from halfstep.numerics.planning import plan, unit
 
 BF16 = torch.bfloat16
 LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -146,6 +147,11 @@ def test_the_gradients_of_one_bucket_exist(bucket_bytes: int) -> None:
     _loss(net, 1).backward()
     _loss(net, 3).backward()
     assert max(seen) == max(handle.buckets)
+    shapes = [parameter.shape for parameter in net.parameters() if parameter.requires_grad]
+    planned = plan(units=[unit("all", shapes)], step_in_backward=bucket_bytes).part("gradients").bytes
+    assert max(seen) <= planned
+    if bucket_bytes == 1:
+        assert max(seen) == planned
     trained = sum(p.numel() for name, p in net.named_parameters() if "unused" not in name and "frozen" not in name)
     assert sum(handle.buckets) == 2 * trained
     assert (len(handle.buckets) > 2) == (bucket_bytes < 1000)

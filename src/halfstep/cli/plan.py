@@ -39,6 +39,7 @@ from halfstep.numerics.planning import (
     plan,
     usable,
 )
+from halfstep.numerics.planning.plans import STEPPING_IN_BACKWARD
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 FITS = ("none", "params", "layers", "batch")
@@ -125,6 +126,14 @@ def _parser() -> Parser:
         metavar="KIND",
         help=f"{', '.join(CHECKPOINTING)} (default: none; full if no KIND is given)",
     )
+    step.add_argument(
+        *("--step-in-backward",),
+        type=count(),
+        nargs="?",
+        const=25 * 2**20,
+        metavar="BYTES",
+        help="step and free gradients in buckets of BYTES inside the backward (25 MiB if no BYTES are given)",
+    )
     step.add_argument("--step-ms", type=above_zero, metavar="MS", help="measured time of a step, for MFU and HFU")
 
     fits = parser.add_argument_group("card")
@@ -196,7 +205,7 @@ def _arguments(given: argparse.Namespace) -> dict[str, Any]:
     names = (
         *("gpus", "strategy", "shard", "tensor_parallel", "sequence_parallel", "precision", "optimizer", "moments"),
         *("master", "gradients", "accumulator", "amsgrad", "accumulate", "checkpointing", "offload", "bucket_view"),
-        *("compress", "rank"),
+        *("compress", "step_in_backward", "rank"),
     )
     batch = given.batch if given.batch is not None else None if model is None else 1
     about = {"params": given.params} if model is None else {"model": model}
@@ -209,7 +218,8 @@ def compared(
     """Plans of all layouts of one precision, or of strategies, each with its label.
 
     Layouts are compared with torch's AdamW in fp32 and under autocast. A strategy that cannot offload is planned
-    without offload. ``hsdp`` without ``shard`` has two groups.
+    without offload, and one that keeps all gradients without steps in the backward. ``hsdp`` without ``shard`` has two
+    groups.
 
     Args:
         what: ``"layouts"`` or ``"strategies"``.
@@ -229,7 +239,7 @@ def compared(
         for name in names:
             one_of("strategy", name, [name for name in STRATEGIES if name != "single"])
         return [_strategy(arguments, name, count, len(counts) > 1) for name in names for count in counts]
-    for name in ("moments", "master", "gradients"):
+    for name in ("moments", "master", "gradients", "step_in_backward"):
         if arguments[name] is not None:
             raise ValueError(f"{name} is {arguments[name]!r} while layouts are compared; leave it out")
     one_of("precision", arguments["precision"], PRECISIONS)
@@ -257,7 +267,11 @@ def _strategy(arguments: dict[str, Any], name: str, gpus: int, counted: bool) ->
     ranks = gpus // arguments["tensor_parallel"]
     shard = arguments["shard"] or (ranks // 2 if ranks % 2 == 0 else ranks) if name == "hsdp" else None
     offload = arguments["offload"] and bool(STRATEGIES[name].offloads)
-    changes = {"strategy": name, "gpus": gpus, "shard": shard, "offload": offload, "rank": None}
+    released = arguments["step_in_backward"] if name in STEPPING_IN_BACKWARD else None
+    changes = {
+        **{"strategy": name, "gpus": gpus, "shard": shard, "offload": offload, "rank": None},
+        "step_in_backward": released,
+    }
     parts = [name, *([] if shard is None else [f"groups of {shard}"]), *([f"{gpus:,} GPUs"] if counted else [])]
     return ", ".join(parts), plan(**{**arguments, **changes})
 

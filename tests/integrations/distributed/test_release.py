@@ -9,6 +9,8 @@ import rank_processes
 import release_ranks
 import torch
 
+from halfstep.numerics.planning import plan, unit
+
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
@@ -38,6 +40,10 @@ def test_the_gradients_of_one_bucket_exist_and_those_that_share_its_memory(
             inside = rank[name][size]
             assert len(inside["buckets"]) > 3 and sum(inside["buckets"]) <= after["peak"]
             assert inside["peak"] <= size + 2 * inside["largest"] <= after["peak"] / 2
+            if name == "FSDP2":
+                blocks = [unit("block", [p.shape for p in block.parameters()]) for block in release_ranks.model_of()]
+                planned = plan(units=blocks, gpus=2, strategy="fsdp", step_in_backward=size)
+                assert planned.part("gradients").bytes == size + 2 * inside["largest"]
 
 
 def test_ddp_is_refused_before_anything_changes(ranks: list[dict[str, Any]]) -> None:

@@ -444,6 +444,47 @@ def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     ]
 
 
+def test_steps_in_the_backward_leave_the_gradients_of_one_bucket() -> None:
+    """One gradient beyond what fills a bucket; under FSDP2 the buffers of two units."""
+    unknown = plan(BILLION, step_in_backward=2**20)
+    assert unknown.part("gradients").bytes == 2**20 and unknown.state_per_parameter == 12
+    assert unknown.totals.state == 12 * BILLION and unknown.totals.backward == 2**20
+    assert plan(100, step_in_backward=2**20).part("gradients").bytes == 200
+    units = [unit("root", [(10, 8)], root=True), unit("block", [(16, 8), (7,)], count=6)]
+    assert plan(units=units, step_in_backward=100).part("gradients").bytes == 99 + 2 * 16 * 8
+    for strategy in ("fsdp", "hsdp"):
+        shards = {"shard": 2} if strategy == "hsdp" else {}
+        made = plan(units=units, gpus=4, strategy=strategy, step_in_backward=100, **shards)
+        ways = 2 if shards else 4
+        assert made.part("gradients").bytes == 100 + 2 * 2 * (128 // ways + -(-7 // ways))
+        assert made.settings["step_in_backward"] == 100 and not made.part("gradients").exact
+
+
+def _refused(**arguments: Any) -> str:
+    with pytest.raises(ValueError) as raised:
+        plan(BILLION, step_in_backward=arguments.pop("step_in_backward", 2**20), **arguments)
+    return str(raised.value)
+
+
+def test_steps_in_the_backward_that_free_nothing_are_refused() -> None:
+    for strategy in ("ddp", "zero1", "zero1-torch", "zero2", "zero3", "fsdp1"):
+        assert _refused(gpus=2, strategy=strategy) == (
+            f"Expected strategy to be single, fsdp, hsdp with step_in_backward, but got {strategy!r}, which keeps all "
+            "gradients"
+        )
+    for optimizer, precision in (("torch", "bf16"), ("halfstep", "fp16"), ("halfstep", "amp-fp16")):
+        assert _refused(optimizer=optimizer, precision=precision) == (
+            "Expected optimizer to be one of halfstep's, in fp32 or bf16, with step_in_backward, but got "
+            f"{optimizer!r} in {precision}: leave step_in_backward out"
+        )
+    for options, got in (({"accumulate": 2}, "2 and None"), ({"accumulator": "fp32"}, "1 and 'fp32'")):
+        assert _refused(**options) == (
+            "Expected accumulate to be 1 and accumulator None with step_in_backward, since accumulated gradients exist "
+            f"until the last micro-batch, but got {got}"
+        )
+    assert "Expected step_in_backward to be" in _refused(step_in_backward=0)
+
+
 # --------------------------------------------------------------------------------------------------------------- fit
 
 
