@@ -123,12 +123,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture
-def kernel_device() -> torch.device:
-    """The device on which the Triton kernels run: the GPU, or the CPU with the interpreter."""
-    return torch.device("cuda" if HAS_GPU else "cpu")
-
-
 def state_of_torch() -> tuple[bool, Any, torch.dtype, torch.device, int]:
     """Global state of torch. `torch.get_default_device` of torch 2.8 raises after a default was set and removed."""
     made, functions = torch.empty(0), torch._C._get_torch_function_state()

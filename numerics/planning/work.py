@@ -1,4 +1,4 @@
-"""FLOPs of layers and of a transformer, bytes saved for the backward, and elements that a softmax reads and writes.
+"""FLOPs of a linear layer and of a transformer, and bytes saved for the backward.
 
 A multiplication and an addition are two FLOPs. For models only matrix products are counted, as is usual.
 
@@ -18,55 +18,12 @@ from halfstep.numerics.planning.models import Transformer
 CHECKPOINTING = ("none", "selective", "full", "sqrt")
 
 
-def linear_flops(tokens: int, inputs: int, outputs: int, exact: bool = False) -> int:
-    """Forward FLOPs of a linear layer: 2·B·D·K, where B counts tokens.
-
-    Args:
-        tokens: rows B of the input, batch times sequence.
-        inputs, outputs: D and K.
-        exact: count D − 1 additions per output instead of D: B·K·(2·D − 1).
-    """
-    return tokens * outputs * (2 * inputs - 1 if exact else 2 * inputs)
-
-
-def elementwise_flops(rows: int, columns: int) -> int:
-    """FLOPs of one operation on each element of a matrix."""
-    return rows * columns
-
-
-def convolution_flops(kernel: int, inputs: int, outputs: int, height: int, width: int) -> int:
-    """Forward FLOPs of a k × k convolution per image: 2·k²·Cin·Cout·H·W for an output of H × W."""
-    return 2 * kernel**2 * inputs * outputs * height * width
-
-
-def attention_flops(seq: int, hidden: int) -> int:
-    """Forward FLOPs of one attention layer on one sequence: 8·s·h² + 4·s²·h.
-
-    Four projections of 2·s·h² and two products with the s × s scores of 2·s²·h. The number of multiply-adds is half of
-    this. Causal masks are not subtracted, as is usual.
-    """
-    return 8 * seq * hidden**2 + 4 * seq**2 * hidden
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Elements read and written."""
-
-    reads: int
-    writes: int
-
-
-def softmax_traffic(rows: int, columns: int, fused: bool) -> Moved:
-    """Elements that a softmax over the rows of an M × N matrix reads and writes.
-
-    Without fusion, maximum, difference, exponential, sum and quotient take one pass each and together read 5·M·N + 2·M
-    elements and write 3·M·N + 2·M. A fused softmax reads M·N and writes M·N (Triton's tutorial on fused softmax).
-    """
-    elements = rows * columns
-    return Moved(elements, elements) if fused else Moved(5 * elements + 2 * rows, 3 * elements + 2 * rows)
-
-
 # ------------------------------------------------------------------------------------------------------------ FLOPs
+
+
+def linear_flops(tokens: int, inputs: int, outputs: int) -> int:
+    """Forward FLOPs of a linear layer: 2·B·D·K for B tokens, D inputs and K outputs."""
+    return 2 * tokens * inputs * outputs
 
 
 def score_flops(model: Transformer, seq: int) -> int:

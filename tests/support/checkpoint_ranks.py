@@ -6,7 +6,6 @@ Gradients are the same full tensors on all ranks, sharded by hand, so that only 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +180,6 @@ def differing(expected: Any, found: Any, place: str = "") -> list[str]:
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32)
-
-
-Save = Callable[[Path, torch.nn.Module, halfstep.AdamW, Any], None]
 
 
 def save_ours(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, group: Any) -> None:

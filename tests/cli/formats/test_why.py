@@ -16,8 +16,6 @@ from halfstep.cli.formats.values import encoded, overflow_threshold, overflows
 from halfstep.numerics.formats.exact import decode_exact, encode_exact
 from halfstep.numerics.formats.table import formats
 
-HALFWAY = Fraction(1, 2)
-
 
 def why(number: str, format: str, *more: str) -> dict[str, Any]:
     (found,) = results("why", number, format, *more)

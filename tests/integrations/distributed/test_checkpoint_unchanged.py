@@ -125,10 +125,6 @@ def _manifest(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], 
     return make
 
 
-def _good(path: Path, bases: attacks.Bases) -> None:
-    shutil.copytree(bases.shards, path)
-
-
 MOMENT = "optimizer.state.weight.exp_avg"
 # By what is wrong: the folder, and words of the error. The optimizer that loads is ours, where nothing else is said.
 FAILURES: dict[str, tuple[Callable[[Path, attacks.Bases], None], str]] = {

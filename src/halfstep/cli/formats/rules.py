@@ -10,16 +10,6 @@ from halfstep.numerics.formats.exact import Neighbours, Number, decode_exact, en
 from halfstep.numerics.formats.table import Format, formats
 
 _DETOURS = ("fp64", "fp32")  # what numbers are held in before they are cast
-RULES = {
-    "exact": "it is a number of the format",
-    "nearer": "the nearer neighbour is taken",
-    "tie": "of two neighbours equally near, the one whose last bit is 0 is taken",
-    "tie_up": "of two neighbours equally near, the larger magnitude is taken: one significant bit has no even one",
-    "overflow": "it rounds to a number beyond the largest",
-    "special": "an infinity or NaN is not rounded",
-    "sign": "the format has no negative numbers",
-    "least": "the format has no zero: everything below its least number becomes that",
-}
 
 
 class Detour(NamedTuple):
@@ -30,7 +20,14 @@ class Detour(NamedTuple):
 
 
 def rule(found: Encoded, around: Neighbours | None) -> str:
-    """The key in `RULES` of the rule that decides rounding to nearest."""
+    """The rule that decides rounding to nearest.
+
+    ``"exact"``: the number is one of the format. ``"nearer"``: the nearer neighbour is taken. ``"tie"``: of two equally
+    near, the one whose last bit is 0. ``"tie_up"``: of these, the larger magnitude, since with one significant bit none
+    is even. ``"overflow"``: it rounds to a number beyond the largest. ``"special"``: an infinity or NaN is not rounded.
+    ``"sign"``: the format has no negative numbers. ``"least"``: the format has no zero, and everything below its least
+    number becomes that.
+    """
     number, format = found.number, found.format
     if around is None:
         return "special"
