@@ -23,6 +23,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.integrations.optim.classes import Adam
+from halfstep.numerics.scaling.scaler import unwrapped
 from halfstep.numerics.scaling.topology import local
 from halfstep.numerics.scaling.verdict import parameters_of
 
@@ -157,8 +158,6 @@ class StepInBackward:
         for other, now in others:
             now.wait_stream(other)
         self._optimizer._step_part(bucket.part, ready)
-        for parameter in ready:
-            parameter.grad = None
         for other, now in others:
             other.wait_stream(now)
 
@@ -190,8 +189,8 @@ def step_in_backward(model: torch.nn.Module, optimizer: Adam, *, bucket_bytes: i
 
     Args:
         model: the model whose backward steps.
-        optimizer: a halfstep optimizer of parameters of `model`. It must not clip, since the norm of all gradients is
-            only known after the backward.
+        optimizer: a halfstep optimizer of parameters of `model`, or a wrapper as Accelerate's. It must not clip, since
+            the norm of all gradients is only known after the backward.
         bucket_bytes: gradients are collected until they take this many bytes on this rank, and then stepped by one
             launch per dtype. A bucket is larger by up to one gradient.
 
@@ -222,6 +221,7 @@ def step_in_backward(model: torch.nn.Module, optimizer: Adam, *, bucket_bytes: i
         (True, None)
         >>> optimizer.step()  # for its hooks and the schedulers
     """
+    optimizer = unwrapped(optimizer)
     _check(model, optimizer, bucket_bytes)
     optimizer._forget()
     optimizer._stepped_without_gradients = True  # steps without gradients are now usual

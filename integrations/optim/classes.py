@@ -216,7 +216,7 @@ class _AdamBase(CanonicalState):
 
     @torch.no_grad()
     def _step_part(self, part: int, parameters: list[torch.Tensor]) -> None:
-        """Update a part of the parameters, which have gradients, without unscaling, clipping and skipping.
+        """Update a part of the parameters, and free their gradients. There is no unscaling, clipping or skipping.
 
         Args:
             part: a number for the same parameters in each step, not that of another part and not `WHOLE`.
@@ -239,7 +239,8 @@ class _AdamBase(CanonicalState):
         """Update parameters with their gradients.
 
         Args:
-            part: whose plan is used; `WHOLE` takes the decision of a scaler, and clips.
+            part: whose plan is used. With `WHOLE`, a scaler may decide about the step, and it may clip. With another
+                part, the gradients are freed.
             parameters: at least one parameter.
             grads: their gradients.
             limit: the 2-norm to which the gradients are clipped.
@@ -273,6 +274,8 @@ class _AdamBase(CanonicalState):
             table = plan.group_table(batch.device, groups, limit, changed)
             needed.append((here, table))
             calls += batch.prepare(own, contiguous, table, here)
+        if part != WHOLE:
+            calls += [partial(setattr, parameter, "grad", None) for parameter in parameters]
         apply(calls)
         if recording:  # nothing was executed, and the tensors that a replay writes to must be kept alive
             for batch, _ in plan.batches:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import interrupts
 import numpy as np
 import pytest
 import torch
@@ -234,6 +235,43 @@ def test_after_a_backward_that_failed(cleared: bool, bucket_bytes: int) -> None:
     _loss(reference, 4).backward()
     after.step()
     assert _same((net, optimizer), (reference, after))
+
+
+def test_an_interrupted_step_of_a_bucket_is_done_with_its_gradients_freed_or_not_begun() -> None:
+    def given() -> tuple[list[torch.nn.Parameter], halfstep.AdamW]:
+        parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (BF16, torch.float32)]
+        optimizer = halfstep.AdamW(parameters, lr=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        return parameters, optimizer
+
+    _, optimizer = given()
+    length = interrupts.at_bytecode(0, lambda: optimizer._step_part(0, optimizer.param_groups[0]["params"]))
+    ends = []
+    for number in range(1, length, 7):
+        parameters, optimizer = given()
+        interrupts.at_bytecode(number, lambda o=optimizer, p=parameters: o._step_part(0, p))
+        stepped = [bool((parameter != 1).all()) for parameter in parameters]
+        assert stepped == [parameter.grad is None for parameter in parameters]
+        assert len(set(stepped)) == 1
+        ends.append(stepped[0])
+    assert True in ends and False in ends
+
+
+class _Wrapper:
+    """As Accelerate's AcceleratedOptimizer."""
+
+    def __init__(self, optimizer: halfstep.AdamW) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+def test_a_wrapped_optimizer() -> None:
+    net = _net()
+    optimizer = halfstep.AdamW(net.parameters())
+    step_in_backward(net, _Wrapper(optimizer))  # type: ignore[arg-type]
+    _loss(net, 1).backward()
+    assert _gradient_bytes(net) == 0 and optimizer.state[net.first.weight]["step"] == 1
 
 
 def test_a_parameter_that_is_trained_later_is_stepped_by_step() -> None:
