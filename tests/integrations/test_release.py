@@ -248,7 +248,7 @@ def test_an_interrupted_step_of_a_bucket_is_done_with_its_gradients_freed_or_not
     _, optimizer = given()
     length = interrupts.at_bytecode(0, lambda: optimizer._step_part(0, optimizer.param_groups[0]["params"]))
     ends = []
-    for number in range(1, length, 7):
+    for number in range(1, length, length // 24):
         parameters, optimizer = given()
         interrupts.at_bytecode(number, lambda o=optimizer, p=parameters: o._step_part(0, p))
         stepped = [bool((parameter != 1).all()) for parameter in parameters]
