@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -85,6 +86,9 @@ def _restore_handlers(before: dict[int, Callable[..., Any]]) -> None:
         raise raised
 
 
+_function = attrgetter("func")
+
+
 def apply(calls: Sequence[partial[Any]]) -> None:
     """Make calls one after the other. An interrupt that arrives meanwhile is raised afterwards.
 
@@ -92,7 +96,7 @@ def apply(calls: Sequence[partial[Any]]) -> None:
     reference are, Ctrl-C and SIGTERM are delayed too. Only exceptions that a debugger or another thread injects into
     such a function (``PyThreadState_SetAsyncExc``), and errors of the calls themselves, interrupt the sequence.
     """
-    if any(isinstance(call.func, FunctionType) for call in calls):
+    if FunctionType in map(type, map(_function, calls)):
         with held(_USUAL):
             deque(map(partial.__call__, calls), maxlen=0)
     else:

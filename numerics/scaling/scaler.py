@@ -284,7 +284,7 @@ class GradScaler(torch.amp.GradScaler):
         They would be unscaled twice, or not clipped. This happens if a wrapper that does not expose its optimizer was
         passed before.
         """
-        if not self._per_optimizer_states:
+        if self._per_optimizer_states.keys() <= {id(optimizer)}:
             return
         others = [
             state
@@ -348,7 +348,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if kwargs.get("closure") is not None or any(callable(argument) for argument in args):
+        if kwargs.get("closure") is not None or any(map(callable, args)):
             raise RuntimeError(
                 "Closure use is not currently supported if GradScaler is enabled: a closure would compute new "
                 "gradients after the check; call the closure yourself, then step(optimizer)"
@@ -368,8 +368,11 @@ class GradScaler(torch.amp.GradScaler):
         if verdict is None:
             raise AssertionError(NO_GRADIENT)
         scale = self._scale if state["stage"] is OptState.READY else None
-        with Decision(stepping, verdict, scale, state.get("max_norm")):
+        stepping._decision = Decision(verdict, scale, state.get("max_norm"))
+        try:
             result = optimizer.step(*args, **kwargs)
+        finally:
+            stepping._decision = None
         state["stage"] = OptState.STEPPED
         return result
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +28,8 @@ Kind = tuple[torch.device, int, bool]
 _gradient, _of_group = attrgetter("grad"), itemgetter("params")
 
 
-class Decision:
-    """The decision of a scaler about one step of an optimizer. A context manager around the call of `step`.
+class Decision(NamedTuple):
+    """The decision of a scaler about one step of an optimizer.
 
     Attributes:
         verdict: the verdict on the unscaled gradients. The step is skipped if it found non-finite numbers.
@@ -39,24 +39,15 @@ class Decision:
             optimizer's own.
     """
 
-    __slots__ = ("_optimizer", "max_norm", "scale", "verdict")
-
-    def __init__(
-        self, optimizer: StepsOnVerdict, verdict: Verdict, scale: torch.Tensor | None, max_norm: float | None
-    ) -> None:
-        self._optimizer, self.verdict, self.scale, self.max_norm = optimizer, verdict, scale, max_norm
-
-    def __enter__(self) -> None:
-        self._optimizer._decision = self
-
-    def __exit__(self, *raised: object) -> None:
-        self._optimizer._decision = None
+    verdict: Verdict
+    scale: torch.Tensor | None
+    max_norm: float | None
 
 
 class StepsOnVerdict:
     """Base of optimizers that unscale, clip and skip inside their step: those of halfstep."""
 
-    _decision: Decision | None = None  # about the present step
+    _decision: Decision | None = None  # about the present step, while the scaler calls it
 
     @functools.cached_property
     def _checker(self) -> Checker:
@@ -235,19 +226,20 @@ class Checker:
         device, _, known = kind
         if factor is not None and isinstance(factor.value, torch.Tensor) and factor.value.device != device:
             factor = factor._replace(value=factor.value.to(device, non_blocking=True))
-        out = self._kept.get(kind) if keep and not capturing(device) else None
+        recording = capturing(device)
+        out = self._kept.get(kind) if keep and not recording else None
         if out is None or out.flags.numel() != slots:
             out = Verdict.empty(slots, device)
-            if keep and not capturing(device):
+            if keep and not recording:
                 self._kept[kind] = out
-        tally = None if step is None else self._tally(slots, device, step)
+        tally = None if step is None else self._tally(slots, device, step, recording)
         in_memory = None if known else False
         return check(tensors, factor, write=write, out=out, tally=tally, places=where, in_memory=in_memory)
 
-    def _tally(self, slots: int, device: torch.device, step: torch.Tensor) -> Tally | None:
+    def _tally(self, slots: int, device: torch.device, step: torch.Tensor, recording: bool) -> Tally | None:
         """Where to count non-finite gradients; None if a graph is captured and there are no counts yet."""
         counts = self.counts.get(device)
-        if capturing(device):
+        if recording:
             if counts is None or counts.shape[0] < slots:  # each replay would set new ones to 0
                 return None
             self._recorded[id(counts)] = counts
