@@ -225,7 +225,7 @@ def test_a_model_converted_to_another_dtype_keeps_the_masters(name: str, dtype: 
 def test_refresh_master_makes_masters_exactly_what_was_written(name: str, write: Any) -> None:
     model, optimizer = trained(name)
     new = other_weights(model)
-    if write == "data.copy_":  # no version tells of it
+    if write == "data.copy_":  # this write does not increment the version
         for key, p in model.named_parameters():
             p.data.copy_(new[key])
     else:

@@ -1,4 +1,4 @@
-"""Processes that save into one folder leave each other's unfinished files, and everybody else's, alone."""
+"""Processes that save into the same folder do not touch unfinished files of each other or of other programs."""
 
 from __future__ import annotations
 

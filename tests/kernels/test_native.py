@@ -204,7 +204,8 @@ def test_a_library_planted_where_others_may_write_is_not_run(
         "HALFSTEP_CACHE to a folder that only you can write to."
     ]
     assert list(folder.iterdir()) == [planted]
-    # Made safe, the folder is used; the file was written while it was not, by whom nobody knows, but is the user's own.
+    # Once only its owner can write to the folder, it is used. The planted file is owned by the user too, but others can
+    # write to it, so it is not loaded.
     folder.chmod(0o700)
     planted.chmod(0o757)
     native.library.cache_clear()

@@ -31,7 +31,7 @@ NOWHERE = (
 
 
 class Named(torch.Tensor):
-    """A subclass without operations of its own: its elements lie where it says."""
+    """A subclass that overrides no operation: its elements are in its own memory."""
 
 
 class Logged(torch.Tensor):

@@ -31,7 +31,7 @@ def names(value: object) -> str:
 
 
 def unscaled(values: np.ndarray, inv_scale: float | None) -> np.ndarray:
-    """What stands in fp32 after unscaling and before rounding to the tensor's dtype."""
+    """The fp32 values after unscaling, before they are rounded to the tensor's dtype."""
     with np.errstate(all="ignore"):
         wide = values.astype(np.float32)
         return wide if inv_scale is None else wide * np.float32(inv_scale)

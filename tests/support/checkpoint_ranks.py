@@ -59,8 +59,9 @@ class Block(torch.nn.Module):
 def model_of(layout: str, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     dtype, options = LAYOUTS[layout]
-    # Chance is named by place, and uneven parts of TP x FSDP are no range of places: 8 rows over 2 x 2 are even.
-    # And torch 2.8 knows no such parts at all: it saves and loads them in wrong places (docs/versions.md).
+    # Stochastic rounding needs the index of each element in the whole parameter, as one range per shard. Uneven shards
+    # of TP x FSDP are no such range, so the layouts with stochastic rounding have 8 rows, which 2 x 2 ranks divide
+    # evenly. torch 2.8 saves and loads uneven shards of TP x FSDP in wrong places (docs/versions.md).
     hidden = 8 if "rounding" in options or torch.__version__.startswith("2.8.") else 6
     model = torch.nn.Sequential(Block(hidden), torch.nn.Linear(10, 1)).to(dtype)
     for p in model.parameters():

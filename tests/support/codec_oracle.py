@@ -170,7 +170,7 @@ def rounded(
     if name == "int8" and negative:
         values = [*values, Fraction(129)]
     index = bisect.bisect_left(values, exact)
-    top = len(values) - 1  # the number that is none
+    top = len(values) - 1  # the last value represents overflow and is not in the format
     if index < len(values) and values[index] == exact:
         chosen = index
     elif index == 0:

@@ -28,7 +28,7 @@ import torch
 import halfstep
 from halfstep.integrations import optim
 
-OURS: Any = str(Path(optim.__file__).resolve().parents[2])  # where halfstep's code is; several may stand in a tuple
+OURS: Any = str(Path(optim.__file__).resolve().parents[2])  # halfstep's code; a tuple for several folders
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

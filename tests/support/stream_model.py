@@ -459,7 +459,7 @@ class Model:
         size = host.untyped_storage().nbytes()
         copy = partial(self.alias(target).copy_, self.alias(source))
         if self.current.graph is not None:
-            self.current.push(copy)  # nobody waits for a replay
+            self.current.push(copy)  # no stream waits for a replay
         else:
             self._in_use[block] = self._in_use.get(block, 0) + 1
 

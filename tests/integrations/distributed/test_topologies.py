@@ -48,7 +48,7 @@ def test_norm_and_clipped_step_are_those_of_one_process(ranks: Ranks, name: str,
         assert found[way]["off"] < 2**-22  # weights of about 1, moved by up to 1e-2
 
 
-# ----------------------------------------------------------------------------------------------- where torch's go wrong
+# ----------------------------------------------------------------------------------------- faults of torch's scalers
 
 
 def taken(ranks: Ranks, key: Any, whose: str = "ours") -> list[Any]:

@@ -40,7 +40,7 @@ def test_the_document_prints_the_certificate() -> None:
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_difference_without_a_reason_is_seen(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk can fail: a peer that errs in `count` places is told of."""
+    """The walk can fail: it reports a peer that has `count` wrong results."""
     right = codec_walk.by_torch
 
     def wrong(values: np.ndarray, name: str) -> np.ndarray:

@@ -526,7 +526,7 @@ def test_cards_have_the_bandwidths_of_the_predictor() -> None:
     assert {name.removesuffix("-80"): one.bandwidth for name, one in CARDS.items()}.items() >= predicted.items()
 
 
-# -------------------------------------------------------------------------------------------------------- what is told
+# -------------------------------------------------------------------------------------------------- errors and reports
 
 
 def test_a_plan_is_plain_json_and_always_the_same() -> None:

@@ -76,7 +76,7 @@ class OwnGroups:
 
 
 class Hidden:
-    """Tells nobody what it wraps."""
+    """A wrapper without an attribute for the optimizer that it wraps."""
 
     def __init__(self, optimizer: Any) -> None:
         self.inner = optimizer

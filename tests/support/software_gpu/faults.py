@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-# What stands in a line, and what the fault makes of it; None takes the line out.
+# The text that a line contains and the text that replaces it; None removes the line.
 Change = Callable[[re.Match[str]], "str | None"]
 
 
