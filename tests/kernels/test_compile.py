@@ -60,6 +60,9 @@ EXCEPTIONS = {
     ("accesses 64 bits", "adam.adam_kernel", "*fp32 state, split24 master*"): (
         "four bytes of remainder beside four fp32 moments: with eight of each, values would move between threads"
     ),
+    ("accesses 64 bits", "adam.adam_kernel", "*bf16 state, split24 master, stochastic"): (
+        "four bytes of remainder beside four bf16 numbers, which each thread of gfx942 takes in a stochastic step"
+    ),
     ("accesses 64 bits", "cast.cast_kernel", "fp32 to e?m?*"): "with 8 of each, loads use half a sector",
     ("accesses 64 bits", "cast.multi_cast_kernel", "list, fp32 to e?m?*"): "the same",
     ("accesses 64 bits", "softmax.forward_row_kernel", "*out of step"): (
