@@ -228,9 +228,13 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
         for x in views if path == "one pass" else views[1::2]:
             check(Case(x, log=log, dtype=out, scale=0.5), name)
     x = normal(2, 2, 303, dtype=BF16)
-    for mask in (normal(2, 2, 303), normal(303).to(BF16), normal(2, 2, 303).half(), normal(2, 1), normal(330)[3:306]):
-        check(Case(x, log=log, mask=mask), name)
-        check(Case(x.float(), log=log, mask=mask > 0), name)
+    masks = normal(2, 2, 303), normal(303).to(BF16), normal(2, 2, 303).half(), normal(2, 1), normal(330)[3:306]
+    for number, mask in enumerate(masks):
+        # On the slower paths, softmax takes half of the masks and log_softmax the others.
+        if path == "one pass" or number % 2 == log:
+            check(Case(x, log=log, mask=mask), name)
+        if path == "one pass" or number % 2 != log:
+            check(Case(x.float(), log=log, mask=mask > 0), name)
     check(Case(x, log=log, mask=normal(2, 2, 303) > 0, causal=True), name)
     check(Case(normal(2, 70, 303, dtype=FP16)[:, 66:], log=log, causal=True), name)
 
@@ -501,9 +505,10 @@ def test_sums_over_elements_that_lie_apart(one_pass: bool, log: bool, monkeypatc
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Case, torch.Tensor]:
+def cases(draw: st.DrawFn, largest: int) -> tuple[Case, torch.Tensor]:
+    """A case, and a gradient of its result. `largest` is the limit of every size except the last."""
     seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    shape = (*draw(st.lists(st.integers(1, 6), max_size=3)), draw(st.integers(1, 200)))
+    shape = (*draw(st.lists(st.integers(1, largest), max_size=3)), draw(st.integers(1, 200)))
     dtype, out = draw(st.sampled_from(DTYPES)), draw(st.sampled_from((None, *DTYPES)))
     order = draw(st.permutations(range(len(shape))))
     padding = draw(st.sampled_from((0, 0, 1, 8)))
@@ -551,7 +556,7 @@ def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) 
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    @given(cases())
+    @given(cases(largest=6 if name != "triton" else 3))
     def run(drawn: tuple[Case, torch.Tensor]) -> None:
         case, dy = drawn
         check(case, name, dy)
