@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.topology import Agreement, Placement, World, agreement
+from halfstep.numerics.scaling.topology import Agreement, Placement, World, _instances, agreement
 from halfstep.numerics.scaling.verdict import Checker
 
 EVERYONE = "all ranks"
@@ -191,3 +191,33 @@ def test_without_processes_there_is_nothing_to_agree_on() -> None:
     verdict = checker.verdict()
     assert verdict is not None
     assert (verdict.found_inf.item(), verdict.sum_of_squares.item()) == (0.0, 12.0)
+
+
+class Searched:
+    def __init__(self) -> None:
+        self.parts: list[int] = []
+
+
+class Derived(Searched):
+    pass
+
+
+class Unhashable(type):
+    """The metaclass of types that cannot be members of a set."""
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_all_objects_of_a_class_are_found_beside_objects_of_any_type() -> None:
+    other = Unhashable("Other", (), {})()
+    other.parts = [1]
+    alive = [Searched(), Derived(), other]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(type(other))
+    found = _instances(__name__, "Searched")
+    assert len(found) == 2 and found[0] in alive[:2] and found[1] in alive[:2]
+    assert _instances(__name__, "Derived") == alive[1:2]
+    assert _instances(__name__, "Missing") == _instances("no.such.module", "Searched") == []
