@@ -98,8 +98,7 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
     const Store store = choose(target, rounding, saturate != 0);
     const bool copy = source == target && !saturate;
     const Direct convert = rounding == NEAREST && !saturate ? choose_direct(source, target) : nullptr;
-#pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 8)
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    spread_evenly(chunks, FEW_CHUNKS + 1, threads, [&](int64_t chunk) {
         const int64_t* tensor = rows + (chunk_tensor ? chunk_tensor[chunk] : 0);
         auto row = [&](Row which) { return tensor[which * tensors]; };
         const int64_t start = (chunk - row(FIRST_CHUNK)) * CHUNK, left = row(NUMEL) - start;
@@ -108,11 +107,11 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
         char* to = (char*)row(TARGET) + start * SIZE[target];
         if (copy) {
             std::memcpy(to, from, size * SIZE[source]);
-            continue;
+            return;
         }
         if (convert) {
             convert(from, to, size);
-            continue;
+            return;
         }
         alignas(64) float block[BLOCK];
         alignas(64) uint32_t words[BLOCK];
@@ -125,7 +124,7 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
                 random_words<BLOCK>(seed, 0, uint32_t(row(STREAM)), row(OFFSET) + start + done, n, words);
             store(values, words, to + done * SIZE[target], n);
         }
-    }
+    });
 }
 
 HALFSTEP_PACKED(halfstep_cast)

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import TRITON_NAMES, chosen, jit, native_on_cpu, on_device, resolve, tl, triton_dtype
@@ -41,9 +42,8 @@ from halfstep.kernels.multi_tensor import (
     is_flat,
     is_plain,
     own_operations,
-    packed,
 )
-from halfstep.kernels.op import Op, batch_first, is_watched
+from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_runs
 from halfstep.kernels.rounding import (
     FORMATS,
@@ -396,6 +396,12 @@ def _native(
     native.function("cast", "cast")(rows, chunk_tensor, tensors, chunks, *codes, mode, saturate, seed, threads)
 
 
+@functools.cache
+def _native_list(target: torch.dtype) -> Callable[..., bool]:
+    """The C++ function for lists of sources and of targets with dtype `target`: see `native.list_function`."""
+    return native.list_function("cast", "cast", CHUNK, bytes([2 ** len(CODES) - 1, 2 ** CODES[target]]))
+
+
 def _cast_lists(
     sources: list[torch.Tensor],
     targets: list[torch.Tensor],
@@ -418,9 +424,8 @@ def _cast_lists(
         return
     pair = sources[0].dtype, targets[0].dtype
     if implementation == "native" and mode != STOCHASTIC:
-        quick = packed(CHUNK, sources, targets)
-        if quick is not None:
-            _native(*quick.places, quick.tensors, quick.chunks, *pair, mode, saturate, seed)
+        quick = not is_dynamo_compiling() and _native_list(targets[0].dtype)
+        if quick and quick(sources, targets, mode, saturate, seed):
             return
     table = _tables[pair].table(sources, targets, numbers=(streams, offsets) if mode == STOCHASTIC else ())
     if not table.chunks:
@@ -588,42 +593,42 @@ def _drawn_number() -> int:
     return int(drawn) if type(drawn) is torch.Tensor else 0
 
 
-# torch's own conversions to nearest, by the code of the source and the target. Results have the same bits as ours,
-# except for the sign of a NaN.
-_TORCHS = {
-    (code, target): {torch.float32: torch.Tensor.float, torch.float16: torch.Tensor.half}.get(
-        target, torch.Tensor.bfloat16
+def _torchs(target: torch.dtype) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
+    """torch's own conversion to nearest for each code of the dtype of the source; None where it does not serve.
+
+    Results have the same bits as ours, except for the sign of a NaN. FP8 is left out, since the derivative is then a
+    conversion to FP8, which saturates in some versions of torch.
+    """
+    methods = {
+        torch.float32: torch.Tensor.float,
+        torch.float16: torch.Tensor.half,
+        torch.bfloat16: torch.Tensor.bfloat16,
+    }
+    return tuple(
+        methods.get(target) if source in methods and source != target and torch.float32 in (source, target) else None
+        for source in DTYPES
     )
-    for source, code in DTYPE_CODES.items()
-    for target in DTYPE_CODES
-    if source != target and torch.float32 in (source, target)
-}
 
 
-def _quick(x: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """`cast` to nearest of a plain, contiguous tensor on the CPU; None for others, or if `Op` must see the call.
+@functools.cache
+def _quick(target: torch.dtype) -> Callable[[Any], torch.Tensor | None]:
+    """`cast` to nearest of a plain, contiguous tensor on the CPU; it returns None for others, and if `Op` must see it.
 
     torch's own conversion takes half of the time of an operation of ours on small tensors; its derivative is the same.
     """
-    if is_watched() or chosen() != "auto" or torch._C._are_functorch_transforms_active():
-        return None
     module = native.calls()
-    if module is None:
-        return None
-    code = module.code(x)
-    convert = _TORCHS.get((code, dtype))
-    if convert is not None:
-        return convert(x)
-    if code < 0 or dtype not in CODES or torch.autograd.forward_ad._current_level >= 0:
-        return None
-    if not native_on_cpu("cast") or (x.requires_grad and torch.is_grad_enabled()):
-        return None
-    result = torch.empty_like(x, dtype=dtype)
-    found = packed(CHUNK, [x], [result])
-    if found is None:
-        return None
-    _native(*found.places, 1, found.chunks, x.dtype, dtype, NEAREST, False, 0)
-    return result
+    if module is None or not native_on_cpu("cast"):
+        return lambda x: None
+    plan = (
+        _torchs(target),
+        functools.partial(torch.empty_like, dtype=target),
+        native.packed_form("cast", "cast")[0],
+        CODES[target],
+        CHUNK,
+        native.threads,
+        torch.autograd.forward_ad,
+    )
+    return functools.partial(module.cast, plan)
 
 
 def cast(
@@ -674,10 +679,11 @@ def cast(
         >>> halfstep.cast(x, torch.bfloat16, rounding="stochastic", seed=0).float().mean()
         tensor(1.0020)
     """
-    if rounding == "nearest" and not saturate and seed is None and out is None and offset == 0:
-        result = _quick(x, dtype)
-        if result is not None:
-            return result
+    if rounding == "nearest" and not saturate and seed is None and out is None and offset == 0 and dtype in CODES:
+        if chosen() == "auto" and not is_dynamo_compiling():
+            result = _quick(dtype)(x)
+            if result is not None:
+                return result
     _check_options(dtype, rounding, seed)
     _check_offset(offset, "offset")
     check_tensor(x, "x", DTYPES)
@@ -753,15 +759,13 @@ def foreach_cast(
         >>> halfstep.foreach_cast(weights, torch.bfloat16)
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
-    _check_options(dtype, rounding, seed)
-    if out is not None and rounding == "nearest" and offsets is None:
+    if out is not None and rounding == "nearest" and seed is None and offsets is None and dtype in CODES:
         # What follows takes longer than the kernel for thousands of tensors.
-        quick = packed(CHUNK, tensors, out) if native_on_cpu("cast") else None
-        if quick is not None and quick.codes[1] == CODES[dtype]:
-            source = DTYPES[quick.codes[0]]
-            _native(*quick.places, quick.tensors, quick.chunks, source, dtype, NEAREST, saturate, 0)
-            torch.autograd.graph.increment_version(out)
+        quick = not is_dynamo_compiling() and native_on_cpu("cast") and _native_list(dtype)
+        if quick and quick(tensors, out, NEAREST, saturate, 0):
+            torch._C._increment_version(out)
             return list(out)
+    _check_options(dtype, rounding, seed)
     with torch.no_grad():
         return _foreach_cast(tensors, dtype, rounding, saturate, seed, out, offsets)
 

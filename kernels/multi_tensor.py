@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -227,8 +227,7 @@ def checked_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def addresses_of(*tensors: torch.Tensor | None) -> list[int | None]:
     """The `address` of each tensor; None for None."""
-    found = iter(checked_addresses([tensor for tensor in tensors if tensor is not None]))
-    return [None if tensor is None else next(found) for tensor in tensors]
+    return [None if tensor is None else address(tensor) for tensor in tensors]
 
 
 class TableCache(threading.local):
@@ -271,41 +270,20 @@ class TableCache(threading.local):
         return found
 
 
-class Packed(NamedTuple):
-    """A table of CPU tensors for one call of C++, built by compiled code.
+def quick_calls() -> Any:
+    """`native.calls`, for calls that nothing but autograd has to see.
 
-    Attributes:
-        memory: the objects that hold the table.
-        places: as those of `TensorTable`.
-        tensors, chunks: as those of `TensorTable`.
-        codes: for each list the code of its dtype in C++ (those of `cast.CODES`).
-    """
-
-    memory: object
-    places: tuple[int, int]
-    tensors: int
-    chunks: int
-    codes: tuple[int, ...]
-
-
-def packed(chunk: int, *operands: object) -> Packed | None:
-    """The table of lists of tensors, one operand each, for the usual case; it also validates them.
+    Functions of this module may be called only while ``torch.compiler.is_dynamo_compiling()`` is false, since Dynamo
+    cannot trace them. Other compilers use dispatch modes.
 
     Returns:
-        None unless all are lists of the same length, not empty, of plain, contiguous tensors with memory on the CPU, of
-        the same shapes, each list having one dtype. None too if a mode of torch may have to see the tensors, and if
+        None if a compiler, a tracer, a dispatch mode or a transform of `torch.func` must see the operation, and if
         `native.calls` is not available.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_dynamo_compiling():
         return None
     module = native.calls()
-    if module is None or torch._C._are_functorch_transforms_active():
-        return None
-    found = module.table(chunk, *operands)
-    if found is None:
-        return None
-    memory, rows, chunk_tensor, chunks, *codes = found
-    return Packed(memory, (rows, chunk_tensor), len(operands[0]), chunks, tuple(codes))  # type: ignore[arg-type]
+    return None if module is None or module.watched() else module
 
 
 def is_flat(tensor: torch.Tensor) -> bool:

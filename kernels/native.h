@@ -246,6 +246,19 @@ template <typename... Args> inline void call_packed(void (*f)(Args...), const in
 #define HALFSTEP_PACKED(f) \
     extern "C" void f##_packed(const int64_t* packed) { halfstep::call_packed(f, packed); }
 
+constexpr int64_t FEW_CHUNKS = 8;  // with 4096 elements each: so many chunks are worth one thread only
+
+// Call work(i) for each i from 0 to n, on several threads if n is at least `least`. One thread enters no parallel region,
+// which would take longer than the work on a small tensor. All threads get one range each, in order.
+template <typename Work> inline void spread_evenly(int64_t n, int64_t least, int32_t threads, Work&& work) {
+    if (n < least || threads <= 1) {
+        for (int64_t i = 0; i < n; ++i) work(i);
+        return;
+    }
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < n; ++i) work(i);
+}
+
 // Call f with a null pointer of the C++ type that a dtype code stands for.
 template <typename F> inline void with_dtype(int32_t dtype, F&& f) {
     if (dtype == F32) f((float*)nullptr);

@@ -281,12 +281,16 @@ def threads(wished: int | None = None) -> int:
     global _in_parallel
     if _without_threads:
         return 1
-    if not wished:
-        import torch  # imported here, because encoding numbers does not need torch
-
-        wished = torch.get_num_threads()
+    wished = wished or _torch_threads()()
     _in_parallel = _in_parallel or wished > 1
     return wished
+
+
+@functools.cache
+def _torch_threads() -> Callable[[], int]:
+    import torch  # imported here, because encoding numbers does not need torch
+
+    return torch.get_num_threads
 
 
 def _after_fork() -> None:
@@ -355,8 +359,14 @@ def calls() -> Any:
             raise OSError(found)
         loader = ExtensionFileLoader(f"halfstep_{CALLS}", found._name)
         module: Any = module_from_spec(ModuleSpec(loader.name, loader, origin=found._name))
-        module.use(exchange, torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg)
-    except (OSError, ImportError, RuntimeError, subprocess.SubprocessError) as error:
+        loader.exec_module(module)
+        questions = (
+            torch._C._len_torch_dispatch_stack,
+            torch._C._is_tracing,
+            torch._C._are_functorch_transforms_active,
+        )
+        module.use(exchange, (torch.Tensor, torch.nn.Parameter), torch.Tensor.is_neg, questions)
+    except (OSError, ImportError, RuntimeError, TypeError, ValueError, subprocess.SubprocessError) as error:
         _logger.info("C++ is called through ctypes: %s", error)
         return None
     return module
@@ -365,18 +375,49 @@ def calls() -> Any:
 _KINDS: dict[Any, str] = {ctypes.c_void_p: "p", ctypes.c_float: "f", ctypes.c_double: "f"}
 
 
+def packed_form(family: str, name: str) -> tuple[int, bytes]:
+    """The address of the form of a function that `calls` can call, and the kinds of its arguments."""
+    address = ctypes.cast(getattr(functions(family), f"halfstep_{name}_packed"), ctypes.c_void_p).value
+    assert address is not None
+    types = getattr(functions(family), f"halfstep_{name}").argtypes
+    return address, "".join(_KINDS.get(kind, "i") for kind in types).encode()
+
+
 @functools.cache
 def function(family: str, name: str) -> Callable[..., None]:
     """The function ``halfstep_name`` of a family for which `backend.resolve` has chosen "native".
 
     Arguments are as `declare` says. It is called through `calls` if that is available, and otherwise by ctypes.
     """
-    found = getattr(functions(family), f"halfstep_{name}")
     module = calls()
     if module is None:
+        found: Callable[..., None] = getattr(functions(family), f"halfstep_{name}")
         return found
-    packed = ctypes.cast(getattr(functions(family), f"halfstep_{name}_packed"), ctypes.c_void_p).value
-    return functools.partial(module.invoke, packed, "".join(_KINDS.get(kind, "i") for kind in found.argtypes).encode())
+    return functools.partial(module.invoke, *packed_form(family, name))
+
+
+@functools.cache
+def list_function(family: str, name: str, chunk: int, codes: bytes) -> Callable[..., bool]:
+    """The function ``halfstep_name`` of a family, to be called with lists of tensors in place of a table.
+
+    The parameters of the C++ function are a table of `multi_tensor` (`rows`, `chunk_tensor`, `tensors`, `chunks`), the
+    code of the dtype of each list, others, and `threads`. The result is called with the lists and the others. It
+    returns whether it has called the C++ function, which it does only for lists of plain, contiguous tensors with
+    memory on the CPU, not empty, of the same shapes, each list having one dtype, and only if no tracer, dispatch mode
+    or transform of `torch.func` is active. It must not be traced by a compiler.
+
+    Without `calls`, the result does nothing and returns False. The family must be available on the CPU.
+
+    Args:
+        family, name: the function.
+        chunk: elements per chunk.
+        codes: one byte for each list; bit i allows the dtype of code i.
+    """
+    module = calls()
+    if module is None:
+        return lambda *arguments: False
+    address, kinds = packed_form(family, name)
+    return functools.partial(module.invoke_with_lists, address, kinds[4 + len(codes) : -1], chunk, codes, threads)
 
 
 @functools.cache

@@ -133,14 +133,13 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
         using T = std::remove_pointer_t<decltype(type)>;
         const auto one = !inv_scale ? check_chunk<T, false, false>
                                     : write ? check_chunk<T, true, true> : check_chunk<T, true, false>;
-#pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 8)
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        spread_evenly(chunks, FEW_CHUNKS + 1, threads, [&](int64_t chunk) {
             const int64_t tensor = chunk_tensor[chunk];
             const int64_t start = (chunk - rows[tensors + tensor]) * CHUNK;
             const int64_t left = rows[tensor] - start;
             one((T*)rows[2 * tensors + tensor] + start, left < CHUNK ? left : CHUNK, factor,
                 flags + rows[3 * tensors + tensor], sums + chunk);
-        }
+        });
     });
 }
 
@@ -178,7 +177,7 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
 
 // Both at once for tensors of one dtype, `rows` having one operand: buffers of the thread, and flags in order.
 extern "C" void halfstep_check_list(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-                                    const float* inv_scale, int32_t inverted, int32_t write, int32_t dtype,
+                                    int32_t dtype, const float* inv_scale, int32_t inverted, int32_t write,
                                     float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
                                     int32_t* tally, const int64_t* step, int32_t threads) {
     thread_local std::vector<int64_t> table;

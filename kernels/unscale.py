@@ -43,7 +43,6 @@ from halfstep.kernels.backend import jit, native_on_cpu, on_device, resolve, tl,
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
-    Packed,
     TableCache,
     TensorTable,
     address,
@@ -54,7 +53,7 @@ from halfstep.kernels.multi_tensor import (
     check_tensor_list,
     checked_addresses,
     own_operations,
-    packed,
+    quick_calls,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import capturing, current_stream
@@ -66,6 +65,7 @@ CHECK_WARPS = 4  # 8 warps take 18.9 instead of 10.8 instructions per bf16 eleme
 FINISH_WARPS = 8
 
 _CPU = torch.device("cpu")
+_CODES = bytes([2 ** len(DTYPE_CODES) - 1])  # as `native.list_function` has it: all three dtypes
 
 HAS_INF, HAS_NAN = 1, 2  # bits of a tensor's flag
 
@@ -495,16 +495,13 @@ def _models() -> Verdict:
     return Verdict.empty(0, _CPU)
 
 
-def _packed(tensors: object) -> Packed | None:
-    """The table of a list that `_check_packed` can check; None if there is none."""
-    if not native_on_cpu("unscale"):
-        return None
-    found = packed(CHUNK, tensors)
-    return found if found is not None and found.codes[0] < len(DTYPE_CODES) else None
+def _is_quick(tensors: object) -> bool:
+    """Whether to try `_check_quickly` on a list."""
+    return type(tensors) is list and native_on_cpu("unscale") and quick_calls() is not None
 
 
-def _check_packed(
-    table: Packed,
+def _check_quickly(
+    tensors: list[torch.Tensor],
     factor: Factor | None,
     write: bool,
     found_inf: torch.Tensor,
@@ -512,8 +509,11 @@ def _check_packed(
     norm: torch.Tensor | None,
     flags: torch.Tensor | None,
     tally: Tally | None = None,
-) -> None:
-    """Check tensors of one dtype on the CPU by one call. Flags have the order of the tensors."""
+) -> bool:
+    """Check tensors of one dtype on the CPU by one call. Flags have the order of the tensors.
+
+    Returns whether it was done: only for lists as `native.list_function` takes them.
+    """
     by, inverted = None, False
     if factor is not None:
         inverted = factor.inverted
@@ -522,21 +522,12 @@ def _check_packed(
             by = ctypes.addressof(number)
         else:
             by = address(factor.value)
-    native.function("unscale", "check_list")(
-        *table.places,
-        table.tensors,
-        table.chunks,
-        by,
-        inverted,
-        write,
-        table.codes[0],
-        found_inf,
-        sum_of_squares,
-        norm,
-        flags,
-        *(tally or (None, None)),
-        native.threads(),
-    )
+    counts, step = tally or (None, None)
+    call = native.list_function("unscale", "check_list", CHUNK, _CODES)
+    done = call(tensors, by, inverted, write, found_inf, sum_of_squares, norm, flags, counts, step)
+    if done and write:
+        torch._C._increment_version(tensors)
+    return done
 
 
 def check(
@@ -564,13 +555,16 @@ def check(
         in_memory: whether kernels may read the tensors at their addresses; None to find out. Otherwise operations of
             torch are used, which support other dtypes too.
     """
-    table = _packed(tensors) if in_memory is not False and (places is None or type(places) is range) else None
-    if table is not None and (out is None or out.flags.numel() == table.tensors):
-        out = Verdict.empty(table.tensors, _CPU) if out is None else out
-        _check_packed(table, factor, write, out.found_inf, out.sum_of_squares, norm, out.flags, tally)
-        if write:
-            torch.autograd.graph.increment_version(tensors)
-        return out
+    in_order = places is None or type(places) is range
+    if (
+        in_memory is not False
+        and in_order
+        and (out is None or out.flags.numel() == len(tensors))
+        and _is_quick(tensors)
+    ):
+        quick = Verdict.empty(len(tensors), _CPU) if out is None else out
+        if _check_quickly(tensors, factor, write, quick.found_inf, quick.sum_of_squares, norm, quick.flags, tally):
+            return quick
     if in_memory is None:
         in_memory = all_have_memory(tensors)
     device = tensors[0].device
@@ -705,12 +699,12 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
         >>> halfstep.foreach_check([torch.ones(2), torch.tensor([float("inf")])]).flags
         tensor([0, 1], dtype=torch.int32)
     """
-    table = _packed(grads)
-    if table is not None:
+    if _is_quick(grads):
         found_inf, sum_of_squares, flags = _models()
-        found = Verdict(torch.empty_like(found_inf), torch.empty_like(sum_of_squares), flags.new_empty(table.tensors))
-        _check_packed(table, _checked_factor(inv_scale, _CPU), False, found[0], found[1], None, found[2])
-        return found
+        found = Verdict(torch.empty_like(found_inf), torch.empty_like(sum_of_squares), flags.new_empty(len(grads)))
+        factor = _checked_factor(inv_scale, _CPU)
+        if _check_quickly(grads, factor, False, found[0], found[1], None, found[2]):  # type: ignore[arg-type]
+            return found
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
@@ -740,12 +734,12 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         >>> gradients, norm
         ([tensor([3., 4.])], tensor(5.))
     """
-    table = _packed(grads)
-    if table is not None:
-        found_inf, norm = torch.empty_like(_models()[0]), torch.empty_like(_models()[0])
-        _check_packed(table, _checked_factor(inv_scale, _CPU), True, found_inf, None, norm, None)
-        torch.autograd.graph.increment_version(grads)
-        return Unscaled(found_inf, norm)
+    if _is_quick(grads):
+        model = _models().found_inf
+        found_inf, norm = torch.empty_like(model), torch.empty_like(model)
+        factor = _checked_factor(inv_scale, _CPU)
+        if _check_quickly(grads, factor, True, found_inf, None, norm, None):  # type: ignore[arg-type]
+            return Unscaled(found_inf, norm)
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))

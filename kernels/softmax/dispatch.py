@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import resolve
+from halfstep.kernels.backend import native_on_cpu, resolve
 from halfstep.kernels.multi_tensor import DTYPE_CODES, check_addresses
-from halfstep.kernels.op import is_watched
 from halfstep.kernels.softmax import cpu, row_launches, strided
 from halfstep.kernels.softmax.layout import as_rows, is_transposed, outer_inner
 from halfstep.kernels.softmax.reference import reference_backward, reference_forward
@@ -32,16 +32,49 @@ def quick_forward(x: torch.Tensor, scale: float, log: bool) -> torch.Tensor | No
 
     Returns None for others, and if `Op` must see the call. It takes half of the time on small tensors.
     """
-    if is_watched() or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if is_dynamo_compiling() or torch.autograd.forward_ad._current_level >= 0:
         return None
     module = native.calls()
-    if module is None or not 0 <= module.code(x) < len(DTYPE_CODES) or (x.requires_grad and torch.is_grad_enabled()):
+    if module is None or not native_on_cpu("softmax") or not 0 <= (code := module.code(x)) < len(DTYPE_CODES):
         return None
-    if x.ndim == 0 or x.shape[-1] > LONGEST or resolve(x.device, "softmax") != "native":
+    if x.requires_grad and torch.is_grad_enabled():
+        return None
+    shape = x.shape
+    if not shape or shape[-1] > LONGEST:
         return None
     y = torch.empty_like(x)
-    cpu.plain_forward(x, y, scale, 0, log)
+    columns = shape[-1]
+    native.function("softmax", "softmax_rows")(
+        x, y, x.numel() // columns, columns, 0, scale, log, code, code, native.threads()
+    )
     return y
+
+
+def quick_backward(
+    grad: torch.Tensor, y: torch.Tensor, options: tuple[int, float, bool, bool, torch.dtype]
+) -> torch.Tensor | None:
+    """`backward` over the last dimension of plain, contiguous CPU tensors of one dtype that needs no derivative.
+
+    Returns None for others, and if `Op` must see the call. It takes a third of the time on small tensors.
+    """
+    dim, scale, causal, log, dtype = options
+    if is_dynamo_compiling() or torch.is_grad_enabled() or dim != -1 or causal or dtype is not y.dtype:
+        return None
+    module = native.calls()
+    if module is None or not native_on_cpu("softmax") or not 0 <= (code := module.code(y)) < len(DTYPE_CODES):
+        return None
+    if module.code(grad) != code or torch.autograd.forward_ad._current_level >= 0:
+        return None
+    columns = y.shape[-1] if y.ndim else LONGEST + 1
+    if code == DTYPE_CODES[torch.float32] and scale == 1.0 and not log and columns <= TORCHS_ROWS:
+        return torch._softmax_backward_data(grad, y, -1, dtype)
+    if columns > LONGEST:
+        return None
+    dx = torch.empty_like(y)
+    native.function("softmax", "softmax_backward")(
+        *(grad, y, dx, y.numel() // columns, columns, 0, scale, log, code, code, native.threads())
+    )
+    return dx
 
 
 def forward(
@@ -98,8 +131,7 @@ def backward(
     grad, y = grad.resolve_neg(), y.resolve_neg()
     plain = implementation == "native" and dim == -1 and scale == 1.0 and not causal and not log
     if plain and grad.dtype == y.dtype == dtype == torch.float32 and y.shape[-1] <= TORCHS_ROWS:
-        result: torch.Tensor = torch.ops.aten._softmax_backward_data(grad, y, -1, dtype)
-        return result
+        return torch._softmax_backward_data(grad, y, -1, dtype)
     check_addresses(grad, y)
     if y.is_contiguous():
         dx = torch.empty_like(y, dtype=dtype)

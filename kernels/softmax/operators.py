@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels.op import Op, batch_first
-from halfstep.kernels.softmax.dispatch import backward, forward
+from halfstep.kernels.softmax.dispatch import backward, forward, quick_backward
 from halfstep.kernels.softmax.reference import math_dtype, reference_double_backward
 
 
@@ -24,9 +24,13 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _differentiate_forward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     (y,) = ctx.saved_tensors
     dx = dmask = None
-    if ctx.needs_input_grad[0]:
-        dx = softmax_backward(grad, y, *ctx.options, ctx.x_dtype)
-    if ctx.needs_input_grad[1]:
+    needed = ctx.needs_input_grad
+    if needed[0]:
+        options = (*ctx.options, ctx.x_dtype)
+        dx = quick_backward(grad, y, options)
+        if dx is None:
+            dx = softmax_backward(grad, y, *options)
+    if needed[1]:
         dim, _, causal, log = ctx.options
         dz = softmax_backward(grad, y, dim, 1.0, causal, log, math_dtype(grad.dtype, y.dtype))
         dmask = dz.sum_to_size(ctx.mask_shape).to(ctx.mask_dtype)

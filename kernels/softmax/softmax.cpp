@@ -434,8 +434,8 @@ template <typename Work> inline void spread(int64_t n, int64_t elements_each, in
     int64_t piece = 32768 / (elements_each > 0 ? elements_each : 1);
     piece = piece < 1 ? 1 : piece;
     const int64_t pieces = (n + piece - 1) / piece;
-    (void)threads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (pieces > 1)
+    if (pieces == 1 || threads <= 1) return work(int64_t(0), n);  // a parallel region of one thread takes its time
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t p = 0; p < pieces; ++p) work(p * piece, p * piece + piece < n ? p * piece + piece : n);
 }
 
