@@ -367,14 +367,12 @@ template <typename F> bool with_usual(const Layout& layout, F&& f) {
 template <typename Work>
 void spread(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks, const Hyper* hyper,
             int32_t threads, Work&& work) {
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (chunks > 1)
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    spread_evenly(chunks, 2, threads, [&](int64_t chunk) {
         const int64_t tensor = chunk_tensor[chunk];
         const int64_t start = (chunk - rows[tensors + tensor]) * CHUNK;
         const int64_t left = rows[tensor] - start;
         work(rows + 2 * tensors + tensor, start, left < CHUNK ? left : CHUNK, hyper[tensor]);
-    }
+    });
 }
 
 template <bool AMSGRAD, bool L2>

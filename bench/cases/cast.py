@@ -44,6 +44,10 @@ def _to(target: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     return x.to(target)
 
 
+def _cast(target: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    return halfstep.cast(x, target)
+
+
 def _compiled(target: torch.dtype, sizes: Sizes, sources: list[torch.Tensor]) -> Prepared:
     return _one(compiled(partial(_to, target), sizes), sources)
 
@@ -91,7 +95,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                 error_unit="in eps",
                 prepare=partial(normal_tensors, tensors=1, numel=elements, dtype=DTYPES[source]),
                 providers={
-                    "halfstep": partial(_one, partial(halfstep.cast, dtype=DTYPES[target])),
+                    "halfstep": partial(_one, partial(_cast, DTYPES[target])),
                     "torch eager": partial(_one, partial(_to, DTYPES[target])),
                     "torch.compile": partial(_compiled, DTYPES[target], sizes),
                 },

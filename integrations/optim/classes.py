@@ -35,6 +35,8 @@ _gradient = attrgetter("grad")
 def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
     """The control of a step with the dtypes and the device that the kernels need. Does not wait for the device."""
     numbers = control.grad_scale, control.found_inf, control.sum_of_squares
+    if all(map(is_, numbers, repeat(None))):
+        return control
     fitting = []
     for number, dtype in zip(numbers, (torch.float32, torch.float32, torch.float64), strict=True):
         if number is not None and not isinstance(number, torch.Tensor):
