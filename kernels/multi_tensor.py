@@ -227,7 +227,10 @@ def checked_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def addresses_of(*tensors: torch.Tensor | None) -> list[int | None]:
     """The `address` of each tensor; None for None."""
-    return [None if tensor is None else address(tensor) for tensor in tensors]
+    found = [None if tensor is None else _address(tensor) for tensor in tensors]
+    if 0 in found or any(map(_BEYOND_OFFSETS.__gt__, filter(None, found))):
+        check_addresses(*tensors)
+    return found
 
 
 class TableCache(threading.local):
