@@ -1,4 +1,5 @@
 // Adam and AdamW over lists of tensors: the CPU twin of kernels/adam.py, same bits. The arithmetic is described there.
+#include "block_codes.h"
 #include "lanes.h"
 #include <type_traits>
 
@@ -6,12 +7,15 @@ using namespace halfstep;
 
 namespace {
 
-constexpr int64_t CHUNK = 2048;  // elements per table chunk
+constexpr int64_t CHUNK = 2048;        // elements per table chunk ...
+constexpr int64_t CODED_CHUNK = 8192;  // ... and with moments in 8 bits
 constexpr int64_t BLOCK = 256;   // elements converted and updated at a time: all local arrays fit the first-level cache
 constexpr float MAX = 3.4028234663852886e38f;
 
 enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2, SPLIT24_MASTER = 3 };
-enum Operand { GRAD, PARAM, EXTRA, FIRST, SECOND, TOP, STEP, STREAM, BASE, INNER, INNER_WHOLE, SEED };
+enum Operand { GRAD, PARAM, EXTRA, FIRST, SECOND, TOP, STEP, STREAM, BASE, INNER, INNER_WHOLE, SEED,
+               FIRST_EXPONENTS, SECOND_EXPONENTS, TOP_EXPONENTS, COLUMNS };
+constexpr int32_t CODED = 3;  // the dtype code of moments in 8 bits
 enum { GROUP_COLUMNS = 8, HYPER_COLUMNS = 10 };
 
 struct Hyper { float gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2; };
@@ -300,7 +304,7 @@ struct Staged {
         with_dtype(layout.grad, [&](auto* type) {
             load(operand<std::remove_pointer_t<decltype(type)>>(GRAD), block.grad, n);
         });
-        with_dtype(layout.state, [&](auto* type) {
+        if (layout.state != CODED) with_dtype(layout.state, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;
             load(operand<T>(FIRST), block.first, n);
             load(operand<T>(SECOND), block.second, n);
@@ -310,16 +314,18 @@ struct Staged {
             walk(n, [&](int64_t i) { put(block.weight + i, weight.get(i)); },
                  [&](int64_t i, int64_t k) { put_some(block.weight + i, weight.get_some(i, k), k); });
         });
-        if (layout.stochastic && layout.state == BF16) random_words_of<3>(table, tensors, start, n, block.words);
+        if (layout.stochastic && layout.state != F32) random_words_of<3>(table, tensors, start, n, block.words);
         else if (layout.stochastic) random_words_of<1>(table, tensors, start, n, block.words);
     }
-    void write(Block& block, bool amsgrad) const {
+    void write_moments(const Block& block, bool amsgrad) const {
         with_dtype(layout.state, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;
             store(block.first, operand<T>(FIRST), n);
             store(block.second, operand<T>(SECOND), n);
             if (amsgrad) store(block.top, operand<T>(TOP), n);
         });
+    }
+    void write_weight(Block& block) const {
         if (layout.stochastic && layout.master == NO_MASTER) {
             if (layout.param == F16) roughen<Float16>(block.weight, block.words, n);
             else if (layout.param == BF16) roughen<BFloat16>(block.weight, block.words, n);
@@ -343,7 +349,57 @@ void staged_step(const Layout& layout, const int64_t* table, int64_t tensors, in
         part.read(block, AMSGRAD);
         update<AMSGRAD, L2, NOISY>(hyper, part.n, Alone<float>{block.weight}, block.grad, block.first, block.second,
                                    block.top, block.words);
-        part.write(block, AMSGRAD);
+        part.write_moments(block, AMSGRAD);
+        part.write_weight(block);
+    }
+}
+
+// The same for moments in 8 bits: `count` elements are those of whole blocks of codes, and `start` counts such too.
+template <bool AMSGRAD, bool L2>
+void coded_step(const Layout& layout, const int64_t* table, int64_t tensors, int64_t start, int64_t count,
+                const Hyper& h) {
+    const bool near_m = h.w1 < 0.5f, near_v = h.w2 < 0.5f;
+    const V gscale = splat(h.gscale), decay = splat(h.decay), w1 = splat(h.w1), w2 = splat(h.w2);
+    const V factor = splat(h.root), eps = splat(h.eps), step_size = splat(h.step_size), infinite = splat(INFINITY);
+    const V beta1 = splat(h.beta1), beta2 = splat(h.beta2), most = splat(LARGEST_POSITIVE);
+    const int64_t columns = table[COLUMNS * tensors], per_row = (columns + SPAN - 1) / SPAN;
+    Block block{};  // vectors may reach beyond the elements
+    alignas(64) uint32_t exact[SPAN]{};
+    for (int64_t i = 0; i < 3 * BLOCK; ++i) block.words[i] = NEAREST_WORD;
+    for (int64_t number = start / SPAN; number < (start + count) / SPAN; ++number) {
+        const int64_t row = number / per_row, column = (number - row * per_row) * SPAN;
+        const int64_t n = columns - column < SPAN ? columns - column : SPAN;
+        const Staged part{layout, table, tensors, row * columns + column, n};
+        const auto exponent = [&](Operand which) -> uint8_t& { return ((uint8_t*)table[which * tensors])[number]; };
+        uint8_t *first = part.operand<uint8_t>(FIRST), *second = part.operand<uint8_t>(SECOND);
+        part.read(block, AMSGRAD);
+        decode_signed(first, exponent(FIRST_EXPONENTS), block.first, n);
+        decode_positive(second, exponent(SECOND_EXPONENTS), block.second, n);
+        for (int64_t i = 0; i < n; i += W) {
+            V g = get(block.grad + i) * gscale;
+            if (L2) g = g + decay * get(block.weight + i);
+            put(block.first + i, average(get(block.first + i), g, w1, beta1, near_m));
+            put(block.second + i, average(get(block.second + i), smaller(most, g * g), w2, beta2, near_v));
+        }
+        exponent(FIRST_EXPONENTS) = encode_signed(block.first, block.words + BLOCK, first, n);
+        exponent(SECOND_EXPONENTS) = encode_positive(block.second, block.words + 2 * BLOCK, second, n);
+        if (AMSGRAD) {
+            uint8_t* top = part.operand<uint8_t>(TOP);
+            decode_positive(second, exponent(SECOND_EXPONENTS), block.second, n);
+            decode_positive(top, exponent(TOP_EXPONENTS), block.top, n);
+            for (int64_t i = 0; i < n; i += W) {
+                const V v = get(block.second + i), highest = get(block.top + i);
+                put(block.second + i, select((v > highest) | is_nan(v), v, highest));
+            }
+            exponent(TOP_EXPONENTS) = encode_positive(block.second, exact, top, n);
+        }
+        for (int64_t i = 0; i < n; i += W) {
+            const V w = get(block.weight + i);
+            V d = step_size * (get(block.first + i) / (root(get(block.second + i)) * factor + eps));
+            if (!L2) d = d + (V)((I)(decay * w) & ((V)magnitude(w) != infinite));
+            put(block.weight + i, w - d);
+        }
+        part.write_weight(block);
     }
 }
 
@@ -365,13 +421,13 @@ template <typename F> bool with_usual(const Layout& layout, F&& f) {
 
 // Call work(table column, first element, elements, hyper) for every chunk.
 template <typename Work>
-void spread(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks, const Hyper* hyper,
-            int32_t threads, Work&& work) {
+void spread(int64_t size, const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
+            const Hyper* hyper, int32_t threads, Work&& work) {
     spread_evenly(chunks, 2, threads, [&](int64_t chunk) {
         const int64_t tensor = chunk_tensor[chunk];
-        const int64_t start = (chunk - rows[tensors + tensor]) * CHUNK;
+        const int64_t start = (chunk - rows[tensors + tensor]) * size;
         const int64_t left = rows[tensor] - start;
-        work(rows + 2 * tensors + tensor, start, left < CHUNK ? left : CHUNK, hyper[tensor]);
+        work(rows + 2 * tensors + tensor, start, left < size ? left : size, hyper[tensor]);
     });
 }
 
@@ -382,7 +438,7 @@ void run(const Layout& layout, const int64_t* rows, const int32_t* chunk_tensor,
         using Weight = std::remove_pointer_t<decltype(weight)>;
         using G = std::remove_pointer_t<decltype(grad)>;
         using S = std::remove_pointer_t<decltype(state)>;
-        spread(rows, chunk_tensor, tensors, chunks, hyper, threads,
+        spread(CHUNK, rows, chunk_tensor, tensors, chunks, hyper, threads,
                [=](const int64_t* table, int64_t start, int64_t n, const Hyper& h) {
                    const auto at = [&](Operand operand) { return table[operand * tensors]; };
                    const auto moment = [&](Operand operand) { return (S*)at(operand) + start; };
@@ -391,9 +447,10 @@ void run(const Layout& layout, const int64_t* rows, const int32_t* chunk_tensor,
                });
     });
     if (usual) return;
-    spread(rows, chunk_tensor, tensors, chunks, hyper, threads,
+    spread(layout.state == CODED ? CODED_CHUNK : CHUNK, rows, chunk_tensor, tensors, chunks, hyper, threads,
            [=](const int64_t* table, int64_t start, int64_t n, const Hyper& h) {
-               if (layout.stochastic && layout.state == BF16)
+               if (layout.state == CODED) coded_step<AMSGRAD, L2>(layout, table, tensors, start, n, h);
+               else if (layout.stochastic && layout.state == BF16)
                    staged_step<AMSGRAD, L2, true>(layout, table, tensors, start, n, h);
                else
                    staged_step<AMSGRAD, L2, false>(layout, table, tensors, start, n, h);

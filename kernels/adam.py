@@ -31,6 +31,11 @@ last place arrive in the mean: bf16 moments, an fp16 or bf16 parameter without a
 weight beside its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was stored:
 the larger of two bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step by step.
 
+Moments in 8 bits have the codes of block_codes.py: m signed ones, v and a positive ones. The codes of a moment have the
+order of the parameter, and its exponents lie in a second tensor, of shape (rows, blocks per row). MAX is then the
+largest number that a code stands for. ``a = max(a, v)`` always takes the v that was stored, and is stored without
+noise. Its numbers need no rounding, except that those too small for the larger exponent take the smallest code.
+
 The random bits are named by (seed, stream, step, index), as philox.py says, where stream is the parameter's number in
 the optimizer, step its t, and index the element's place, row by row, in the whole parameter. Hence the same bits
 whatever the launch shape, the batch, the number of ranks and the sharding. The parameter takes draw 0, m draw 1 and v
@@ -44,7 +49,8 @@ of the whole, which describes a range of rows (inner = numel), a range of any ot
 
 Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master
 14 + 14 = 28, no master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. bf16 state saves 8, amsgrad adds 8 (4 in
-bf16), a remainder of 8 bits saves 2: split 18, split of 24 bits 16, no master 14. Random bits are computed, not read.
+bf16), a remainder of 8 bits saves 2: split 18, split of 24 bits 16, no master 14. 8-bit state saves 12, less 4 bytes
+per 128 elements (6 with amsgrad) for exponents: split 14, split of 24 bits 12. Random bits are computed, not read.
 """
 
 from __future__ import annotations
@@ -52,13 +58,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from halfstep.kernels import native
+from halfstep.kernels import block_codes, native
 from halfstep.kernels.backend import MOST_THREADS, jit, most_warps, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.block_codes import (
+    LARGEST_POSITIVE,
+    SPAN,
+    blocks_per_row,
+    decode_positive_block,
+    decode_signed_block,
+    encode_positive_block,
+    encode_signed_block,
+    power_of_exponents,
+    rows_and_columns,
+)
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -84,10 +102,12 @@ from halfstep.kernels.rounding import (
     to_float32,
 )
 
-CHUNK = 2048  # elements per program ...
+CHUNK = 2048  # elements per program; with moments in 8 bits four times as many, which share more numbers ...
+CODED_CHUNK = 8192
 BLOCK = 1024  # ... and per trip of its loop: eight per thread, in few enough registers that nothing is spilled
 LANES = 256  # tensors per program of the prepare kernel
 MAX = torch.finfo(torch.float32).max
+STATE_CODES = {**DTYPE_CODES, torch.uint8: 3}  # the dtypes of moments in C++
 
 # How the fp32 weight is kept.
 NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER = range(4)
@@ -99,6 +119,10 @@ OPERANDS = 7
 # With stochastic rounding, five more rows: the parameter's number, where its shard lies in it, and the seed.
 STREAM, BASE, INNER, INNER_WHOLE, SEED = range(OPERANDS, OPERANDS + 5)
 STOCHASTIC_OPERANDS = OPERANDS + 5
+# With moments in 8 bits, four more: their exponents, and the elements in a row of the (local) tensor.
+M_EXPONENTS, V_EXPONENTS, TOP_EXPONENTS, COLUMNS = range(STOCHASTIC_OPERANDS, STOCHASTIC_OPERANDS + 4)
+CODED_OPERANDS = STOCHASTIC_OPERANDS + 4
+EXPONENTS_OF = {M: M_EXPONENTS, V: V_EXPONENTS, TOP: TOP_EXPONENTS}
 
 # Columns of the fp64 hyper-parameters that the host writes per parameter group ...
 LR, BETA1, BETA2, EPS, DECAY, MAXIMIZE, DECOUPLED, MAX_NORM = range(8)
@@ -115,7 +139,7 @@ class Layout:
     Attributes:
         param: fp32, fp16 or bf16.
         grad: fp32, fp16 or bf16.
-        state: of the moments, fp32 or bf16.
+        state: of the moments, fp32, bf16, or uint8 for codes in 8 bits.
         master: `NO_MASTER`, `FULL_MASTER` (fp32 copy), `SPLIT_MASTER` or `SPLIT24_MASTER` (bf16 parameter with a
             remainder of 16 bits, or of 8 bits, which makes a master of 24 bits).
         amsgrad: keep the maximum of the second moment.
@@ -130,6 +154,28 @@ class Layout:
     amsgrad: bool
     l2: bool
     stochastic: bool = False
+
+    @property
+    def coded(self) -> bool:
+        """Whether the moments are codes in 8 bits."""
+        return self.state == torch.uint8
+
+    @property
+    def operands(self) -> int:
+        """The rows of addresses and numbers in the tables of this layout."""
+        return CODED_OPERANDS if self.coded else STOCHASTIC_OPERANDS if self.stochastic else OPERANDS
+
+    @property
+    def chunk(self) -> int:
+        """Elements per program."""
+        return CODED_CHUNK if self.coded else CHUNK
+
+    def sizes(self, shapes: Sequence[torch.Size | tuple[int, ...]]) -> list[int]:
+        """The sizes that the table of tensors of these shapes is built for: with codes, those of whole blocks."""
+        if not self.coded:
+            return list(map(prod, shapes))
+        matrices = map(rows_and_columns, shapes)
+        return [rows * blocks_per_row(columns) * SPAN for rows, columns in matrices]
 
 
 def rounds_stochastically(param: torch.dtype, state: torch.dtype, master: int) -> bool:
@@ -251,13 +297,44 @@ def _reference_rounded(x: torch.Tensor, dtype: torch.dtype, words: torch.Tensor 
     return reference_round(x, dtype, STOCHASTIC, words=words)
 
 
+def _loaded(layout: Layout, tensors: Sequence[torch.Tensor | None], moment: int) -> torch.Tensor:
+    """A moment in fp32."""
+    held, exponents = tensors[moment], tensors[EXPONENTS_OF[moment]]
+    assert held is not None
+    if not layout.coded:
+        return held.float()
+    assert exponents is not None
+    return block_codes.decode(held, exponents, signed=moment == M)
+
+
+def _stored(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor | None],
+    moment: int,
+    x: torch.Tensor,
+    words: torch.Tensor | None,
+) -> dict[int, torch.Tensor]:
+    """What is stored for a moment, by operand."""
+    held, exponents = tensors[moment], tensors[EXPONENTS_OF[moment]]
+    assert held is not None
+    if not layout.coded:
+        return {moment: _reference_rounded(x, held.dtype, None if moment == TOP else words)}
+    assert exponents is not None
+    noise = 0 if moment == TOP else block_codes.noise_of(words)
+    codes, found = block_codes.encode(x, len(exponents), moment == M, noise)
+    return {moment: codes, EXPONENTS_OF[moment]: found}
+
+
 def _reference_update(
     layout: Layout, tensors: Sequence[torch.Tensor | None], hyper: torch.Tensor, words: list[torch.Tensor] | None
 ) -> None:
-    """One tensor's step; `tensors` by operand, of one shape, `hyper` its row, `words` its random bits by draw."""
+    """One tensor's step; `tensors` by operand, `hyper` its row, `words` its random bits by draw. All but exponents have
+    one shape."""
     gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2 = hyper.unbind()
-    grad, param, extra, first, second, top = tensors
-    assert grad is not None and param is not None and first is not None and second is not None
+    grad, param, extra = tensors[GRAD], tensors[PARAM], tensors[EXTRA]
+    assert grad is not None and param is not None
+    draws = [None] * 3 if words is None else words
+    most = LARGEST_POSITIVE if layout.coded else MAX
     if layout.master in REMAINDERS:
         assert extra is not None
         w = join_master(param, extra)
@@ -266,53 +343,45 @@ def _reference_update(
     g = grad.float() * gscale
     if layout.l2:
         g = g + decay * w
-    m = _average(first.float(), g, w1, beta1)
+    m = _average(_loaded(layout, tensors, M), g, w1, beta1)
     square = g * g
-    square = torch.where(square > MAX, MAX, square)
-    v = second.float()
-    v = _average(torch.where(v > MAX, MAX, v), square, w2, beta2)
-    new_first = _reference_rounded(m, first.dtype, None if words is None else words[1])
-    new_second = _reference_rounded(v, second.dtype, None if words is None else words[2])
-    if words is not None and layout.amsgrad:
-        v = new_second.float()
+    square = torch.where(square > most, most, square)
+    v = _loaded(layout, tensors, V)
+    v = _average(torch.where(v > most, most, v), square, w2, beta2)
+    new = {**_stored(layout, tensors, M, m, draws[1]), **_stored(layout, tensors, V, v, draws[2])}
     used = v
     if layout.amsgrad:
-        assert top is not None
-        used = top.float()
+        if layout.coded or layout.stochastic:
+            v = _loaded(layout, [new.get(operand) for operand in range(CODED_OPERANDS)], V)
+        used = _loaded(layout, tensors, TOP)
         used = torch.where((v > used) | v.isnan(), v, used)
+        new.update(_stored(layout, tensors, TOP, used, None))
     d = step_size * (m / (exact_sqrt(used) * root + eps))
     if not layout.l2:
         d = d + torch.where(w.isinf(), 0.0, decay * w)
-    new = w - d
-    skipped = skip != 0
-
-    def write(target: torch.Tensor, value: torch.Tensor) -> None:
-        target.copy_(torch.where(skipped, target, value.to(target.dtype)))
-
-    write(first, new_first)
-    write(second, new_second)
-    if layout.amsgrad and top is not None:
-        write(top, used)
+    w = w - d
     if layout.master in REMAINDERS:
         assert extra is not None
-        weight, remainder = split_master(new, extra.dtype, None if words is None else words[0])
-        write(param, weight)
-        write(extra, remainder)
+        new[PARAM], new[EXTRA] = split_master(w, extra.dtype, draws[0])
     else:
-        if layout.master == FULL_MASTER and extra is not None:
-            write(extra, new)
-        write(
-            param,
-            _reference_rounded(new, param.dtype, None if words is None or layout.master != NO_MASTER else words[0]),
-        )
+        if layout.master == FULL_MASTER:
+            new[EXTRA] = w
+        new[PARAM] = _reference_rounded(w, param.dtype, draws[0] if layout.master == NO_MASTER else None)
+    for operand, value in new.items():
+        target = tensors[operand]
+        assert target is not None
+        target.copy_(torch.where(skip != 0, target, value))
 
 
 def _reference_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
     _reference_prepare(batch, groups, control)
     for index, row in enumerate(batch.hyper):
-        tensors = [operand[index] if operand else None for operand in batch.lists[:STEP]]
+        tensors = [operand[index] if operand else None for operand in batch.lists]
+        tensors += [None] * (CODED_OPERANDS - len(tensors))
         if batch.table is not None:  # elements in the order of memory, whatever the strides
-            tensors = [None if tensor is None else _flat(tensor) for tensor in tensors]
+            tensors[:STEP] = [None if tensor is None else _flat(tensor) for tensor in tensors[:STEP]]
+        if batch.layout.coded and batch.lists[PARAM][index].numel() == 0:
+            continue
         _reference_update(batch.layout, tensors, row, _reference_noise(batch, index))
 
 
@@ -349,7 +418,10 @@ if tl is not None:  # what stands above, as kernels read it
     _NO_MASTER, _FULL_MASTER, _SPLIT_MASTER, _SPLIT24_MASTER = map(
         tl.constexpr, (NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER)
     )
-    _MAX = tl.constexpr(MAX)
+    _M_EXPONENTS, _V_EXPONENTS, _TOP_EXPONENTS, _COLUMNS = map(
+        tl.constexpr, (M_EXPONENTS, V_EXPONENTS, TOP_EXPONENTS, COLUMNS)
+    )
+    _MAX, _LARGEST_POSITIVE, _SPAN, _HALF = map(tl.constexpr, (MAX, LARGEST_POSITIVE, SPAN, block_codes.HALF))
 
 
 @jit
@@ -428,7 +500,8 @@ def _pointer(address, dtype: tl.constexpr, HINT: tl.constexpr):
     """
     pointer = address.to(tl.pointer_type(dtype))
     if HINT:
-        pointer = tl.multiple_of(pointer, 16 if dtype == tl.float32 else HINT // 2 if dtype == tl.int8 else HINT)
+        BYTE: tl.constexpr = dtype == tl.int8 or dtype == tl.uint8
+        pointer = tl.multiple_of(pointer, 16 if dtype == tl.float32 else HINT // 2 if BYTE else HINT)
     return pointer
 
 
@@ -456,6 +529,45 @@ def _numbers(hyper):
         tl.load(hyper + _EPS_),
         tl.load(hyper + _STEP_SIZE),
     )
+
+
+@jit
+def _weight(at_param, at_extra, mask, MASTER: tl.constexpr):
+    """The fp32 weights of a block."""
+    if MASTER == _SPLIT_MASTER or MASTER == _SPLIT24_MASTER:
+        weight = tl.load(at_param, mask=mask)
+        w = join_float32(weight, tl.load(at_extra, mask=mask))
+    elif MASTER == _FULL_MASTER:
+        w = tl.load(at_extra, mask=mask)
+    else:
+        w = to_float32(tl.load(at_param, mask=mask))
+    return w
+
+
+@jit
+def _new_weight(w, m, v, decay, root, eps, step_size, L2: tl.constexpr):
+    d = step_size * tl.div_rn(m, tl.sqrt_rn(v) * root + eps)
+    if not L2:
+        d = d + tl.where(tl.abs(w) == float("inf"), 0.0, decay * w)
+    return w - d
+
+
+@jit
+def _store_weight(
+    at_param, at_extra, w, word, mask, PARAM_T: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    if MASTER == _SPLIT_MASTER:
+        weight, remainder = split_float32(w)
+        tl.store(at_param, weight, mask=mask)
+        tl.store(at_extra, remainder, mask=mask)
+    elif MASTER == _SPLIT24_MASTER:
+        weight, remainder = split24_float32(w, word, STOCHASTIC)
+        tl.store(at_param, weight, mask=mask)
+        tl.store(at_extra, remainder, mask=mask)
+    else:
+        if MASTER == _FULL_MASTER:
+            tl.store(at_extra, w, mask=mask)
+        tl.store(at_param, _rounded(w, word, PARAM_T, STOCHASTIC and MASTER == _NO_MASTER), mask=mask)
 
 
 @jit
@@ -490,14 +602,8 @@ def _adam_block(
     at_first = _pointer(first, STATE_T, HINT) + start + offsets
     at_second = _pointer(second, STATE_T, HINT) + start + offsets
     at_top = _pointer(top, STATE_T, HINT) + start + offsets
-    gscale, decay, f1, f2, root, eps, step_size = hyper  # f1, f2: factors of the moving averages
-    if MASTER == _SPLIT_MASTER or MASTER == _SPLIT24_MASTER:
-        weight = tl.load(at_param, mask=mask)
-        w = join_float32(weight, tl.load(at_extra, mask=mask))
-    elif MASTER == _FULL_MASTER:
-        w = tl.load(at_extra, mask=mask)
-    else:
-        w = to_float32(tl.load(at_param, mask=mask))
+    gscale, decay, f1, f2, root, eps, step_size = hyper
+    w = _weight(at_param, at_extra, mask, MASTER)
     g = to_float32(tl.load(at_grad, mask=mask)) * gscale
     if L2:
         g = g + decay * w
@@ -518,22 +624,100 @@ def _adam_block(
         top = to_float32(tl.load(at_top, mask=mask))
         v = tl.where((v > top) | (v != v), v, top)
         tl.store(at_top, from_float32(v, STATE_T), mask=mask)
-    d = step_size * tl.div_rn(m, tl.sqrt_rn(v) * root + eps)
-    if not L2:
-        d = d + tl.where(tl.abs(w) == float("inf"), 0.0, decay * w)
-    w = w - d
-    if MASTER == _SPLIT_MASTER:
-        weight, remainder = split_float32(w)
-        tl.store(at_param, weight, mask=mask)
-        tl.store(at_extra, remainder, mask=mask)
-    elif MASTER == _SPLIT24_MASTER:
-        weight, remainder = split24_float32(w, word, STOCHASTIC)
-        tl.store(at_param, weight, mask=mask)
-        tl.store(at_extra, remainder, mask=mask)
+    w = _new_weight(w, m, v, decay, root, eps, step_size, L2)
+    _store_weight(at_param, at_extra, w, word, mask, PARAM_T, MASTER, STOCHASTIC)
+
+
+@jit
+def _store_exponents(at, exponents, here, HINT: tl.constexpr):
+    """Store the exponents of some blocks, where `here` says that they exist."""
+    if HINT:
+        # The threads that share a block, of which the first one stores. In this shape, and with addresses that differ
+        # along it, the compiler leaves the exponents in the registers where they are.
+        THREADS: tl.constexpr = _SPAN // (HINT // 2)
+        thread = tl.arange(0, THREADS)[None, :]
+        tl.store(at[:, None] + thread, exponents[:, None], mask=here[:, None] & (thread == 0))
     else:
-        if MASTER == _FULL_MASTER:
-            tl.store(at_extra, w, mask=mask)
-        tl.store(at_param, _rounded(w, word, PARAM_T, STOCHASTIC and MASTER == _NO_MASTER), mask=mask)
+        tl.store(at, exponents, mask=here)
+
+
+@jit
+def _coded_block(
+    grad,  # int64 addresses of the operands, and what follows
+    param,
+    extra,
+    first,
+    second,
+    top,
+    first_exponents,  # addresses of the exponents of the chunk's first block
+    second_exponents,
+    top_exponents,
+    start,  # of the chunk, in elements
+    offsets,  # from there, of shape (blocks, SPAN)
+    mask,
+    block,  # (blocks,): their numbers in the chunk
+    here,  # (blocks,): whether they exist
+    word,  # random uint32 words of the shape of `offsets`, looked at if STOCHASTIC
+    word_m,
+    word_v,
+    hyper,  # what `_numbers` gives for the tensor
+    PARAM_T: tl.constexpr,
+    GRAD_T: tl.constexpr,
+    EXTRA_T: tl.constexpr,
+    MASTER: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    L2: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HINT: tl.constexpr,
+    SHORT: tl.constexpr,  # whether a block may be short
+):
+    """Some blocks of 8-bit codes: load, update, store."""
+    at_grad = _pointer(grad, GRAD_T, HINT) + start + offsets
+    at_param = _pointer(param, PARAM_T, HINT) + start + offsets
+    at_extra = _pointer(extra, EXTRA_T, HINT) + start + offsets
+    at_first = _pointer(first, tl.uint8, HINT) + start + offsets
+    at_second = _pointer(second, tl.uint8, HINT) + start + offsets
+    at_top = _pointer(top, tl.uint8, HINT) + start + offsets
+    of_first = first_exponents.to(tl.pointer_type(tl.uint8)) + block
+    of_second = second_exponents.to(tl.pointer_type(tl.uint8)) + block
+    of_top = top_exponents.to(tl.pointer_type(tl.uint8)) + block
+    gscale, decay, f1, f2, root, eps, step_size = hyper
+    w = _weight(at_param, at_extra, mask, MASTER)
+    g = to_float32(tl.load(at_grad, mask=mask)) * gscale
+    if L2:
+        g = g + decay * w
+    power_m = power_of_exponents(tl.load(of_first, mask=here, other=0))
+    power_v = power_of_exponents(tl.load(of_second, mask=here, other=0))
+    m = decode_signed_block(tl.load(at_first, mask=mask), power_m[:, None])
+    v = decode_positive_block(tl.load(at_second, mask=mask), power_v[:, None])
+    square = tl.minimum(g * g, _LARGEST_POSITIVE, propagate_nan=tl.PropagateNan.ALL)
+    # As in `_adam_block`. A branch for the usual case, without a choice per element, compiles to two more choices.
+    m = tl.where(f1 > 0.0, m, g) + f1 * (g - m)
+    v = tl.where(f2 > 0.0, v, square) + f2 * (square - v)
+    if SHORT:
+        m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
+    if STOCHASTIC:
+        codes_m, exponents_m = encode_signed_block(m, word_m >> 12)
+        codes_v, exponents_v = encode_positive_block(v, word_v >> 12)
+    else:
+        codes_m, exponents_m = encode_signed_block(m, _HALF)
+        codes_v, exponents_v = encode_positive_block(v, _HALF)
+    tl.store(at_first, codes_m, mask=mask)
+    tl.store(at_second, codes_v, mask=mask)
+    _store_exponents(of_first, exponents_m, here, HINT)
+    _store_exponents(of_second, exponents_v, here, HINT)
+    if AMSGRAD:
+        v = decode_positive_block(codes_v, power_of_exponents(exponents_v)[:, None])
+        power_top = power_of_exponents(tl.load(of_top, mask=here, other=0))
+        top = decode_positive_block(tl.load(at_top, mask=mask), power_top[:, None])
+        v = tl.where((v > top) | (v != v), v, top)
+        if SHORT:
+            v = tl.where(mask, v, 0.0)
+        codes_top, exponents_top = encode_positive_block(v, 0)
+        tl.store(at_top, codes_top, mask=mask)
+        _store_exponents(of_top, exponents_top, here, HINT)
+    w = _new_weight(w, m, v, decay, root, eps, step_size, L2)
+    _store_weight(at_param, at_extra, w, word, mask, PARAM_T, MASTER, STOCHASTIC)
 
 
 @jit
@@ -641,6 +825,118 @@ def adam_kernel(
                 )  # fmt: skip
 
 
+@partial(jit, do_not_specialize=["tensors"])
+def coded_adam_kernel(
+    rows,  # int64 (2 + operands, tensors): see multi_tensor.py. The number of elements is that of whole blocks.
+    chunk_tensor,  # int32 (chunks,)
+    tensors,  # number of tensors
+    hyper,  # fp32 (tensors, HYPER_COLUMNS), from prepare_kernel
+    PARAM_T: tl.constexpr,
+    GRAD_T: tl.constexpr,
+    EXTRA_T: tl.constexpr,  # fp32 master, int16 or int8 remainder, or anything if there is neither
+    MASTER: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    L2: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HINT: tl.constexpr,  # see _pointer
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The kernel for moments in 8 bits. The elements of a chunk are side by side in memory, as those of adam_kernel."""
+    chunk = tl.program_id(0)
+    tensor = tl.load(chunk_tensor + chunk)
+    number = (chunk - tl.load(rows + tensors + tensor)) * (CHUNK // _SPAN)  # of the chunk's first block
+    count = tl.minimum(tl.load(rows + tensor) // _SPAN - number, CHUNK // _SPAN).to(tl.int32)
+    table = rows + _ADDRESSES * tensors + tensor
+    grad = tl.load(table + _GRAD * tensors)
+    param = tl.load(table + _PARAM * tensors)
+    first = tl.load(table + _M * tensors)
+    second = tl.load(table + _V * tensors)
+    first_exponents = tl.load(table + _M_EXPONENTS * tensors) + number
+    second_exponents = tl.load(table + _V_EXPONENTS * tensors) + number
+    extra, top, top_exponents = first, first, first_exponents
+    if MASTER != _NO_MASTER:
+        extra = tl.load(table + _EXTRA * tensors)
+    if AMSGRAD:
+        top = tl.load(table + _TOP * tensors)
+        top_exponents = tl.load(table + _TOP_EXPONENTS * tensors) + number
+    columns = tl.load(table + _COLUMNS * tensors)
+    hyper += tensor * _HYPER_COLUMNS
+    if tl.load(hyper + _SKIP) == 0:
+        start = number * _SPAN
+        place = count * 0  # of the first block in its row
+        blocks = (columns + (_SPAN - 1)) // _SPAN  # per row
+        full = columns % _SPAN == 0
+        if not full:
+            row = number // blocks
+            place = (number - row * blocks).to(tl.int32)
+            start = row * columns + place * _SPAN
+        every = grad | param | extra | first | second | top
+        wide = full & (every % 16 == 0)
+        EACH: tl.constexpr = HINT // 2  # elements that a thread holds side by side
+        if STOCHASTIC:
+            # As in adam_kernel. Where blocks are short, a chunk has fewer elements than `left`.
+            left = count * _SPAN
+            step = tl.load(tl.load(table + _STEP * tensors).to(tl.pointer_type(tl.float32)))
+            step = tl.minimum(tl.maximum(step, 1.0), 1073741824.0).to(tl.uint32)
+            stream = tl.load(table + _STREAM * tensors).to(tl.uint32)
+            inner = tl.load(table + _INNER * tensors)
+            inner_whole = tl.load(table + _INNER_WHOLE * tensors)
+            run_number = start * 0
+            if start >= inner:
+                run_number = start // inner
+            column = start - run_number * inner
+            index = tl.load(table + _BASE * tensors) + run_number * inner_whole + column
+            jump = inner_whole - inner
+            to_end = tl.minimum(inner - column, 2 * CHUNK).to(tl.int32)
+            run = tl.minimum(inner, 2 * CHUNK).to(tl.int32)
+            wide = wide & (index % EACH == 0) & ((to_end >= left) | ((to_end | run | jump) % EACH == 0))
+        if wide:
+            numbers = _numbers(hyper)
+            seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
+            TILE: tl.constexpr = BLOCK // _SPAN
+            for begin in range(0, count, TILE):
+                block = begin + tl.arange(0, TILE)
+                offsets = block[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
+                word, word_m, word_v = 0, 0, 0
+                if STOCHASTIC:
+                    runs = begin * _SPAN + tl.arange(0, BLOCK // EACH) * EACH
+                    firsts = _places(index, runs, left, to_end, run, jump)
+                    word, word_m, word_v = words_of_runs(firsts, seed, step, stream, 3, EACH, BLOCK)
+                    word = tl.reshape(word, (TILE, _SPAN))
+                    word_m = tl.reshape(word_m, (TILE, _SPAN))
+                    word_v = tl.reshape(word_v, (TILE, _SPAN))
+                _coded_block(
+                    grad, param, extra, first, second, top, first_exponents, second_exponents, top_exponents,
+                    number * _SPAN, offsets, block[:, None] < count, block, block < count, word, word_m, word_v,
+                    numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, False,
+                )  # fmt: skip
+        else:
+            FEW: tl.constexpr = 2
+            for begin in range(0, count, FEW):
+                block = begin + tl.arange(0, FEW)
+                # Where a second row begins, 32 bits hold the product of rows and columns.
+                further = (place + block) // blocks.to(tl.int32)  # rows
+                in_row = place + block - further * blocks.to(tl.int32)
+                at = further * columns.to(tl.int32) + (in_row - place) * _SPAN
+                size = tl.minimum(columns.to(tl.int32) - in_row * _SPAN, _SPAN)
+                size = tl.where(block < count, size, 0)
+                offsets = at[:, None] + tl.arange(0, _SPAN)[None, :]
+                # Again and again: AMD's scalar registers do not suffice to keep them.
+                numbers = _numbers(hyper)
+                seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
+                few, few_m, few_v = 0, 0, 0
+                if STOCHASTIC:
+                    places = _places(index, offsets, left, to_end, run, jump)
+                    few, few_m, few_v = words_of(places, seed, step, stream, 3)
+                _coded_block(
+                    grad, param, extra, first, second, top, first_exponents, second_exponents, top_exponents,
+                    start, offsets, tl.arange(0, _SPAN)[None, :] < size[:, None], block, block < count,
+                    few, few_m, few_v,
+                    numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0, True,
+                )  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------------------- launchers
 
 
@@ -655,17 +951,18 @@ def _threads(layout: Layout, lanes: int) -> int:
 
 def _constexprs(layout: Layout, threads: int) -> dict[str, Any]:
     beside_fp32 = torch.float32 in (layout.param, layout.grad, layout.state) or layout.master == FULL_MASTER
+    state = {} if layout.coded else {"STATE_T": triton_dtype(layout.state)}
     return {
         "PARAM_T": triton_dtype(layout.param),
         "GRAD_T": triton_dtype(layout.grad),
-        "STATE_T": triton_dtype(layout.state),
+        **state,
         "EXTRA_T": {SPLIT_MASTER: tl.int16, SPLIT24_MASTER: tl.int8}.get(layout.master, tl.float32),
         "MASTER": layout.master,
         "AMSGRAD": layout.amsgrad,
         "L2": layout.l2,
         "STOCHASTIC": layout.stochastic,
         "HINT": 8 if beside_fp32 or BLOCK // threads < 8 else 16,
-        "CHUNK": CHUNK,
+        "CHUNK": layout.chunk,
         "BLOCK": BLOCK,
     }
 
@@ -693,7 +990,8 @@ def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
         if table.chunks:
             lanes = MOST_THREADS // most_warps(hyper.device)
             threads = _threads(batch.layout, lanes)
-            adam_kernel[(table.chunks,)](
+            kernel = coded_adam_kernel if batch.layout.coded else adam_kernel
+            kernel[(table.chunks,)](
                 table.rows,
                 table.chunk_tensor,
                 table.tensors,
@@ -719,7 +1017,7 @@ def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> part
         *places,
         DTYPE_CODES[layout.param],
         DTYPE_CODES[layout.grad],
-        DTYPE_CODES[layout.state],
+        STATE_CODES[layout.state],
         layout.master,
         layout.amsgrad,
         layout.l2,

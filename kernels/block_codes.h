@@ -8,7 +8,6 @@ constexpr int64_t SPAN = 128;                       // elements of a block
 constexpr uint32_t DROPPED = 20;                    // bits that rounding drops from an fp32 pattern
 constexpr float LARGEST_POSITIVE = 0x1.ep127f;      // the largest positive number with 3 bits of mantissa
 constexpr uint32_t NEAREST_WORD = 1u << 31;         // stands for a random word where rounding goes to nearest
-constexpr uint32_t EXACT_WORD = 0;                  // and where nothing is to be rounded
 
 // Codes of E4M3 in which every code is finite.
 struct SignedCode { static constexpr uint32_t bits = 8, mantissa = 3, bias = 7, largest = 0x7f, overflow = 0x7f, nan = 0x7f; };

@@ -71,7 +71,8 @@ def _in_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 def _power(exponent: torch.Tensor) -> torch.Tensor:
     """2^(exponent - 127) in fp32, for int32 exponents from 1 to 254; 0 for 0 and NaN for 255."""
-    return torch.where(exponent == NAN_BLOCK, 0x7FC00000, exponent << 23).view(torch.float32)
+    # Not torch.where, which would need a tensor for the number: beside fake tensors that would be a real one.
+    return (exponent << 23).masked_fill(exponent == NAN_BLOCK, 0x7FC00000).view(torch.float32)
 
 
 def _patterns(x: torch.Tensor, noise: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
@@ -100,16 +101,16 @@ def encode_signed(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[to
     """
     magnitude, largest, noise = _patterns(x, noise)
     exponent = (largest >> 23).clamp(max=NAN_BLOCK).to(torch.int32)
-    exponent = torch.where(exponent < LEAST_SIGNED, 0, exponent)
+    exponent = exponent.masked_fill(exponent < LEAST_SIGNED, 0)
     usable = (exponent > 0) & (exponent < NAN_BLOCK)
     # As numbers with an exponent bias of 7, like E4M3: the block's largest are from 2^8 to below 2^9.
-    scaled = magnitude.view(torch.float32) * _power(262 - torch.where(usable, exponent, 135))
+    scaled = magnitude.view(torch.float32) * _power(262 - exponent.masked_fill(~usable, 135))
     pattern = scaled.view(torch.int32)
     normal = (pattern - (120 << 23) + noise) >> DROPPED
-    units = torch.where(scaled < 2.0**-6, scaled, 0.0) * 2.0**9
+    units = scaled.masked_fill(~(scaled < 2.0**-6), 0.0) * 2.0**9  # of all others, NaN among them, no integer is made
     small = ((units * 2.0**DROPPED).round().to(torch.int32) + noise) >> DROPPED
     code = torch.where(pattern < 121 << 23, small, normal) | (_in_blocks(x).view(torch.int32) >> 24 & 0x80)
-    code = torch.where(usable, code, 0).to(torch.uint8)
+    code = code.masked_fill(~usable, 0).to(torch.uint8)
     return _in_rows(code, x.shape[1]), exponent.squeeze(-1).to(torch.uint8)
 
 
@@ -130,9 +131,10 @@ def encode_positive(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[
     """Positive codes and exponents of fp32 numbers, whose signs are ignored; arguments as for `encode_signed`."""
     magnitude, largest, noise = _patterns(x, noise)
     exponent = (largest >> 23).clamp(LEAST_POSITIVE, NAN_BLOCK).to(torch.int32)
-    exponent = torch.where(largest < NOTHING, 0, exponent)
+    exponent = exponent.masked_fill(largest < NOTHING, 0)
+    usable = (exponent > 0) & (exponent < NAN_BLOCK)
     code = ((magnitude.long() + noise) >> DROPPED) - ((exponent - 31) << 3)
-    code = torch.where((exponent > 0) & (exponent < NAN_BLOCK), code.clamp(min=0), 0).to(torch.uint8)
+    code = code.clamp(min=0).masked_fill(~usable, 0).to(torch.uint8)
     return _in_rows(code, x.shape[1]), exponent.squeeze(-1).to(torch.uint8)
 
 
@@ -140,6 +142,24 @@ def decode_positive(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tenso
     """The fp32 numbers of positive codes; arguments as for `decode_signed`."""
     fraction = ((_in_blocks(codes).to(torch.int32) << DROPPED) + (96 << 23)).view(torch.float32)
     return _in_rows(fraction * _power(exponents.to(torch.int32)).unsqueeze(-1), codes.shape[1])
+
+
+def encode(
+    x: torch.Tensor, rows: int, signed: bool, noise: torch.Tensor | int = HALF
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of the shape of `x`, whose elements are those of `rows` rows, and exponents of shape ``(rows, blocks)``."""
+    matrix = x.reshape(rows, x.numel() // max(rows, 1))
+    if isinstance(noise, torch.Tensor):
+        noise = noise.reshape(matrix.shape)
+    codes, exponents = (encode_signed if signed else encode_positive)(matrix, noise)
+    return codes.reshape(x.shape), exponents
+
+
+def decode(codes: torch.Tensor, exponents: torch.Tensor, signed: bool) -> torch.Tensor:
+    """The fp32 numbers that `encode` encoded, of the shape of `codes`."""
+    rows = len(exponents)
+    matrix = codes.reshape(rows, codes.numel() // max(rows, 1))
+    return (decode_signed if signed else decode_positive)(matrix, exponents).reshape(codes.shape)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels

@@ -11,6 +11,7 @@ import torch
 
 from halfstep.integrations.optim.state import Agreed, as_written, state_keys, version_of
 from halfstep.kernels import adam
+from halfstep.kernels.block_codes import SPAN
 from halfstep.kernels.multi_tensor import TensorTable, checked_addresses, is_flat
 from halfstep.kernels.streams import upload
 from halfstep.numerics.scaling.topology import is_sharded, local
@@ -29,9 +30,10 @@ def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
     """A parameter's local values in an order that kernels can process, or a copy in that order.
 
     A copy is needed for tensors with gaps between elements, for lazy negations, whose memory holds the negated numbers,
-    and with stochastic rounding for any order but the row-major one, on which the random bits depend.
+    and with stochastic rounding and moments in 8 bits for any order but the row-major one, on which the random bits and
+    the blocks depend.
     """
-    keep = is_flat(values) and (values.is_contiguous() or not layout.stochastic)
+    keep = is_flat(values) and (values.is_contiguous() or not (layout.stochastic or layout.coded))
     return values if keep else values.resolve_neg().contiguous()
 
 
@@ -74,6 +76,38 @@ def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
     return base, math.prod(held[inner[0] :]), math.prod(whole[inner[0] :])
 
 
+def check_blocks(parameter: torch.Tensor, where: str) -> None:
+    """Raise if a shard of a parameter, which messages call `where`, would cut blocks of 8-bit codes.
+
+    Raises:
+        ValueError: it would, or FSDP1 has flattened the parameter.
+    """
+    remedy = (
+        "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of "
+        "its own"
+    )
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            f"Expected state_dtype to be torch.float32 or torch.bfloat16 for {where}, which FullyShardedDataParallel "
+            f"has flattened, but got '8bit', whose blocks lie within the rows of a matrix: {remedy}"
+        )
+    if not is_sharded(parameter):
+        return
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    placed = [(getattr(p, "dim", 0), size) for p, size in zip(placements, mesh.shape, strict=True) if size > 1]
+    inner = [dim for dim, _ in placed if dim > 0]
+    if not inner:
+        return
+    # All shards but the last have this size, so that all ranks decide alike.
+    ways = math.prod(size for dim, size in placed if dim == 1)
+    if max(inner) > 1 or -(-parameter.shape[1] // ways) * math.prod(parameter.shape[2:]) % SPAN:
+        raise ValueError(
+            f"Expected {where} to be sharded by rows, or in dimension 1 at multiples of {SPAN} elements of a row, with "
+            f"state_dtype='8bit', but got shape {tuple(parameter.shape)} and placements {tuple(placements)} on a mesh "
+            f"of shape {tuple(mesh.shape)}: {remedy}"
+        )
+
+
 class LaunchGroup:
     """The parameters of one launch, their state, and the table of their addresses."""
 
@@ -97,13 +131,12 @@ class LaunchGroup:
         self.held = held
         self.addresses = list(map(_address, held))
         self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
-        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
+        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.CODED_OPERANDS)]
         lists[adam.PARAM] = self.dense
         for operand in keys:
             lists[operand] = self._state(operand)
         # All rows except that of the gradients, which are known when the table is built.
-        operands = adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS
-        self._contents: list[list[int] | None] = [names.get(row) for row in range(operands)]
+        self._contents: list[list[int] | None] = [names.get(row) for row in range(layout.operands)]
         for operand in (adam.PARAM, *keys):
             self._contents[operand] = checked_addresses(lists[operand])
         hyper = torch.empty(len(held), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
@@ -191,8 +224,8 @@ class LaunchGroup:
         if self.batch.table is None:
             contents = list(self._contents)
             contents[adam.GRAD] = checked_addresses(gradients)
-            numels = [one.numel() for one in self.held]
-            self.batch.table = TensorTable(numels, len(contents), adam.CHUNK, self.device, contents)
+            sizes = self.batch.layout.sizes([one.shape for one in self.held])
+            self.batch.table = TensorTable(sizes, len(contents), self.batch.layout.chunk, self.device, contents)
         else:
             self.batch.table.point(adam.GRAD, gradients)
         back = (partial(parameter.copy_, copy) for parameter, copy in self.copied)
@@ -220,7 +253,7 @@ class OperationsGroup(LaunchGroup):
         self.device = self.known[0].device
         self.addresses = [0] * len(parameters)
         self.held = [local(parameter.detach()) for parameter in parameters]
-        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
+        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.CODED_OPERANDS)]
         for operand in self.keys:
             lists[operand] = self._state(operand)
         row_of = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.device)

@@ -11,8 +11,23 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.interrupts import apply
-from halfstep.integrations.optim.options import LAYOUT_OPTIONS, MASTER_DTYPES, check_options, master_of
-from halfstep.integrations.optim.state import CANONICAL_KEYS, OptimizerState, like, step_count
+from halfstep.integrations.optim.options import (
+    LAYOUT_OPTIONS,
+    MASTER_DTYPES,
+    check_options,
+    master_of,
+    state_dtype_of,
+)
+from halfstep.integrations.optim.state import (
+    CANONICAL_KEYS,
+    MOMENTS,
+    SCALES,
+    OptimizerState,
+    decoded,
+    encoded,
+    like,
+    step_count,
+)
 from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.scaling.topology import local
 from halfstep.numerics.scaling.verdict import parameters_of
@@ -138,14 +153,14 @@ class CanonicalState(OptimizerState):
             state = packed["state"].get(index)
             if state is None:
                 continue
-            canonical = dict(state)
+            canonical = {key: value for key, value in state.items() if key not in SCALES.values()}
             canonical.pop("master", None)
             master = self._master(parameter)
             if master is not None:
                 canonical["master"] = master
-            for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                if key in canonical and canonical[key].dtype != torch.float32:
-                    canonical[key] = canonical[key].float()
+            for key in MOMENTS:
+                if key in canonical:
+                    canonical[key] = decoded(state, key, parameter)
             packed["state"][index] = canonical
         # The dtype in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
         # of a group, and saved as text because some readers of checkpoints do not support dtypes.
@@ -246,13 +261,17 @@ class CanonicalState(OptimizerState):
                     raise ValueError(
                         f"Expected {key!r} in the {where} to have a floating-point dtype, but got {value.dtype}"
                     )
-                dtype = torch.float32 if key == "master" else group["state_dtype"]
-                state[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
+                dtype = torch.float32 if key == "master" else state_dtype_of(parameter, group["state_dtype"])
+                coded = dtype == torch.uint8
+                dtype = torch.float32 if coded else dtype
+                copy = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
+                state |= encoded(key, local(copy), parameter) if coded else {key: copy}
             else:
                 state[key] = moved(value, parameter.device)
         master = state.pop("master", None)
         if not group["amsgrad"]:
             state.pop("max_exp_avg_sq", None)
+            state.pop(SCALES["max_exp_avg_sq"], None)
         kept = master_of(parameter, group["master_weights"])
         if kept is None:
             return state, None if master is None else master.to(parameter.dtype)

@@ -361,10 +361,13 @@ _ARGUMENTS = """
             ``"full"`` (fp32 copy, 4 B), ``"split24"`` (bf16 weight + 8-bit remainder = master of 24 bits, 1 B; use
             ``rounding="stochastic"`` with it), ``None`` (round the weight every step), or ``"auto"``: split for bf16,
             full for fp16. fp32 parameters need none.
-        state_dtype: dtype of the moments, fp32 or bf16. Rounded to nearest, a bf16 second moment with beta2 near 1
-            stops changing once its updates are below half an ulp: use ``rounding="stochastic"`` with bf16.
-        rounding: ``"nearest"`` or ``"stochastic"``. Stochastic rounding rounds bf16 moments and 16-bit parameters
-            without a master, and masters of 24 bits, to either neighbour, with probabilities that make the mean exact.
+        state_dtype: dtype of the moments, fp32 or bf16, or ``"8bit"``: a byte per element, and a byte for each 128
+            elements of a row; moments of vectors and of parameters of less than 4,096 elements stay in fp32. Rounded to
+            nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are below half
+            an ulp: use ``rounding="stochastic"`` with both.
+        rounding: ``"nearest"`` or ``"stochastic"``. Stochastic rounding rounds bf16 and 8-bit moments, 16-bit
+            parameters without a master, and masters of 24 bits, to either neighbour, with probabilities that make the
+            mean exact.
             It does not change fp32 numbers and exact masters. The random bits depend on the seed, the parameter's
             position in the optimizer, its step and the element's index in the whole parameter (with FSDP1, whose flat
             shards do not record their positions, in the shard).
@@ -405,7 +408,7 @@ class Adam(_AdamBase, torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         max_grad_norm: float | None = None,
         seed: int = 0,
@@ -458,7 +461,7 @@ class AdamW(Adam, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
         rounding: Literal["nearest", "stochastic"] = "nearest",
         max_grad_norm: float | None = None,
         seed: int = 0,

@@ -16,7 +16,8 @@ from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory
 from halfstep.kernels.philox import check_seed
 
 MASTERS = ("auto", "full", "split", "split24", None)
-STATE_DTYPES = (torch.float32, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.bfloat16, "8bit")
+LEAST_CODED = 4096  # elements of the smallest parameter whose moments state_dtype="8bit" keeps in 8 bits
 STEP_ROUNDINGS = ("nearest", "stochastic")
 # Options that define the layout of the state. Loading a checkpoint does not change them.
 LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
@@ -100,7 +101,7 @@ def check_options(group: dict[str, Any]) -> None:
         )
     if group["state_dtype"] not in STATE_DTYPES:
         raise ValueError(
-            f"Expected state_dtype to be one of {', '.join(map(str, STATE_DTYPES))}, but got {group['state_dtype']!r}"
+            f"Expected state_dtype to be one of {', '.join(map(repr, STATE_DTYPES))}, but got {group['state_dtype']!r}"
         )
     if group["rounding"] not in STEP_ROUNDINGS:
         raise ValueError(
@@ -138,17 +139,29 @@ def master_of(parameter: torch.Tensor, master_weights: str | None) -> str | None
     return master_weights
 
 
+def state_dtype_of(parameter: torch.Tensor, state_dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype of the moments of a parameter; uint8 stands for codes in 8 bits.
+
+    Moments of vectors and of small parameters stay in fp32: they take next to no memory, and norms and biases, whose
+    blocks would mix unrelated elements, are among them.
+    """
+    if isinstance(state_dtype, torch.dtype):
+        return state_dtype
+    return torch.uint8 if parameter.dim() > 1 and parameter.numel() >= LEAST_CODED else torch.float32
+
+
 def layout_of(parameter: torch.Tensor, grad: torch.dtype, group: dict[str, Any]) -> adam.Layout:
     """The layout of a parameter, for which its kernel is compiled."""
     master = _MASTER_CODES[master_of(parameter, group["master_weights"])]
+    state = state_dtype_of(parameter, group["state_dtype"])
     return adam.Layout(
         parameter.dtype,
         grad,
-        group["state_dtype"],
+        state,
         master,
         bool(group["amsgrad"]),
         not group["decoupled_weight_decay"] and bool(group["weight_decay"] != 0),
-        group["rounding"] == "stochastic" and adam.rounds_stochastically(parameter.dtype, group["state_dtype"], master),
+        group["rounding"] == "stochastic" and adam.rounds_stochastically(parameter.dtype, state, master),
     )
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
-from halfstep.integrations.optim.options import MASTER_DTYPES, master_of, plain_number
+from halfstep.integrations.optim.options import MASTER_DTYPES, master_of, plain_number, state_dtype_of
 from halfstep.kernels import adam
+from halfstep.kernels.block_codes import LARGEST_POSITIVE, blocks_per_row, decode, encode, rows_and_columns
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.scaling.topology import is_sharded, local
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 WHOLE = -1  # the part of a step that has all parameters
 CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}  # the exponents of moments in 8 bits
 
 
 def version_of(parameter: torch.Tensor) -> int:
@@ -63,6 +66,8 @@ def state_keys(layout: adam.Layout) -> dict[int, str]:
         keys[adam.EXTRA] = "master"
     if layout.amsgrad:
         keys[adam.TOP] = "max_exp_avg_sq"
+    if layout.coded:
+        keys |= {adam.EXPONENTS_OF[operand]: SCALES[key] for operand, key in keys.items() if key in MOMENTS}
     return keys
 
 
@@ -71,26 +76,38 @@ def is_remainder(master: torch.Tensor) -> bool:
     return master.dtype in adam.REMAINDERS.values()
 
 
-def needed(master: str | None, group: dict[str, Any]) -> list[str]:
+def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the moments that a step needs."""
+    return MOMENTS if group["amsgrad"] else MOMENTS[:2]
+
+
+def needed(parameter: torch.Tensor, group: dict[str, Any]) -> list[str]:
     """The names of the entries that a step needs in a parameter's state."""
-    further = ["max_exp_avg_sq"] * bool(group["amsgrad"]) + ["master"] * bool(master)
-    return ["step", "exp_avg", "exp_avg_sq", *further]
+    moments = moments_of(group)
+    coded = state_dtype_of(parameter, group["state_dtype"]) == torch.uint8
+    scales = [SCALES[key] for key in moments if coded]
+    return ["step", *moments, *scales, *["master"] * bool(master_of(parameter, group["master_weights"]))]
 
 
-def is_complete(state: dict[str, Any], master: str | None, group: dict[str, Any]) -> bool:
+def is_complete(state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> bool:
     """Whether a parameter's state has all entries that a step needs, and the right kind of master."""
     step, held = state.get("step"), state.get("master")
+    master = master_of(parameter, group["master_weights"])
     fits = not isinstance(held, torch.Tensor)
     if isinstance(held, torch.Tensor) and master is not None:
         fits = (held.dtype if is_remainder(held) else torch.float32) == MASTER_DTYPES[master]
     counted = isinstance(step, torch.Tensor) and step.dtype == torch.float32
-    return fits and counted and all(key in state for key in needed(master, group))
+    return fits and counted and all(key in state for key in needed(parameter, group))
 
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Local values as a tensor like the parameter: a DTensor with its mesh and placements, or the values themselves."""
     if not is_sharded(parameter):
         return values
+    return _sharded(parameter, values, parameter.shape, parameter.stride())
+
+
+def _sharded(parameter: torch.Tensor, values: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -98,9 +115,40 @@ def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         parameter.device_mesh,  # type: ignore[attr-defined]
         parameter.placements,  # type: ignore[attr-defined]
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=shape,
+        stride=stride,
     )
+
+
+def scales_like(parameter: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """The exponents of the local blocks of a parameter, sharded like the parameter."""
+    if not is_sharded(parameter):
+        return exponents
+    rows, columns = rows_and_columns(parameter.shape)
+    blocks = blocks_per_row(columns)
+    return _sharded(parameter, exponents, torch.Size((rows, blocks)), (blocks, 1))
+
+
+def decoded(state: dict[str, Any], key: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A moment in fp32, sharded like its parameter; the tensor itself if it is in fp32."""
+    moment: torch.Tensor = state[key]
+    if moment.dtype == torch.uint8:
+        return like(parameter, decode(local(moment), local(state[SCALES[key]]), signed=key == "exp_avg"))
+    return moment.float()
+
+
+def encoded(key: str, values: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The entries of the state of a moment in 8 bits.
+
+    Args:
+        key: its name.
+        values: its local values, fp32.
+        parameter: its parameter.
+    """
+    if key != "exp_avg":  # second moments: limited as in the step, and not negative
+        values = values.clamp(max=LARGEST_POSITIVE).masked_fill(values < 0, math.nan)
+    codes, exponents = encode(values.contiguous(), len(values), signed=key == "exp_avg")
+    return {key: like(parameter, codes), SCALES[key]: scales_like(parameter, exponents)}
 
 
 def step_count(saved: Any, where: str) -> torch.Tensor:
@@ -272,8 +320,13 @@ class OptimizerState(StepsOnVerdict, Optimizer):
     def _new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         value = parameter.detach()
         state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=value.device)}
-        for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
-            state[key] = torch.zeros_like(value, dtype=group["state_dtype"], memory_format=torch.preserve_format)
+        dtype = state_dtype_of(parameter, group["state_dtype"])
+        for key in moments_of(group):
+            state[key] = torch.zeros_like(value, dtype=dtype, memory_format=torch.preserve_format)
+            if dtype == torch.uint8:
+                rows, columns = rows_and_columns(local(value).shape)
+                exponents = local(value).new_zeros(rows, blocks_per_row(columns), dtype=dtype)
+                state[SCALES[key]] = scales_like(parameter, exponents)
         master = master_of(parameter, group["master_weights"])
         if master == "full":
             state["master"] = value.to(torch.float32, memory_format=torch.preserve_format)
@@ -286,11 +339,11 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         """The state of a parameter, with missing entries created. It is replaced only after all of them exist."""
         known = self.state.get(parameter)
         kept = master_of(parameter, group["master_weights"])
-        if known is not None and is_complete(known, kept, group):
+        if known is not None and is_complete(known, parameter, group):
             return known
         state = {} if known is None else dict(known)
         self._fit_master(parameter, kept, state)
-        if any(key not in state for key in needed(kept, group)):
+        if any(key not in state for key in needed(parameter, group)):
             if kept == "full" and "master" not in state:
                 self._agreed[id(parameter)] = Agreed.now(parameter)
             state = {**self._new_state(parameter, group), **state}

@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 
-from halfstep.integrations.optim.batches import LaunchGroup, OperationsGroup, dense, place_of
-from halfstep.integrations.optim.options import check_parameter, layout_of, master_of, options_of
-from halfstep.integrations.optim.state import CANONICAL_KEYS, OptimizerState, is_complete, like, state_keys
+from halfstep.integrations.optim.batches import LaunchGroup, OperationsGroup, check_blocks, dense, place_of
+from halfstep.integrations.optim.options import check_parameter, layout_of, options_of
+from halfstep.integrations.optim.state import (
+    CANONICAL_KEYS,
+    SCALES,
+    OptimizerState,
+    is_complete,
+    like,
+    scales_like,
+    state_keys,
+)
 from halfstep.kernels import adam
+from halfstep.kernels.block_codes import blocks_per_row, rows_and_columns
 from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory
 from halfstep.kernels.streams import upload
 from halfstep.numerics.scaling.topology import local
@@ -159,18 +168,20 @@ def _batches(
         _check_tensors(where, parameter, grad, group)
         if recording:
             known = optimizer.state.get(parameter)
-            if known is None or not is_complete(known, master_of(parameter, group["master_weights"]), group):
+            if known is None or not is_complete(known, parameter, group):
                 raise RuntimeError(
                     f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, "
                     "which each replay would create again: take a step with the same parameters and options before "
                     "the capture"
                 )
-        state = optimizer._complete_state(parameter, group)
         layout = layout_of(parameter, grad.dtype, group)
+        if group["state_dtype"] == "8bit" and (layout.coded or parameter.dim() == 1):
+            check_blocks(parameter, where)
+        state = optimizer._complete_state(parameter, group)
         tensors = (parameter, grad, *map(state.__getitem__, state_keys(layout).values()))
         addressable = all(map(has_memory, map(local, tensors)))
         for key, value in state.items():
-            if key in CANONICAL_KEYS:
+            if key in CANONICAL_KEYS or key in SCALES.values():
                 ordered = _fitting(where, key, value, parameter, group, layout, addressable, recording)
                 if ordered is not value:
                     state[key] = ordered
@@ -193,6 +204,8 @@ def _batches(
             continue
         named = list(zip(*(names[index] for index in indices), strict=True)) if layout.stochastic else []
         further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
+        if layout.coded:
+            further[adam.COLUMNS] = [rows_and_columns(local(parameter).shape)[1] for parameter in members]
         batches.append((LaunchGroup(layout, members, states, groups, further), indices))
     return batches
 
@@ -226,16 +239,21 @@ def _fitting(
         raise TypeError(f"Expected state {key!r} of {where} to be a tensor, but got a {type(value).__name__}")
     held, own = local(value), local(parameter)
     master = adam.REMAINDERS.get(layout.master, torch.float32)
-    dtype = {"step": torch.float32, "master": master}.get(key, group["state_dtype"])
+    dtype = {"step": torch.float32, "master": master}.get(key, layout.state)
     shape = () if key == "step" else tuple(own.shape)
-    fits = held.numel() == 1 if key == "step" else held.shape == own.shape
+    if key in SCALES.values():
+        rows, columns = rows_and_columns(own.shape)
+        shape = (rows, blocks_per_row(columns))
+    fits = held.numel() == 1 if key == "step" else held.shape == shape
     if held.dtype != dtype or held.device != own.device or not fits:
         raise ValueError(
             f"Expected state {key!r} of {where} to be {shape} {dtype} on {own.device}, but got {tuple(held.shape)} "
             f"{held.dtype} on {held.device}: move it back, or load it with load_state_dict"
         )
-    if not addressable or key == "step":
+    if not addressable or key == "step" or (key in SCALES.values() and held.is_contiguous()):
         return value
+    if key in SCALES.values():
+        return scales_like(parameter, held.contiguous())
     like_this = dense(own, layout)
     if held.stride() == like_this.stride() or (held.is_contiguous() and like_this.is_contiguous()):
         return value

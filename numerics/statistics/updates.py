@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from halfstep.kernels import block_codes
 from halfstep.numerics.formats.table import Format
 from halfstep.numerics.scaling.overflow import names_of
 from halfstep.numerics.scaling.topology import local
@@ -86,6 +87,14 @@ def lost_updates(
 
 
 @torch.no_grad()
+def _moment(state: dict[str, Any], key: str) -> torch.Tensor:
+    """The local values of a moment in fp32."""
+    held = local(state[key])
+    if held.dtype == torch.uint8:
+        return block_codes.decode(held, local(state[f"{key}_scale"]), signed=key == "exp_avg")
+    return held.float()
+
+
 def last_updates(
     optimizer: torch.optim.Optimizer, named_parameters: Any = ()
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -112,7 +121,7 @@ def last_updates(
                 first, second = (1 - float(beta) ** float(state["step"]) for beta in group["betas"])
                 if first == 0 or second == 0:
                     continue
-                m, v = local(state["exp_avg"]).float(), local(state["exp_avg_sq"]).float()
+                m, v = (_moment(state, key) for key in ("exp_avg", "exp_avg_sq"))
                 updates[name] = lr * (m / first) / ((v / second).sqrt() + group["eps"])
             elif state.get("momentum_buffer") is not None:
                 updates[name] = lr * local(state["momentum_buffer"])

@@ -785,7 +785,7 @@ def test_copies_go_on_alike(copier: Any) -> None:
         (
             {"state_dtype": torch.float16},
             ValueError,
-            "Expected state_dtype to be one of torch.float32, torch.bfloat16, but got torch.float16",
+            "Expected state_dtype to be one of torch.float32, torch.bfloat16, '8bit', but got torch.float16",
         ),
         ({"rounding": "up"}, ValueError, "Expected rounding to be one of 'nearest', 'stochastic', but got 'up'"),
         ({"seed": -1}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got -1"),

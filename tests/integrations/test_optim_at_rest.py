@@ -15,6 +15,7 @@ LAYOUTS = {
     "split": (BF16, {"master_weights": "split"}),
     "split, bf16 state": (BF16, {"master_weights": "split", "state_dtype": BF16}),
     "split24": (BF16, {"master_weights": "split24", "state_dtype": BF16, "rounding": "stochastic"}),
+    "split, 8-bit state": (BF16, {"state_dtype": "8bit", "rounding": "stochastic"}),
     "full": (FP16, {"master_weights": "full"}),
     "none": (BF16, {"master_weights": None, "rounding": "stochastic", "state_dtype": BF16}),
 }
@@ -34,7 +35,7 @@ def same(left: list[Any], right: list[Any]) -> bool:
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_no_weight_and_no_master_moves_at_an_lr_of_zero(name: str, decoupled: bool) -> None:
     dtype, options = LAYOUTS[name]
-    parameters = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in (100, 1, 0)]
+    parameters = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in (100, 1, 0, (40, 110))]
     optimizer = halfstep.Adam(parameters, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=decoupled, **options)
     generator = torch.Generator().manual_seed(0)
     for step in range(6):

@@ -178,6 +178,8 @@ TABLE = {
     (BF16, "split", FP32): 2 + 4 + 4,
     (BF16, "split", BF16): 2 + 2 + 2,
     (BF16, "split24", BF16): 1 + 2 + 2,
+    (BF16, "split24", "8bit"): 1 + 1 + 1,
+    (BF16, "split", "8bit"): 2 + 1 + 1,
     (BF16, None, FP32): 4 + 4,
     (BF16, None, BF16): 2 + 2,
 }
@@ -190,9 +192,9 @@ def bytes_of(tensors: Any) -> int:
 @pytest.mark.parametrize(("dtype", "master", "state_dtype"), TABLE)
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_state_bytes_are_exactly_those_of_the_table(
-    dtype: torch.dtype, master: Any, state_dtype: torch.dtype, amsgrad: bool
+    dtype: torch.dtype, master: Any, state_dtype: Any, amsgrad: bool
 ) -> None:
-    shapes = [(100, 30), (17,), (), (0,)]
+    shapes: list[tuple[int, ...]] = [(50, 120), (17,), (), (0,)]
     parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     optimizer = halfstep.AdamW(parameters, master_weights=master, state_dtype=state_dtype, amsgrad=amsgrad)
     for p in parameters:
@@ -200,8 +202,12 @@ def test_state_bytes_are_exactly_those_of_the_table(
     optimizer.step()
     elements = sum(p.numel() for p in parameters)
     held = list(itertools.chain.from_iterable(state.values() for state in optimizer.state.values()))
-    per_element = TABLE[dtype, master, state_dtype] + amsgrad * state_dtype.itemsize
-    assert bytes_of(held) == elements * per_element + 4 * len(parameters)  # 4: the step count
+    coded = state_dtype == "8bit"
+    per_element = TABLE[dtype, master, state_dtype] + amsgrad * (1 if coded else state_dtype.itemsize)
+    exponents = coded * (2 + amsgrad) * shapes[0][0]  # a byte for each row, none of which is longer than a block
+    in_fp32 = coded * (2 + amsgrad) * 3 * (elements - parameters[0].numel())  # vectors
+    # 4: the step count
+    assert bytes_of(held) == elements * per_element + exponents + in_fp32 + 4 * len(parameters)
     # Nothing else hides behind the tensors.
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == bytes_of(held)
 
@@ -211,7 +217,7 @@ def test_a_step_needs_less_than_a_hundredth_of_the_state_on_top(
     dtype: torch.dtype, master: Any, state_dtype: torch.dtype
 ) -> None:
     """The profiler sees every allocation of the third step; their peak counts, and what is left afterwards."""
-    parameters = [torch.nn.Parameter(torch.randn(1 << 18).to(dtype)) for _ in range(4)]
+    parameters = [torch.nn.Parameter(torch.randn(1 << 9, 1 << 9).to(dtype)) for _ in range(4)]
     optimizer = halfstep.AdamW(parameters, master_weights=master, state_dtype=state_dtype, max_grad_norm=1.0)
     for p in parameters:
         p.grad = torch.randn_like(p)

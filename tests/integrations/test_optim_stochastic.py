@@ -32,11 +32,16 @@ LAYOUTS = {
         BF16,
         {"master_weights": "split24", "state_dtype": BF16, "rounding": "stochastic"},
     ),
+    "bf16 split, 8-bit state": (BF16, {"state_dtype": "8bit", "rounding": "stochastic"}),
+    "bf16 split24, 8-bit state": (
+        BF16,
+        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"},
+    ),
     "bf16 full, bf16 state": (BF16, {"master_weights": "full", "state_dtype": BF16, "rounding": "stochastic"}),
     "fp16": (torch.float16, {"master_weights": None, "rounding": "stochastic"}),
     "fp32, bf16 state": (torch.float32, {"state_dtype": BF16, "rounding": "stochastic"}),
 }
-SHAPES = ((3, 5), (64,), (1,), (33, 17), (0,), (), (70, 40))
+SHAPES = ((3, 5), (64,), (1,), (33, 17), (0,), (), (30, 140))
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -318,6 +323,43 @@ def test_rows_cut_in_the_order_of_fsdp_over_tensor_parallelism(ranks: list[dict[
         for name in ("parameter", "exp_avg", "exp_avg_sq"):
             expected = sharded_noise.interleaved_piece(whole[name], rank)
             assert (bits(shard[name]) == bits(expected)).all(), (rank, name)
+
+
+@pytest.mark.parametrize(("cut", "shape"), sharded_noise.CODED_CASES)
+def test_shards_of_moments_in_8_bits_have_the_bits_of_the_whole(
+    ranks: list[dict[str, Any]], cut: str, shape: tuple[int, ...]
+) -> None:
+    """Codes, exponents and weights; exponents are sharded like the rows or the blocks that they belong to."""
+    whole = sharded_noise.train(shape, lambda value: value, **sharded_noise.CODED)
+    assert whole["exp_avg"].dtype == torch.uint8 and len(whole) == 9
+    for rank, result in enumerate(ranks):
+        shard = result["coded"][f"{cut} of {shape}"]
+        assert shard.keys() == whole.keys()
+        for name, tensor in whole.items():
+            expected = tensor if name == "step" else sharded_noise.piece(tensor, rank, cut)
+            assert shard[name].shape == expected.shape, (rank, name)
+            assert (bits(shard[name]) == bits(expected)).all(), (rank, name)
+
+
+def test_codes_of_rows_cut_in_the_order_of_fsdp_over_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:
+    whole = sharded_noise.train((32, 9, 40), lambda value: value, **sharded_noise.CODED)
+    for rank, result in enumerate(ranks):
+        for name, tensor in result["coded"]["interleaved"].items():
+            expected = whole[name] if name == "step" else sharded_noise.interleaved_piece(whole[name], rank)
+            assert (bits(tensor) == bits(expected)).all(), (rank, name)
+
+
+def test_shards_that_would_cut_blocks_of_codes_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for result in ranks:
+        for (_, shape), message in zip(sharded_noise.UNFIT, result["refused codes"], strict=True):
+            assert message.startswith(
+                "Expected parameter 0 with a gradient (group 0) to be sharded by rows, or in dimension 1 at multiples "
+                f"of 128 elements of a row, with state_dtype='8bit', but got shape {shape} and placements "
+            )
+            assert message.endswith(
+                "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter "
+                "group of its own"
+            )
 
 
 def test_parts_that_lie_in_no_range_are_refused(ranks: list[dict[str, Any]]) -> None:

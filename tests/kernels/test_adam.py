@@ -331,7 +331,7 @@ def test_one_step_against_the_textbook_in_float64(
 
 
 def test_the_cover_of_pairs_is_one() -> None:
-    assert len(LAYOUTS) == 168 and len(FEW) < 40
+    assert len(LAYOUTS) == 252 and len(FEW) < 40
     assert {(layout.param, layout.master) for layout in FEW} == set(WEIGHTS)
     for first, second in (("grad", "state"), ("amsgrad", "l2"), ("master", "amsgrad"), ("param", "grad")):
         seen = {(getattr(layout, first), getattr(layout, second)) for layout in FEW}

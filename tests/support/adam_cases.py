@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from itertools import combinations, product
 
+import block_oracle
 import numpy as np
 import oracles
 import torch
@@ -18,11 +19,12 @@ from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT_MASTER, Layout
 from halfstep.kernels.multi_tensor import TensorTable
 
 INF, NAN = float("inf"), float("nan")
+CODED = torch.uint8  # the dtype that stands for moments in 8 bits
 WEIGHTS = [(FP32, NO_MASTER), (FP16, NO_MASTER), (FP16, FULL_MASTER), *((BF16, master) for master in range(4))]
 LAYOUTS = [
     Layout(param, grad, state, master, amsgrad, l2)
     for (param, master), grad, state, amsgrad, l2 in product(
-        WEIGHTS, DTYPES, (FP32, BF16), (False, True), (False, True)
+        WEIGHTS, DTYPES, (FP32, BF16, CODED), (False, True), (False, True)
     )
 ]
 STOCHASTIC_LAYOUTS = [
@@ -54,7 +56,7 @@ FEW_STOCHASTIC = pairwise(STOCHASTIC_LAYOUTS)
 def label(layout: object) -> str:
     if not isinstance(layout, Layout):
         return str(layout)
-    names = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
+    names = {FP32: "fp32", FP16: "fp16", BF16: "bf16", CODED: "8bit"}
     parts = [f"p {names[layout.param]}", f"g {names[layout.grad]}", f"s {names[layout.state]}"]
     parts.append(("none", "full", "split", "split24")[layout.master])
     return " ".join(parts + ["amsgrad"] * layout.amsgrad + ["L2"] * layout.l2 + ["stochastic"] * layout.stochastic)
@@ -91,9 +93,13 @@ def make(
     rng: np.random.Generator,
     step: float = 0.0,
     noise: Noise | None = None,
+    columns: int | None = None,
     **options: object,
 ) -> AdamTensor:
-    """A tensor of a layout from fp32 weights, with random moments unless its step count is 0, and random `noise`."""
+    """A tensor of a layout from fp32 weights, with random moments unless its step count is 0, and random `noise`.
+
+    With moments in 8 bits, a row has `columns` elements; None chooses a number that divides the size.
+    """
     size = len(weights)
     extra: np.ndarray | None = None
     with np.errstate(all="ignore"):
@@ -104,9 +110,18 @@ def make(
             param = weights.astype(NUMPY[layout.param])
             extra = weights if layout.master == FULL_MASTER else None
     started = np.float32(step > 0)
-    state = NUMPY[layout.state]
-    m = (rng.standard_normal(size).astype(np.float32) * started).astype(state)
-    v, top = ((rng.random(size).astype(np.float32) * started).astype(state) for _ in range(2))
+    m = rng.standard_normal(size).astype(np.float32) * started
+    v, top = (rng.random(size).astype(np.float32) * started for _ in range(2))
+    exponents: dict[str, np.ndarray] = {}
+    if layout.coded:
+        columns = columns or next((n for n in (129, 128, 48, 7) if size % n == 0), size)
+        moments = {"m": m, "v": v, **({"top": top} if layout.amsgrad else {})}
+        for name, x in moments.items():
+            shape = (size // columns, columns) if size else (0, 0)
+            moments[name], exponents[f"{name}_exponents"] = block_oracle.encoded(x.reshape(shape), None, name == "m")
+        m, v, top = (moments[name].reshape(-1) if name in moments else None for name in ("m", "v", "top"))
+    else:
+        m, v, top = (x.astype(NUMPY[layout.state]) for x in (m, v, top))
     known = {"decay": 0.01, **options, "decoupled": not layout.l2}
     if layout.stochastic and noise is None:
         noise = Noise(int(rng.integers(2**63)), int(rng.integers(2**32)), int(rng.choice([0, 1, 2, 8, 2**34 - 16])))
@@ -119,26 +134,32 @@ def make(
         top if layout.amsgrad else None,
         AdamOptions(**known),  # type: ignore[arg-type]
         noise,
+        **exponents,
     )
 
 
 class Memory:
     """The tensors of a batch on a device, each in a separate buffer with margins that must not change."""
 
-    NAMES = ("param", "extra", "m", "v", "top")
-    OPERANDS = (adam.PARAM, adam.EXTRA, adam.M, adam.V, adam.TOP)
+    NAMES = ("param", "extra", "m", "v", "top", "m_exponents", "v_exponents", "top_exponents")
+    OPERANDS = (adam.PARAM, adam.EXTRA, adam.M, adam.V, adam.TOP, *adam.EXPONENTS_OF.values())
 
     def __init__(self, layout: Layout, tensors: list[AdamTensor], device: torch.device, offset: int) -> None:
         self.device, self.offset = device, offset
         self.buffers: list[tuple[torch.Tensor, int]] = []
-        self.lists: list[list[torch.Tensor]] = [[] for _ in range(adam.OPERANDS)]
+        self.lists: list[list[torch.Tensor]] = [[] for _ in range(adam.CODED_OPERANDS)]
         for name, operand in zip(self.NAMES, self.OPERANDS, strict=True):
             arrays = [getattr(tensor, name) for tensor in tensors]
             if arrays[0] is not None:
                 self.lists[operand] = [self.place(array) for array in arrays]
         self.lists[adam.STEP] = [torch.tensor(float(tensor.step), device=device) for tensor in tensors]
-        rows_of_table = adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS
-        self.table = TensorTable([tensor.param.size for tensor in tensors], rows_of_table, adam.CHUNK, device)
+        shapes = [(tensor.param.size,) for tensor in tensors]
+        if layout.coded:
+            rows = [len(tensor.v_exponents) for tensor in tensors]
+            shapes = [(n, tensor.param.size // max(n, 1)) for n, tensor in zip(rows, tensors, strict=True)]
+        self.table = TensorTable(layout.sizes(shapes), layout.operands, layout.chunk, device)
+        if layout.coded:
+            self.table.refresh(adam.COLUMNS, [columns for _, columns in shapes])
         if layout.stochastic:
             named = [(t.noise.stream, *t.noise.place(t.param.size), t.noise.seed) for t in tensors if t.noise]
             for operand, values in zip(range(adam.STREAM, adam.SEED + 1), zip(*named, strict=True), strict=True):
@@ -146,13 +167,13 @@ class Memory:
         for operand, held in enumerate(self.lists):
             if held:
                 self.table.refresh(operand, [tensor.data_ptr() for tensor in held])
-        rows: list[AdamOptions] = []
+        kinds: list[AdamOptions] = []
         for tensor in tensors:
-            if tensor.options not in rows:
-                rows.append(tensor.options)
-        columns = [[o.lr, o.beta1, o.beta2, o.eps, o.decay, float(o.maximize), float(o.decoupled), 0.0] for o in rows]
+            if tensor.options not in kinds:
+                kinds.append(tensor.options)
+        columns = [[o.lr, o.beta1, o.beta2, o.eps, o.decay, float(o.maximize), float(o.decoupled), 0.0] for o in kinds]
         self.groups = torch.tensor(columns, dtype=torch.float64, device=device)
-        indices = torch.tensor([rows.index(tensor.options) for tensor in tensors], device=device)
+        indices = torch.tensor([kinds.index(tensor.options) for tensor in tensors], device=device)
         hyper = torch.full((len(tensors), adam.HYPER_COLUMNS), NAN, device=device)
         self.batch = adam.Batch(layout, self.table, self.lists, indices, hyper)
 
@@ -160,7 +181,7 @@ class Memory:
         values = oracles.to_torch(array)
         buffer = torch.full((self.offset + values.numel() + 17,), 42, dtype=values.dtype, device=self.device)
         self.buffers.append((buffer, values.numel()))
-        view = buffer[self.offset : self.offset + values.numel()]
+        view = buffer[self.offset : self.offset + values.numel()].view(values.shape)
         view.copy_(values)
         return view
 

@@ -103,6 +103,28 @@ def _adam(dtype: torch.dtype, kind: str = "AdamW", **options: object) -> Run:
     return run
 
 
+def _coded(dtype: torch.dtype, **options: object) -> Run:
+    """Moments in 8 bits: rows of whole and of short blocks, several chunks per row and several rows per chunk."""
+    shapes = ((40, 128), (32, 144), (3, 2500), (4096, 1), (17, 20, 13), (70,))
+
+    def run(seed: int) -> list[torch.Tensor]:
+        parameters = [
+            torch.nn.Parameter(normal(shape.numel(), dtype, seed).view(shape)) for shape in map(torch.Size, shapes)
+        ]
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, weight_decay=0.1, state_dtype="8bit", **options)
+        for step in range(2):
+            for parameter in parameters:
+                spread = torch.exp2(-normal(parameter.numel(), FP32, step + seed).abs() * 8)
+                values = normal(parameter.numel(), FP32, 100 * step + parameter.numel() + seed) * spread
+                parameter.grad = values.to(dtype).view(parameter.shape)
+            parameters[2].grad[1, 300] = torch.nan  # type: ignore[index]
+            optimizer.step()
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
+        return [parameter.detach() for parameter in parameters] + [v for v in state if isinstance(v, torch.Tensor)]
+
+    return run
+
+
 def _amp(spoiled: bool) -> Run:
     def run(seed: int) -> list[torch.Tensor]:
         parameters = [torch.nn.Parameter(normal(n, FP16, n + seed)) for n in (17, 2500)]
@@ -162,6 +184,10 @@ CASES = {
     "adam split": Case(_adam(BF16)),
     "adam full fp16": Case(_adam(FP16)),
     "adam fp32 L2 amsgrad": Case(_adam(FP32, "Adam", amsgrad=True)),
+    "adam 8-bit split": Case(_coded(BF16)),
+    "adam 8-bit split24 stochastic": Case(_coded(BF16, master_weights="split24", rounding="stochastic", seed=5)),
+    "adam 8-bit fp16 full amsgrad stochastic": Case(_coded(FP16, amsgrad=True, rounding="stochastic")),
+    "adam 8-bit fp32 amsgrad": Case(_coded(FP32, amsgrad=True)),
     "adam stochastic": Case(_adam(BF16, master_weights=None, state_dtype=BF16, rounding="stochastic", seed=5)),
     "amp": Case(_amp(False)),
     "amp with overflow": Case(_amp(True)),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 
+import block_oracle
 import ml_dtypes
 import numpy as np
 import torch
@@ -250,7 +251,8 @@ class AdamOptions:
 class AdamTensor:
     """One parameter and its state, as numpy arrays; `extra` is an fp32 master or an int16 remainder.
 
-    With `noise`, 16-bit moments and a 16-bit parameter that stands alone are rounded stochastically.
+    Moments of dtype uint8 are codes, whose exponents have shape ``(rows, blocks)``. With `noise`, moments of less than
+    32 bits and a 16-bit parameter that stands alone are rounded stochastically.
     """
 
     param: np.ndarray
@@ -261,10 +263,14 @@ class AdamTensor:
     top: np.ndarray | None = None
     options: AdamOptions = field(default_factory=AdamOptions)
     noise: Noise | None = None
+    m_exponents: np.ndarray | None = None
+    v_exponents: np.ndarray | None = None
+    top_exponents: np.ndarray | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that a step may change, by name."""
-        everything = {"param": self.param, "extra": self.extra, "m": self.m, "v": self.v, "top": self.top}
+        names = ("param", "extra", "m", "v", "top", "m_exponents", "v_exponents", "top_exponents")
+        everything = {name: getattr(self, name) for name in names}
         return {
             **{name: array for name, array in everything.items() if array is not None},
             "step": np.asarray(self.step, dtype=np.float32),
@@ -319,8 +325,8 @@ def adam_step(
         g = grad.astype(f32) * gscale
         if not o.decoupled:
             g = g + decay * w
-        m, v = tensor.m.astype(f32), tensor.v.astype(f32)
-        biggest = np.finfo(f32).max
+        m, v = _moment(tensor.m, tensor.m_exponents, True), _moment(tensor.v, tensor.v_exponents, False)
+        biggest = np.finfo(f32).max if tensor.v_exponents is None else f32(float.fromhex("0x1.ep127"))
         m = m + w1 * (g - m) if w1 < 0.5 else g - beta1 * (g - m)
         q = g * g
         q[q > biggest] = biggest
@@ -333,11 +339,16 @@ def adam_step(
                 return x.astype(like.dtype)
             return stochastic(x, FP16 if like.dtype == np.float16 else BF16, word)
 
-        new_m, new_v = stored(m, tensor.m, words[1]), stored(v, tensor.v, words[2])
+        m_exponents = v_exponents = top_exponents = None
+        if tensor.m_exponents is None or tensor.v_exponents is None:
+            new_m, new_v = stored(m, tensor.m, words[1]), stored(v, tensor.v, words[2])
+        else:
+            new_m, m_exponents = _coded(m, tensor.m_exponents, words[1], True)
+            new_v, v_exponents = _coded(v, tensor.v_exponents, words[2], False)
         a, top = v, None
         if tensor.top is not None:
-            v = v if tensor.noise is None else new_v.astype(f32)
-            top = tensor.top.astype(f32)
+            v = v if tensor.noise is None and v_exponents is None else _moment(new_v, v_exponents, False)
+            top = _moment(tensor.top, tensor.top_exponents, False)
             a = np.where(np.isnan(v), v, np.where(v > top, v, top))
         d = step_size * (m / (np.sqrt(a) * root + eps))
         if o.decoupled:
@@ -352,16 +363,37 @@ def adam_step(
         else:
             param = stored(w, tensor.param, words[0]) if tensor.extra is None else w.astype(tensor.param.dtype)
             extra = None if tensor.extra is None else w
+        if tensor.top is None:
+            new_top = None
+        elif tensor.top_exponents is None:
+            new_top = a.astype(tensor.top.dtype)
+        else:
+            new_top, top_exponents = _coded(a, tensor.top_exponents, np.zeros(a.size, np.uint32), False)
         return AdamTensor(
-            param,
-            new_m,
-            new_v,
-            t,
-            extra,
-            None if tensor.top is None else a.astype(tensor.top.dtype),
-            o,
-            tensor.noise,
+            *(param, new_m, new_v, t, extra, new_top, o, tensor.noise),
+            *(m_exponents, v_exponents, top_exponents),
         )
+
+
+def _moment(held: np.ndarray, exponents: np.ndarray | None, signed: bool) -> np.ndarray:
+    """A moment in fp32; a copy."""
+    if exponents is None:
+        return held.astype(np.float32)
+    return block_oracle.decoded(held.reshape(_matrix(held, exponents)), exponents, signed).reshape(-1)
+
+
+def _coded(
+    x: np.ndarray, exponents: np.ndarray, random: np.ndarray | None, signed: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and exponents of a moment with the rows that `exponents` has."""
+    shape = _matrix(x, exponents)
+    codes, found = block_oracle.encoded(x.reshape(shape), None if random is None else random.reshape(shape), signed)
+    return codes.reshape(-1), found.reshape(exponents.shape)
+
+
+def _matrix(x: np.ndarray, exponents: np.ndarray) -> tuple[int, int]:
+    """Rows and columns of elements with these exponents."""
+    return len(exponents), x.size // max(len(exponents), 1)
 
 
 def adam_step_float64(w: float, m: float, v: float, g: float, t: int, o: AdamOptions) -> tuple[float, float, float]:

@@ -36,6 +36,14 @@ CUTS: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
     "columns twice": ((2, 2), (1, 1)),
 }
 CASES = list(itertools.product(CUTS, SHAPES))
+# Moments in 8 bits: rows with a short last block, and columns cut at multiples of 128 elements of a row.
+CODED: dict[str, Any] = {"state_dtype": "8bit", "master_weights": "split24", "amsgrad": True}
+ROWS = ("rows, uneven, one empty", "replicated and rows", "rows twice")
+CODED_CASES = [
+    *itertools.product(ROWS, ((33, 300), (5, 40, 40))),
+    *itertools.product(("columns, uneven", "rows and columns", "columns twice"), ((9, 1023), (9, 8, 64))),
+]
+UNFIT = [("columns, uneven", (9, 1000)), ("last", (9, 8, 512)), ("columns twice", (30, 900))]
 
 
 def gradient(index: int, step: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -74,8 +82,9 @@ INTERLEAVED = (8, 6, 4)
 def interleaved_piece(value: torch.Tensor, rank: int) -> torch.Tensor:
     """The shard of a rank, with rows split over the second mesh dimension first, as in FSDP2 with TP."""
     first, second = divmod(rank, 2)
-    start = second * 4 + first * 2
-    return value[start : start + 2].contiguous()
+    each = len(value) // 4
+    start = second * 2 * each + first * each
+    return value[start : start + each].contiguous()
 
 
 def interleaved(value: torch.Tensor, rank: int) -> Any:
@@ -90,11 +99,11 @@ def interleaved(value: torch.Tensor, rank: int) -> Any:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
-def train(shape: tuple[int, ...], of: Any) -> dict[str, torch.Tensor]:
+def train(shape: tuple[int, ...], of: Any, **options: Any) -> dict[str, torch.Tensor]:
     """Three steps of the second of two parameters. Returns the shard of the rank."""
     start = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
     first, parameter = torch.nn.Parameter(torch.ones(3).bfloat16()), torch.nn.Parameter(of(start))
-    optimizer = halfstep.AdamW([first, parameter], **OPTIONS)
+    optimizer = halfstep.AdamW([first, parameter], **{**OPTIONS, **options})
     for step in range(3):
         parameter.grad = of(gradient(0, step, shape, torch.bfloat16))
         optimizer.step()
@@ -131,10 +140,29 @@ def refused() -> list[str]:
     return messages
 
 
+def refused_codes(rank: int) -> list[str]:
+    """The errors for shards that would cut blocks of 8-bit codes."""
+    messages = []
+    for cut, shape in UNFIT:
+        try:
+            train(shape, lambda value, cut=cut: sharded(value, rank, cut), **CODED)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+        train(shape, lambda value, cut=cut: sharded(value, rank, cut), **{**CODED, "state_dtype": torch.bfloat16})
+    return messages
+
+
 def run(rank: int) -> dict[str, Any]:
     from torch.testing._internal.distributed import fake_pg
 
     dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=WORLD)
     steps = {f"{cut} of {shape}": train(shape, lambda v, cut=cut: sharded(v, rank, cut)) for cut, shape in CASES}
     steps["interleaved"] = train(INTERLEAVED, lambda value: interleaved(value, rank))
-    return {"steps": steps, "refused": refused()}
+    coded = {
+        f"{cut} of {shape}": train(shape, lambda v, cut=cut: sharded(v, rank, cut), **CODED)
+        for cut, shape in CODED_CASES
+    }
+    codes = (32, 9, 40)
+    coded["interleaved"] = train(codes, lambda value: interleaved(value, rank), **CODED)
+    return {"steps": steps, "refused": refused(), "coded": coded, "refused codes": refused_codes(rank)}

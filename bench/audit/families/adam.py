@@ -22,7 +22,7 @@ def name(layout: Layout) -> str:
         [
             f"{TRITON_NAMES[layout.param]} param",
             f"{TRITON_NAMES[layout.grad]} grad",
-            f"{TRITON_NAMES[layout.state]} state",
+            f"{'8-bit' if layout.coded else TRITON_NAMES[layout.state]} state",
             f"{('no', 'full', 'split', 'split24')[layout.master]} master",
             *(["amsgrad"] if layout.amsgrad else []),
             *(["L2"] if layout.l2 else []),
@@ -33,9 +33,7 @@ def name(layout: Layout) -> str:
 
 def _step(layout: Layout) -> None:
     """A step of one tensor. The compiled kernel depends only on the layout."""
-    table = TensorTable(
-        [64], adam.STOCHASTIC_OPERANDS if layout.stochastic else adam.OPERANDS, adam.CHUNK, torch.device("cpu")
-    )
+    table = TensorTable(layout.sizes([(1, 128)]), layout.operands, layout.chunk, torch.device("cpu"))
     hyper = torch.empty(1, adam.HYPER_COLUMNS, dtype=torch.float32, device="cpu")
     groups = torch.empty(1, adam.GROUP_COLUMNS, dtype=torch.float64, device="cpu")
     of_group = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -61,11 +59,14 @@ def _layouts() -> list[Layout]:
     layouts += [Layout(bf16, bf16, bf16, master, False, False, True) for master in (NO_MASTER, SPLIT_MASTER)]
     layouts += [Layout(bf16, bf16, bf16, NO_MASTER, True, False, True)]
     layouts += [Layout(bf16, bf16, state, SPLIT24_MASTER, False, False, True) for state in (f32, bf16)]
+    layouts += [Layout(bf16, bf16, torch.uint8, SPLIT_MASTER, amsgrad, False) for amsgrad in (False, True)]
+    layouts += [Layout(bf16, bf16, torch.uint8, master, False, False, True) for master in (0, 2, 3)]
+    layouts += [Layout(f32, f32, torch.uint8, NO_MASTER, False, False)]
     return layouts
 
 
 def variants() -> Iterator[Variant]:
-    """Each layout once, with the bytes given in kernels/adam.py."""
+    """Each layout once, with the bytes given in kernels/adam.py, except those of the exponents of 8-bit moments."""
     for layout in _layouts():
         p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
         state = s * (3 if layout.amsgrad else 2)
@@ -73,6 +74,7 @@ def variants() -> Iterator[Variant]:
             layout.master
         ]
         launch = partial(_step, layout)
-        yield Variant(adam.adam_kernel, name(layout), launch, g + weight[0] + state, weight[1] + state)
+        kernel = adam.coded_adam_kernel if layout.coded else adam.adam_kernel
+        yield Variant(kernel, name(layout), launch, g + weight[0] + state, weight[1] + state)
     yield Variant(adam.prepare_kernel, "prepare", partial(_amp_step, False))
     yield Variant(adam.prepare_kernel, "prepare, clip", partial(_amp_step, True))

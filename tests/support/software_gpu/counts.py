@@ -149,9 +149,10 @@ def _adam(
     import halfstep
 
     size = SIZE if tensors == 1 else 1000
-    parameters = [torch.nn.Parameter(_values(dtype, size)) for _ in range(tensors)]
+    shape = (1024, size // 1024) if state_dtype == "8bit" else (size,)  # moments of vectors stay in fp32
+    parameters = [torch.nn.Parameter(_values(dtype, *shape)) for _ in range(tensors)]
     for parameter in parameters:
-        parameter.grad = _values(dtype, size) * (not zero)
+        parameter.grad = _values(dtype, *shape) * (not zero)
     optimizer = getattr(halfstep, cls)(parameters, state_dtype=state_dtype, **options)
     optimizer.step()
     return tensors * size, optimizer.step
@@ -218,6 +219,11 @@ def cases() -> dict[str, Callable[[], Made]]:
         "AdamW bf16 split, bf16 moments, stochastic": partial(_adam, BF16, state_dtype=BF16, **random),
         "AdamW bf16 split24, bf16 moments, stochastic": partial(
             _adam, BF16, state_dtype=BF16, master_weights="split24", **random
+        ),
+        "AdamW bf16 split, 8-bit moments": partial(_adam, BF16, state_dtype="8bit"),
+        "AdamW bf16 split, 8-bit moments, stochastic": partial(_adam, BF16, state_dtype="8bit", **random),
+        "AdamW bf16 split24, 8-bit moments, stochastic": partial(
+            _adam, BF16, state_dtype="8bit", master_weights="split24", **random
         ),
         "AdamW bf16 full": partial(_adam, BF16, master_weights="full"),
         "AdamW bf16 no master, fp32 moments": partial(_adam, BF16, **none),

@@ -312,7 +312,8 @@ def evaluate(
     names |= {f"S{at}": Register(bits) for at, bits in enumerate(sources)}
     for other in ("v_max_f32", "v_min_f32", "v_max_i32", "v_min_i32", "v_max_u32", "v_min_u32"):
         names[other] = functools.partial(_call, table, other)
-    names["v_max3_i32"] = functools.partial(_call, table, "v_max3_i32")
+    for other in ("v_max3_i32", "v_max3_u32"):
+        names[other] = functools.partial(_call, table, other)
     exec(translated(table[name]), names)
     return names["D0"].bits, names["VCC"].bits, int(names["SCC"])
 

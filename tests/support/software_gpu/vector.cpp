@@ -503,6 +503,7 @@ void vector_integers() {
     op("v_min3_i32", [](i32 a, i32 b, i32 c) -> i32 { return std::min({a, b, c}); });
     op("v_min3_u32", [](u32 a, u32 b, u32 c) -> u32 { return std::min({a, b, c}); });
     op("v_med3_i32", [](i32 a, i32 b, i32 c) -> i32 { return std::max(std::min(a, b), std::min(std::max(a, b), c)); });
+    op("v_med3_u32", [](u32 a, u32 b, u32 c) -> u32 { return std::max(std::min(a, b), std::min(std::max(a, b), c)); });
     op("v_mov_b32", [](u32 a) -> u32 { return a; });
     op("v_mov_b64", [](u64 a) -> u64 { return a; });
     op("v_cndmask_b32", [](u32 a, u32 b, Bit second) -> u32 { return second.on ? b : a; });

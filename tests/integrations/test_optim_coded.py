@@ -1,0 +1,350 @@
+"""Moments in 8 bits as a user of AdamW meets them: which parameters, checkpoints, other layouts, errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from oracles import BF16, FP16, FP32, bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import halfstep
+from halfstep.kernels import block_codes
+
+SHAPES = ((40, 130), (64, 9, 16), (4096,), (63, 65), (8, 512), (5, 7, 0), ())
+CODED = (True, True, False, False, True, False, False)
+LAYOUTS = {
+    "fp32": (FP32, {}),
+    "split": (BF16, {}),
+    "split, stochastic": (BF16, {"rounding": "stochastic"}),
+    "split24, stochastic": (BF16, {"master_weights": "split24", "rounding": "stochastic"}),
+    "full": (FP16, {}),
+    "none, stochastic": (BF16, {"master_weights": None, "rounding": "stochastic"}),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def parameters_of(dtype: torch.dtype, seed: int = 0) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(parameters: list[Any], step: int) -> None:
+    """Gradients whose sizes differ within a row by powers of two."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for p in parameters:
+        spread = torch.exp2(-8 * torch.rand(p.shape, generator=generator))
+        p.grad = (torch.randn(p.shape, generator=generator) * spread).to(p.dtype)
+
+
+def train(optimizer: Any, parameters: list[Any], steps: Any) -> None:
+    for step in steps:
+        give_gradients(parameters, step)
+        optimizer.step()
+
+
+def held(optimizer: Any, parameters: list[Any]) -> list[Any]:
+    """Bits of all parameters and of all state as it lies in memory."""
+    found = [bits(p.detach()) for p in parameters]
+    return found + [bits(optimizer.state[p][key]) for p in parameters for key in sorted(optimizer.state[p])]
+
+
+def same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(
+        a.shape == b.shape and (a == b).all() for a, b in zip(left, right, strict=True)
+    )
+
+
+def through_a_file(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@layouts
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, amsgrad: bool) -> None:
+    dtype, options = LAYOUTS[layout]
+    parameters = parameters_of(dtype)
+    optimizer = halfstep.AdamW(parameters, state_dtype="8bit", amsgrad=amsgrad, **options)
+    train(optimizer, parameters, range(1))
+    moments = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad]
+    for parameter, coded in zip(parameters, CODED, strict=True):
+        state = optimizer.state[parameter]
+        rest = {"step"} | ({"master"} if parameter.dtype != FP32 and "none" not in layout else set())
+        scales = {f"{moment}_scale" for moment in moments if coded}
+        assert set(state) == {*moments, *scales, *rest}
+        for moment in moments:
+            assert state[moment].shape == parameter.shape
+            assert state[moment].dtype == (torch.uint8 if coded else FP32)
+        for scale in scales:
+            rows, columns = len(parameter), math.prod(parameter.shape[1:])
+            assert state[scale].shape == (rows, -(-columns // 128)) and state[scale].dtype == torch.uint8
+
+
+@layouts
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_every_backend_gives_the_bits_of_the_default(layout: str, backend: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    dtype, options = LAYOUTS[layout]
+    results = []
+    for name in ("auto", backend):
+        parameters = parameters_of(dtype)
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", max_grad_norm=1.0, amsgrad=True, **options)
+        with halfstep.backend(name):
+            train(optimizer, parameters, range(3))
+        results.append(held(optimizer, parameters))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "channels_last", "gaps", "misaligned", "gradient in another order"])
+def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
+    """Blocks lie along rows, whatever the order in memory."""
+    value = torch.randn(24, 6, 4, 10).to(BF16)
+    make = {
+        "transposed": lambda v: v.transpose(0, 3).contiguous().transpose(0, 3),
+        "channels_last": lambda v: v.to(memory_format=torch.channels_last),
+        "gaps": lambda v: torch.cat([v, v], dim=3)[..., :10],
+        "misaligned": lambda v: torch.cat([v.flatten()[:1], v.flatten()])[1:].view(v.shape),
+    }.get(kind, lambda v: v.clone())
+    plain, other = torch.nn.Parameter(value.clone()), torch.nn.Parameter(make(value))
+    optimizers = [halfstep.AdamW([p], lr=1e-2, state_dtype="8bit") for p in (plain, other)]
+    for step in range(4):
+        grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(step)).to(BF16)
+        plain.grad = grad
+        other.grad = grad.to(memory_format=torch.channels_last) if "gradient" in kind else grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert (bits(plain.detach()) == bits(other.detach())).all()
+    for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
+        left, right = (optimizer.state[p][key] for optimizer, p in zip(optimizers, (plain, other), strict=True))
+        assert torch.equal(left, right)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@layouts
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(layout: str, amsgrad: bool) -> None:
+    dtype, options = LAYOUTS[layout]
+    parameters = parameters_of(dtype)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=amsgrad, **options)
+    train(optimizer, parameters, range(5))
+    saved = through_a_file(optimizer.state_dict())
+    assert all(value.dtype == FP32 for state in saved["state"].values() for value in state.values())
+    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    resumed = halfstep.AdamW(others, lr=1e-2, state_dtype="8bit", amsgrad=amsgrad, **options)
+    resumed.load_state_dict(saved)
+    assert same(held(optimizer, parameters), held(resumed, others))
+    for run, of in ((optimizer, parameters), (resumed, others)):
+        train(run, of, range(5, 8))
+    assert same(held(optimizer, parameters), held(resumed, others))
+
+
+@pytest.mark.parametrize("copied", ["pickle", "deepcopy"])
+def test_a_copy_goes_on_with_the_same_bits(copied: str) -> None:
+    parameters = parameters_of(BF16)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", rounding="stochastic")
+    train(optimizer, parameters, range(3))
+    pair = (optimizer, parameters)
+    other, others = pickle.loads(pickle.dumps(pair)) if copied == "pickle" else copy.deepcopy(pair)
+    for run, of in ((optimizer, parameters), (other, others)):
+        train(run, of, range(3, 5))
+    assert same(held(optimizer, parameters), held(other, others))
+
+
+@pytest.mark.parametrize("between", [FP32, BF16], ids=str)
+def test_codes_load_into_other_layouts_and_back_without_a_change(between: torch.dtype) -> None:
+    """3 bits of mantissa and exponents of fp32 fit both."""
+    parameters = parameters_of(BF16)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
+    train(optimizer, parameters, range(5))
+    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    there = halfstep.AdamW(others, state_dtype=between, amsgrad=True, master_weights="full")
+    there.load_state_dict(through_a_file(optimizer.state_dict()))
+    again = halfstep.AdamW(others, state_dtype="8bit", amsgrad=True)
+    again.load_state_dict(through_a_file(there.state_dict()))
+    for parameter, other, coded in zip(parameters, others, CODED, strict=True):
+        for key, value in optimizer.state[parameter].items() if coded else ():
+            assert torch.equal(value, again.state[other][key]), key
+
+
+def test_a_checkpoint_of_torch_loads_rounded_to_nearest() -> None:
+    parameters = parameters_of(FP32)
+    theirs = torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
+    train(theirs, parameters, range(5))
+    theirs.state[parameters[0]]["exp_avg_sq"][3, 5] = math.inf
+    theirs.state[parameters[0]]["exp_avg"][4, 5] = math.nan
+    theirs.state[parameters[0]]["exp_avg_sq"][5, 5] = -1.0
+    saved = theirs.state_dict()
+    ours = halfstep.AdamW(parameters, state_dtype="8bit", amsgrad=True)
+    ours.load_state_dict(saved)
+    for index, parameter in enumerate(parameters):
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if CODED[index] else ():
+            signed, given = key == "exp_avg", saved["state"][index][key]
+            limited = given if signed else given.clamp(max=block_codes.LARGEST_POSITIVE)
+            codes, exponents = block_codes.encode(limited, len(parameter), signed)
+            if not signed and index == 0 and key == "exp_avg_sq":
+                codes[5, :128], exponents[5, 0] = 0, 255  # a negative second moment is none
+            assert torch.equal(ours.state[parameter][key], codes)
+            assert torch.equal(ours.state[parameter][f"{key}_scale"], exponents)
+    state = ours.state_dict()["state"][0]
+    # As in the step, an infinite second moment is the largest; a NaN spoils its block, and nothing else.
+    assert state["exp_avg_sq"][3, 5] == block_codes.LARGEST_POSITIVE
+    assert state["exp_avg"][4].isnan().sum() == 128 and state["exp_avg"].isnan().sum() == 128
+    near = state["exp_avg"][5] - saved["state"][0]["exp_avg"][5]
+    assert (near.abs() <= saved["state"][0]["exp_avg"][5].abs() / 16 + state["exp_avg"][5].abs().max() * 2.0**-17).all()
+
+
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_a_checkpoint_of_8_bits_loads_into_torch(moment: str) -> None:
+    parameters = parameters_of(FP32)
+    ours = halfstep.AdamW(parameters, state_dtype="8bit")
+    train(ours, parameters, range(3))
+    theirs = torch.optim.AdamW(parameters)
+    theirs.load_state_dict(ours.state_dict())
+    train(theirs, parameters, range(3, 4))
+    assert all(torch.isfinite(p).all() for p in parameters)
+
+
+# ---------------------------------------------------------------------------------------------------- around the kernel
+
+
+def test_overflow_skips_change_nothing_and_scaled_gradients_give_the_same_bits() -> None:
+    results = []
+    for scaled in (False, True):
+        parameters = parameters_of(FP16)
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", rounding="stochastic")
+        scaler = halfstep.GradScaler("cpu", init_scale=256.0, enabled=scaled)
+        scaler.scale(torch.zeros(()))
+        for step in range(4):
+            give_gradients(parameters, step)
+            if scaled:
+                for p in parameters:
+                    p.grad.mul_(256.0)
+                before = held(optimizer, parameters) if optimizer.state else None
+                kept = parameters[1].grad
+                parameters[1].grad = torch.full_like(kept, math.inf)
+                scaler.step(optimizer)
+                scaler.update(256.0)
+                assert before is None or same(before, held(optimizer, parameters))
+                parameters[1].grad = kept
+            scaler.step(optimizer)
+            scaler.update(256.0)
+        results.append(held(optimizer, parameters))
+    assert same(*results)
+
+
+def test_a_default_dtype_of_bf16_changes_nothing() -> None:
+    results = []
+    for default in (FP32, BF16):
+        parameters = parameters_of(BF16)
+        torch.set_default_dtype(default)
+        try:
+            for backend in ("auto", "reference"):
+                optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True, rounding="stochastic")
+                with halfstep.backend(backend):
+                    train(optimizer, parameters, ())
+                    for step in range(2):
+                        torch.set_default_dtype(FP32)
+                        give_gradients(parameters, step)
+                        torch.set_default_dtype(default)
+                        optimizer.step()
+                saved = optimizer.state_dict()
+                optimizer.load_state_dict(saved)
+        finally:
+            torch.set_default_dtype(FP32)
+        results.append(held(optimizer, parameters))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_meta_and_fake_parameters_get_state_like_real_ones(kind: str) -> None:
+    real = parameters_of(BF16)
+    optimizer = halfstep.AdamW(real, state_dtype="8bit", amsgrad=True)
+    train(optimizer, real, range(1))
+    mode = FakeTensorMode()
+    make = (lambda p: p.detach().to("meta")) if kind == "meta" else (lambda p: mode.from_tensor(p.detach()))
+    parameters = [torch.nn.Parameter(make(p)) for p in real]
+    other = halfstep.AdamW(parameters, state_dtype="8bit", amsgrad=True)
+    for _ in range(2):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        other.step()
+    for p, q in zip(real, parameters, strict=True):
+        shapes = [
+            {key: (value.shape, value.dtype) for key, value in run.state[one].items()}
+            for run, one in ((optimizer, p), (other, q))
+        ]
+        assert shapes[0] == shapes[1]
+    assert other.state_dict()["state"][0]["exp_avg"].dtype == FP32
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_parameters_that_fsdp1_has_flattened_are_refused() -> None:
+    """The mark that FullyShardedDataParallel leaves on its flat parameters and on views into them."""
+    parameter = torch.nn.Parameter(torch.ones(8192))
+    parameter._fsdp_flattened = True
+    parameter.grad = torch.ones_like(parameter)
+    message = (
+        "Expected state_dtype to be torch.float32 or torch.bfloat16 for parameter 0 with a gradient (group 0), which "
+        "FullyShardedDataParallel has flattened, but got '8bit', whose blocks lie within the rows of a matrix: use "
+        "fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of its "
+        "own"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        halfstep.AdamW([parameter], state_dtype="8bit").step()
+    assert (parameter == 1).all()
+
+
+def test_state_of_another_kind_is_named() -> None:
+    parameters = parameters_of(BF16)[:1]
+    optimizer = halfstep.AdamW(parameters)
+    train(optimizer, parameters, range(1))
+    optimizer.param_groups[0]["state_dtype"] = "8bit"
+    give_gradients(parameters, 1)
+    with pytest.raises(
+        ValueError, match=r"Expected state 'exp_avg' of parameter 0 .* to be .* torch.uint8 on cpu, but"
+    ):
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())  # the remedy that the message names
+    optimizer.step()
+    optimizer.state[parameters[0]]["exp_avg_scale"] = torch.zeros(40, 1, dtype=torch.uint8)
+    with pytest.raises(
+        ValueError, match=r"Expected state 'exp_avg_scale' of parameter 0 .* to be \(40, 2\) torch.uint8"
+    ):
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("master", ["split", "split24"])
+def test_a_model_learns_as_with_fp32_moments(master: Any) -> None:
+    losses = []
+    for state_dtype in (FP32, "8bit"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Tanh(), torch.nn.Linear(256, 32)).bfloat16()
+        optimizer = halfstep.AdamW(
+            model.parameters(), lr=3e-3, state_dtype=state_dtype, master_weights=master, rounding="stochastic"
+        )
+        inputs = torch.randn(256, 32).bfloat16()
+        target = inputs.roll(3, 1) * inputs.roll(-5, 1)
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss = (model(inputs) - target).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < 1.1 * losses[0] < 0.9

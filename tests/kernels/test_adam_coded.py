@@ -1,0 +1,170 @@
+"""Adam with moments in 8 bits: rows of every length, shards, what is not finite; bit for bit the oracle's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import block_oracle
+import numpy as np
+import oracles
+import pytest
+from adam_cases import CODED, Memory, Step, examine, label, make
+from implementations import ALL, using
+from noise import Noise
+from oracles import BF16, FP16, FP32, NUMPY, AdamTensor
+
+from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
+
+INF, NAN = float("inf"), float("nan")
+SPLIT = Layout(BF16, BF16, CODED, SPLIT_MASTER, False, False)
+SPLIT24 = Layout(BF16, BF16, CODED, SPLIT24_MASTER, False, False, True)
+FULL = Layout(FP16, FP16, CODED, FULL_MASTER, True, True, True)
+ALONE = Layout(FP32, FP32, CODED, NO_MASTER, True, False)
+layouts = pytest.mark.parametrize("layout", [SPLIT, SPLIT24, FULL, ALONE], ids=label)
+
+
+def matrix(layout: Layout, rows: int, columns: int, rng: np.random.Generator, **options: Any) -> AdamTensor:
+    return make(layout, rng.standard_normal(rows * columns).astype(np.float32), rng, columns=columns, **options)
+
+
+def gradient(layout: Layout, size: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.standard_normal(size).astype(np.float32).astype(NUMPY[layout.grad])
+
+
+@layouts
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_rows_of_every_length(name: str, layout: Layout, offset: int) -> None:
+    """Several rows in a block of the kernel, several chunks in a row, blocks of one element; aligned or not."""
+    rng = np.random.default_rng(0)
+    shapes = [(50, 1), (9, 2), (19, 27), (3, 127), (33, 128), (5, 129), (9, 256), (11, 300), (2, 1600), (2, 4096)]
+    shapes += [(1, 2500), (0, 128), (17, 131), (40, 144)]
+    tensors = [matrix(layout, rows, columns, rng, step=3) for rows, columns in shapes]
+    examine((name,), layout, tensors, [Step([gradient(layout, t.param.size, rng) for t in tensors])], offset)
+
+
+def cut(tensor: AdamTensor, columns: int, rows: tuple[int, int], part: tuple[int, int]) -> AdamTensor:
+    """Some rows and some columns, which begin a block, of a tensor."""
+    assert tensor.noise is not None
+    at = slice(*rows), slice(*part)
+    blocks = slice(*rows), slice(part[0] // 128, -(-part[1] // 128))
+    parts = {
+        name: array.reshape(-1, array.shape[-1] if name.endswith("exponents") else columns)[
+            blocks if name.endswith("exponents") else at
+        ].copy()
+        for name, array in tensor.arrays().items()
+        if name != "step"
+    }
+    flat = {name: array if name.endswith("exponents") else array.reshape(-1) for name, array in parts.items()}
+    width = part[1] - part[0]
+    inner = (0, 0) if width == columns else (width, columns)
+    return dataclasses.replace(
+        tensor,
+        **flat,
+        noise=dataclasses.replace(tensor.noise, base=rows[0] * columns + part[0], inner=inner[0], inner_whole=inner[1]),
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("layout", [SPLIT24, FULL], ids=label)
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [((0, 4), (0, 450)), ((4, 7), (0, 450))],
+        [((0, 7), (0, 128)), ((0, 7), (128, 384)), ((0, 7), (384, 450))],
+        [((0, 3), (0, 256)), ((3, 7), (0, 256)), ((0, 7), (256, 450))],
+    ],
+    ids=["rows", "columns", "both"],
+)
+def test_shards_have_the_bits_of_the_whole(
+    name: str, layout: Layout, ranges: list[tuple[tuple[int, int], tuple[int, int]]]
+) -> None:
+    rng = np.random.default_rng(1)
+    columns = 450
+    whole = matrix(layout, 7, columns, rng, step=3, noise=Noise(11, 4))
+    grad = gradient(layout, whole.param.size, rng)
+    (after,) = Step([grad]).expected([whole])
+    parts = [cut(whole, columns, *place) for place in ranges]
+    grads = [grad.reshape(7, columns)[slice(*rows), slice(*part)].reshape(-1).copy() for rows, part in ranges]
+    with using(name, "adam") as device:
+        for offset in (0, 1):
+            memory = Memory(layout, parts, device, offset)
+            memory.step(Step(grads))
+            memory.compare([cut(after, columns, *place) for place in ranges], f"{name}, offset {offset}")
+
+
+@layouts
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("bad", [NAN, -NAN, INF])
+def test_what_is_not_finite_spoils_its_block_alone(name: str, layout: Layout, bad: float) -> None:
+    rng = np.random.default_rng(2)
+    tensors = [matrix(layout, 4, 300, rng, step=2)]
+    grad = gradient(layout, 1200, rng)
+    grad[300 + 130] = bad
+    grads = [Step([grad]), Step([gradient(layout, 1200, rng)])]
+    (after,) = examine((name,), layout, tensors, grads)
+    # Infinite gradients make infinite first moments; the square stops at the largest number.
+    assert after.m_exponents is not None and (after.m_exponents == 255).nonzero() == (np.array([1]), np.array([1]))
+    spoiled = ~np.isfinite(after.param.astype(np.float32)).reshape(4, 300)
+    assert spoiled[1, 128:256].all() and spoiled.sum() == 128
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_huge_and_tiny_gradients_make_no_nan(name: str, stochastic: bool) -> None:
+    """Squares beyond the largest code stop there; gradients too small for the block, or for any, make no NaN."""
+    rng = np.random.default_rng(3)
+    layout = dataclasses.replace(ALONE, stochastic=stochastic, amsgrad=False)
+    tensor = make(layout, np.ones(1024, np.float32), rng, columns=256, beta2=0.0, eps=1e-8)
+    grad = np.ones(1024, np.float32)
+    grad[:256:2], grad[1:256:2], grad[256:512], grad[512:768:3] = 3e38, 1e-30, 1e-35, 1e-44
+    after = examine((name,), layout, [tensor], [Step([grad]), Step([grad / 2]), Step([grad])])
+    assert np.isfinite(after[0].param).all() and (after[0].v_exponents < 255).all()
+    assert after[0].v[0] == 255 and after[0].v_exponents[0, 0] == 254
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_maximum_never_falls_and_takes_what_was_stored(name: str) -> None:
+    rng = np.random.default_rng(4)
+    layout = dataclasses.replace(SPLIT24, amsgrad=True)
+    tensors = [matrix(layout, 3, 200, rng, beta2=0.5)]
+    steps = [
+        Step([(gradient(layout, 600, rng).astype(np.float32) * scale).astype(NUMPY[BF16])]) for scale in (1, 5, 0.1)
+    ]
+    history = tensors
+    tops = []
+    for step in steps:
+        history = step.expected(history)
+        tops.append(block_oracle.decoded(history[0].top.reshape(3, 200), history[0].top_exponents, False))
+    examine((name,), layout, tensors, steps)
+    assert (tops[1] >= tops[0]).all() and (tops[2] >= tops[1]).all()
+    v = block_oracle.decoded(history[0].v.reshape(3, 200), history[0].v_exponents, False)
+    assert (tops[2] >= v).all() and np.isin(tops[0], tops[2]).any()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_skipped_step_writes_nothing(name: str) -> None:
+    rng = np.random.default_rng(5)
+    tensors = [matrix(FULL, 3, 200, rng, step=7)]
+    with using(name, "adam") as device:
+        memory = Memory(FULL, tensors, device, 0)
+        memory.step(Step([np.full(600, NAN, NUMPY[FP16])], grad_scale=0.0, found_inf=2.0))
+        memory.compare(tensors, name, exactly=True)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_second_moment_under_constant_gradients_comes_to_their_square(stochastic: bool) -> None:
+    """In the mean of many elements, with stochastic rounding; to nearest it stops where a step is half a unit."""
+    layout, rng = dataclasses.replace(ALONE, amsgrad=False, stochastic=stochastic), np.random.default_rng(6)
+    tensors = [make(layout, np.zeros(4096, np.float32), rng, columns=4096, beta2=0.99, lr=0.0)]
+    step = Step([np.full(4096, 1.1, np.float32)])
+    with using("native", "adam") as device:
+        memory = Memory(layout, tensors, device, 0)
+        for _ in range(1500):
+            memory.step(step)
+        held = [oracles.to_numpy(memory.lists[operand][0]) for operand in (4, 13)]
+    v = block_oracle.decoded(held[0].reshape(1, -1), held[1], False).astype(np.float64)
+    assert (abs(v.mean() / 1.21 - 1) < 0.002) == stochastic
