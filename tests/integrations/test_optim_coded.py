@@ -348,3 +348,31 @@ def test_a_model_learns_as_with_fp32_moments(master: Any) -> None:
             optimizer.step()
         losses.append(loss.item())
     assert losses[1] < 1.1 * losses[0] < 0.9
+
+
+GRADIENTS = {
+    "constant": lambda base, noise, part: base,
+    "normal": lambda base, noise, part: base * noise,
+    "falling": lambda base, noise, part: base * noise * 10.0 ** (-part),
+    "bursts": lambda base, noise, part: base * noise * (100.0 if part % 0.25 < 0.005 else 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_a_second_moment_follows_that_of_float64_in_the_mean(kind: str) -> None:
+    """2,000 steps: as many roundings of each element, by up to 1/16 of it."""
+    size, steps, beta2 = 4096, 2000, 0.999
+    generator = torch.Generator().manual_seed(0)
+    base = torch.exp2(-6 * torch.rand(size, generator=generator))
+    parameter = torch.nn.Parameter(torch.zeros(1, size))
+    optimizer = halfstep.AdamW([parameter], lr=1e-30, state_dtype="8bit", rounding="stochastic")
+    exact = torch.zeros(size, dtype=torch.float64)
+    for number in range(steps):
+        grad = GRADIENTS[kind](base, torch.randn(size, generator=generator), number / steps)
+        exact += (1 - beta2) * (grad.double().square() - exact)
+        parameter.grad = grad.view(1, size)
+        optimizer.step()
+    ratio = optimizer.state_dict()["state"][0]["exp_avg_sq"].double().view(-1) / exact
+    error = (ratio - 1).square().mean().sqrt().item()
+    assert 0.01 < error < 0.4, "roundings by chance add up to this error, and to no more"
+    assert abs(ratio.mean().item() - 1) < 5 * error / size**0.5
