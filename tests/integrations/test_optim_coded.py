@@ -289,6 +289,23 @@ def test_meta_and_fake_parameters_get_state_like_real_ones(kind: str) -> None:
     assert other.state_dict()["state"][0]["exp_avg"].dtype == FP32
 
 
+def test_wrapper_subclasses_get_the_bits_of_plain_parameters() -> None:
+    wrapper = pytest.importorskip("torch.testing._internal.two_tensor", exc_type=ImportError).TwoTensor
+    value = torch.randn(40, 130)
+    plain = torch.nn.Parameter(value.clone())
+    wrapped = torch.nn.Parameter(wrapper(value.clone(), value.clone()))
+    optimizers = [halfstep.AdamW([p], lr=1e-2, state_dtype="8bit") for p in (plain, wrapped)]
+    for step in range(4):
+        grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(step))
+        plain.grad, wrapped.grad = grad, wrapper(grad.clone(), grad.clone())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(wrapped.detach().a, plain.detach())
+    for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
+        assert torch.equal(optimizers[1].state[wrapped][key].a, optimizers[0].state[plain][key])
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
