@@ -501,8 +501,8 @@ def names_in(source: str, opening: str) -> list[str]:
 
 def test_cpp_has_the_columns_and_rows_of_python() -> None:
     operands = names_in("adam.cpp", "enum Operand {")
-    moments = {"FIRST": "M", "SECOND": "V"}
-    assert [getattr(adam, moments.get(name, name)) for name in operands] == list(range(adam.STOCHASTIC_OPERANDS))
+    moments = {"FIRST": "M", "SECOND": "V", "FIRST_EXPONENTS": "M_EXPONENTS", "SECOND_EXPONENTS": "V_EXPONENTS"}
+    assert [getattr(adam, moments.get(name, name)) for name in operands] == list(range(adam.COLUMNS + 1))
     group = names_in("adam.cpp", "struct Group { double")
     assert [getattr(adam, name.upper()) for name in group] == list(range(adam.GROUP_COLUMNS))
     python = {"DECAY": "DECAY_FACTOR", "EPS": "EPS_", "BETA1": "BETA1_", "BETA2": "BETA2_"}  # of both tables
