@@ -131,12 +131,6 @@ Answer is_watched() {
     return NO;
 }
 
-// watched(): `is_watched`.
-PyObject* watched(PyObject*, PyObject*) {
-    const Answer answer = is_watched();
-    return answer == RAISED ? nullptr : PyBool_FromLong(answer == YES);
-}
-
 PyObject* no_exchange() { return PyErr_Format(PyExc_RuntimeError, "`use` was not called"); }
 
 // code(object): the code of the dtype of a usual tensor that is not empty; -1 for anything else, and if `is_watched`.
@@ -398,7 +392,6 @@ PyObject* cast(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 template <typename F> constexpr PyCFunction method(F* function) { return (PyCFunction)(void (*)())function; }
 PyMethodDef methods[] = {{"use", method(use), METH_FASTCALL, nullptr},
-                         {"watched", watched, METH_NOARGS, nullptr},
                          {"code", code, METH_O, nullptr},
                          {"cast", method(cast), METH_FASTCALL, nullptr},
                          {"invoke", method(invoke), METH_FASTCALL, nullptr},

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels import native
 from halfstep.kernels.streams import capturing, current_stream, upload
 
 # The codes of the dtypes in C++ (native.h).
@@ -271,22 +270,6 @@ class TableCache(threading.local):
         while len(self._tables) > self._capacity:
             self._tables.popitem(last=False)
         return found
-
-
-def quick_calls() -> Any:
-    """`native.calls`, for calls that nothing but autograd has to see.
-
-    Functions of this module may be called only while ``torch.compiler.is_dynamo_compiling()`` is false, since Dynamo
-    cannot trace them. Other compilers use dispatch modes.
-
-    Returns:
-        None if a compiler, a tracer, a dispatch mode or a transform of `torch.func` must see the operation, and if
-        `native.calls` is not available.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return None
-    module = native.calls()
-    return None if module is None or module.watched() else module
 
 
 def is_flat(tensor: torch.Tensor) -> bool:

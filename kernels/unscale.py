@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, native_on_cpu, on_device, resolve, tl, triton_dtype
@@ -53,7 +54,6 @@ from halfstep.kernels.multi_tensor import (
     check_tensor_list,
     checked_addresses,
     own_operations,
-    quick_calls,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import capturing, current_stream
@@ -496,8 +496,14 @@ def _models() -> Verdict:
 
 
 def _is_quick(tensors: object) -> bool:
-    """Whether to try `_check_quickly` on a list."""
-    return type(tensors) is list and native_on_cpu("unscale") and quick_calls() is not None
+    """Whether to try `_check_quickly` on a list, judged by its first tensor.
+
+    Dynamo cannot trace what follows; other compilers use dispatch modes, for which `native.calls` asks.
+    """
+    if type(tensors) is not list or not tensors or is_dynamo_compiling() or not native_on_cpu("unscale"):
+        return False
+    module = native.calls()
+    return module is not None and 0 <= module.code(tensors[0]) < len(DTYPE_CODES)
 
 
 def _check_quickly(

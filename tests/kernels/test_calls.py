@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 import halfstep
 from halfstep.kernels import cast, native, unscale
-from halfstep.kernels.multi_tensor import TensorTable, quick_calls
+from halfstep.kernels.multi_tensor import TensorTable
 
 pytestmark = pytest.mark.skipif(native.calls() is None, reason="needs calls.cpp")
 
@@ -212,12 +212,12 @@ def test_transforms_are_left_to_python(look: Look) -> None:
     def asked(x: torch.Tensor) -> torch.Tensor:
         for one in (x, outside):
             seen.append((look(64, [one], [one]), native.calls().code(one), cast._quick(torch.float16)(one)))
-        seen.append(quick_calls())
+        seen.append(unscale._is_quick([outside]))
         return x.sum()
 
     torch.func.vmap(asked)(torch.randn(3, 4))
     torch.func.grad(asked)(torch.randn(4))
-    assert seen == [(None, -1, None), (None, -1, None), None] * 2
+    assert seen == [(None, -1, None), (None, -1, None), False] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -248,7 +248,7 @@ def test_results_do_not_depend_on_it(dtype: torch.dtype, monkeypatch: pytest.Mon
 
     with_it = results()
     with without_calls(monkeypatch):
-        assert quick_calls() is None
+        assert not unscale._is_quick([torch.zeros(1)])
         without = results()
     for one, other in zip(with_it, without, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
@@ -269,13 +269,13 @@ def test_a_cast_is_differentiated_as_before() -> None:
 
 def test_it_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an older torch nor a missing header is an error or a warning."""
-    assert quick_calls() is not None and unscale._is_quick([torch.zeros(1)])
+    assert unscale._is_quick([torch.zeros(1)])
     with monkeypatch.context() as patched:
         patched.setattr(native, "_compiled", lambda family, source: "no Python.h")
         native.calls.cache_clear()
-        assert native.calls() is None and quick_calls() is None
+        assert native.calls() is None and not unscale._is_quick([torch.zeros(1)])
     native.calls.cache_clear()
-    assert quick_calls() is not None
+    assert unscale._is_quick([torch.zeros(1)])
 
 
 def test_a_lazy_copy_is_copied_before_it_is_written() -> None:
@@ -336,7 +336,6 @@ def test_nothing_works_before_use(fresh: Any) -> None:
     ):
         with pytest.raises(RuntimeError, match="`use` was not called"):
             call()
-    assert fresh.watched() is False
 
 
 def test_an_exchange_must_be_of_version_1_and_describe_tensors(fresh: Any) -> None:
@@ -377,7 +376,6 @@ def test_wrong_numbers_of_arguments_are_errors() -> None:
         lambda: module.use(api, PLAIN, IS_NEG, questions),
         lambda: module.code(),
         lambda: module.code(x, x),
-        lambda: module.watched(1),
         lambda: module.cast(x),
         lambda: module.cast((1, 2), x),
         lambda: module.cast((), x, x),
@@ -433,7 +431,7 @@ def test_exceptions_of_what_is_called_are_raised(look: Look, fresh: Any) -> None
     with pytest.raises(OverflowError):
         look(4096, [many], [many], threads=lambda: 2**70)
     fresh.use(torch.Tensor.__dlpack_c_exchange_api__, PLAIN, IS_NEG, (no_number,))  # type: ignore[attr-defined]
-    for call in (fresh.watched, lambda: fresh.code(x), lambda: fresh.invoke_with_lists(1, b"", 1, b"\1", int, [x])):
+    for call in (lambda: fresh.code(x), lambda: fresh.invoke_with_lists(1, b"", 1, b"\1", int, [x])):
         with pytest.raises(ZeroDivisionError):
             call()
 
@@ -465,7 +463,6 @@ def test_no_reference_is_lost_or_kept(look: Look, toy: ctypes.CDLL) -> None:
 
     jobs: list[Callable[[], object]] = [
         lambda: module.use(api, PLAIN, IS_NEG, (torch._C._len_torch_dispatch_stack, torch._C._is_tracing)),
-        module.watched,
         lambda: module.code(x),
         lambda: module.code(text),
         lambda: module.code(wide),
@@ -637,3 +634,11 @@ def test_a_build_belongs_to_one_interpreter(monkeypatch: pytest.MonkeyPatch, tmp
         os.chown(first, 12345, 12345)
         assert not native._holds_what_it_says(first)
         assert os.stat(built()).st_uid == 0
+
+
+def test_nothing_is_copied_to_the_cpu_for_tensors_elsewhere() -> None:
+    """A copy of the factor would wait for a GPU, and fails for meta tensors."""
+    x, factor = torch.ones(3, device="meta"), torch.ones((), device="meta")
+    assert halfstep.foreach_unscale_([x], factor).norm.is_meta
+    assert halfstep.foreach_check([x], factor).sum_of_squares.is_meta
+    assert unscale.check([x], unscale.Factor(factor)).sum_of_squares.is_meta
