@@ -8,7 +8,9 @@ tensors, and narrow code for tails and misaligned tensors. Debug information giv
 the TTGIR gives the type that the line loads or stores: a single value or a tile. Uniform accesses are ignored. Of the
 other loads, the bulk path has every access of at least 64 bits or 4 elements, or the widest accesses if there are none;
 the same for stores. Atomic operations are ignored, since kernels use them only for flags. An operand whose accesses are
-narrower is therefore missing from the bytes, which are then fewer than the least possible.
+narrower is therefore missing from the bytes, which are then fewer than the least possible. An access without a line
+(line 0) is ignored as well: the compiler made it from accesses of several lines, which only uniform ones are, since
+those of tiles have different operands.
 
 **Limits.** The count is static: each instruction counts once, even if it is predicated, and so does the body of a loop.
 On NVIDIA the number of instructions comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads that a
@@ -324,7 +326,11 @@ def bulk(accesses: list[Access], ttgir: str) -> list[Access]:
     uniform, widths = uniform_sites(ttgir), element_bits(ttgir)
     chosen: list[Access] = []
     for writes in (False, True):
-        tiles = [access for access in accesses if access.writes is writes and access.site not in uniform]
+        tiles = [
+            access
+            for access in accesses
+            if access.writes is writes and access.site not in uniform and access.site[1] != 0
+        ]
         widest = max((access.bits for access in tiles), default=0)
         for access in tiles:
             elements = min(widths.get((access.site, writes), {WIDE_BITS}))

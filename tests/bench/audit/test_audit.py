@@ -286,8 +286,9 @@ def test_ttgir() -> None:
 
 
 def test_the_bulk_leaves_out_uniform_loads_and_narrow_paths() -> None:
-    table, wide, buffer, mask, tail = (("kernel.py", line) for line in (4, 9, 11, 12, 30))
+    merged, table, wide, buffer, mask, tail = (("kernel.py", line) for line in (0, 4, 9, 11, 12, 30))
     accesses = [
+        Access(False, 128, merged),  # by the compiler, from the scalars of several lines
         Access(False, 64, table),
         Access(False, 128, wide),
         Access(False, 64, wide),
