@@ -233,11 +233,16 @@ bool ask_threads(PyObject* function, int64_t& threads) {
     return threads != -1 || !PyErr_Occurred();
 }
 
-// Tuples of the tensors of lists. They keep the tensors alive during the call, whatever other threads do to the lists.
-struct Tensors {
-    PyObject* lists[MOST_LISTS] = {};
-    ~Tensors() {
-        for (PyObject* list : lists) Py_XDECREF(list);
+// The elements of lists, which this keeps alive, whatever other threads do to the lists.
+struct Elements {
+    Temporary<PyObject*, 16> objects;
+    size_t count = 0;
+    void add(PyObject* object) {
+        Py_INCREF(object);
+        objects.data[count++] = object;
+    }
+    ~Elements() {
+        while (count) Py_DECREF(objects.data[--count]);
     }
 };
 
@@ -266,20 +271,19 @@ PyObject* invoke_with_lists(PyObject*, PyObject* const* args, Py_ssize_t n) {
     const Answer seen = is_watched();
     if (seen == RAISED) return nullptr;
     if (seen == YES) Py_RETURN_FALSE;
-    Tensors kept;
-    for (Py_ssize_t list = 0; list < lists; ++list) {
-        if (!PyList_CheckExact(args[5 + list])) Py_RETURN_FALSE;
-        if (!(kept.lists[list] = PyList_AsTuple(args[5 + list]))) return nullptr;
-    }
-    const Py_ssize_t tensors = PyTuple_GET_SIZE(kept.lists[0]);
+    const Py_ssize_t tensors = PyList_CheckExact(args[5]) ? PyList_GET_SIZE(args[5]) : 0;
     if (!tensors) Py_RETURN_FALSE;
+    Elements kept;  // the tensors of the first list, then those of the second one, ...
+    if (!kept.objects.take(size_t(lists) * size_t(tensors))) return nullptr;
     for (Py_ssize_t list = 0; list < lists; ++list) {
-        if (PyTuple_GET_SIZE(kept.lists[list]) != tensors) Py_RETURN_FALSE;
-        for (Py_ssize_t i = 0; i < tensors; ++i) {
-            const Answer answer = may_be_usual(PyTuple_GET_ITEM(kept.lists[list], i));
-            if (answer == RAISED) return nullptr;
-            if (answer == NO) Py_RETURN_FALSE;
-        }
+        PyObject* one = args[5 + list];
+        if (!PyList_CheckExact(one) || PyList_GET_SIZE(one) != tensors) Py_RETURN_FALSE;
+        for (Py_ssize_t i = 0; i < tensors; ++i) kept.add(PyList_GET_ITEM(one, i));
+    }
+    for (size_t i = 0; i < kept.count; ++i) {
+        const Answer answer = may_be_usual(kept.objects.data[i]);
+        if (answer == RAISED) return nullptr;
+        if (answer == NO) Py_RETURN_FALSE;
     }
     int64_t packed[MOST_ARGUMENTS] = {};
     if (!pack(args + 5 + lists, PyBytes_AS_STRING(args[1]), others, packed + 4 + lists)) return nullptr;
@@ -292,7 +296,7 @@ PyObject* invoke_with_lists(PyObject*, PyObject* const* args, Py_ssize_t n) {
         for (Py_ssize_t list = 0; list < lists; ++list) {
             DLTensor t;
             int64_t numel = 0, code = 0;
-            if (!describe(PyTuple_GET_ITEM(kept.lists[list], i), t, numel, code)) Py_RETURN_FALSE;
+            if (!describe(kept.objects.data[list * tensors + i], t, numel, code)) Py_RETURN_FALSE;
             if (code < 0 || (i ? code != packed[4 + list] : !(uint8_t(allowed[list]) >> code & 1))) Py_RETURN_FALSE;
             packed[4 + list] = code;
             if (list) {

@@ -26,7 +26,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import TRITON_NAMES, chosen, jit, native_on_cpu, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import TRITON_NAMES, chosen, jit, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -399,6 +399,8 @@ def _native(
 @functools.cache
 def _native_list(target: torch.dtype) -> Callable[..., bool]:
     """The C++ function for lists of sources and of targets with dtype `target`: see `native.list_function`."""
+    if target not in CODES or native.library("cast") is None:
+        return lambda *arguments: False
     return native.list_function("cast", "cast", CHUNK, bytes([2 ** len(CODES) - 1, 2 ** CODES[target]]))
 
 
@@ -424,8 +426,7 @@ def _cast_lists(
         return
     pair = sources[0].dtype, targets[0].dtype
     if implementation == "native" and mode != STOCHASTIC:
-        quick = not is_dynamo_compiling() and _native_list(targets[0].dtype)
-        if quick and quick(sources, targets, mode, saturate, seed):
+        if not is_dynamo_compiling() and _native_list(targets[0].dtype)(sources, targets, mode, saturate, seed):
             return
     table = _tables[pair].table(sources, targets, numbers=(streams, offsets) if mode == STOCHASTIC else ())
     if not table.chunks:
@@ -617,7 +618,7 @@ def _quick(target: torch.dtype) -> Callable[[Any], torch.Tensor | None]:
     torch's own conversion takes half of the time of an operation of ours on small tensors; its derivative is the same.
     """
     module = native.calls()
-    if module is None or not native_on_cpu("cast"):
+    if module is None or target not in CODES or native.library("cast") is None:
         return lambda x: None
     plan = (
         _torchs(target),
@@ -679,7 +680,7 @@ def cast(
         >>> halfstep.cast(x, torch.bfloat16, rounding="stochastic", seed=0).float().mean()
         tensor(1.0020)
     """
-    if rounding == "nearest" and not saturate and seed is None and out is None and offset == 0 and dtype in CODES:
+    if rounding == "nearest" and not saturate and seed is None and out is None and offset == 0:
         if chosen() == "auto" and not is_dynamo_compiling():
             result = _quick(dtype)(x)
             if result is not None:
@@ -759,10 +760,10 @@ def foreach_cast(
         >>> halfstep.foreach_cast(weights, torch.bfloat16)
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
-    if out is not None and rounding == "nearest" and seed is None and offsets is None and dtype in CODES:
+    if out is not None and rounding == "nearest" and seed is None and offsets is None:
         # What follows takes longer than the kernel for thousands of tensors.
-        quick = not is_dynamo_compiling() and native_on_cpu("cast") and _native_list(dtype)
-        if quick and quick(tensors, out, NEAREST, saturate, 0):
+        usual = chosen() == "auto" and not is_dynamo_compiling()
+        if usual and _native_list(dtype)(tensors, out, NEAREST, saturate, 0):
             torch._C._increment_version(out)
             return list(out)
     _check_options(dtype, rounding, seed)

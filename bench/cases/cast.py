@@ -62,8 +62,12 @@ def _list(function: Callable[..., Any], target: torch.dtype, sources: list[torch
     return Prepared(lambda: function(targets, sources), values)
 
 
-def _halfstep_list(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    halfstep.foreach_cast(sources, targets[0].dtype, out=targets)
+def _halfstep_list(target: torch.dtype, sources: list[torch.Tensor]) -> Prepared:
+    targets = [torch.empty_like(source, dtype=target) for source in sources]
+    return Prepared(
+        lambda: halfstep.foreach_cast(sources, target, out=targets),
+        lambda: halfstep.foreach_cast(sources, target, out=targets),
+    )
 
 
 def _copy_each(sizes: Sizes, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -115,7 +119,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             error_unit="in eps",
             prepare=partial(normal_tensors, tensors=tensors, numel=numel, dtype=DTYPES[source]),
             providers={
-                "halfstep": partial(_list, _halfstep_list, DTYPES[target]),
+                "halfstep": partial(_halfstep_list, DTYPES[target]),
                 "torch foreach": partial(_list, torch._foreach_copy_, DTYPES[target]),
                 "torch naive": partial(_list, partial(_copy_each, sizes), DTYPES[target]),
             },
