@@ -57,7 +57,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -202,6 +202,13 @@ class Batch:
     lists: list[list[torch.Tensor]]
     groups: torch.Tensor
     hyper: torch.Tensor
+
+    @cached_property
+    def codes(self) -> tuple[int, ...]:
+        """What C++ needs to know of the layout."""
+        of = self.layout
+        dtypes = DTYPE_CODES[of.param], DTYPE_CODES[of.grad], STATE_CODES[of.state]
+        return *dtypes, of.master, of.amsgrad, of.l2, of.stochastic
 
 
 @dataclass
@@ -1005,7 +1012,7 @@ def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
 
 def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
     assert batch.table is not None
-    table, layout = batch.table, batch.layout
+    table = batch.table
     places = addresses_of(
         *(batch.groups, groups, batch.hyper, control.grad_scale, control.found_inf, control.sum_of_squares)
     )
@@ -1015,13 +1022,7 @@ def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> part
         table.tensors,
         table.chunks,
         *places,
-        DTYPE_CODES[layout.param],
-        DTYPE_CODES[layout.grad],
-        STATE_CODES[layout.state],
-        layout.master,
-        layout.amsgrad,
-        layout.l2,
-        layout.stochastic,
+        *batch.codes,
         native.threads(),
     )
 

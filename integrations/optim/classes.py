@@ -292,7 +292,8 @@ class _AdamBase(CanonicalState):
             return
         for batch, _ in plan.batches:
             batch.finish()
-        plan.stepped(groups, limit)
+        if changed or not plan.knows_options:
+            plan.stepped(groups, limit)
 
     def _limit(self) -> float | None:
         """The 2-norm to which the next step clips: the smaller of the scaler's and the optimizer's own, or None."""

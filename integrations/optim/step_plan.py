@@ -62,6 +62,8 @@ class StepPlan:
         # Other code may clear or replace the state to start again.
         self._state, self._entries = optimizer.state, len(optimizer.state)
         self._options: list[tuple[Any, ...]] = []
+        self.knows_options = False  # whether a step was taken with this plan
+        self._changeable = False
         self._tables: dict[torch.device, tuple[list[list[float]] | None, torch.Tensor]] = {}
 
     def options_may_differ(self, groups: list[Group], limit: float | None) -> bool:
@@ -69,13 +71,10 @@ class StepPlan:
 
         Options are compared by identity, which compares no tensors. Options that can change in place count as changed.
         """
-        now = list(map(options_of, groups))
-        if len(now) != len(self._options) or limit != self.limit:
+        if self._changeable or len(groups) != len(self._options) or limit != self.limit:
             return True
-        for values, before in zip(now, self._options, strict=True):
-            if not all(map(is_, values, before)) or type(values[1]) is not tuple:
-                return True
-            if not {float, int}.issuperset(map(type, (values[0], *values[1], values[2], values[3]))):
+        for group, known in zip(groups, self._options, strict=True):
+            if not all(map(is_, options_of(group), known)):
                 return True
         return False
 
@@ -131,6 +130,13 @@ class StepPlan:
     def stepped(self, groups: list[Group], limit: float | None) -> None:
         """Store the options of the step that was taken."""
         self._options, self.limit = list(map(options_of, groups)), limit
+        self.knows_options, self._changeable = True, any(map(_can_change, self._options))
+
+
+def _can_change(options: tuple[Any, ...]) -> bool:
+    """Whether an option can change without becoming another object."""
+    lr, betas, eps, weight_decay, *_ = options
+    return type(betas) is not tuple or not {float, int}.issuperset(map(type, (lr, *betas, eps, weight_decay)))
 
 
 def _kinds(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set[type]]:
