@@ -1,4 +1,4 @@
-// Cast a list of tensors: the CPU twin of kernels/cast.py, same bits.
+// Cast a list of tensors on the CPU. The results have the bits of kernels/cast.py, which describes the arithmetic.
 #include "lanes.h"
 #include <type_traits>
 
@@ -13,7 +13,8 @@ enum Format : int32_t { TO_E4M3 = 3, TO_E5M2 = 4, FORMATS = 5 };  // after the d
 enum Row { NUMEL, FIRST_CHUNK, SOURCE, TARGET, STREAM, OFFSET };
 constexpr int64_t SIZE[FORMATS] = {4, 2, 2, 1, 1};
 
-// An FP8 number, exactly. `spread` moves its code under the exponent and mantissa of fp32, biased for its own format.
+// The value of an FP8 code, which fp32 holds exactly. Shifting the code by `spread` bits puts its exponent and mantissa where fp32
+// has them; adding `bias` then corrects the exponent. Subnormal codes are multiplied by the value of the last place instead.
 template <typename F> inline float widen8(uint8_t code) {
     constexpr uint32_t spread = 23 - F::mantissa, bias = 127 - F::bias;
     const uint32_t sign = uint32_t(code & 0x80u) << 24, rest = code & 0x7fu;
@@ -25,7 +26,8 @@ template <typename F> inline float widen8(uint8_t code) {
     return from_bits(sign | result);
 }
 
-// Conversions are chosen once per call: a block amortises the indirect call, and each is compiled once.
+// How a block is converted to fp32 and from fp32. Both are chosen once per call of halfstep_cast and called through pointers:
+// a block is large enough that an indirect call costs nothing, and each conversion is compiled once, not once per pair.
 using Load = void (*)(const void*, float*, int64_t);
 using Store = void (*)(const float*, const uint32_t*, void*, int64_t);
 
@@ -69,7 +71,7 @@ Store choose(int32_t target, int32_t rounding, bool saturate) {
     }
 }
 
-// Between fp32 and 16 bits to nearest, a vector at a time and without a block between.
+// Conversions between fp32 and 16 bits to nearest work on vectors, without a block of fp32 values in memory.
 template <typename From, typename To> void direct(const void* from, void* to, int64_t n) {
     const From* source = (const From*)from;
     To* target = (To*)to;
@@ -90,7 +92,8 @@ Direct choose_direct(int32_t source, int32_t target) {
 
 }  // namespace
 
-// `rows` is the device table of multi_tensor.py; `chunk_tensor` may be null if there is one tensor.
+// Cast all tensors of a list. `rows` and `chunk_tensor` are the table of multi_tensor.py, whose operands are the rows SOURCE to
+// OFFSET above; `chunk_tensor` may be null if there is one tensor. STREAM and OFFSET are read for stochastic rounding only.
 extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
                               int32_t source, int32_t target, int32_t rounding, int32_t saturate, uint64_t seed,
                               int32_t threads) {

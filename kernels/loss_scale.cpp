@@ -1,4 +1,4 @@
-// The loss scale after a step: the CPU twin of kernels/loss_scale.py.
+// Update the loss scale after a step, on the CPU, by the rules of kernels/loss_scale.py.
 #include "native.h"
 
 extern "C" void halfstep_loss_scale(float* scale, int32_t* clean_steps, int32_t* tolerance, float* skipped,

@@ -1,4 +1,4 @@
-// The random words of elements `first` to `first + count`: the CPU twin of kernels/philox.py, step 0 and stream 0.
+// The random words of the elements from `first` to before `first + count`, for step 0 and stream 0 of kernels/philox.py.
 #include "native.h"
 
 extern "C" void halfstep_words(uint64_t seed, int64_t first, int64_t count, uint32_t* words) {

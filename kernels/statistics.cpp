@@ -1,4 +1,4 @@
-// Where the elements of many tensors fall in a format: the CPU twin of kernels/statistics.py, same counts.
+// Count where the elements of many tensors fall in a format, on the CPU. The counts are those of kernels/statistics.py.
 #include <algorithm>
 #include <vector>
 
@@ -17,7 +17,8 @@ constexpr int32_t ZERO = HIGHEST - LOWEST + 1, INFINITE = ZERO + 1, NOT_A_NUMBER
 constexpr int32_t CELLS = (NOT_A_NUMBER + 1) * CLASSES;
 constexpr int32_t ERRORS = 194, UNCOUNTED = ERRORS;
 
-// Increments of one cell in a row wait for one another; several histograms in turn do not.
+// An increment must wait for the previous one of the same cell. Elements that follow one another often have the same cell, so
+// they are counted in several histograms in turn, which are added at the end.
 constexpr int32_t TURNS = 4;
 
 struct Grid { int32_t dropped, emin, emax, overflow; };
@@ -33,7 +34,7 @@ Scale scale_of(const float* scale, bool inverted) {
     return {inverted ? 1.0f / *scale : *scale, 0};
 }
 
-// What a thread counts of one tensor until it comes to another.
+// What a thread has counted of one tensor. It is added to the results when the thread comes to another tensor.
 struct Local {
     alignas(64) uint32_t cells[TURNS][CELLS];
     alignas(64) uint32_t errors[TURNS][ERRORS + 1];
@@ -63,7 +64,7 @@ struct Local {
     }
 };
 
-// The cell of each of n elements, and if asked for the bin of its rounding error. Returns the biggest error's bits.
+// Find the cell of each of n elements and, WITH_ERRORS, the bin of its rounding error. Returns the bits of the largest error.
 template <typename T, bool WITH_ERRORS>
 int32_t classify(const T* data, int64_t n, Grid grid, Scale scale, uint16_t* cell, uint8_t* bin) {
     alignas(64) float x[BLOCK];

@@ -1,4 +1,5 @@
-// Unscale, non-finite check and sum of squares over a list of tensors: the CPU twin of kernels/unscale.py, same bits.
+// Unscale gradients, find non-finite elements and sum the squares over a list of tensors, on the CPU. The results have the bits of
+// kernels/unscale.py, which describes the order of the sum.
 #include "lanes.h"
 #include <type_traits>
 #include <vector>
@@ -44,11 +45,13 @@ template <int64_t LENGTH, typename T> T tree_sum(T* values, int64_t n) {
     return sum_neighbours(values, width);
 }
 
-// Flags and sum of squares of one chunk. SCALED: of its products with `factor`; WRITE: which are stored, and rounded.
+// Compute the flags and the sum of squares of one chunk. SCALED: elements are multiplied by `factor` first. WRITE: the products
+// are rounded to T and stored, and flags and sum are those of the stored values.
 template <typename T, bool SCALED, bool WRITE>
 void check_chunk(T* data, int64_t n, float factor, int32_t* flag, double* sum) {
     const V by = splat(factor);
-    // Twice over the chunk, the second time from the first-level cache: a scale must be known before squares are summed.
+    // The chunk is read twice, the second time from the first-level cache, since the power of two by which it is multiplied
+    // before squares are summed depends on its largest magnitude.
     U biggest[4] = {};
     const auto stored = [&](V x) {
         if (SCALED) x = x * by;
@@ -143,8 +146,8 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
     });
 }
 
-// Add the chunks and gather the flags, which are zero afterwards; note the bad tensors in `tally`. Outputs
-// other than `found_inf` may be null.
+// Add the sums of the chunks and combine the flags of the tensors, which are set to zero for the next call. If `tally` is not
+// null, count the non-finite tensors in it (`Tally` of unscale.py). All outputs except `found_inf` may be null.
 extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_t* flags, int64_t tensors,
                                       float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
                                       int32_t* tally, const int64_t* step) {
@@ -175,7 +178,8 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
     *found_inf = any ? 1.0f : 0.0f;
 }
 
-// Both at once for tensors of one dtype, `rows` having one operand: buffers of the thread, and flags in order.
+// halfstep_check and halfstep_check_finish in one call, for tensors of one dtype. `rows` has one operand, the addresses. Flags have
+// the order of the tensors. Intermediate results are in buffers that each thread keeps.
 extern "C" void halfstep_check_list(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
                                     int32_t dtype, const float* inv_scale, int32_t inverted, int32_t write,
                                     float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
