@@ -527,10 +527,7 @@ def _check_quickly(
             number = ctypes.c_float(factor.value)
             by = ctypes.addressof(number)
         else:
-            try:
-                by = address(factor.value)
-            except TypeError:  # without memory, as the gradients then are, or the caller raises it again
-                return False
+            by = address(factor.value)
     counts, step = tally or (None, None)
     call = native.list_function("unscale", "check_list", CHUNK, _CODES)
     done = call(tensors, by, inverted, write, found_inf, sum_of_squares, norm, flags, counts, step)
