@@ -97,6 +97,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether operations on a tensor compute. On fake and meta tensors, and under FakeTensorMode, they do not."""
+    fake = hasattr(tensor, "fake_mode") or torch._C._get_dispatch_mode(_FAKE_MODE) is not None
+    return not (tensor.is_meta or fake)
+
+
 def _dispatches(kind: type[Any]) -> bool:
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 

@@ -134,6 +134,14 @@ class _AdamBase(CanonicalState):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if added["state_dtype"] == "8bit" and added["rounding"] == "nearest":
+            warnings.warn(
+                f"group {number} rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than "
+                "half a unit of 3 bits of mantissa, so that second moments stop changing; leave rounding out, or use "
+                "rounding='stochastic'",
+                UserWarning,
+                stacklevel=6,  # the line that creates an AdamW
+            )
         self._forget()
 
     @property
@@ -365,8 +373,9 @@ _ARGUMENTS = """
         state_dtype: dtype of the moments, fp32 or bf16, or ``"8bit"``: a byte per element, and a byte for each 128
             elements of a row; moments of vectors and of parameters of less than 4,096 elements stay in fp32. Rounded to
             nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are below half
-            an ulp: use ``rounding="stochastic"`` with both.
-        rounding: ``"nearest"`` or ``"stochastic"``. Stochastic rounding rounds bf16 and 8-bit moments, 16-bit
+            an ulp: use ``rounding="stochastic"`` with bf16. It is the default with 8 bits.
+        rounding: ``"nearest"``, ``"stochastic"``, or ``"auto"``: stochastic with ``state_dtype="8bit"``, to nearest
+            otherwise. Stochastic rounding rounds bf16 and 8-bit moments, 16-bit
             parameters without a master, and masters of 24 bits, to either neighbour, with probabilities that make the
             mean exact.
             It does not change fp32 numbers and exact masters. The random bits depend on the seed, the parameter's
@@ -410,7 +419,7 @@ class Adam(_AdamBase, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
         state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
-        rounding: Literal["nearest", "stochastic"] = "nearest",
+        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
@@ -463,7 +472,7 @@ class AdamW(Adam, torch.optim.AdamW):
         fused: bool | None = None,
         master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
         state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
-        rounding: Literal["nearest", "stochastic"] = "nearest",
+        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:

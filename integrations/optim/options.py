@@ -18,7 +18,7 @@ from halfstep.kernels.philox import check_seed
 MASTERS = ("auto", "full", "split", "split24", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16, "8bit")
 LEAST_CODED = 4096  # elements of the smallest parameter whose moments state_dtype="8bit" keeps in 8 bits
-STEP_ROUNDINGS = ("nearest", "stochastic")
+STEP_ROUNDINGS = ("auto", "nearest", "stochastic")
 # Options that define the layout of the state. Loading a checkpoint does not change them.
 LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
 
@@ -150,6 +150,16 @@ def state_dtype_of(parameter: torch.Tensor, state_dtype: torch.dtype | str) -> t
     return torch.uint8 if parameter.dim() > 1 and parameter.numel() >= LEAST_CODED else torch.float32
 
 
+def is_stochastic(group: dict[str, Any]) -> bool:
+    """Whether the steps of a group round stochastically.
+
+    By default they do with moments in 8 bits: to nearest, a second moment with 3 bits of mantissa stops changing.
+    """
+    if group["rounding"] == "auto":
+        return bool(group["state_dtype"] == "8bit")
+    return bool(group["rounding"] == "stochastic")
+
+
 def layout_of(parameter: torch.Tensor, grad: torch.dtype, group: dict[str, Any]) -> adam.Layout:
     """The layout of a parameter, for which its kernel is compiled."""
     master = _MASTER_CODES[master_of(parameter, group["master_weights"])]
@@ -161,7 +171,7 @@ def layout_of(parameter: torch.Tensor, grad: torch.dtype, group: dict[str, Any])
         master,
         bool(group["amsgrad"]),
         not group["decoupled_weight_decay"] and bool(group["weight_decay"] != 0),
-        group["rounding"] == "stochastic" and adam.rounds_stochastically(parameter.dtype, state, master),
+        is_stochastic(group) and adam.rounds_stochastically(parameter.dtype, state, master),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any
 
@@ -20,7 +21,7 @@ from halfstep.integrations.optim.state import (
 )
 from halfstep.kernels import adam
 from halfstep.kernels.block_codes import blocks_per_row, rows_and_columns
-from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory
+from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory, has_numbers
 from halfstep.kernels.streams import upload
 from halfstep.numerics.scaling.topology import local
 from halfstep.numerics.scaling.verdict import parameters_of
@@ -191,12 +192,16 @@ def _batches(
                 ordered = _fitting(where, key, value, parameter, group, layout, addressable, recording)
                 if ordered is not value:
                     state[key] = ordered
-        if layout.stochastic:
-            if not addressable:
+        if layout.stochastic and not addressable:
+            if has_numbers(local(parameter)):
+                rounding = group["rounding"]
+                remedy = ", which is stochastic with state_dtype='8bit': use state_dtype=torch.float32"
                 raise TypeError(
                     f"Expected rounding to be 'nearest' for {where}, a {type(local(parameter)).__name__} without "
-                    "memory of its own, but got 'stochastic'"
+                    f"memory of its own, but got {rounding!r}{remedy * (rounding == 'auto')}"
                 )
+            layout = replace(layout, stochastic=False)
+        if layout.stochastic:
             names[index] = (stream_of[id(parameter)], *place_of(parameter, where), group["seed"])
         kinds.setdefault((local(parameter).device, layout, addressable), []).append(index)
     optimizer._take_outside_writes(recording)

@@ -787,7 +787,11 @@ def test_copies_go_on_alike(copier: Any) -> None:
             ValueError,
             "Expected state_dtype to be one of torch.float32, torch.bfloat16, '8bit', but got torch.float16",
         ),
-        ({"rounding": "up"}, ValueError, "Expected rounding to be one of 'nearest', 'stochastic', but got 'up'"),
+        (
+            {"rounding": "up"},
+            ValueError,
+            "Expected rounding to be one of 'auto', 'nearest', 'stochastic', but got 'up'",
+        ),
         ({"seed": -1}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got -1"),
         ({"seed": 2**63}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got 9223372036854775808"),
         ({"seed": 1.0}, TypeError, "Expected seed to be an integer from 0 to 2^63 - 1, but got 1.0, a float"),

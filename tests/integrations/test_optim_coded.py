@@ -22,11 +22,13 @@ CODED = (True, True, False, False, True, False, False)
 LAYOUTS = {
     "fp32": (FP32, {}),
     "split": (BF16, {}),
-    "split, stochastic": (BF16, {"rounding": "stochastic"}),
-    "split24, stochastic": (BF16, {"master_weights": "split24", "rounding": "stochastic"}),
+    "split, nearest": (BF16, {"rounding": "nearest"}),
+    "split24": (BF16, {"master_weights": "split24"}),
     "full": (FP16, {}),
-    "none, stochastic": (BF16, {"master_weights": None, "rounding": "stochastic"}),
+    "none": (BF16, {"master_weights": None}),
 }
+WARNING = "group 0 rounds moments of 8 bits to nearest"
+to_nearest = pytest.mark.filterwarnings(f"ignore:{WARNING}")
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -68,6 +70,40 @@ def through_a_file(state: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
+def test_steps_are_stochastic_unless_the_user_insists_who_is_warned() -> None:
+    """To nearest, second moments stop changing."""
+    results = []
+    for options in ({}, {"rounding": "stochastic"}, {"seed": 1}):
+        parameters = parameters_of(BF16)
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", **options)
+        train(optimizer, parameters, range(3))
+        results.append(held(optimizer, parameters))
+    assert same(results[0], results[1]) and not same(results[0], results[2])
+    message = (
+        "group 0 rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than half a unit of 3 "
+        "bits of mantissa, so that second moments stop changing; leave rounding out, or use rounding='stochastic'"
+    )
+    parameters = parameters_of(BF16)
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", rounding="nearest")
+    train(optimizer, parameters, range(3))
+    assert not same(results[0], held(optimizer, parameters))
+
+
+def test_only_groups_with_8_bits_are_stochastic_by_default() -> None:
+    results = []
+    for rounding in ("auto", "nearest"):
+        parameters = parameters_of(BF16)
+        groups = [{"params": parameters[1:]}, {"params": parameters[:1], "state_dtype": "8bit", "seed": 7}]
+        for group in groups[1:]:
+            group["rounding"] = "stochastic" if rounding == "nearest" else rounding
+        optimizer = halfstep.AdamW(groups, lr=1e-2, state_dtype=BF16, rounding=rounding)
+        train(optimizer, parameters, range(3))
+        results.append(held(optimizer, parameters))
+    assert same(*results)
+
+
+@to_nearest
 @layouts
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, amsgrad: bool) -> None:
@@ -78,7 +114,7 @@ def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, ams
     moments = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad]
     for parameter, coded in zip(parameters, CODED, strict=True):
         state = optimizer.state[parameter]
-        rest = {"step"} | ({"master"} if parameter.dtype != FP32 and "none" not in layout else set())
+        rest = {"step"} | ({"master"} if parameter.dtype != FP32 and layout != "none" else set())
         scales = {f"{moment}_scale" for moment in moments if coded}
         assert set(state) == {*moments, *scales, *rest}
         for moment in moments:
@@ -89,6 +125,7 @@ def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, ams
             assert state[scale].shape == (rows, -(-columns // 128)) and state[scale].dtype == torch.uint8
 
 
+@to_nearest
 @layouts
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_every_backend_gives_the_bits_of_the_default(layout: str, backend: str) -> None:
@@ -132,6 +169,7 @@ def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
+@to_nearest
 @layouts
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(layout: str, amsgrad: bool) -> None:
@@ -153,7 +191,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(layout: str, amsgr
 @pytest.mark.parametrize("copied", ["pickle", "deepcopy"])
 def test_a_copy_goes_on_with_the_same_bits(copied: str) -> None:
     parameters = parameters_of(BF16)
-    optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", rounding="stochastic")
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit")
     train(optimizer, parameters, range(3))
     pair = (optimizer, parameters)
     other, others = pickle.loads(pickle.dumps(pair)) if copied == "pickle" else copy.deepcopy(pair)
@@ -223,7 +261,7 @@ def test_overflow_skips_change_nothing_and_scaled_gradients_give_the_same_bits()
     results = []
     for scaled in (False, True):
         parameters = parameters_of(FP16)
-        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", rounding="stochastic")
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit")
         scaler = halfstep.GradScaler("cpu", init_scale=256.0, enabled=scaled)
         scaler.scale(torch.zeros(()))
         for step in range(4):
@@ -251,7 +289,7 @@ def test_a_default_dtype_of_bf16_changes_nothing() -> None:
         torch.set_default_dtype(default)
         try:
             for backend in ("auto", "reference"):
-                optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True, rounding="stochastic")
+                optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
                 with halfstep.backend(backend):
                     train(optimizer, parameters, ())
                     for step in range(2):
@@ -289,12 +327,26 @@ def test_meta_and_fake_parameters_get_state_like_real_ones(kind: str) -> None:
     assert other.state_dict()["state"][0]["exp_avg"].dtype == FP32
 
 
+def test_a_wrapper_subclass_is_refused_by_default() -> None:
+    wrapper = pytest.importorskip("torch.testing._internal.two_tensor", exc_type=ImportError).TwoTensor
+    value = torch.randn(40, 130)
+    parameter = torch.nn.Parameter(wrapper(value, value))
+    parameter.grad = wrapper(value.clone(), value.clone())
+    message = (
+        "Expected rounding to be 'nearest' for parameter 0 with a gradient (group 0), a TwoTensor without memory of "
+        "its own, but got 'auto', which is stochastic with state_dtype='8bit': use state_dtype=torch.float32"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        halfstep.AdamW([parameter], state_dtype="8bit").step()
+
+
+@to_nearest
 def test_wrapper_subclasses_get_the_bits_of_plain_parameters() -> None:
     wrapper = pytest.importorskip("torch.testing._internal.two_tensor", exc_type=ImportError).TwoTensor
     value = torch.randn(40, 130)
     plain = torch.nn.Parameter(value.clone())
     wrapped = torch.nn.Parameter(wrapper(value.clone(), value.clone()))
-    optimizers = [halfstep.AdamW([p], lr=1e-2, state_dtype="8bit") for p in (plain, wrapped)]
+    optimizers = [halfstep.AdamW([p], lr=1e-2, state_dtype="8bit", rounding="nearest") for p in (plain, wrapped)]
     for step in range(4):
         grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(step))
         plain.grad, wrapped.grad = grad, wrapper(grad.clone(), grad.clone())
@@ -382,7 +434,7 @@ def test_a_second_moment_follows_that_of_float64_in_the_mean(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     base = torch.exp2(-6 * torch.rand(size, generator=generator))
     parameter = torch.nn.Parameter(torch.zeros(1, size))
-    optimizer = halfstep.AdamW([parameter], lr=1e-30, state_dtype="8bit", rounding="stochastic")
+    optimizer = halfstep.AdamW([parameter], lr=1e-30, state_dtype="8bit")
     exact = torch.zeros(size, dtype=torch.float64)
     for number in range(steps):
         grad = GRADIENTS[kind](base, torch.randn(size, generator=generator), number / steps)

@@ -91,6 +91,7 @@ def test_every_backend_gives_the_bits_of_the_default(layout: str, backend: str, 
     assert same(*results)
 
 
+@pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest")
 @layouts
 def test_the_option_changes_the_bits_and_the_seed_does(layout: str) -> None:
     dtype, options = LAYOUTS[layout]
