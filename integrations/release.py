@@ -4,6 +4,13 @@ Without it, a bf16 gradient takes 2 bytes per parameter until the backward has e
 complete gradients in buckets, updates the parameters of a bucket when its gradients are complete, and frees the
 gradients. The bits are those of a step after the backward.
 
+**Norms and overflows.** Clipping needs the norm of all gradients, and loss scaling must know whether all are finite,
+before the first parameter changes. With ``clipping="exact"`` or a scaler there are two backwards per step: one in which
+gradients are only checked and freed (`StepInBackward.check`), and one that steps, with the bits of clipping, unscaling
+and skipping after a backward. LOMO (Lv et al., 2023) clips in this way. ``clipping="previous"`` takes the norm of the
+last step instead, so that one backward is enough. It is an approximation: when gradients grow, the first large ones are
+not clipped.
+
 At any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient. FSDP2 reduces the gradients
 of a unit into one buffer, which is freed when the last of them is: two more units may then be in memory. If gradients
 become complete in another order than in the first backward, more buckets are filled at the same time.
@@ -14,18 +21,19 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.integrations.optim.classes import Adam
-from halfstep.numerics.scaling.scaler import unwrapped
+from halfstep.kernels.unscale import Factor, Verdict
+from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 from halfstep.numerics.scaling.topology import local
-from halfstep.numerics.scaling.verdict import parameters_of
+from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
 
 BUCKET_BYTES = 25 * 2**20
 DDP_KEEPS = (
@@ -56,11 +64,25 @@ class StepInBackward:
 
     Attributes:
         bucket_bytes: the size from which a bucket takes no more gradients.
+        clipping: how the norm of all gradients is known: ``"exact"``, ``"previous"`` or None.
     """
 
-    def __init__(self, optimizer: Adam, bucket_bytes: int) -> None:
-        self.bucket_bytes = bucket_bytes
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Adam,
+        bucket_bytes: int,
+        clipping: Literal["exact", "previous"] | None,
+        scaler: GradScaler | None,
+    ) -> None:
+        self.bucket_bytes, self.clipping = bucket_bytes, clipping
         self._optimizer = optimizer
+        self._model = weakref.ref(model)
+        self._scaler = scaler
+        self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
+        # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
+        self._verdict: Verdict | None = None
+        self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._backward = -1  # torch's number of the backward that will call `_finish`
@@ -74,6 +96,15 @@ class StepInBackward:
             for parameter in parameters_of(optimizer)
             if parameter.requires_grad
         ]
+        if clipping is not None:
+            before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: _call(before)))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: _call(after)))
+
+    @property
+    def _checks(self) -> bool:
+        """Whether each step needs a backward in `check`."""
+        return self.clipping == "exact" or self._scaler is not None
 
     @property
     def buckets(self) -> list[int]:
@@ -86,12 +117,79 @@ class StepInBackward:
 
         The gradients of all parameters then exist until the last backward, in which each is stepped and freed. Under
         FSDP2, ``set_requires_gradient_sync(False)`` has the same effect on the step, with unsharded gradients.
+
+        Raises:
+            RuntimeError: the step needs a backward in `check`, which would free the accumulated gradients.
         """
+        if self._checks:
+            raise RuntimeError(
+                "Expected no accumulation with clipping='exact' or a scaler, whose check frees the gradients that are "
+                "accumulated: all of them exist in any case, so call remove() and step after the backward"
+            )
         before, self._accumulating = self._accumulating, True
         try:
             yield
         finally:
             self._accumulating = before
+
+    @contextmanager
+    def check(self) -> Iterator[None]:
+        """A context for the first backward of a step with ``clipping="exact"`` or a scaler.
+
+        Gradients are checked and freed in it, and no parameter changes. Then run the same backward once more, which
+        steps: keep the graph (``retain_graph=True``), or compute the same loss again, with the same random numbers.
+        On all ranks, since they combine their norms when the context ends.
+
+        Raises:
+            RuntimeError: the steps need no check; gradients of an earlier backward exist; or no backward ran in the
+                context.
+        """
+        optimizer, scaler = self._optimizer, self._scaler
+        if not self._checks:
+            raise RuntimeError(
+                "Expected clipping='exact' or a scaler in step_in_backward, but got neither: its steps need no check()"
+            )
+        if any(p.grad is not None for p in parameters_of(optimizer)) or _has_accumulated(self._model()):
+            raise RuntimeError(
+                "Expected no gradient before check(), which frees the gradients, but got some of an earlier backward: "
+                "call zero_grad(), or to accumulate, remove() and step after the backward"
+            )
+        self._verdict, self._stepped = None, False
+        checker = optimizer._checker if scaler is None else scaler._checker(optimizer)
+        checker.begin_parts()
+        self._checker = checker
+        try:
+            yield
+        finally:
+            self._checker = None
+        verdict = checker.end_parts(None if scaler is None else scaler._decided)
+        if verdict is None:
+            raise RuntimeError(
+                "Expected a backward in check(), but no parameter of the optimizer got a gradient: call backward() in "
+                "the context"
+            )
+        self._verdict = verdict
+        if scaler is not None:
+            scaler._keep(optimizer, checker, verdict)
+
+    def state_dict(self) -> dict[str, float | None]:
+        """What a resumed run needs with ``clipping="previous"``: the last sum of squares. Waits for the device."""
+        known = self._verdict if self.clipping == "previous" else None
+        return {"sum_of_squares": None if known is None else known.sum_of_squares.item()}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            ValueError: the state is not one of `state_dict`.
+        """
+        squares = state.get("sum_of_squares")
+        if "sum_of_squares" not in state or not (squares is None or type(squares) is float):
+            raise ValueError(f"Expected a state with 'sum_of_squares', a float or None, but got {state!r}")
+        self._verdict = None
+        if squares is not None:
+            self._verdict = Verdict.empty(0, torch.device("cpu"))
+            self._verdict.sum_of_squares.fill_(squares)
 
     def remove(self) -> None:
         """Step no longer in the backward. Gradients that later backwards compute wait for ``optimizer.step()``."""
@@ -110,6 +208,7 @@ class StepInBackward:
                 self._refuse_ddp()
             running = torch._C._current_graph_task_id()
             if running != self._backward:
+                self._refuse_without_check()
                 if self._backward != -1:  # the last backward failed; `step` takes the gradients that it left
                     for one in self._buckets:
                         one.arrived = {}
@@ -121,7 +220,7 @@ class StepInBackward:
             # While the first backward fills a bucket, all its members have arrived: it is then complete by its size.
             is_open = bucket is self._buckets[-1] and bucket.size < self.bucket_bytes
             if len(bucket.arrived) == len(bucket.members) and not is_open:
-                self._step(bucket)
+                self._use(bucket)
 
     def _refuse_ddp(self) -> None:
         """Raise if DistributedDataParallel wraps the parameters, which the model passed to us need not show.
@@ -147,8 +246,8 @@ class StepInBackward:
         bucket.size += grad.numel() * grad.element_size()
         return bucket
 
-    def _step(self, bucket: _Bucket) -> None:
-        """Update the parameters of a bucket whose gradients are complete, and free these."""
+    def _use(self, bucket: _Bucket) -> None:
+        """Check the gradients of a bucket, or update its parameters with them, and free them."""
         ready = [parameter for parameter in bucket.members if id(parameter) in bucket.arrived]
         # Parts of the forward may have run on other streams, on which autograd then computes their gradients. Those
         # streams also reuse the memory of the gradients, and read the parameters.
@@ -157,27 +256,127 @@ class StepInBackward:
         bucket.arrived = {}
         for other, now in others:
             now.wait_stream(other)
-        self._optimizer._step_part(bucket.part, ready)
+        if self._checks and self._checker is not None:
+            self._add(self._checker, ready)
+            for parameter in ready:
+                parameter.grad = None
+        else:
+            self._step(bucket.part, ready)
         for other, now in others:
             other.wait_stream(now)
 
+    @torch.no_grad()
+    def _add(self, checker: Checker, parameters: list[torch.Tensor]) -> None:
+        """Check the gradients of some parameters."""
+        scaler = self._scaler
+        if scaler is None:
+            checker.add_part(parameters)
+        else:
+            scale, _ = scaler._check_scale_growth_tracker("check")
+            checker.add_part(parameters, Factor(scale, inverted=True))
+
+    def _step(self, part: int, parameters: list[torch.Tensor]) -> None:
+        """Update the parameters of a bucket."""
+        optimizer = self._optimizer
+        if self.clipping is None and self._scaler is None and optimizer.max_grad_norm is not None:
+            raise RuntimeError(
+                f"Expected max_grad_norm of the optimizer to stay None, but got {optimizer.max_grad_norm}: call "
+                "step_in_backward with clipping='exact' or 'previous'"
+            )
+        if self.clipping == "previous":
+            if self._checker is None:
+                self._checker = optimizer._checker
+                self._checker.begin_parts()
+            self._add(self._checker, parameters)
+        optimizer._decision = self._decision()
+        try:
+            optimizer._step_part(part, parameters)
+        finally:
+            optimizer._decision = None
+
+    def _decision(self) -> Decision | None:
+        """The decision about the present step; None if it neither unscales nor clips."""
+        optimizer, scaler = self._optimizer, self._scaler
+        if scaler is not None:
+            state = scaler._per_optimizer_states[id(optimizer)]
+            return Decision(state["verdict"], scaler._scale, state.get("max_norm"))
+        return None if self._verdict is None else Decision(self._verdict, None, optimizer.max_grad_norm, skips=False)
+
+    def _refuse_without_check(self) -> None:
+        """Raise unless a backward may step, or is checked."""
+        if not self._checks or self._checker is not None:
+            return
+        checked = self._verdict is not None and not self._stepped
+        if checked and self._scaler is not None:  # `update` or `unscale_` may have been called since
+            checked = self._scaler._per_optimizer_states[id(self._optimizer)].get("verdict") is self._verdict
+        if not checked:
+            raise RuntimeError(
+                "Expected check() before a backward that steps with clipping='exact' or a scaler, but got none since "
+                "the last step: run the backward inside `with handle.check():` first, with retain_graph=True, and "
+                "then once more"
+            )
+
+    def _before_step(self) -> None:
+        """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
+        optimizer = self._optimizer
+        if self._scaler is not None:  # it decides
+            return
+        if self.clipping == "previous":
+            if self._checker is None:
+                self._checker = optimizer._checker
+                self._checker.begin_parts()
+            left = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+            if left:
+                self._add(self._checker, left)
+            verdict, self._checker = self._checker.end_parts(), None
+            if verdict is not None:
+                self._verdict = verdict
+        optimizer._decision = self._decision()
+
+    def _after_step(self) -> None:
+        self._optimizer._decision = None
+        if self._checks:
+            self._verdict = None
+
     def _finish(self) -> None:
-        """Called by autograd when the backward has ended: step the buckets of which some parameters had no gradient."""
+        """Called by autograd when the backward has ended: use the buckets of which some parameters had no gradient."""
         with self._lock:
             self._backward = -1
             for bucket in self._buckets:
                 if bucket.arrived:
-                    self._step(bucket)
+                    self._use(bucket)
+            self._stepped = self._checker is None
 
 
-def _call(take: weakref.WeakMethod[Any], parameter: torch.Tensor) -> None:
+def _call(reference: weakref.WeakMethod[Callable[..., None]], *arguments: torch.Tensor) -> None:
     """Call a method unless its object was deleted."""
-    method = take()
+    method = reference()
     if method is not None:
-        method(parameter)
+        method(*arguments)
 
 
-def step_in_backward(model: torch.nn.Module, optimizer: Adam, *, bucket_bytes: int = BUCKET_BYTES) -> StepInBackward:
+def _has_accumulated(model: torch.nn.Module | None) -> bool:
+    """Whether FSDP2 holds gradients of earlier backwards that it has not reduced yet."""
+    if model is None:
+        return False
+    for module in model.modules():
+        find = getattr(module, "_get_fsdp_state", None)
+        group = getattr(find(), "_fsdp_param_group", None) if callable(find) else None
+        for one in getattr(group, "fsdp_params", ()):
+            whole = getattr(one, "_unsharded_param", None)
+            if getattr(one, "unsharded_accumulated_grad", None) is not None or getattr(whole, "grad", None) is not None:
+                return True
+    return False
+
+
+def step_in_backward(
+    model: torch.nn.Module,
+    optimizer: Adam,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    clipping: Literal["exact", "previous"] | None = None,
+    scaler: GradScaler | None = None,
+) -> StepInBackward:
     """Update parameters inside ``backward()``, as soon as their gradients are complete, and free the gradients.
 
     The training loop stays as it is: ``optimizer.step()`` updates the parameters that still have a gradient, usually
@@ -189,24 +388,33 @@ def step_in_backward(model: torch.nn.Module, optimizer: Adam, *, bucket_bytes: i
 
     Args:
         model: the model whose backward steps.
-        optimizer: a halfstep optimizer of parameters of `model`, or a wrapper as Accelerate's. It must not clip, since
-            the norm of all gradients is only known after the backward.
+        optimizer: a halfstep optimizer of parameters of `model`, or a wrapper as Accelerate's.
         bucket_bytes: gradients are collected until they take this many bytes on this rank, and then stepped by one
             launch per dtype. A bucket is larger by up to one gradient.
+        clipping: how to clip to the ``max_grad_norm`` of the optimizer. ``"exact"`` computes the norm in a backward of
+            its own, see `StepInBackward.check`. ``"previous"`` takes the norm of the last step, and does not clip the
+            first one; it reads each gradient once more, and ``optimizer.step()`` must be called after each backward,
+            by all ranks. Save its norm with `StepInBackward.state_dict`. None for optimizers without a limit.
+        scaler: the scaler of the loss, needed for fp16 parameters. Each step then needs a `StepInBackward.check`, which
+            finds an overflow before a parameter changes. ``scaler.clip_grad_norm_`` follows the check; ``scaler.step``
+            and ``scaler.update`` follow the backward that steps.
 
     Returns:
-        A handle with `StepInBackward.accumulate` for gradient accumulation and `StepInBackward.remove`.
+        A handle with `StepInBackward.check`, `StepInBackward.accumulate` for gradient accumulation and
+        `StepInBackward.remove`.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer of halfstep, or has fp16 parameters, whose loss must be scaled: an
-            overflow found in the last gradient could not undo the steps before it.
-        ValueError: the optimizer clips, steps in the backward already, or has parameters that are not in the model; the
-            model is wrapped by DistributedDataParallel, which keeps its gradients, or by FSDP1; or `bucket_bytes` is
-            not a positive integer. Nothing was changed.
+        TypeError: `optimizer` is not an optimizer of halfstep, or has fp16 parameters and there is no `scaler`;
+            `scaler` is not an enabled scaler of halfstep, or is given with a wrapper around an optimizer.
+        ValueError: the optimizer clips and `clipping` is None, or `clipping` has another value than these, or no limit
+            to clip to; the scaler has ``write_back=True``, or is given with ``clipping="previous"``; the optimizer
+            steps in the backward already, or has parameters that are not in the model; the model is wrapped by
+            DistributedDataParallel, which keeps its gradients, or by FSDP1; or `bucket_bytes` is not a positive
+            integer. Nothing was changed.
 
     Note:
-        The loss must not be scaled; ``scaler.step(optimizer)`` of an enabled scaler raises, since no gradient is left
-        to unscale. A step after each of several backwards of one iteration is rarely meant: use
+        If the loss is scaled by a scaler that was not passed, ``scaler.step(optimizer)`` raises, since no gradient is
+        left to unscale. A step after each of several backwards of one iteration is rarely meant: use
         `StepInBackward.accumulate` for all but the last. Reentrant activation checkpointing computes the gradient of a
         parameter that several segments share in several parts, and each would be stepped: use ``use_reentrant=False``.
 
@@ -221,15 +429,50 @@ def step_in_backward(model: torch.nn.Module, optimizer: Adam, *, bucket_bytes: i
         (True, None)
         >>> optimizer.step()  # for its hooks and the schedulers
     """
-    optimizer = unwrapped(optimizer)
-    _check(model, optimizer, bucket_bytes)
-    optimizer._forget()
-    optimizer._stepped_without_gradients = True  # steps without gradients are now usual
-    handle = optimizer._stepping_in_backward = StepInBackward(optimizer, bucket_bytes)
+    inner = unwrapped(optimizer)
+    _check(model, inner, bucket_bytes, scaler)
+    _check_limits(inner, clipping, scaler)
+    if scaler is not None and inner is not optimizer:
+        raise TypeError(
+            f"Expected optimizer to be a halfstep.Adam or halfstep.AdamW with a scaler, but got a "
+            f"{type(optimizer).__name__} around one, whose gradients scaler.step unscales in place: pass the optimizer "
+            "in it, also to scaler.step"
+        )
+    inner._forget()
+    inner._stepped_without_gradients = True  # steps without gradients are now usual
+    handle = inner._stepping_in_backward = StepInBackward(model, inner, bucket_bytes, clipping, scaler)
     return handle
 
 
-def _check(model: Any, optimizer: Any, bucket_bytes: Any) -> None:
+def _check_limits(optimizer: Adam, clipping: Any, scaler: Any) -> None:
+    limit = optimizer.max_grad_norm
+    if clipping not in (None, "exact", "previous"):
+        raise ValueError(f"Expected clipping to be None, 'exact' or 'previous', but got {clipping!r}")
+    if clipping is None and limit is not None:
+        raise ValueError(
+            f"Expected max_grad_norm of the optimizer to be None, but got {limit}: pass clipping='exact' or 'previous'"
+        )
+    if clipping is not None and limit is None:
+        raise ValueError(f"Expected max_grad_norm of the optimizer to be set with clipping={clipping!r}, but got None")
+    if scaler is None:
+        return
+    if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
+        raise TypeError(
+            f"Expected scaler to be None or an enabled halfstep.GradScaler, but got a {type(scaler).__name__}"
+            f"{' that is disabled' if isinstance(scaler, GradScaler) else ''}"
+        )
+    if clipping == "previous":
+        raise ValueError(
+            "Expected clipping to be 'exact' with a scaler, but got 'previous': an overflow found after a step has "
+            "begun could not undo it"
+        )
+    if scaler._write_back:
+        raise ValueError(
+            "Expected a scaler with write_back=False, but got write_back=True: gradients are freed in the backward"
+        )
+
+
+def _check(model: Any, optimizer: Any, bucket_bytes: Any, scaler: Any) -> None:
     if not isinstance(optimizer, Adam):
         raise TypeError(
             f"Expected optimizer to be a halfstep.Adam or halfstep.AdamW, but got a {type(optimizer).__name__}"
@@ -238,11 +481,6 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any) -> None:
         raise ValueError(f"Expected bucket_bytes to be an integer of at least 1, but got {bucket_bytes!r}")
     if optimizer._stepping_in_backward is not None:
         raise ValueError("Expected optimizer not to step in the backward already: call remove() on the first handle")
-    if optimizer.max_grad_norm is not None:
-        raise ValueError(
-            f"Expected max_grad_norm of the optimizer to be None, but got {optimizer.max_grad_norm}: the norm is known "
-            "after the backward; do not clip, or step after the backward"
-        )
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise ValueError(f"Expected model not to be wrapped, but module {name!r} is a {DDP_KEEPS}")
@@ -258,8 +496,8 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any) -> None:
                 f"Expected parameter {index} of the optimizer to be one of model, but it is not: make the optimizer of "
                 "the sharded model's parameters, and pass that model"
             )
-        if parameter.requires_grad and parameter.dtype == torch.float16:
+        if parameter.requires_grad and parameter.dtype == torch.float16 and scaler is None:
             raise TypeError(
-                f"Expected parameter {index} of the optimizer to be fp32 or bf16, but got torch.float16, whose loss "
-                "must be scaled: a step that has begun cannot be skipped; train in bf16, or step after the backward"
+                f"Expected parameter {index} of the optimizer to be fp32 or bf16 without a scaler, but got "
+                "torch.float16, whose loss must be scaled: pass scaler=, or train in bf16"
             )

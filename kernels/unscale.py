@@ -34,6 +34,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ from halfstep.kernels.multi_tensor import (
     own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
-from halfstep.kernels.streams import capturing, current_stream
+from halfstep.kernels.streams import capturing, current_stream, upload
 
 CHUNK = 4096
 LANES = 1024
@@ -111,6 +112,22 @@ class Tally(NamedTuple):
 
     counts: torch.Tensor
     step: torch.Tensor
+
+
+class PartialCheck(NamedTuple):
+    """An unfinished check: what `finish_parts` needs of each of its tensors.
+
+    Attributes:
+        dtypes: of the tensors.
+        sums: fp64, the sum of each chunk of each tensor. Without access to memory, one sum per tensor.
+        flags: int32 with one element, of each tensor.
+        in_memory: whether kernels read the tensors.
+    """
+
+    dtypes: list[torch.dtype]
+    sums: Sequence[torch.Tensor]
+    flags: Sequence[torch.Tensor]
+    in_memory: bool
 
 
 class Unscaled(NamedTuple):
@@ -625,6 +642,35 @@ def _run_reference(
     _finish_in_torch(out, norm, tally)
 
 
+def _tables_of(
+    tensors: list[torch.Tensor], groups: dict[torch.dtype, Sequence[int]], places: Sequence[int]
+) -> list[tuple[TensorTable, torch.dtype]]:
+    """A table for each dtype."""
+    if len(groups) == 1:
+        return [(_tables[dtype].table(tensors, numbers=[list(places)]), dtype) for dtype in groups]
+    tables = []
+    for dtype, indices in groups.items():
+        own = [places[index] for index in indices]
+        tables.append((_tables[dtype].table([tensors[index] for index in indices], numbers=[own]), dtype))
+    return tables
+
+
+def _launch_each(
+    implementation: str,
+    tables: list[tuple[TensorTable, torch.dtype]],
+    factor: Factor | None,
+    write: bool,
+    scratch: _Scratch,
+) -> None:
+    """Check the tensors of each table. Their chunks follow each other in `scratch.sums`."""
+    launch = _launch_triton if implementation == "triton" else _launch_native
+    chunks = 0
+    for table, dtype in tables:
+        if table.chunks:
+            launch(table, dtype, factor, write, scratch, chunks)
+            chunks += table.chunks
+
+
 def _run_kernels(
     implementation: str,
     tensors: list[torch.Tensor],
@@ -639,26 +685,88 @@ def _run_kernels(
     """Check by one launch per dtype and one that combines their results."""
     device = tensors[0].device
     with on_device(device):
-        tables = []
-        for dtype, indices in groups.items():
-            if len(groups) == 1:
-                tables.append((_tables[dtype].table(tensors, numbers=[list(places)]), dtype))
-            else:
-                own = [places[index] for index in indices]
-                tables.append((_tables[dtype].table([tensors[index] for index in indices], numbers=[own]), dtype))
+        tables = _tables_of(tensors, groups, places)
         chunks = sum([table.chunks for table, _ in tables])
         scratch = _scratches.take(device, chunks, out.flags.numel())
-        launch = _launch_triton if implementation == "triton" else _launch_native
-        chunks = 0
         try:
-            for table, dtype in tables:
-                if table.chunks:
-                    launch(table, dtype, factor, write, scratch, chunks)
-                    chunks += table.chunks
+            _launch_each(implementation, tables, factor, write, scratch)
             _gather(implementation, scratch, chunks, out, norm, tally)
         except BaseException:
             _scratches.drop()
             raise
+
+
+def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_memory: bool = True) -> PartialCheck:
+    """Begin a check of some of its tensors, which `finish_parts` ends. The tensors are not needed any more.
+
+    Args:
+        tensors: at least one dense tensor, all on one device; fp32, fp16 or bf16 if `in_memory`.
+        factor: what to multiply by; None for 1.
+        in_memory: as for `check`.
+    """
+    device, dtypes = tensors[0].device, [tensor.dtype for tensor in tensors]
+    with torch.no_grad():
+        if not in_memory:
+            inv_scale = None if factor is None else factor.for_reference(device)
+            totals = torch.zeros(len(tensors), dtype=torch.float64, device=device).unbind()
+            marks = torch.zeros(len(tensors), dtype=torch.int32, device=device).unbind()
+            with own_operations(tensors):
+                for tensor, total, mark in zip(tensors, totals, marks, strict=True):
+                    _by_operations(tensor, inv_scale, False, mark, total)
+            return PartialCheck(dtypes, totals, marks, False)
+        flat = all_flattened(tensors)
+        groups = by_dtype(flat)
+        in_order = [index for indices in groups.values() for index in indices]
+        sizes = [-(-flat[index].numel() // CHUNK) for index in in_order]
+        implementation = resolve(device, "unscale")
+        if implementation == "reference":
+            inv_scale = None if factor is None else factor.for_reference(device)
+            sums, flags = _reference_pass([flat[index] for index in in_order], inv_scale, False)
+        else:
+            place = {index: place for place, index in enumerate(in_order)}
+            scratch = _Scratch(device, sum(sizes), len(flat))
+            with on_device(device):
+                tables = _tables_of(flat, groups, [place[index] for index in range(len(flat))])
+                _launch_each(implementation, tables, factor, False, scratch)
+            sums, flags = scratch.sums, scratch.flags
+        by_index = sorted(zip(in_order, sums.split(sizes), flags.split(1), strict=True), key=itemgetter(0))
+        return PartialCheck(dtypes, [one for _, one, _ in by_index], [one for _, _, one in by_index], True)
+
+
+def finish_parts(part: PartialCheck, places: Sequence[int], out: Verdict, tally: Tally | None = None) -> Verdict:
+    """End a check that `check_part` began, with the bits of one `check` of all tensors.
+
+    Args:
+        part: the entries of all tensors, in the order in which `check` would be given them.
+        places: as for `check`.
+        out: the verdict to write to.
+        tally: as for `check`.
+    """
+    device = out.flags.device
+    with torch.no_grad():
+        flags = torch.zeros_like(out.flags)
+        where = upload(torch.tensor(places, dtype=torch.int64, device="cpu"), device)
+        flags[where] = torch.stack([flag.reshape(()) for flag in part.flags])
+        if not part.in_memory:
+            out.flags.copy_(flags)
+            out.sum_of_squares.copy_(functools.reduce(torch.add, [one.sum() for one in part.sums]))
+            _finish_in_torch(out, None, tally)
+            return out
+        by_kind: dict[torch.dtype, list[torch.Tensor]] = {}
+        for dtype, sums in zip(part.dtypes, part.sums, strict=True):
+            by_kind.setdefault(dtype, []).append(sums)
+        sums = torch.cat([one for of_dtype in by_kind.values() for one in of_dtype])
+        implementation = resolve(device, "unscale")
+        if implementation == "reference":
+            out.flags.copy_(flags)
+            out.sum_of_squares.copy_(_reference_sum(sums))
+            _finish_in_torch(out, None, tally)
+            return out
+        scratch = _Scratch(device, 0, 0)
+        scratch.sums, scratch.flags = sums, flags
+        with on_device(device):
+            _gather(implementation, scratch, sums.numel(), out, None, tally)
+    return out
 
 
 # ------------------------------------------------------------------------------------------------------------- public

@@ -177,7 +177,7 @@ class _AdamBase(CanonicalState):
                 loss = closure()
         if self._decision is None:
             self._step_on_device()
-        else:  # called by the step of a scaler, which is never compiled
+        else:  # made by a scaler or a step in the backward, which are never compiled
             self._update()
         return loss
 
@@ -230,16 +230,17 @@ class _AdamBase(CanonicalState):
 
     @torch.no_grad()
     def _step_part(self, part: int, parameters: list[torch.Tensor]) -> None:
-        """Update a part of the parameters, and free their gradients. There is no unscaling, clipping or skipping.
+        """Update a part of the parameters, and free their gradients. Only a decision made elsewhere unscales and clips.
 
         Args:
             part: a number for the same parameters in each step, not that of another part and not `WHOLE`.
             parameters: the parameters.
         """
-        changed = self._check_changed_options(part, None)
+        limit = None if self._decision is None else self._limit()
+        changed = self._check_changed_options(part, limit)
         if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
             settle_gradients(parameters)
-        self._advance(part, parameters, list(map(_gradient, parameters)), None, changed)
+        self._advance(part, parameters, list(map(_gradient, parameters)), limit, changed)
 
     def _advance(
         self,
@@ -253,8 +254,7 @@ class _AdamBase(CanonicalState):
         """Update parameters with their gradients.
 
         Args:
-            part: whose plan is used. With `WHOLE`, a scaler may decide about the step, and it may clip. With another
-                part, the gradients are freed.
+            part: whose plan is used. With a part other than `WHOLE`, the gradients are freed.
             parameters: at least one parameter.
             grads: their gradients.
             limit: the 2-norm to which the gradients are clipped.
@@ -275,7 +275,7 @@ class _AdamBase(CanonicalState):
         ):
             self._forget(part)
             plan = self._plans[part] = StepPlan(self, parameters, grads)
-        control = self._control(limit) if part == WHOLE else adam.Control()
+        control = adam.Control() if part != WHOLE and self._decision is None else self._control(limit)
         if first_at_rest:
             verdict = self._checker.verdict(keep=False)
             assert verdict is not None
@@ -311,13 +311,13 @@ class _AdamBase(CanonicalState):
         return decision.max_norm if own is None else min(own, decision.max_norm)
 
     def _control(self, limit: float | None) -> adam.Control:
-        """Scale, flag and norm of this step, as decided by a scaler or, if clipping needs it, checked here."""
+        """Scale, flag and norm of this step, as decided elsewhere or, if clipping needs it, checked here."""
         decision = self._decision
         squares = None
         if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         else:
-            scale, found_inf = decision.scale, decision.verdict.found_inf
+            scale, found_inf = decision.scale, decision.verdict.found_inf if decision.skips else None
             # Gradients that were unscaled in place may have changed since, so their sum is computed again.
             if decision.scale is not None or decision.max_norm is not None:
                 squares = decision.verdict.sum_of_squares

@@ -272,11 +272,15 @@ class GradScaler(torch.amp.GradScaler):
         self._refuse_twice(optimizer)
         checker = self._checker(optimizer)
         verdict = checker.verdict(factor, write=write, step=self._decided)
+        self._keep(optimizer, checker, verdict)
+        return verdict
+
+    def _keep(self, optimizer: torch.optim.Optimizer, checker: Checker, verdict: Verdict | None) -> None:
+        """Store a verdict on an optimizer's gradients until `update`."""
         state = self._per_optimizer_states[id(optimizer)]
         # A single entry, so that torch's sum over devices is 0 or 1.
         state["found_inf_per_device"] = {} if verdict is None else {verdict.found_inf.device: verdict.found_inf}
         state["verdict"], state["checker"] = verdict, checker
-        return verdict
 
     def _refuse_twice(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if gradients of these parameters were unscaled or must be clipped for the step of another optimizer.

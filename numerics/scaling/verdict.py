@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.kernels.multi_tensor import DTYPE_CODES
+from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
 from halfstep.kernels.streams import capturing
-from halfstep.kernels.unscale import Factor, Tally, Verdict, check
+from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
 from halfstep.numerics.scaling.topology import NOWHERE, Topology, TopologyMemory, local, settle_gradients
 
 Kind = tuple[torch.device, int, bool]
@@ -29,25 +29,28 @@ _gradient, _of_group = attrgetter("grad"), itemgetter("params")
 
 
 class Decision(NamedTuple):
-    """The decision of a scaler about one step of an optimizer.
+    """The decision about one step of an optimizer: that of a scaler, or of a step in the backward.
 
     Attributes:
-        verdict: the verdict on the unscaled gradients. The step is skipped if it found non-finite numbers.
+        verdict: the verdict on the unscaled gradients.
         scale: 0-dim fp32, the loss scale by which `step` divides the gradients; None if they were unscaled before, and
             may have changed since the verdict.
         max_norm: the norm to which `step` clips, using the norm of the verdict; None for no limit except the
             optimizer's own.
+        skips: whether the step is skipped if the verdict found non-finite numbers. An optimizer that clips without a
+            scaler does not skip.
     """
 
     verdict: Verdict
     scale: torch.Tensor | None
     max_norm: float | None
+    skips: bool = True
 
 
 class StepsOnVerdict:
     """Base of optimizers that unscale, clip and skip inside their step: those of halfstep."""
 
-    _decision: Decision | None = None  # about the present step, while the scaler calls it
+    _decision: Decision | None = None  # about the present step, while it was made elsewhere
 
     @functools.cached_property
     def _checker(self) -> Checker:
@@ -58,6 +61,24 @@ class StepsOnVerdict:
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """All parameters of an optimizer, in its order."""
     return list(chain.from_iterable(map(_of_group, optimizer.param_groups)))
+
+
+class _PartOf(NamedTuple):
+    """The gradient of one parameter in a verdict in parts: an entry of `PartialCheck`, and where it was checked."""
+
+    kind: Kind
+    in_memory: bool
+    dtype: torch.dtype
+    sums: torch.Tensor
+    flag: torch.Tensor
+    stream: torch.cuda.Stream | None
+
+
+def _factor_on(factor: Factor | None, device: torch.device) -> Factor | None:
+    """The factor on a device. Does not wait for the device."""
+    if factor is not None and isinstance(factor.value, torch.Tensor) and factor.value.device != device:
+        return factor._replace(value=factor.value.to(device, non_blocking=True))
+    return factor
 
 
 class Combination:
@@ -130,6 +151,8 @@ class Checker:
         self._combination = Combination()
         self._topologies = TopologyMemory()
         self._process_group, self._is_part = process_group, is_part
+        self._places: dict[int, int] = {}  # in the optimizer, by the parameter's id, for a verdict in parts
+        self._parts: dict[int, _PartOf] = {}  # by the parameter's place
 
     def find_topology(self, parameters: list[torch.Tensor]) -> Topology:
         """The present topology of `parameters`, which are all parameters of the optimizer."""
@@ -172,22 +195,82 @@ class Checker:
         if len(kinds) == 1 and not topology.groups:
             ((kind, (tensors, where)),) = kinds.items()
             return self._of_kind(kind, tensors, where, len(parameters), factor, write, step, keep)
-        if not kinds and not topology.groups:
-            return None
-        found, squares = [], []
-        for kind, (tensors, where) in kinds.items():
-            one = self._of_kind(kind, tensors, where, len(parameters), factor, write, step, keep)
-            found.append(one.found_inf)
-            if topology.counted[kind[1]]:
-                squares.append(one.sum_of_squares)
+        verdicts = {
+            kind: self._of_kind(kind, tensors, where, len(parameters), factor, write, step, keep)
+            for kind, (tensors, where) in kinds.items()
+        }
+        return self._combined(verdicts, keep)
+
+    def _combined(self, verdicts: dict[Kind, Verdict], keep: bool) -> Verdict | None:
+        """The verdict on the gradients of all kinds and ranks."""
+        topology = self.topology
+        if not topology.groups and len(verdicts) < 2:
+            return next(iter(verdicts.values()), None)
+        found = [one.found_inf for one in verdicts.values()]
+        squares = [one.sum_of_squares for kind, one in verdicts.items() if topology.counted[kind[1]]]
         combination = self._combination if keep else Combination()
         return combination.combine(topology, found, squares)
+
+    # ------------------------------------------------------------------------------------------------------ in parts
+
+    def begin_parts(self) -> None:
+        """Begin a verdict whose gradients need not exist at the same time."""
+        self._parts = {}
+        parameters = parameters_of(self.optimizer())
+        self.find_topology(parameters)
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+
+    def add_part(self, parameters: list[torch.Tensor], factor: Factor | None = None) -> None:
+        """Check the gradients of some parameters times a factor. The gradients are not needed afterwards."""
+        if not self.topology.settled:
+            settle_gradients(parameters)
+        places = [self._places[id(parameter)] for parameter in parameters]
+        kinds = self._by_kind(parameters_of(self.optimizer()), list(map(_gradient, parameters)), places)
+        for kind, (tensors, where) in kinds.items():
+            device, _, known = kind
+            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            part = check_part(tensors, _factor_on(factor, device), in_memory=known and all_have_memory(tensors))
+            for place, dtype, sums, flag in zip(where, part.dtypes, part.sums, part.flags, strict=True):
+                self._parts[place] = _PartOf(kind, part.in_memory, dtype, sums, flag, stream)
+
+    def end_parts(self, step: torch.Tensor | None = None) -> Verdict | None:
+        """The verdict on the gradients of all parts, with the bits of `verdict`; `step` is as there.
+
+        All ranks of the topology must call this.
+        """
+        parts, self._parts = sorted(self._parts.items()), {}
+        kinds: dict[Kind, list[tuple[int, _PartOf]]] = {}
+        for place, one in parts:
+            kinds.setdefault(one.kind, []).append((place, one))
+        verdicts = {kind: self._of_parts(kind, of_kind, step) for kind, of_kind in kinds.items()}
+        return self._combined(verdicts, keep=False)
+
+    def _of_parts(self, kind: Kind, parts: list[tuple[int, _PartOf]], step: torch.Tensor | None) -> Verdict:
+        device, slots = kind[0], len(self._places)
+        out = Verdict.empty(slots, device)
+        tally = None if step is None else self._tally(slots, device, step, False)
+        others = {one.stream for _, one in parts if one.stream is not None}
+        if others:
+            now = torch.cuda.current_stream(device)
+            others.discard(now)
+            for other in others:
+                now.wait_stream(other)
+        whole = PartialCheck(
+            [one.dtype for _, one in parts],
+            [one.sums for _, one in parts],
+            [one.flag for _, one in parts],
+            all(one.in_memory for _, one in parts),
+        )
+        verdict = finish_parts(whole, [place for place, _ in parts], out, tally)
+        for other in others:  # they reuse the memory of the sums
+            other.wait_stream(now)
+        return verdict
 
     def _by_kind(
         self, parameters: list[torch.Tensor], grads: list[torch.Tensor], places: Sequence[int]
     ) -> dict[Kind, tuple[list[torch.Tensor], Sequence[int]]]:
-        """Local values and indices of the gradients, by device, kind in the topology, and whether kernels support
-        them."""
+        """Local values of the gradients and their places among `parameters`, by device, kind in the topology, and
+        whether kernels support them."""
         kind_of = self.topology.kind_of
         # The usual case needs no loop in Python, which for thousands of tensors takes longer than the step.
         if (
@@ -224,8 +307,7 @@ class Checker:
         keep: bool,
     ) -> Verdict:
         device, _, known = kind
-        if factor is not None and isinstance(factor.value, torch.Tensor) and factor.value.device != device:
-            factor = factor._replace(value=factor.value.to(device, non_blocking=True))
+        factor = _factor_on(factor, device)
         recording = capturing(device)
         out = self._kept.get(kind) if keep and not recording else None
         if out is None or out.flags.numel() != slots:

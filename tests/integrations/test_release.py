@@ -10,19 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import interrupts
-import numpy as np
 import pytest
 import torch
-from oracles import bits
-from torch.nn import Embedding, LayerNorm, Linear, Module
-from torch.nn.functional import gelu, mse_loss
+from release_models import BF16, Net, gradient_bytes, loss_of, made, same
+from torch.nn import Embedding, Linear, Module
 
 import halfstep
 from halfstep.integrations import release
 from halfstep.integrations.release import StepInBackward, step_in_backward
 from halfstep.numerics.planning import plan, unit
 
-BF16 = torch.bfloat16
 LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 split": (BF16, {}),
     "bf16 full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
@@ -35,39 +32,6 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-class Net(Module):
-    """One weight used twice, one that only odd batches use, a frozen one, and one that no batch uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = Embedding(17, 12)
-        self.first, self.second = Linear(12, 24), Linear(24, 12)
-        self.norm = LayerNorm(12)
-        self.sometimes = Linear(12, 12)
-        self.frozen = Linear(12, 12).requires_grad_(False)
-        self.unused = Linear(3, 3)
-
-    def forward(self, tokens: torch.Tensor, odd: bool) -> torch.Tensor:
-        hidden: torch.Tensor = self.embedding(tokens)
-        hidden = hidden + self.second(gelu(self.first(hidden)))
-        if odd:
-            hidden = hidden + self.sometimes(hidden)
-        return self.frozen(self.norm(hidden)) @ self.embedding.weight.t()
-
-
-def _net(dtype: torch.dtype = BF16) -> Net:
-    torch.manual_seed(0)
-    return Net().to(dtype)
-
-
-def _loss(net: Module, step: int) -> torch.Tensor:
-    random = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, 17, (4, 6), generator=random)
-    targets = torch.randn(4, 6, 17, generator=random)
-    loss: torch.Tensor = mse_loss(net(tokens, step % 2 == 1).float(), targets)
-    return loss
-
-
 def _train(
     layout: str,
     bucket_bytes: int | None,
@@ -77,13 +41,13 @@ def _train(
     first: int = 0,
 ) -> tuple[Net, halfstep.AdamW]:
     dtype, options = LAYOUTS[layout]
-    net = _net(dtype) if net is None else net
+    net = made(dtype) if net is None else net
     optimizer = halfstep.AdamW(net.parameters(), lr=0.01, **options) if optimizer is None else optimizer
     handle = None if bucket_bytes is None else step_in_backward(net, optimizer, bucket_bytes=bucket_bytes)
     for step in range(first, first + steps):
         optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
         optimizer.zero_grad()
-        _loss(net, step).backward()
+        loss_of(net, step).backward()
         if handle is not None:
             assert all(parameter.grad is None for parameter in net.parameters())
         optimizer.step()
@@ -92,25 +56,12 @@ def _train(
     return net, optimizer
 
 
-def _same(one: tuple[Net, halfstep.AdamW], other: tuple[Net, halfstep.AdamW]) -> bool:
-    """Whether weights and optimizer states have the same bits."""
-    weights = zip(one[0].parameters(), other[0].parameters(), strict=True)
-    states, others = one[1].state_dict(), other[1].state_dict()
-    if states["state"].keys() != others["state"].keys() or states["param_groups"] != others["param_groups"]:
-        return False
-    return all(np.array_equal(bits(a.detach()), bits(b.detach())) for a, b in weights) and all(
-        np.array_equal(bits(value), bits(others["state"][index][key]))
-        for index, state in states["state"].items()
-        for key, value in state.items()
-    )
-
-
 @layouts
 @pytest.mark.parametrize("bucket_bytes", [1, 400, 2**20])
 def test_the_bits_are_those_of_steps_after_the_backward(layout: str, bucket_bytes: int) -> None:
     expected = _train(layout, None)
-    assert _same(_train(layout, bucket_bytes), expected)
-    assert not _same(_train(layout, bucket_bytes, steps=4), expected)
+    assert same(_train(layout, bucket_bytes), expected)
+    assert not same(_train(layout, bucket_bytes, steps=4), expected)
 
 
 @layouts
@@ -118,35 +69,31 @@ def test_steps_before_and_after_it_and_a_resumed_run_have_the_same_bits(layout: 
     expected = _train(layout, None, steps=6)
     net, optimizer = _train(layout, None, steps=2)
     _train(layout, 400, 2, net, optimizer, first=2)
-    fresh = _net(LAYOUTS[layout][0])
+    fresh = made(LAYOUTS[layout][0])
     fresh.load_state_dict(net.state_dict())
     resumed = halfstep.AdamW(fresh.parameters(), **LAYOUTS[layout][1])
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     _train(layout, None, 2, net, optimizer, first=4)
     _train(layout, 400, 2, fresh, resumed, first=4)
-    assert _same((net, optimizer), expected) and _same((fresh, resumed), expected)
-
-
-def _gradient_bytes(net: Module) -> int:
-    return sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
+    assert same((net, optimizer), expected) and same((fresh, resumed), expected)
 
 
 def _watch(net: Module, seen: list[int]) -> None:
     """Note the bytes of all gradients whenever one is complete. Must run before the hooks of the step."""
     for parameter in net.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _: seen.append(_gradient_bytes(net)))
+            parameter.register_post_accumulate_grad_hook(lambda _: seen.append(gradient_bytes(net)))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 400, 2**20])
 def test_the_gradients_of_one_bucket_exist(bucket_bytes: int) -> None:
-    net, seen = _net(), [0]
+    net, seen = made(), [0]
     _watch(net, seen)
     optimizer = halfstep.AdamW(net.parameters())
     handle = step_in_backward(net, optimizer, bucket_bytes=bucket_bytes)
     assert handle.buckets == []
-    _loss(net, 1).backward()
-    _loss(net, 3).backward()
+    loss_of(net, 1).backward()
+    loss_of(net, 3).backward()
     assert max(seen) == max(handle.buckets)
     shapes = [parameter.shape for parameter in net.parameters() if parameter.requires_grad]
     planned = plan(units=[unit("all", shapes)], step_in_backward=bucket_bytes).part("gradients").bytes
@@ -158,33 +105,33 @@ def test_the_gradients_of_one_bucket_exist(bucket_bytes: int) -> None:
     assert (len(handle.buckets) > 2) == (bucket_bytes < 1000)
     # Steps after the backward hold all of them.
     handle.remove()
-    _loss(net, 3).backward()
+    loss_of(net, 3).backward()
     assert max(seen) == 2 * trained
 
 
 def test_accumulation_steps_in_the_last_backward() -> None:
-    expected, found = _net(), _net()
+    expected, found = made(), made()
     optimizers = [halfstep.AdamW(net.parameters(), lr=0.01) for net in (expected, found)]
     handle = step_in_backward(found, optimizers[1])
     for step in range(3):
         for micro in range(3):
-            _loss(expected, 3 * step + micro).backward()
+            loss_of(expected, 3 * step + micro).backward()
         optimizers[0].step()
         optimizers[0].zero_grad()
         with handle.accumulate():
             for micro in range(2):
-                _loss(found, 3 * step + micro).backward()
-                assert _gradient_bytes(found) > 0
-        _loss(found, 3 * step + 2).backward()
+                loss_of(found, 3 * step + micro).backward()
+                assert gradient_bytes(found) > 0
+        loss_of(found, 3 * step + 2).backward()
         # `sometimes` may have a gradient of an earlier micro-batch only: step() takes it.
-        assert (_gradient_bytes(found) > 0) == (step % 2 == 0)
+        assert (gradient_bytes(found) > 0) == (step % 2 == 0)
         optimizers[1].step()
         optimizers[1].zero_grad()
-    assert _same((found, optimizers[1]), (expected, optimizers[0]))
+    assert same((found, optimizers[1]), (expected, optimizers[0]))
 
 
 def test_hooks_and_schedulers_follow_step() -> None:
-    net, called = _net(), []
+    net, called = made(), []
     optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
     step_in_backward(net, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -193,7 +140,7 @@ def test_hooks_and_schedulers_follow_step() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3):
-            _loss(net, step).backward()
+            loss_of(net, step).backward()
             optimizer.step()
             scheduler.step()
     assert called == ["before", "after"] * 3
@@ -213,16 +160,16 @@ class _Fails(torch.autograd.Function):
 @pytest.mark.parametrize("cleared", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [400, 2**20])
 def test_after_a_backward_that_failed(cleared: bool, bucket_bytes: int) -> None:
-    net = _net()
+    net = made()
     optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
     step_in_backward(net, optimizer, bucket_bytes=bucket_bytes)
-    _loss(net, 1).backward()
+    loss_of(net, 1).backward()
     # The next batch does not use `sometimes`, whose gradient is complete by then.
     handle = net.second.register_forward_hook(lambda module, given, output: _Fails.apply(output))
     with pytest.raises(RuntimeError, match="on fire"):
-        _loss(net, 3).backward()
+        loss_of(net, 3).backward()
     handle.remove()
-    assert _gradient_bytes(net) > 0  # of a bucket that was not complete
+    assert gradient_bytes(net) > 0  # of a bucket that was not complete
     if cleared:
         optimizer.zero_grad()
     reference = copy.deepcopy(net)
@@ -230,11 +177,11 @@ def test_after_a_backward_that_failed(cleared: bool, bucket_bytes: int) -> None:
     after.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for parameter, copied in zip(net.parameters(), reference.parameters(), strict=True):
         copied.grad = None if parameter.grad is None else parameter.grad.clone()
-    _loss(net, 4).backward()
+    loss_of(net, 4).backward()
     optimizer.step()
-    _loss(reference, 4).backward()
+    loss_of(reference, 4).backward()
     after.step()
-    assert _same((net, optimizer), (reference, after))
+    assert same((net, optimizer), (reference, after))
 
 
 def test_an_interrupted_step_of_a_bucket_is_done_with_its_gradients_freed_or_not_begun() -> None:
@@ -267,48 +214,48 @@ class _Wrapper:
 
 
 def test_a_wrapped_optimizer() -> None:
-    net = _net()
+    net = made()
     optimizer = halfstep.AdamW(net.parameters())
     step_in_backward(net, _Wrapper(optimizer))  # type: ignore[arg-type]
-    _loss(net, 1).backward()
-    assert _gradient_bytes(net) == 0 and optimizer.state[net.first.weight]["step"] == 1
+    loss_of(net, 1).backward()
+    assert gradient_bytes(net) == 0 and optimizer.state[net.first.weight]["step"] == 1
 
 
 def test_a_parameter_that_is_trained_later_is_stepped_by_step() -> None:
-    expected, found = _net(), _net()
+    expected, found = made(), made()
     optimizers = [halfstep.AdamW(net.parameters(), lr=0.01) for net in (expected, found)]
     step_in_backward(found, optimizers[1])
     for step, (net, optimizer) in (
         (s, pair) for s in range(4) for pair in zip((expected, found), optimizers, strict=True)
     ):
         net.frozen.requires_grad_(step >= 2)
-        _loss(net, step).backward()
+        loss_of(net, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert _same((found, optimizers[1]), (expected, optimizers[0]))
+    assert same((found, optimizers[1]), (expected, optimizers[0]))
 
 
 def test_gradients_under_checkpointing_and_of_two_backwards() -> None:
     """Recomputed segments compute each gradient once; a second backward is another step."""
-    nets = [_net() for _ in range(2)]
+    nets = [made() for _ in range(2)]
     optimizers = [halfstep.AdamW(net.parameters(), lr=0.01) for net in nets]
     handle = step_in_backward(nets[1], optimizers[1], bucket_bytes=1)
     for net, optimizer in zip(nets, optimizers, strict=True):
         for step in range(2):
-            loss = torch.utils.checkpoint.checkpoint(_loss, net, step, use_reentrant=False)
+            loss = torch.utils.checkpoint.checkpoint(loss_of, net, step, use_reentrant=False)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert _same((nets[1], optimizers[1]), (nets[0], optimizers[0]))
+    assert same((nets[1], optimizers[1]), (nets[0], optimizers[0]))
     handle.remove()
 
 
 def test_the_handle_and_the_optimizer_die_with_the_model() -> None:
     def dead() -> list[weakref.ref[Any]]:
-        net = _net()
+        net = made()
         optimizer = halfstep.AdamW(net.parameters())
         handle = step_in_backward(net, optimizer)
-        _loss(net, 1).backward()
+        loss_of(net, 1).backward()
         return [weakref.ref(one) for one in (net, optimizer, handle)]
 
     references = dead()
@@ -317,19 +264,19 @@ def test_the_handle_and_the_optimizer_die_with_the_model() -> None:
 
 
 def test_copies_of_model_and_optimizer_step_by_step() -> None:
-    net = _net()
+    net = made()
     optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
     step_in_backward(net, optimizer)
-    _loss(net, 1).backward()
+    loss_of(net, 1).backward()
     copied = copy.deepcopy(net)
-    _loss(copied, 1).backward()
-    assert _gradient_bytes(copied) > 0
+    loss_of(copied, 1).backward()
+    assert gradient_bytes(copied) > 0
     other = halfstep.AdamW(copied.parameters(), lr=0.01)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     step_in_backward(copied, other).remove()
     other.step()
-    _loss(net, 1).backward()
-    assert _same((net, optimizer), (copied, other))
+    loss_of(net, 1).backward()
+    assert same((net, optimizer), (copied, other))
 
 
 @pytest.fixture
@@ -340,7 +287,7 @@ def default_dtype() -> Iterator[None]:
 
 
 def test_under_a_default_dtype(default_dtype: None) -> None:
-    assert _same(_train("bf16 split", 400), _train("bf16 split", None))
+    assert same(_train("bf16 split", 400), _train("bf16 split", None))
 
 
 def test_on_meta_tensors_and_under_a_default_device() -> None:
@@ -349,7 +296,7 @@ def test_on_meta_tensors_and_under_a_default_device() -> None:
         optimizer = halfstep.AdamW(net.parameters())
         handle = step_in_backward(net, optimizer, bucket_bytes=400)
         net(torch.zeros(4, 6, dtype=torch.int64), True).sum().backward()
-    assert _gradient_bytes(net) == 0 and len(handle.buckets) > 2
+    assert gradient_bytes(net) == 0 and len(handle.buckets) > 2
     state = optimizer.state[net.first.weight]
     assert state["exp_avg"].device.type == "meta"
 
@@ -368,7 +315,7 @@ def _error(kind: type[Exception], call: Callable[[], Any]) -> str:
 
 
 def test_errors() -> None:
-    net = _net()
+    net = made()
     optimizer = halfstep.AdamW(net.parameters())
     torchs = torch.optim.AdamW(net.parameters())
     assert _error(TypeError, lambda: step_in_backward(net, torchs)) == (  # type: ignore[arg-type]
@@ -378,19 +325,14 @@ def test_errors() -> None:
         assert _error(ValueError, lambda size=size: step_in_backward(net, optimizer, bucket_bytes=size)) == (
             f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}"
         )
-    clips = halfstep.AdamW(net.parameters(), max_grad_norm=1.0)
-    assert _error(ValueError, lambda: step_in_backward(net, clips)) == (
-        "Expected max_grad_norm of the optimizer to be None, but got 1.0: the norm is known after the backward; do not "
-        "clip, or step after the backward"
-    )
     assert _error(ValueError, lambda: step_in_backward(net.first, optimizer)) == (
         "Expected parameter 0 of the optimizer to be one of model, but it is not: make the optimizer of the sharded "
         "model's parameters, and pass that model"
     )
     half = Linear(2, 2).half()
     assert _error(TypeError, lambda: step_in_backward(half, halfstep.AdamW(half.parameters()))) == (
-        "Expected parameter 0 of the optimizer to be fp32 or bf16, but got torch.float16, whose loss must be scaled: a "
-        "step that has begun cannot be skipped; train in bf16, or step after the backward"
+        "Expected parameter 0 of the optimizer to be fp32 or bf16 without a scaler, but got torch.float16, whose loss "
+        "must be scaled: pass scaler=, or train in bf16"
     )
     handle = step_in_backward(net, optimizer)
     assert isinstance(handle, StepInBackward) and handle.bucket_bytes == release.BUCKET_BYTES
@@ -404,10 +346,10 @@ def test_errors() -> None:
 
 @pytest.mark.parametrize("kind", [halfstep.GradScaler, torch.amp.GradScaler])
 def test_a_scaler_raises_instead_of_passing_over_the_step(kind: type[torch.amp.GradScaler]) -> None:
-    net = _net()
+    net = made()
     optimizer = halfstep.AdamW(net.parameters())
     step_in_backward(net, optimizer)
     scaler = kind("cpu")
-    scaler.scale(_loss(net, 1)).backward()
+    scaler.scale(loss_of(net, 1)).backward()
     with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
         scaler.step(optimizer)

@@ -19,7 +19,7 @@ from verdicts import unscaled as unscaled_in_place
 
 import halfstep
 from halfstep.kernels import unscale
-from halfstep.kernels.unscale import CHUNK, HAS_INF, HAS_NAN, LANES, Verdict
+from halfstep.kernels.unscale import CHUNK, HAS_INF, HAS_NAN, LANES, Tally, Verdict
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
 
@@ -212,6 +212,52 @@ def test_more_chunks_than_lanes() -> None:
 )
 def test_any_values(lists: list[list[float]], dtype: torch.dtype, inv_scale: float | None) -> None:
     examine([torch.tensor(values, dtype=FP32).to(dtype) for values in lists], inv_scale)
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def _in_parts(tensors: list[torch.Tensor], of_part: list[int], factor: unscale.Factor | None, tally: Tally) -> Verdict:
+    """A check whose tensors belong to numbered parts, which come in descending order."""
+    entries: dict[int, tuple[torch.dtype, torch.Tensor, torch.Tensor]] = {}
+    for number in sorted(set(of_part), reverse=True):
+        own = [index for index, part in enumerate(of_part) if part == number]
+        part = unscale.check_part([tensors[index].clone() for index in own], factor)
+        entries.update(zip(own, zip(part.dtypes, part.sums, part.flags, strict=True), strict=True))
+    dtypes, sums, flags = zip(*(entry for _, entry in sorted(entries.items())), strict=True)
+    places = [2 * index for index in range(len(tensors))]
+    out = Verdict.empty(2 * len(tensors), tensors[0].device)
+    return unscale.finish_parts(unscale.PartialCheck(list(dtypes), sums, flags, True), places, out, tally)
+
+
+@pytest.mark.parametrize(("marked", "inv_scale"), [(None, 1 / 3), (INF, 1 / 3), (NAN, None)])
+@pytest.mark.parametrize("name", ALL)
+def test_a_check_in_parts_has_the_bits_of_one_check(name: str, marked: float | None, inv_scale: float | None) -> None:
+    """The order of the chunks depends on the dtypes. It changes sums whose bits fp64 cannot hold."""
+    sizes = [5000, 3, 0, 4096, 9000, 17, 8192]
+    given = [
+        tensor
+        for index, size in enumerate(sizes)
+        for tensor in grads([size], DTYPES[index % 3], spread=10.0 ** (index % 4 * 2))
+    ]
+    if marked is not None:
+        given[4][4500] = marked
+    with using(name, "unscale") as device:
+        tensors = twins(given, device)
+        factor = None if inv_scale is None else unscale.Factor(torch.tensor(inv_scale, device=device))
+        counts = [torch.zeros(2 * len(sizes), 4, dtype=torch.int32, device=device) for _ in range(2)]
+        step = torch.tensor([6], device=device)
+        whole = unscale.check(
+            tensors,
+            factor,
+            out=Verdict.empty(2 * len(sizes), torch.device(device)),
+            tally=Tally(counts[0], step),
+            places=[2 * index for index in range(len(sizes))],
+        )
+        parts = _in_parts(tensors, [0, 1, 0, 2, 1, 0, 2], factor, Tally(counts[1], step))
+        for one, other in zip(parts, whole, strict=True):
+            assert_same_bits(one.cpu(), other.cpu(), name)
+        assert torch.equal(*counts) and bool(counts[0].any()) == (marked is not None)
 
 
 # --------------------------------------------------------------------------------------------------------------- flags

@@ -32,7 +32,7 @@ def model_of(width: int = 7) -> Sequential:
 def _loss(model: Module, step: int) -> torch.Tensor:
     part = dist.get_rank() if isinstance(model, FSDPModule) else 0
     inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + part))
-    return model(inputs.bfloat16()).float().square().mean()
+    return model(inputs.to(next(model.parameters()).dtype)).float().square().mean()
 
 
 def _fsdp2(**options: Any) -> Sequential:
@@ -40,6 +40,13 @@ def _fsdp2(**options: Any) -> Sequential:
     for block in model:
         fully_shard(block, mp_policy=IN_FP32, **options)
     return fully_shard(model, mp_policy=IN_FP32, **options)
+
+
+def _fsdp2_fp16() -> Sequential:
+    model = model_of().half()
+    for block in model:
+        fully_shard(block)
+    return fully_shard(model)
 
 
 def _kept() -> Sequential:
@@ -76,6 +83,11 @@ def _storages(model: Module) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
+def _whole_state(optimizer: halfstep.AdamW) -> dict[str, torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    return {f"{number} {key}": whole(value) for number, one in state.items() for key, value in one.items()}
+
+
 def train(make: Callable[[], Sequential], bucket_bytes: int | None, micro_batches: int = 1) -> dict[str, Any]:
     """The unsharded state after some steps, and bytes: most of all storages at a time, and each of them and bucket."""
     model = make()
@@ -93,14 +105,81 @@ def train(make: Callable[[], Sequential], bucket_bytes: int | None, micro_batche
             assert _storages(model) == {}
         optimizer.step()
         optimizer.zero_grad()
-    state = optimizer.state_dict()["state"]
-    weights = {f"{number} {key}": whole(value) for number, one in state.items() for key, value in one.items()}
     return {
-        "state": weights,
+        "state": _whole_state(optimizer),
         "peak": max(sum(one.values()) for one in seen),
         "largest": max(size for one in seen for size in one.values()),
         "buckets": [] if handle is None else handle.buckets,
     }
+
+
+def clipped(make: Callable[[], Sequential], how: str | None, scaled: bool = False) -> dict[str, Any]:
+    """The unsharded state and the norms of some steps that clip, after the backward or inside it.
+
+    Args:
+        make: makes the model.
+        how: None for steps after the backward, "kept graph" or "computed again" for the second backward of a step.
+        scaled: whether the loss is scaled. In the second step it overflows on the last rank.
+    """
+    model = make()
+    optimizer = halfstep.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.02)
+    scaler = halfstep.GradScaler("cpu", enabled=scaled)
+    handle = None
+    if how is not None:
+        passed = scaler if scaled else None
+        handle = step_in_backward(model, optimizer, bucket_bytes=150, clipping="exact", scaler=passed)
+    norms = []
+
+    def loss(step: int) -> torch.Tensor:
+        overflows = scaled and step == 1 and dist.get_rank() == WORLD - 1
+        found: torch.Tensor = scaler.scale(_loss(model, step) * (float("inf") if overflows else 1.0))
+        return found
+
+    for step in range(3):
+        one = loss(step)
+        if handle is not None:
+            with handle.check():
+                one.backward(retain_graph=how == "kept graph")
+            assert _storages(model) == {}
+            if how == "computed again":
+                one = loss(step)
+        one.backward()
+        assert handle is None or _storages(model) == {}
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        norms.append(str(optimizer.grad_norm))
+    return {"state": _whole_state(optimizer), "norms": norms, "skipped": scaler.skips_known() if scaled else None}
+
+
+def _by_previous_norms() -> dict[str, Any]:
+    """As `clipped`, with the norms of the steps before. Rank 0 resumes after two steps."""
+    model = _fsdp2()
+    optimizer = halfstep.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.02)
+    handle = step_in_backward(model, optimizer, bucket_bytes=150, clipping="previous")
+    norms = []
+    for step in range(STEPS):
+        _loss(model, step).backward()
+        optimizer.step()
+        norms.append(str(optimizer.grad_norm))
+        if step == 1 and dist.get_rank() == 0:
+            handle.load_state_dict(handle.state_dict())
+    return {"state": _whole_state(optimizer), "norms": norms}
+
+
+def _accumulated_before_check() -> str:
+    """What is raised where FSDP2 holds gradients that it has not reduced."""
+    model = _fsdp2()
+    optimizer = halfstep.AdamW(model.parameters(), max_grad_norm=1.0)
+    model.set_requires_gradient_sync(False)
+    _loss(model, 0).backward()
+    handle = step_in_backward(model, optimizer, clipping="exact")
+    try:
+        with handle.check():
+            pass
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _refused(wrapped_is_passed: bool) -> str:
@@ -121,5 +200,10 @@ def run(rank: int) -> dict[str, Any]:
         name: {size: train(make, size) for size in (None, 1, 150)} for name, make in MODELS.items()
     }
     found["accumulated"] = {size: train(_fsdp2, size, micro_batches=2) for size in (None, 150)}
+    found["clipped FSDP2"] = {how: clipped(_fsdp2, how) for how in (None, "kept graph", "computed again")}
+    found["clipped tensor parallelism"] = {how: clipped(_tensor_parallel, how) for how in (None, "kept graph")}
+    found["scaled"] = {how: clipped(_fsdp2_fp16, how, scaled=True) for how in (None, "computed again")}
+    found["previous"] = _by_previous_norms()
+    found["accumulated before a check"] = _accumulated_before_check()
     found["refused"] = [_refused(True), _refused(False)]
     return found

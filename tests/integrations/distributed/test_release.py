@@ -30,6 +30,37 @@ def test_the_bits_are_those_of_steps_after_the_backward(ranks: list[dict[str, An
         assert _same(expected["state"], ranks[0][name][None]["state"])
 
 
+@pytest.mark.parametrize("name", ["clipped FSDP2", "clipped tensor parallelism", "scaled"])
+def test_exact_clipping_and_scaling_have_the_bits_of_steps_after_the_backward(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    """The last rank alone overflows in the second step, which all ranks skip."""
+    for rank in ranks:
+        expected = rank[name][None]
+        assert expected["skipped"] == (1 if name == "scaled" else None)
+        assert (expected["norms"][1] == "tensor(nan)") == (name == "scaled") and len(set(expected["norms"])) == 3
+        assert len(rank[name]) > 1
+        for how, found in rank[name].items():
+            assert _same(found["state"], expected["state"]) and found["norms"] == expected["norms"], how
+            assert found["skipped"] == expected["skipped"]
+        assert _same(expected["state"], ranks[0][name][None]["state"])
+
+
+def test_previous_norms_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["previous"] for rank in ranks)
+    exact = ranks[0]["clipped FSDP2"][None]
+    assert first["norms"] == second["norms"] and _same(first["state"], second["state"])
+    assert first["norms"][0] == exact["norms"][0] and not _same(first["state"], exact["state"])
+
+
+def test_a_check_refuses_gradients_that_were_not_reduced(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["accumulated before a check"] == (
+            "Expected no gradient before check(), which frees the gradients, but got some of an earlier backward: call "
+            "zero_grad(), or to accumulate, remove() and step after the backward"
+        )
+
+
 @pytest.mark.parametrize("name", release_ranks.MODELS)
 def test_the_gradients_of_one_bucket_exist_and_those_that_share_its_memory(
     ranks: list[dict[str, Any]], name: str

@@ -1,0 +1,63 @@
+"""A small model, and how two runs of it are compared, for tests/integrations/test_release*.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from oracles import bits
+from torch.nn import Embedding, LayerNorm, Linear, Module
+from torch.nn.functional import gelu, mse_loss
+
+import halfstep
+
+BF16 = torch.bfloat16
+
+
+class Net(Module):
+    """One weight used twice, one that only odd batches use, a frozen one, and one that no batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding(17, 12)
+        self.first, self.second = Linear(12, 24), Linear(24, 12)
+        self.norm = LayerNorm(12)
+        self.sometimes = Linear(12, 12)
+        self.frozen = Linear(12, 12).requires_grad_(False)
+        self.unused = Linear(3, 3)
+
+    def forward(self, tokens: torch.Tensor, odd: bool) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(tokens)
+        hidden = hidden + self.second(gelu(self.first(hidden)))
+        if odd:
+            hidden = hidden + self.sometimes(hidden)
+        return self.frozen(self.norm(hidden)) @ self.embedding.weight.t()
+
+
+def made(dtype: torch.dtype = BF16) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def loss_of(net: Module, step: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 17, (4, 6), generator=random)
+    targets = torch.randn(4, 6, 17, generator=random)
+    loss: torch.Tensor = mse_loss(net(tokens, step % 2 == 1).float(), targets)
+    return loss
+
+
+def same(one: tuple[Net, halfstep.AdamW], other: tuple[Net, halfstep.AdamW]) -> bool:
+    """Whether weights and optimizer states have the same bits."""
+    weights = zip(one[0].parameters(), other[0].parameters(), strict=True)
+    states, others = one[1].state_dict(), other[1].state_dict()
+    if states["state"].keys() != others["state"].keys() or states["param_groups"] != others["param_groups"]:
+        return False
+    return all(np.array_equal(bits(a.detach()), bits(b.detach())) for a, b in weights) and all(
+        np.array_equal(bits(value), bits(others["state"][index][key]))
+        for index, state in states["state"].items()
+        for key, value in state.items()
+    )
+
+
+def gradient_bytes(net: Module) -> int:
+    return sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
