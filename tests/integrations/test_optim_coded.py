@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import halfstep
 from halfstep.kernels import block_codes
 
-SHAPES = ((40, 130), (64, 9, 16), (4096,), (63, 65), (8, 512), (5, 7, 0), ())
+SHAPES = ((40, 130), (16, 9, 32), (4096,), (63, 65), (8, 512), (5, 7, 0), ())
 CODED = (True, True, False, False, True, False, False)
 LAYOUTS = {
     "fp32": (FP32, {}),
@@ -125,10 +126,17 @@ def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, ams
             assert state[scale].shape == (rows, -(-columns // 128)) and state[scale].dtype == torch.uint8
 
 
+# Under the interpreter, the layouts whose kernels differ most; tests/kernels holds it to every pair of choices.
+INTERPRETED = ("split", "split24, stochastic", "full")
+BACKENDS = [
+    pytest.param(backend, layout, marks=[pytest.mark.exhaustive] * (backend == "triton" and layout not in INTERPRETED))
+    for backend, layout in product(("reference", "triton"), LAYOUTS)
+]
+
+
 @to_nearest
-@layouts
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_every_backend_gives_the_bits_of_the_default(layout: str, backend: str) -> None:
+@pytest.mark.parametrize(("backend", "layout"), BACKENDS)
+def test_every_backend_gives_the_bits_of_the_default(backend: str, layout: str) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
     dtype, options = LAYOUTS[layout]
@@ -137,7 +145,7 @@ def test_every_backend_gives_the_bits_of_the_default(layout: str, backend: str) 
         parameters = parameters_of(dtype)
         optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", max_grad_norm=1.0, amsgrad=True, **options)
         with halfstep.backend(name):
-            train(optimizer, parameters, range(3))
+            train(optimizer, parameters, range(2))
         results.append(held(optimizer, parameters))
     assert same(*results)
 

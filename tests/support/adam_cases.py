@@ -114,7 +114,7 @@ def make(
     v, top = (rng.random(size).astype(np.float32) * started for _ in range(2))
     exponents: dict[str, np.ndarray] = {}
     if layout.coded:
-        columns = columns or next((n for n in (129, 128, 48, 7) if size % n == 0), size)
+        columns = columns or next((n for n in (129, 128, 48, 35) if size % n == 0), size)
         moments = {"m": m, "v": v, **({"top": top} if layout.amsgrad else {})}
         for name, x in moments.items():
             shape = (size // columns, columns) if size else (0, 0)
@@ -152,6 +152,7 @@ class Memory:
             arrays = [getattr(tensor, name) for tensor in tensors]
             if arrays[0] is not None:
                 self.lists[operand] = [self.place(array) for array in arrays]
+        self.lasting = len(self.buffers)
         self.lists[adam.STEP] = [torch.tensor(float(tensor.step), device=device) for tensor in tensors]
         shapes = [(tensor.param.size,) for tensor in tensors]
         if layout.coded:
@@ -187,6 +188,7 @@ class Memory:
 
     def step(self, step: Step, limits: tuple[float, ...] | None = None) -> None:
         """Take a step. `limits`: the norms to which the groups clip, if they differ."""
+        del self.buffers[self.lasting :]  # earlier gradients
         self.lists[adam.GRAD] = [self.place(grad) for grad in step.grads]
         self.table.refresh(adam.GRAD, [grad.data_ptr() for grad in self.lists[adam.GRAD]])
 

@@ -77,9 +77,11 @@ def to_24_bits(values: np.ndarray, random: np.ndarray | None) -> np.ndarray:
     return rounded(values, 15, -126, float.fromhex("0x1.fffep127"), random)
 
 
-def rounded(values: np.ndarray, mantissa: int, least: int, largest: float, random: np.ndarray | None) -> np.ndarray:
+def rounded(
+    values: np.ndarray, mantissa: int, least: int | np.ndarray, largest: float, random: np.ndarray | None
+) -> np.ndarray:
     """fp32 values rounded to a grid, still in fp32: by chance, as likely as the fraction of a unit that is left, or to
-    nearest even if `random` is None."""
+    nearest even if `random` is None. `least` is the exponent of the smallest normal number, of all or of each."""
     with np.errstate(invalid="ignore"):  # of signalling NaNs
         exact = values.astype(np.float64)
     magnitude = np.abs(exact)
@@ -93,9 +95,11 @@ def rounded(values: np.ndarray, mantissa: int, least: int, largest: float, rando
         up = np.rint(finite / unit) > whole
     else:
         up = part + (random >> np.uint32(32 - dropped)).astype(np.float64) / 2**dropped >= 1
-        if least > -126:  # below the smallest normal number a part of a unit may be finer than that
+        # Below a smallest normal number that is not fp32's own, a part of a unit may be finer than that.
+        finer = (finite < np.ldexp(1.0, least)) & (least > np.int64(-126))
+        if finer.any():
             near = np.rint(part * 2**dropped) / 2**dropped
-            up = np.where(finite < 2.0**least, near + (random >> np.uint32(32 - dropped)) / 2.0**dropped >= 1, up)
+            up = np.where(finer, near + (random >> np.uint32(32 - dropped)) / 2.0**dropped >= 1, up)
     result = (whole + up) * unit
     result = np.where(result > largest, np.inf, result)
     result = np.copysign(np.where(np.isfinite(magnitude), result, magnitude), exact)
