@@ -27,20 +27,32 @@ class StoredFormat:
         width: bytes per element.
         group: elements that share a scale; 0 for a format without shared scales.
         scale: bytes of a scale.
+        without_rows: for a format whose groups lie within rows, the format of tensors without rows that are long
+            enough; None if groups lie anywhere.
     """
 
     name: str
     width: int
     group: int = 0
     scale: int = 0
+    without_rows: StoredFormat | None = None
 
-    def bytes(self, elements: int) -> int:
-        """Bytes of one tensor. A short last group has a complete scale."""
-        return elements * self.width + (-(-elements // self.group) * self.scale if self.group else 0)
+    def bytes(self, elements: int, row: int = 0) -> int:
+        """Bytes of one tensor. A short last group has a complete scale.
+
+        Args:
+            elements: the number of its elements.
+            row: the number of elements in a row, 0 for a tensor that `Shards.rows` leaves out.
+        """
+        if self.without_rows is None:
+            return elements * self.width + (-(-elements // self.group) * self.scale if self.group else 0)
+        if not row:
+            return self.without_rows.bytes(elements)
+        return elements * self.width + elements // row * -(-row // self.group) * self.scale
 
     @property
     def per_parameter(self) -> Fraction:
-        """Bytes per element of a tensor without a short group."""
+        """Bytes per element of a tensor without a short group, and with rows if the format depends on them."""
         return self.width + (Fraction(self.scale, self.group) if self.group else Fraction(0))
 
 
@@ -48,7 +60,8 @@ FP32, FP16, BF16 = StoredFormat("fp32", 4), StoredFormat("fp16", 2), StoredForma
 FP8 = StoredFormat("fp8", 1)
 INT16, INT8 = StoredFormat("int16", 2), StoredFormat("int8", 1)
 INT8_GROUPS = StoredFormat("int8 in groups of 32", 1, group=32, scale=2)
-STORED_FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8)}
+CODES = StoredFormat("8bit", 1, group=128, scale=1, without_rows=FP32)  # kernels/block_codes.py
+STORED_FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8, CODES)}
 
 PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
 
@@ -126,8 +139,18 @@ class Layout:
         full master.
         """
         states = sum((stored.per_parameter for _, stored in self.states(amsgrad)), Fraction(0))
+        return self.moved_besides_states + 2 * states
+
+    @property
+    def moved_besides_states(self) -> Fraction:
+        """What `moved_per_step` counts of gradients and weights."""
         rewritten = self.master is not None and self.master_name == "master"
-        return self.gradients.per_parameter + 2 * states + (1 if rewritten else 2) * self.weights.per_parameter
+        return self.gradients.per_parameter + (1 if rewritten else 2) * self.weights.per_parameter
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether the shards of parameters must consist of whole rows."""
+        return any(stored.without_rows is not None for _, stored in self.states())
 
 
 def _rows(
@@ -159,7 +182,7 @@ _ALL, _HALF = (FP32, BF16, FP16), (BF16, FP16)
 _OURS: dict[str, Any] = {
     "scalars": 4,
     "amsgrad": True,
-    "moments_allowed": ("fp32", "bf16"),
+    "moments_allowed": ("fp32", "bf16", "8bit"),
     "source": "integrations/optim",
 }
 _TORCH: dict[str, Any] = {"amsgrad": True, "source": "torch 2.13, torch/optim/adam.py"}
@@ -181,8 +204,10 @@ LAYOUTS = _under_autocast(
         *_rows("halfstep-full", _HALF, FP32, **_OURS),
         *_rows("halfstep-split", [BF16], INT16, **_OURS),
         *_rows("halfstep-split-bf16", [BF16], INT16, BF16, **_OURS),
+        *_rows("halfstep-split-8bit", [BF16], INT16, CODES, **_OURS),
         *_rows("halfstep-split24", [BF16], INT8, **_OURS),
         *_rows("halfstep-split24-bf16", [BF16], INT8, BF16, **_OURS),
+        *_rows("halfstep-split24-8bit", [BF16], INT8, CODES, **_OURS),
         *_rows("halfstep-stochastic", _HALF, None, **_OURS),
         *_rows("halfstep-stochastic-bf16", _HALF, None, BF16, **_OURS),
         *(
@@ -191,6 +216,13 @@ LAYOUTS = _under_autocast(
             for row in _rows("torch", [form], None, None, temporary=form.width, note=_FOREACH, **_TORCH)
         ),
         *_rows("torch-fused", _ALL, None, None, scalars=4, **_TORCH),
+        *_rows(
+            *("torch-fused-bf16", [FP32], None, BF16),
+            scalars=4,
+            note="the caller must create the moments in bf16, as torchtitan does",
+            amsgrad=True,
+            source="torch 2.13, aten/src/ATen/native/cuda/fused_adam_utils.cuh",
+        ),
         *_rows("apex", _ALL, None, **_APEX),
         *_rows(
             *("apex-master", [BF16], FP32),
@@ -219,6 +251,11 @@ LAYOUTS = _under_autocast(
             **_DEEPSPEED,
         ),
         *_rows("deepspeed", [FP16], FP32, **_DEEPSPEED),
+        *_rows(
+            *("deepspeed-bf16", [BF16], BF16, BF16),
+            note="bf16_master_weights_and_grads and bf16_optimizer_states; the master is a second bf16 copy",
+            source="DeepSpeed, deepspeed/runtime/zero/base_optimizer.py, and pull request 8010",
+        ),
     )
 )
 

@@ -12,7 +12,7 @@ from halfstep.numerics.messages import divides, one_of, whole
 from halfstep.numerics.planning import sharding, work
 from halfstep.numerics.planning.layouts import STORED_FORMATS, Layout, StoredFormat, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
-from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, Shards, Strategy, elements
+from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, Shards, Strategy, elements, keeps_rows
 
 RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
@@ -283,6 +283,12 @@ def plan(
     row = layout(optimizer, precision, moments=moments, master=master, gradients=gradients)
     if amsgrad and not row.amsgrad:
         raise ValueError(f"amsgrad is True, but optimizer {optimizer!r} does not support it; leave it out")
+    if row.needs_rows and not keeps_rows(how):
+        able = ", ".join(s.name for s in STRATEGIES.values() if keeps_rows(s))
+        raise ValueError(
+            f"Expected strategy to be {able} with moments in 8 bits, whose blocks lie within rows of parameters, but "
+            f"got {how.name!r}: choose one of these, or moments 'bf16'"
+        )
     if step_in_backward is not None:
         step_in_backward = whole("step_in_backward", step_in_backward)
         _check_step_in_backward(how, row, optimizer, accumulate, accumulator)
@@ -350,7 +356,8 @@ def plan(
         "step_in_backward": step_in_backward,
         "rank": rank,
     }
-    moved = row.moved_per_step(amsgrad) * elements(mine.states)
+    states = {name for name, _ in row.states(amsgrad)}
+    moved = row.moved_besides_states * elements(mine.states) + 2 * sum(p.bytes for p in parts if p.name in states)
     done = _work(model, total, batch, seq, t, accumulate, checkpointing)
     return Plan(total, row, how, settings, tuple(parts), _totals(parts), messages, done, math.ceil(moved))
 
@@ -413,19 +420,24 @@ class _Inputs:
         return HOST if self.offload else GPU
 
 
+def _plain(held: Locals) -> tuple[tuple[int, int, int], ...]:
+    return tuple((size, count, 0) for size, count in held)
+
+
 def _stored(inputs: _Inputs) -> Iterator[Part]:
     """Weights, gradients and states."""
     row, how, mine = inputs.row, inputs.how, inputs.mine
     rest = HOST if inputs.offload and how.offloads == "all" else GPU
-    listed: list[tuple[str, StoredFormat | None, Locals, bool, str]] = [
-        ("weights", row.weights, mine.weights, how.weights, rest),
-        ("gradients", row.gradients, mine.gradients, how.gradients, rest),
-        ("accumulated gradients", inputs.summed, mine.gradients, how.gradients, rest),
-        *((name, stored, mine.states, how.states, inputs.states_at) for name, stored in row.states(inputs.amsgrad)),
+    weights, gradients, states = _plain(mine.weights), _plain(mine.gradients), tuple(mine.states_with_rows)
+    listed: list[tuple[str, StoredFormat | None, tuple[tuple[int, int, int], ...], bool, str]] = [
+        ("weights", row.weights, weights, how.weights, rest),
+        ("gradients", row.gradients, gradients, how.gradients, rest),
+        ("accumulated gradients", inputs.summed, gradients, how.gradients, rest),
+        *((name, stored, states, how.states, inputs.states_at) for name, stored in row.states(inputs.amsgrad)),
     ]
     for name, stored, held, divided, place in listed:
         if stored is not None:
-            size = sum(count * stored.bytes(each) for each, count in held)
+            size = sum(count * stored.bytes(each, row_size) for each, count, row_size in held)
             divisor = inputs.ways if divided else 1
             if name == "gradients" and inputs.bucket_bytes is not None:
                 size = min(size, _bucket(inputs))

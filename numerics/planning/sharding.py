@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from halfstep.numerics.messages import divides
 from halfstep.numerics.planning.layouts import Layout
 from halfstep.numerics.planning.models import Transformer, Unit, parameters_of, tensors_of
+
+# Elements of the smallest parameter whose moments integrations/optim keeps in 8 bits.
+LEAST_CODED = 4096
 
 # Local tensors: the number of elements of a tensor, and the number of such tensors.
 Locals = tuple[tuple[int, int], ...]
@@ -78,11 +81,28 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Shards:
-    """The local tensors of one rank."""
+    """The local tensors of one rank.
+
+    Attributes:
+        weights, gradients, states: their sizes.
+        rows: for each of `states`, the elements in a row of the parameter: an index of dimension 0. It is 0 for vectors
+            and for parameters of less than `LEAST_CODED` elements. Empty if shards are not whole rows.
+    """
 
     weights: Locals
     gradients: Locals
     states: Locals
+    rows: tuple[int, ...] = ()
+
+    @property
+    def states_with_rows(self) -> Iterator[tuple[int, int, int]]:
+        """Elements, number and row of each of `states`; without rows, 0."""
+        rows = self.rows or (0,) * len(self.states)
+        return ((size, count, row) for (size, count), row in zip(self.states, rows, strict=True))
+
+
+def _row(shape: tuple[int, ...]) -> int:
+    return math.prod(shape[1:]) if len(shape) > 1 and math.prod(shape) >= LEAST_CODED else 0
 
 
 def _rows(shape: tuple[int, ...], ways: int, rank: int | None) -> int:
@@ -93,13 +113,13 @@ def _rows(shape: tuple[int, ...], ways: int, rank: int | None) -> int:
 
 
 def assigned(sizes: Sequence[int], ways: int) -> list[list[int]]:
-    """The sizes of the parameters that ZeroRedundancyOptimizer assigns to each rank."""
+    """The indices of the parameters, given by their sizes, that ZeroRedundancyOptimizer assigns to each rank."""
     loads = [(0, rank) for rank in range(ways)]
     given: list[list[int]] = [[] for _ in range(ways)]
-    for size in sorted(sizes, reverse=True):
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, rank = heapq.heappop(loads)
-        given[rank].append(size)
-        heapq.heappush(loads, (load + size, rank))
+        given[rank].append(index)
+        heapq.heappush(loads, (load + sizes[index], rank))
     return given
 
 
@@ -115,24 +135,33 @@ def shard(units: Sequence[Unit], strategy: Strategy, ways: int, rank: int | None
             parameters cannot be assigned, and every rank is assumed to hold an equal part.
     """
     whole = tuple((tensor.elements, count) for tensor, count in tensors_of(units))
+    # Without shapes, the parameters count as one long row.
+    rows = tuple(_row(tensor.shape) if shaped else tensor.elements for tensor, _ in tensors_of(units))
     if ways == 1 or strategy.by == "nothing":
-        return Shards(whole, whole, whole)
+        return Shards(whole, whole, whole, rows)
     if strategy.by == "flat" or (strategy.by == "parameters" and not shaped):
         part = ((-(-parameters_of(units) // ways), 1),)
-        return Shards(whole, part if strategy.gradients else whole, part)
+        return Shards(whole, part if strategy.gradients else whole, part, () if shaped else (part[0][0],))
     if strategy.by == "parameters":
-        given = assigned([size for size, count in whole for _ in range(count)], ways)
-        sizes = max(given, key=sum) if rank is None else given[rank]
-        return Shards(whole, whole, tuple((size, 1) for size in sizes))
+        every = [(size, row) for (size, count), row in zip(whole, rows, strict=True) for _ in range(count)]
+        given = assigned([size for size, _ in every], ways)
+        loads = [sum(every[index][0] for index in indices) for indices in given]
+        mine = given[loads.index(max(loads)) if rank is None else rank]
+        return Shards(whole, whole, tuple((every[i][0], 1) for i in mine), tuple(every[i][1] for i in mine))
     if strategy.by == "units":
         flat = tuple((-(-one.elements // ways), one.count) for one in units)
         return Shards(flat, flat, flat)
     if strategy.by == "elements":
         parts = tuple((-(-size // ways), count) for size, count in whole)
         return Shards(parts, parts, parts)
-    every = [(tensor.shape, count) for tensor, count in tensors_of(units)]
-    largest, mine = (tuple((_rows(shape, ways, which), count) for shape, count in every) for which in (None, rank))
-    return Shards(largest, largest, mine)
+    shapes = [(tensor.shape, count) for tensor, count in tensors_of(units)]
+    largest, held = (tuple((_rows(shape, ways, which), count) for shape, count in shapes) for which in (None, rank))
+    return Shards(largest, largest, held, rows if shaped else tuple(size for size, _ in held))
+
+
+def keeps_rows(strategy: Strategy) -> bool:
+    """Whether states are divided by whole rows of parameters, or not at all."""
+    return strategy.by in ("nothing", "parameters", "rows")
 
 
 def elements(held: Iterable[tuple[int, int]]) -> int:

@@ -248,7 +248,11 @@ def test_layouts_and_strategies_compared(
     assert [one["label"] for one in layouts[:2]] == ["torch, fp32", "torch, amp-bf16"]
     named = {one["settings"]["optimizer"] for one in layouts}
     # "halfstep" is the split master's row, O2 is fp16's, and flashoptim without master bits fp32's.
-    assert named == set(OPTIMIZERS) - {"halfstep", "apex-o2", "flashoptim"}
+    assert named == set(OPTIMIZERS) - {"halfstep", "apex-o2", "flashoptim", "torch-fused-bf16"}
+    flat = told(capsys, *common, "--compare", "layouts", "--strategy", "zero1")["plans"]
+    assert named - {one["settings"]["optimizer"] for one in flat} == {"halfstep-split-8bit", "halfstep-split24-8bit"}
+    kept = told(capsys, *common, "--compare", "strategies", "--moments", "8bit")["plans"]
+    assert [one["label"] for one in kept] == ["ddp", "zero1-torch", "fsdp", "hsdp, groups of 4"]
     for what in ("layouts", "strategies"):
         printed = run(capsys, *common, "--compare", what)
         assert max(map(len, printed.splitlines())) <= int(columns) and "…" not in printed

@@ -43,7 +43,7 @@ def counted(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Opt
     states = [dict(optimizer.state[p]) for p in listed if p in optimizer.state]
     made = {"weights": storage_bytes(listed), "gradients": storage_bytes([p.grad for p in listed])}
     for part in PARTS:
-        held = [state.pop(part) for state in states if part in state]
+        held = [state.pop(key) for state in states for key in (part, f"{part}_scale") if key in state]
         # What completes a 16-bit weight to its master: ours is called a master too, flashoptim's has another name.
         rest = part == "error_bits" or (
             part == "master" and any(one.dtype in (torch.int16, torch.int8) for one in held)

@@ -28,6 +28,7 @@ WORLD = 2
 # Odd rows, so that shards are uneven; a bias of one element, of which rank 1 has none.
 BLOCKS = ((7, 5), (5, 7), (7, 5))
 EVEN_BLOCKS = ((8, 8), (8, 8), (8, 8))
+CODED_BLOCKS = ((33, 200), (200, 33), (33, 200))  # matrices of more than 4,096 elements
 
 
 class Block(nn.Module):
@@ -66,10 +67,15 @@ def fsdp2(
     return fully_shard(model, mesh=mesh, **policy)
 
 
-def under_fsdp2(dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer], mesh: Any = None) -> dict[str, int]:
-    model = fsdp2(dtype, mesh)
+def under_fsdp2(
+    dtype: torch.dtype,
+    make: Callable[..., torch.optim.Optimizer],
+    mesh: Any = None,
+    blocks: tuple[tuple[int, int], ...] = BLOCKS,
+) -> dict[str, int]:
+    model = fsdp2(dtype, mesh, blocks)
     optimizer = make(model.parameters())
-    step(model, optimizer, dtype)
+    step(model, optimizer, dtype, blocks[0][1])
     return counted(model.parameters(), optimizer)
 
 
@@ -82,10 +88,15 @@ def under_fsdp1() -> dict[str, int]:
     return counted(model.parameters(), optimizer)
 
 
-def under_zero1(dtype: torch.dtype, kind: type[torch.optim.Optimizer]) -> dict[str, int]:
-    model = DistributedDataParallel(Model().to(dtype))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=1e-3)
-    step(model, optimizer, dtype)
+def under_zero1(
+    dtype: torch.dtype,
+    kind: type[torch.optim.Optimizer],
+    blocks: tuple[tuple[int, int], ...] = BLOCKS,
+    **options: Any,
+) -> dict[str, int]:
+    model = DistributedDataParallel(Model(blocks).to(dtype))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=1e-3, **options)
+    step(model, optimizer, dtype, blocks[0][1])
     return counted(model.parameters(), optimizer.optim)
 
 
@@ -259,9 +270,11 @@ def on_two() -> dict[str, Any]:
         "fsdp split": under_fsdp2(torch.bfloat16, halfstep.AdamW),
         "fsdp full": under_fsdp2(torch.float16, halfstep.AdamW),
         "fsdp torch": under_fsdp2(torch.float32, torch.optim.AdamW),
+        "fsdp 8bit": under_fsdp2(torch.bfloat16, partial(halfstep.AdamW, state_dtype="8bit"), None, CODED_BLOCKS),
         "hsdp": under_fsdp2(torch.bfloat16, halfstep.AdamW, hybrid),
         "fsdp1": under_fsdp1(),
         "zero1 split": under_zero1(torch.bfloat16, halfstep.AdamW),
+        "zero1 8bit": under_zero1(torch.bfloat16, halfstep.AdamW, CODED_BLOCKS, state_dtype="8bit"),
         "zero1 torch": under_zero1(torch.float32, torch.optim.AdamW),
         "ddp": under_ddp(view=False),
         "ddp view": under_ddp(view=True),

@@ -40,6 +40,7 @@ from halfstep.numerics.planning import (
     usable,
 )
 from halfstep.numerics.planning.plans import STEPPING_IN_BACKWARD
+from halfstep.numerics.planning.sharding import keeps_rows
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 FITS = ("none", "params", "layers", "batch")
@@ -109,7 +110,9 @@ def _parser() -> Parser:
     kept.add_argument(
         "--optimizer", metavar="NAME", default="halfstep", help=f"{', '.join(OPTIMIZERS)} (default: halfstep)"
     )
-    kept.add_argument("--moments", metavar="FORMAT", help="format of the moments, or two formats, as fp8,fp16")
+    kept.add_argument(
+        "--moments", metavar="FORMAT", help="format of the moments (ours: fp32, bf16, 8bit), or two, as fp8,fp16"
+    )
     kept.add_argument("--master", metavar="FORMAT", help="format of the master (te-master)")
     kept.add_argument("--gradients", "--grad-dtype", metavar="FORMAT", help="format of .grad")
     kept.add_argument("--accumulator", metavar="FORMAT", help="add micro-batches to a second gradient of this format")
@@ -218,8 +221,8 @@ def compared(
     """Plans of all layouts of one precision, or of strategies, each with its label.
 
     Layouts are compared with torch's AdamW in fp32 and under autocast. A strategy that cannot offload is planned
-    without offload, and one that keeps all gradients without steps in the backward. ``hsdp`` without ``shard`` has two
-    groups.
+    without offload, and one that keeps all gradients without steps in the backward. Moments in 8 bits are left out
+    where the strategy cuts rows of parameters, and so are such strategies. ``hsdp`` without ``shard`` has two groups.
 
     Args:
         what: ``"layouts"`` or ``"strategies"``.
@@ -235,7 +238,9 @@ def compared(
         counts = gpus or (arguments["gpus"],)
         if min(counts) // arguments["tensor_parallel"] < 2:
             raise ValueError(f"gpus is {min(counts)}; strategies differ only on 2 or more data-parallel GPUs")
-        names = strategies or [name for name in STRATEGIES if name != "single"]
+        row = layout(arguments["optimizer"], arguments["precision"], moments=arguments["moments"])
+        fitting = [name for name, how in STRATEGIES.items() if keeps_rows(how) or not row.needs_rows]
+        names = strategies or [name for name in fitting if name != "single"]
         for name in names:
             one_of("strategy", name, [name for name in STRATEGIES if name != "single"])
         return [_strategy(arguments, name, count, len(counts) > 1) for name in names for count in counts]
@@ -245,11 +250,14 @@ def compared(
     one_of("precision", arguments["precision"], PRECISIONS)
     compute = layout("torch", arguments["precision"]).compute.name
     same = (arguments["precision"], "fp32" if compute == "fp32" else f"amp-{compute}")
+    one_of("strategy", arguments["strategy"] or "single", STRATEGIES)
+    cuts_rows = not keeps_rows(STRATEGIES[arguments["strategy"] or "single"])
     rows = [
         row
         for row in LAYOUTS
         if (row.precision == same[0] or (row.optimizer == "torch" and row.precision in ("fp32", *same)))
         and (row.amsgrad or not arguments["amsgrad"])
+        and not (row.needs_rows and cuts_rows)
         and (row.optimizer, row.precision) != ("halfstep", "bf16")  # the same as halfstep-split
     ]
     rows.sort(key=lambda row: ("fp32", f"amp-{compute}", compute).index(row.precision))

@@ -25,7 +25,7 @@ from halfstep.numerics.planning import (
     usable,
     work,
 )
-from halfstep.numerics.planning.sharding import assigned
+from halfstep.numerics.planning.sharding import assigned, keeps_rows
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
@@ -74,6 +74,11 @@ def test_zero_divides_adam_in_fp32(gpus: int) -> None:
         ("bf16", "halfstep", {}, 14),
         ("bf16", "halfstep-split-bf16", {}, 10),
         ("bf16", "halfstep-split24", {}, 13),
+        ("bf16", "halfstep-split-8bit", {}, Fraction(513, 64)),  # 2 + 2 + 2 + 2 · (1 + 1/128)
+        ("bf16", "halfstep-split24-8bit", {}, Fraction(449, 64)),
+        ("bf16", "halfstep-stochastic", {"moments": "8bit"}, Fraction(385, 64)),
+        ("fp32", "torch-fused-bf16", {}, 12),
+        ("bf16", "deepspeed-bf16", {}, 10),
         ("bf16", "halfstep-split24-bf16", {}, 9),
         ("bf16", "halfstep", {"moments": "bf16"}, 10),
         ("bf16", "te-remainder", {}, 14),
@@ -92,6 +97,23 @@ def test_zero_divides_adam_in_fp32(gpus: int) -> None:
 )
 def test_bytes_per_parameter(precision: str, optimizer: str, options: dict[str, str], bytes_each: Fraction) -> None:
     assert plan(BILLION, precision=precision, optimizer=optimizer, **options).state_per_parameter == bytes_each
+
+
+@pytest.mark.parametrize(("optimizer", "least"), [("halfstep-split-8bit", 6), ("halfstep-split24-8bit", 5)])
+def test_moments_in_8_bits_with_steps_in_the_backward(optimizer: str, least: int) -> None:
+    made = plan(BILLION, optimizer=optimizer, step_in_backward=25 * 2**20)
+    assert made.totals.state == BILLION * least + 2 * BILLION // 128 and made.totals.backward == 25 * 2**20
+    assert plan(BILLION, optimizer=optimizer).totals.state == made.totals.state + 2 * BILLION
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp1"])
+def test_moments_in_8_bits_are_refused_where_rows_are_cut(strategy: str) -> None:
+    message = (
+        "Expected strategy to be single, ddp, zero1-torch, fsdp, hsdp with moments in 8 bits, whose blocks lie within "
+        f"rows of parameters, but got '{strategy}': choose one of these, or moments 'bf16'"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan(BILLION, gpus=2, strategy=strategy, moments="8bit")
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
@@ -116,6 +138,9 @@ def test_autocast_does_not_halve_weights_gradients_or_states(compute: str) -> No
         ("bf16", "halfstep-split-bf16", 18),
         ("bf16", "halfstep-split24", 24),
         ("bf16", "halfstep-split24-bf16", 16),
+        ("bf16", "halfstep-split-8bit", Fraction(449, 32)),
+        ("bf16", "halfstep-split24-8bit", Fraction(385, 32)),
+        ("fp32", "torch-fused-bf16", 20),
         ("bf16", "halfstep-stochastic", 22),
         ("bf16", "halfstep-stochastic-bf16", 14),
         ("bf16", "te-master", 28),
@@ -366,7 +391,7 @@ def test_parameters_that_do_not_divide_are_rounded_up() -> None:
 
 
 def test_whole_parameters_are_assigned_to_the_rank_with_least() -> None:
-    assert assigned([5, 1, 9, 4, 4], 2) == [[9, 4], [5, 4, 1]]
+    assert assigned([5, 1, 9, 4, 4], 2) == [[2, 4], [0, 3, 1]]
     held = unit("all", [(5,), (1,), (9,), (4,), (4,)])
     states = [
         plan(units=[held], gpus=2, strategy="zero1-torch", precision="fp32", rank=rank).part("exp_avg").bytes // 4
@@ -546,7 +571,9 @@ def test_a_plan_is_plain_json_and_always_the_same() -> None:
 def test_every_row_plans_under_every_strategy() -> None:
     for row in LAYOUTS:
         whole = plan(64 * BILLION, precision=row.precision, optimizer=row.optimizer)
-        for name in STRATEGIES:
+        for name, strategy in STRATEGIES.items():
+            if row.needs_rows and not keeps_rows(strategy):
+                continue
             gpus = 1 if name == "single" else 8
             made = plan(
                 64 * BILLION,

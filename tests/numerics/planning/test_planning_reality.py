@@ -58,16 +58,43 @@ def tied(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]
     return Tied().to(DTYPES[precision]), lambda m: m(torch.arange(18).view(2, 9)).float().square().mean()
 
 
-BUILDERS = {"linear stack": stack, "gpt": gpt, "tied": tied}
+def rows(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """Rows of one block, of whole blocks and of a short last one; matrices of as many elements as have codes, or less.
+
+    Most of `stack`, `gpt` and `tied` is too small for codes.
+    """
+    dtype = DTYPES[precision]
+    shapes = [(64, 64), (63, 65), (16, 256), (16, 3, 100), (4096,), (2, 2048), (1, 4096), (4096, 1), (0, 9)]
+    model = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+    return model, lambda m: sum((p.float().sum() for p in m.parameters()), torch.zeros(()))
+
+
+BUILDERS = {"linear stack": stack, "gpt": gpt, "tied": tied, "rows": rows}
 BF16 = torch.bfloat16
+
+
+class FusedWithBf16Moments(torch.optim.AdamW):
+    """torch's fused step of fp32 parameters with bf16 moments, which it accepts on GPUs but never creates."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+        for group in self.param_groups:
+            moments = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"]]
+            for p in group["params"]:
+                self.state[p] = {key: torch.zeros_like(p, dtype=BF16) for key in moments}
+                self.state[p]["step"] = torch.zeros((), dtype=torch.float32)
+
+
 # How each row of halfstep and torch is made.
 MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "halfstep": (halfstep.AdamW, {}),
     "halfstep-full": (halfstep.AdamW, {"master_weights": "full"}),
     "halfstep-split": (halfstep.AdamW, {"master_weights": "split"}),
     "halfstep-split-bf16": (halfstep.AdamW, {"master_weights": "split", "state_dtype": BF16}),
+    "halfstep-split-8bit": (halfstep.AdamW, {"master_weights": "split", "state_dtype": "8bit"}),
     "halfstep-split24": (halfstep.AdamW, {"master_weights": "split24"}),
     "halfstep-split24-bf16": (halfstep.AdamW, {"master_weights": "split24", "state_dtype": BF16}),
+    "halfstep-split24-8bit": (halfstep.AdamW, {"master_weights": "split24", "state_dtype": "8bit"}),
     "halfstep-stochastic": (halfstep.AdamW, {"master_weights": None, "rounding": "stochastic"}),
     "halfstep-stochastic-bf16": (
         halfstep.AdamW,
@@ -75,6 +102,7 @@ MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     ),
     "torch": (torch.optim.AdamW, {"foreach": True}),
     "torch-fused": (torch.optim.AdamW, {"fused": True}),
+    "torch-fused-bf16": (FusedWithBf16Moments, {}),
 }
 ROWS = [row for row in LAYOUTS if row.optimizer in MADE and not row.autocast]
 
@@ -103,7 +131,8 @@ def test_weights_gradients_and_states(row: Any, builder: str, amsgrad: bool) -> 
     for _ in range(2):
         optimizer.zero_grad()
         loss(model).backward()
-        optimizer.step()
+        if row.optimizer != "torch-fused-bf16":
+            optimizer.step()
     found = counted(model.parameters(), optimizer)
     # foreach's step counts lie on the CPU whatever the device, so they are not planned: four bytes each.
     if row.optimizer == "torch":
@@ -112,13 +141,20 @@ def test_weights_gradients_and_states(row: Any, builder: str, amsgrad: bool) -> 
     assert found == expected
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_bf16_moments_by_option(precision: str) -> None:
-    model, loss = gpt(precision)
-    optimizer = halfstep.AdamW(model.parameters(), state_dtype=BF16)
+@pytest.mark.parametrize("moments", ["bf16", "8bit"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_moments_by_option(precision: str, moments: str) -> None:
+    model, loss = rows(precision)
+    optimizer = halfstep.AdamW(model.parameters(), state_dtype=BF16 if moments == "bf16" else moments)
     loss(model).backward()
     optimizer.step()
-    assert counted(model.parameters(), optimizer) == planned(plan_of(model, precision=precision, moments="bf16"))
+    made = plan_of(model, precision=precision, moments=moments)
+    found = counted(model.parameters(), optimizer)
+    assert found == planned(made)
+    # The step reads the gradient, and reads and writes all else but the weight of a full master, which it only writes.
+    other = sum(size for name, size in found.items() if name not in ("weights", "gradients", "scalars"))
+    writes_only = precision == "fp16"
+    assert made.step_traffic == found["gradients"] + (2 - writes_only) * found["weights"] + 2 * other
 
 
 def test_foreach_takes_a_square_root_aside_and_fused_nothing() -> None:

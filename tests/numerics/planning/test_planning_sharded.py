@@ -39,9 +39,11 @@ def planned(made: Plan) -> dict[str, int]:
     [
         ("fsdp split", {"strategy": "fsdp"}),
         ("fsdp full", {"strategy": "fsdp", "precision": "fp16"}),
+        ("fsdp 8bit", {"strategy": "fsdp", "moments": "8bit"}),
         ("fsdp torch", {"strategy": "fsdp", "precision": "fp32", "optimizer": "torch-fused"}),
         ("fsdp1", {"strategy": "fsdp1", "precision": "fp32", "optimizer": "torch-fused"}),
         ("zero1 split", {"strategy": "zero1-torch"}),
+        ("zero1 8bit", {"strategy": "zero1-torch", "moments": "8bit"}),
         ("zero1 torch", {"strategy": "zero1-torch", "precision": "fp32", "optimizer": "torch-fused"}),
         ("ddp", {"strategy": "ddp", "rank": None}),
     ],
@@ -49,7 +51,7 @@ def planned(made: Plan) -> dict[str, int]:
 def test_each_rank_holds_what_is_planned(
     ranks: list[dict[str, Any]], rank: int, case: str, options: dict[str, Any]
 ) -> None:
-    model = planned_bytes.Model()
+    model = planned_bytes.Model(planned_bytes.CODED_BLOCKS if "8bit" in case else planned_bytes.BLOCKS)
     found = dict(ranks[rank][case])
     for name in ("gradients and buckets", "reduced"):
         found.pop(name, None)
