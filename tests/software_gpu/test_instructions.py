@@ -271,6 +271,31 @@ def test_conversions_to_16_bits_and_back(machine: SoftwareGPU, name: str, kind: 
     assert ((back == wide) | (np.isnan(back) & np.isnan(wide))).all()
 
 
+@pytest.mark.parametrize(("name", "kind"), [("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)])
+def test_conversions_to_8_bits_and_back(machine: SoftwareGPU, name: str, kind: type) -> None:
+    """To nearest even; overflow and infinities become the largest finite number, NaN the code 0x7F."""
+    every = np.arange(256, dtype="u1")
+    numbers = every.view(kind).astype("f4")
+    ordered = np.sort(numbers[np.isfinite(numbers)])
+    ties = ((ordered[1:].astype("f8") + ordered[:-1]) / 2).astype("f4")
+    near = [np.nextafter(ties, np.float32(end)).astype("f4") for end in (-np.inf, np.inf)]
+    normal = np.random.default_rng(30).standard_normal(65536).astype("f4")
+    values = np.concatenate([numbers, ties, *near, floats("f4", 31, 65536), normal, normal * np.float32(2.0**-12)])
+    values = np.concatenate([values, -values])[: values.size * 2 // 64 * 64]
+    with np.errstate(all="ignore"):
+        expected = np.clip(values, ordered[0], ordered[-1]).astype(kind).view("u1")
+    expected = np.where(np.isnan(values), 0x7F, expected).astype("u1")
+    low, high = values[::2].copy(), values[1::2].copy()
+    found = apply(machine, f"cvt.rn.satfinite.{name}x2.f32", np.dtype("u2"), high, low).view("u1")
+    assert found.tolist() == expected.tolist()
+    pairs = np.stack([every.repeat(256), np.tile(every, 256)], axis=-1).reshape(-1).view("u2")
+    halves = apply(machine, f"cvt.rn.f16x2.{name}x2", np.dtype("u4"), pairs).view("f2")
+    wanted = pairs.view("u1").view(kind).astype("f2")
+    assert np.isnan(halves).tolist() == np.isnan(wanted).tolist()
+    assert halves[~np.isnan(wanted)].view("u2").tolist() == wanted[~np.isnan(wanted)].view("u2").tolist()
+    assert (halves[np.isnan(wanted)].view("u2") == 0x7FFF).all()
+
+
 @pytest.mark.parametrize("to", ["s32", "s64"])
 def test_conversions_to_integers_truncate_and_saturate(machine: SoftwareGPU, to: str) -> None:
     values = floats("f4", 17)
@@ -385,6 +410,26 @@ $L__BB0_3:
     result = torch.empty(32, dtype=torch.int32)
     machine.run_text(kernel(body), result, result, result, result)
     assert result.tolist() == [(lane ^ 1) * ((lane ^ 1) - 1) // 2 for lane in range(32)]
+
+
+def test_registers_of_inline_assembly(machine: SoftwareGPU) -> None:
+    """Each block declares its own, under names that other blocks use too, of one width."""
+    block = """
+{
+	.reg .b16 %lower, %upper;
+	.reg .b32 %sum;
+	mov.b32 {%lower, %upper}, %r1;
+	mov.b32 %sum, {%upper, %lower};
+	add.u32 %r1, %sum, 1;
+}"""
+    body = f"""
+	ld.global.b32 {{ %r1 }}, [ %rd11 + 0 ];{block}{block}
+	st.global.b32 [ %rd10 + 0 ], {{ %r1 }};"""
+    given, result = torch.arange(32, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
+    machine.run_text(kernel(body), result, given, given, given)
+    assert torch.equal(result, given + 0x10001)
+    with pytest.raises(UnknownPTX, match="registers %sum of 4 and of 8 bytes"):
+        machine.run_text(kernel(body + block.replace(".b32 %sum;", ".b64 %sum;")), result, given, given, given)
 
 
 def test_what_is_not_known_is_named(machine: SoftwareGPU) -> None:

@@ -358,6 +358,40 @@ template <class T, T (*ROUND)(f32)> T fused(T a, T b, T c) {
     return ROUND(odd_single(odd_sum(f64(single(a)) * f64(single(b)), single(c))));
 }
 
+// FP8 of the OCP specification: codes of a format with MANTISSA bits, whose largest finite number has the code LARGEST.
+template <int MANTISSA, int BIAS, u8 LARGEST> struct fp8 {
+    static f64 value(u8 code) {
+        i32 exponent = code >> MANTISSA & ((1 << (7 - MANTISSA)) - 1), rest = code & ((1 << MANTISSA) - 1);
+        f64 size = exponent ? std::ldexp(rest + (1 << MANTISSA), exponent - BIAS - MANTISSA) : std::ldexp(rest, 1 - BIAS - MANTISSA);
+        return code & 0x80 ? -size : size;
+    }
+    // To nearest even; what is larger than the largest finite number becomes that, and NaN the code 0x7F.
+    static u8 saturated(f32 x) {
+        if (std::isnan(x)) return 0x7F;
+        const u8 sign = std::signbit(x) ? 0x80 : 0;
+        const f64 size = std::fabs(f64(x));
+        if (size >= value(LARGEST)) return sign | LARGEST;
+        u8 below = 0;
+        for (u8 step = 0x40; step; step >>= 1)
+            if (below + step <= LARGEST && value(below + step) <= size) below += step;
+        const f64 down = size - value(below), up = value(below + 1) - size;
+        return sign | (below + (up < down || (up == down && below & 1)));
+    }
+    static f16 half(u8 code) {
+        if ((code & 0x7F) > LARGEST) return {u16(MANTISSA == 2 && (code & 0x7F) == 0x7C ? (code & 0x80) << 8 | 0x7C00 : 0x7FFF)};
+        return {std::bit_cast<u16>(_Float16(value(code)))};
+    }
+};
+
+template <class FORMAT> void bytes(const std::string &t) {
+    op("cvt.rn.satfinite." + t + "x2.f32", [](f32 high, f32 low) -> u16 {
+        return u16(FORMAT::saturated(high) << 8 | FORMAT::saturated(low));
+    });
+    op("cvt.rn.f16x2." + t + "x2", [](u16 a) -> two<f16> {
+        return {FORMAT::half(u8(a)), FORMAT::half(u8(a >> 8))};
+    });
+}
+
 template <class T, T (*ROUND)(f32)> void halves(const std::string &t) {
     for (const char *rn : {"", "rn."}) {
         op(std::string("add.") + rn + t, [](T a, T b) -> T { return ROUND(odd_single(odd_sum(single(a), single(b)))); });
@@ -498,6 +532,8 @@ void fill() {
     comparisons<f64>("f64");
     halves<f16, to_f16>("f16");
     halves<bf16, to_bf16>("bf16");
+    bytes<fp8<3, 7, 0x7E>>("e4m3");
+    bytes<fp8<2, 15, 0x7B>>("e5m2");
     op("cvt.f64.f32", [](f32 a) -> f64 { return canonical(f64(a)); });
     op("cvt.rn.f32.f64", [](f64 a) -> f32 { return canonical(f32(a)); });
     op("fma.rn.ftz.f32", [](f32 a, f32 b, f32 c) -> f32 {

@@ -22,7 +22,7 @@ SPECIALS = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%ntid.x", "%nctaid.x"
 
 # What only caches, the memory model's scope and the scheduler hear.
 _UNHEARD = re.compile(r"\.(?:L[12]::\w+|gpu|sys|cta|acq_rel|acquire|release|relaxed|weak|volatile|nc|uni)(?=\.|$)")
-_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(%\w+?)<\d+>")
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
 _PARAMETER = re.compile(r"\.param\s+\.(\w+)(?:\s+\.ptr[^,\s]*(?:\s+\.\w+)*(?:\s+\d+)?)?\s+(\w+)")
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _ADDRESS = re.compile(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]")
@@ -275,17 +275,23 @@ def read(text: str, find: Find) -> Program:
     for kind, name in _PARAMETER.findall(entry[2]):
         reader.parameters[name] = len(reader.parameters)
         reader.parameter_bytes.append(_BYTES[kind[1:]])
-    for kind, prefix in _REGISTERS.findall(text):
-        reader.widths[prefix] = 1 if kind == "pred" else _BYTES[kind[1:]]
+    # Inline assembly declares single registers of its own, always of the same type under a name.
+    for kind, names in _REGISTERS.findall(text):
+        for name in names.split(","):
+            begins = name.strip().partition("<")[0].rstrip("0123456789")
+            width = 1 if kind == "pred" else _BYTES[kind[1:]]
+            if reader.widths.setdefault(begins, width) != width:
+                raise UnknownPTX(f"registers {begins} of {reader.widths[begins]} and of {width} bytes")
 
     first = text[: entry.end()].count("\n") + 1
     statements: list[tuple[int, str, str]] = []  # line, source, statement
     labels: dict[str, int] = {}
-    source = "?"
+    source, depth = "?", 0
     for number, line in enumerate(lines[first:], first + 1):
-        if line.startswith("}"):  # at the very left: the kernel's own
-            break
         line = line.partition("//")[0].strip()
+        depth += (line == "{") - (line == "}")  # inline assembly has blocks of its own
+        if line == "}" and not depth:
+            break
         if found := re.match(r"\.loc\s+(\d+)\s+(\d+)", line):
             source = f"{files.get(found[1], '?')}:{found[2]}"
         elif found := re.fullmatch(r"([$\w]+):", line):
