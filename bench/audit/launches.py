@@ -74,7 +74,8 @@ class Launch:
         from triton.compiler import ASTSource
 
         source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
-        return triton.compile(source, target=gpu_target(target), options=self.options)
+        with _active(target):
+            return triton.compile(source, target=gpu_target(target), options=self.options)
 
 
 def gpu_target(name: str) -> Any:
@@ -101,6 +102,20 @@ class _Driver:
 
     def get_current_stream(self, device: object) -> int:
         return 0
+
+
+@contextmanager
+def _active(target: str) -> Iterator[None]:
+    """A context in which Triton takes `target` for the GPU of this machine, as kernels that ask for it do."""
+    import triton
+
+    driver = triton.runtime.driver
+    before = dict(vars(driver))
+    driver.set_active(_Driver(target))
+    try:
+        yield
+    finally:
+        vars(driver).update(before)
 
 
 @contextmanager
@@ -133,17 +148,15 @@ def recording(target: str) -> Iterator[list[Launch]]:
         )
         return True  # tells Triton not to compile or run the kernel
 
-    driver, runtime = triton.runtime.driver, triton.knobs.runtime
-    before = dict(vars(driver)), runtime.jit_cache_hook, backend.TAKES_CPU_TENSORS
-    driver.set_active(_Driver(target))
+    runtime = triton.knobs.runtime
+    before = runtime.jit_cache_hook, backend.TAKES_CPU_TENSORS
     runtime.jit_cache_hook = record
     backend.TAKES_CPU_TENSORS = True
     try:
-        with backend.backend("triton"):
+        with _active(target), backend.backend("triton"):
             yield launches
     finally:
-        vars(driver).update(before[0])
-        runtime.jit_cache_hook, backend.TAKES_CPU_TENSORS = before[1:]
+        runtime.jit_cache_hook, backend.TAKES_CPU_TENSORS = before
 
 
 def recorded(variant: Variant, target: str) -> Launch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -22,6 +23,13 @@ def _kernel(x, y, scale, n, stride, flag, BLOCK: triton.language.constexpr):  # 
 
 def _other(x, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
     pass
+
+
+def _asks(x):  # type: ignore[no-untyped-def]
+    if backend.cuda_capability_geq(8, 9):
+        triton.language.store(x, 123)
+    else:
+        triton.language.store(x, 456)
 
 
 KERNEL: Any = JITFunction(_kernel)
@@ -117,3 +125,12 @@ def test_the_launch_that_is_meant_is_found() -> None:
         recorded(variant(several, OTHER, 3), "sm_90")
     with pytest.raises(RuntimeError, match="to reach _other at least 1 times, but it did so 0 times"):
         recorded(variant(launch, OTHER, -1), "sm_90")
+
+
+@pytest.mark.skipif(not hasattr(triton.language, "target_info"), reason="before Triton 3.5 kernels cannot ask")
+def test_a_kernel_that_asks_for_its_gpu_is_compiled_for_the_target() -> None:
+    asks: Any = JITFunction(_asks)
+    x = torch.empty(64, dtype=torch.int32, device="cpu")
+    for target, stored, other in (("sm_80", "456", "123"), ("sm_90", "123", "456")):
+        ptx = recorded(variant(lambda: asks[(1,)](x), asks), target).compile(target).asm["ptx"]
+        assert re.search(rf"\b{stored}\b", ptx) and not re.search(rf"\b{other}\b", ptx)
