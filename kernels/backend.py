@@ -29,6 +29,12 @@ except ImportError:  # not needed on the CPU; there is no Triton for macOS and W
     triton = None
     tl = None
 
+# In kernels: whether they are compiled for an NVIDIA GPU of this compute capability or a later one; (8, 9) is sm_89.
+try:
+    from triton.language.target_info import cuda_capability_geq
+except ImportError:  # Before Triton 3.5, kernels use what every GPU has.
+    cuda_capability_geq = tl and tl.constexpr_function(lambda major, minor=0: False)
+
 NAMES = ("auto", "reference", "triton")
 MOST_THREADS = 1024  # threads that a program may have, on every GPU
 

@@ -7,7 +7,8 @@ kept.
 
 Overflow becomes infinity, in E4M3, which has none, NaN; toward zero, finite numbers stop at the largest finite one.
 With `saturate` the result holds no infinity: overflow and infinities become the largest finite number of their sign.
-FP8 always goes through integers: torch's own conversion to E4M3 saturates in some versions and not in others.
+FP8 never goes through torch's own conversion, which saturates to E4M3 in some versions and not in others: NVIDIA's GPUs
+from sm_89 on have an instruction for rounding to nearest, and all else goes through integers.
 
 Bytes per element: the source is read once, the target written once: 6 B between fp32 and a 16-bit format, 5 B between
 fp32 and FP8, 3 B between 16 bits and FP8.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
@@ -26,7 +28,16 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import TRITON_NAMES, chosen, jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import (
+    TRITON_NAMES,
+    chosen,
+    cuda_capability_geq,
+    jit,
+    on_device,
+    resolve,
+    tl,
+    triton_dtype,
+)
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -98,12 +109,50 @@ def _reference(
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
+
+def _fp8_assembly(name: str, tie: float, saturate: bool) -> str:
+    """PTX that converts four fp32 numbers ($1 to $4) to four FP8 codes ($0).
+
+    `tie` is the number halfway between the largest finite one and the next, which to nearest even overflows in E5M2
+    but not in E4M3.
+    """
+    beyond = "gt" if name == "e4m3" else "ge"
+    lines = [
+        ".reg .pred %over;",
+        ".reg .b16 %lower, %upper;",
+        ".reg .b32 %codes, %size, %signs;",
+        f"cvt.rn.satfinite.{name}x2.f32 %lower, $2, $1;",
+        f"cvt.rn.satfinite.{name}x2.f32 %upper, $4, $3;",
+        "mov.b32 %codes, {%lower, %upper};",
+    ]
+    for place in () if saturate else range(4):
+        lines += [
+            f"abs.f32 %size, ${place + 1};",
+            f"setp.{beyond}.f32 %over, %size, 0f{struct.pack('>f', tie).hex()};",
+            f"@%over add.u32 %codes, %codes, {1 << 8 * place};",
+        ]
+    lines += [
+        "prmt.b32 %size, $1, $2, 0x0073;",  # the upper bytes of the first two numbers
+        "prmt.b32 %signs, $3, $4, 0x0073;",
+        "prmt.b32 %signs, %size, %signs, 0x5410;",
+        "and.b32 %signs, %signs, 0x80808080;",
+        "or.b32 $0, %codes, %signs;",
+    ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
 if tl is not None:
     _ROUND_NEAREST, _ROUND_STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
     _OF_FP16, _OF_BF16 = tl.constexpr(FORMATS[torch.float16]), tl.constexpr(FORMATS[torch.bfloat16])
     _OF_E4M3, _OF_E5M2 = tl.constexpr(FORMATS[torch.float8_e4m3fn]), tl.constexpr(FORMATS[torch.float8_e5m2])
     _SLOW_BLOCK = tl.constexpr(SLOW_BLOCK)
     _SOURCE_ROW, _TARGET_ROW, _STREAM_ROW, _OFFSET_ROW = (tl.constexpr(ADDRESSES + operand) for operand in range(4))
+    _E4M3, _E4M3_SATURATED = (tl.constexpr(_fp8_assembly("e4m3", 464.0, saturate)) for saturate in (False, True))
+    _E5M2, _E5M2_SATURATED = (tl.constexpr(_fp8_assembly("e5m2", 61440.0, saturate)) for saturate in (False, True))
+    _FP16_OF_E4M3 = tl.constexpr(
+        "{\n.reg .b16 %lower, %upper;\nmov.b32 {%lower, %upper}, $2;\n"
+        "cvt.rn.f16x2.e4m3x2 $0, %lower;\ncvt.rn.f16x2.e4m3x2 $1, %upper;\n}"
+    )
 
 
 @jit
@@ -111,6 +160,9 @@ def _widened(x, SOURCE: tl.constexpr):
     """Convert a block from its stored form (FP8 as uint8 codes) to fp32, exactly."""
     if SOURCE == tl.float8e5:
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)  # the upper half of an fp16
+    elif SOURCE == tl.float8e4nv and cuda_capability_geq(8, 9):
+        ASM: tl.constexpr = _FP16_OF_E4M3
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], tl.float16, is_pure=True, pack=4).to(tl.float32)
     elif SOURCE == tl.float8e4nv:
         # As an fp16 of the same fields it is too small by the difference of the biases, subnormals included.
         code = x.to(tl.uint16)
@@ -119,6 +171,20 @@ def _widened(x, SOURCE: tl.constexpr):
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
         return to_float32(x)
+
+
+@jit
+def _fp8_by_instructions(x, TARGET: tl.constexpr, SATURATE: tl.constexpr):
+    """A block of fp32 as FP8 codes, to nearest even, by an instruction that NVIDIA's GPUs have from sm_89 on.
+
+    The instruction turns overflow and infinities into the largest finite number; without saturation, they have the next
+    code. It also drops the sign of a NaN, so that all signs are taken from x.
+    """
+    E4M3: tl.constexpr = _E4M3_SATURATED if SATURATE else _E4M3
+    E5M2: tl.constexpr = _E5M2_SATURATED if SATURATE else _E5M2
+    ASM: tl.constexpr = E4M3 if TARGET == tl.float8e4nv else E5M2
+    bits = x.to(tl.uint32, bitcast=True)
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [bits], tl.uint8, is_pure=True, pack=4)
 
 
 @jit
@@ -132,8 +198,11 @@ def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl
     if SOURCE == TARGET and not SATURATE:
         return x
     elif TARGET == tl.float8e4nv or TARGET == tl.float8e5:
-        FORM: tl.constexpr = _OF_E4M3 if TARGET == tl.float8e4nv else _OF_E5M2
-        code = _rounded(_widened(x, SOURCE), word, FORM, ROUNDING, SATURATE).to(tl.uint8)
+        if ROUNDING == _ROUND_NEAREST and cuda_capability_geq(8, 9):
+            code = _fp8_by_instructions(_widened(x, SOURCE), TARGET, SATURATE)
+        else:
+            FORM: tl.constexpr = _OF_E4M3 if TARGET == tl.float8e4nv else _OF_E5M2
+            code = _rounded(_widened(x, SOURCE), word, FORM, ROUNDING, SATURATE).to(tl.uint8)
         # NVIDIA's conversion of fp16 to fp32 drops the sign of a NaN. Both FP8 formats have the same sign bit.
         return code | (x & 0x80) if SOURCE == tl.float8e4nv or SOURCE == tl.float8e5 else code
     elif ROUNDING == _ROUND_NEAREST:

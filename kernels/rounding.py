@@ -3,9 +3,10 @@
 **Nearest-even** is what the hardware does. Under Triton's interpreter fp32 -> bf16 truncates and bf16 arithmetic works
 on raw bits, so there both directions go through integers; compiled kernels use the conversion instructions.
 
-**Toward zero and stochastic**, and every conversion to FP8, go through integers everywhere (`round_float32`). With m
-mantissa bits in the format, let t be |x| in units, a unit being the distance of the format's numbers at x, and
-D = 23 - m. Inside the normal range, t is a multiple of 2^-D; below it the unit is fixed. The result is
+**Toward zero and stochastic**, and conversions to FP8 but for those of cast.py to nearest, go through integers
+everywhere (`round_float32`). With m mantissa bits in the format, let t be |x| in units, a unit being the distance of
+the format's numbers at x, and D = 23 - m. Inside the normal range, t is a multiple of 2^-D; below it the unit is fixed.
+The result is
 
     toward zero   floor(t)
     stochastic    floor(T + n / 2^D), with a random n of D bits

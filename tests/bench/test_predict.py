@@ -36,7 +36,6 @@ EXCEPTIONS: dict[str, tuple[float, float, float, str]] = {
     "AdamW bf16 split24, 8-bit moments, stochastic": (1.02, 1.92, 0.20, f"{CODES}; {RANDOM}"),
     "AdamW * no master, stochastic": (0.65, 1.19, 0.20, RANDOM),
     "*cast *, stochastic": (0.81, 1.55, 0.20, RANDOM),
-    "cast *e4m3*": (0.63, 1.29, 0.20, "formats of 8 bits are converted by integer arithmetic, for 3 bytes in all"),
     "softmax bf16, 333 columns": (0.60, 0.91, 0.20, "a seventh of the lanes is empty, and ends are apart"),
     "softmax bf16, 1,024 columns, causal": (0.63, 1.10, 0.20, "half of the elements are not loaded, but computed"),
     "softmax bf16, 50,257 columns": (0.65, 1.15, 0.20, LONG_ROWS),
