@@ -302,6 +302,12 @@ def _refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["--data", "/no/such/file"], "--data /no/such/file does not exist; pass a file"),
         (["--out", "/dev/null/out"], "--out /dev/null/out cannot be written to: "),
         (["--resume"], "there is no checkpoint below"),
+        (["--master-weights", "split24", "--precision", "fp16"], "expected --precision bf16 with --master-weights"),
+        (
+            ["--state-dtype", "8bit", "--precision", "compare"],
+            "--state-dtype 8bit --master-weights auto with --precision compare, where torch's optimizer has neither; "
+            "pass --precision bf16, fp32 or fp16",
+        ),
     ],
 )
 def test_bad_options_are_refused_in_one_line(
@@ -380,6 +386,7 @@ def test_the_batch_must_divide_and_single_must_be_alone(
             "and was 'halfstep.AdamW'; pass --precision fp32, or",
         ),
         (("--batch", 8), "batch is 8 and was 4; pass --batch 4"),
+        (("--state-dtype", "8bit"), "state_dtype is '8bit' and was 'fp32'; pass --state-dtype fp32"),
         (("--seed", 5), "seed is 5 and was 0; pass --seed 0"),
         (("--steps", 24), "steps is 24 and was 12"),
         (("--lr", 1e-4), "lr is 0.0001 and was 0.005; pass --lr 0.005"),

@@ -47,7 +47,7 @@ def _start(text: Path, out: Path, precision: str, strategy: str, *more: str) -> 
         train_together(2, [words])
 
 
-def _resumed_has_the_same_bits(text: Path, out: Path, precision: str, strategy: str) -> dict[str, Any]:
+def _resumed_has_the_same_bits(text: Path, out: Path, precision: str, strategy: str, *more: str) -> dict[str, Any]:
     """Lose the last checkpoint of the finished run in `out`, resume from the one before, compare everything."""
     step, uninterrupted = newest(out, precision)
     assert step == 12
@@ -55,7 +55,7 @@ def _resumed_has_the_same_bits(text: Path, out: Path, precision: str, strategy: 
     checkpoint.checkpoints(out / "checkpoints" / precision)[-1][1].unlink()
     (out / "report.json").unlink()
     assert newest(out, precision)[0] == 8
-    _start(text, out, precision, strategy, "--resume")
+    _start(text, out, precision, strategy, "--resume", *more)
     step, resumed = newest(out, precision)
     assert step == 12
     assert differences(uninterrupted, resumed) == []
@@ -70,6 +70,17 @@ def test_one_process_resumes_to_the_same_bits(text: Path, tmp_path: Path, precis
     if precision == "fp16":
         assert state["scaler"]["scale"] != 2.0**24 and state["history"]["skipped"].sum() > 0
         assert state["history"]["skipped"][8:].sum() > 0, "no skipped step after step 8"
+
+
+def test_moments_in_8_bits_resume_to_the_same_bits(text: Path, tmp_path: Path) -> None:
+    layout = ("--state-dtype", "8bit", "--master-weights", "split24")
+    _start(text, tmp_path, "bf16", "single", *layout)
+    state = _resumed_has_the_same_bits(text, tmp_path, "bf16", "single", *layout)
+    first = state["optimizer"]["state"][0]["exp_avg"]
+    assert first.numel() >= 4096 and not (first.view(torch.int32) & 0xFFFFF).any(), "3 bits of mantissa"
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert (content["training"]["state_dtype"], content["training"]["master_weights"]) == ("8bit", "split24")
+    assert content["runs"][0]["optimizer_bytes_per_param"] < 5, "9 with fp32 moments, which vectors have"
 
 
 def test_the_comparison_of_states_sees_one_bit(text: Path, tmp_path: Path) -> None:

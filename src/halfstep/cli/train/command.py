@@ -85,6 +85,10 @@ def _parser() -> Parser:
     laid.add_argument(
         "--activation-checkpointing", action="store_true", help="save only the inputs of blocks, and recompute blocks"
     )
+    laid.add_argument(
+        "--state-dtype", choices=list(loop.STATE_DTYPES), default="fp32", help="format of the optimizer's moments"
+    )
+    laid.add_argument("--master-weights", choices=loop.MASTERS, default="auto", help="kind of the fp32 masters")
     laid.add_argument("--cpu-offload", action="store_true", help="weights and optimizer on the CPU (fsdp, hsdp)")
     laid.add_argument(
         "--shard-size", type=whole(1), default=0, metavar="N", help="ranks per replica (hsdp; default: those of a node)"
@@ -210,6 +214,19 @@ def _command(argv: Sequence[str]) -> str:
     return shlex.join(["halfstep", "train", *words, "--resume"])
 
 
+def _check_layout(options: argparse.Namespace) -> None:
+    """Raise where the optimizers of the runs do not have the masters and moments that were chosen."""
+    if options.precision == "compare" and (options.state_dtype, options.master_weights) != ("fp32", "auto"):
+        raise UsageError(
+            f"--state-dtype {options.state_dtype} --master-weights {options.master_weights} with --precision compare, "
+            "where torch's optimizer has neither; pass --precision bf16, fp32 or fp16"
+        )
+    if options.master_weights.startswith("split") and options.precision != "bf16":
+        raise UsageError(
+            f"expected --precision bf16 with --master-weights {options.master_weights}, but got {options.precision}"
+        )
+
+
 def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
     out, runs = options.out, RUNS[options.precision]
     settings = loop.Settings(
@@ -222,7 +239,10 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
         warmup=options.steps // 10 if options.warmup is None else options.warmup,
         init_scale=options.init_scale,
         growth_interval=options.growth_interval,
+        state_dtype=options.state_dtype,
+        master_weights=options.master_weights,
     )
+    _check_layout(options)
     if settings.warmup >= settings.steps:
         raise UsageError(
             f"expected --warmup to be from 0 to {settings.steps - 1}, below --steps, but got {settings.warmup}"

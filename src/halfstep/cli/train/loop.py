@@ -54,6 +54,8 @@ BETAS = (0.9, 0.95)  # as usual for GPTs
 PATIENCE = 5  # consecutive steps with a non-finite loss after which a run is given up
 GRADIENT_STEPS = 20  # largest number of steps in which gradients are counted, and at most every tenth step
 WORST = 5  # number of parameters in the report
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
+MASTERS = ("auto", "full", "split", "split24")
 HISTORIES = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms")
 
 
@@ -89,6 +91,8 @@ class Settings:
     warmup: int
     init_scale: float
     growth_interval: int
+    state_dtype: str = "fp32"
+    master_weights: str = "auto"
 
     @property
     def context(self) -> int:
@@ -321,7 +325,16 @@ class Trainer:
             {"params": vectors, "weight_decay": 0.0},
         ]
         kind: Any = {"halfstep.AdamW": halfstep.AdamW, "torch.optim.AdamW": torch.optim.AdamW}[self.run.optimizer]
-        return make_optimizer(kind, groups, self.world, lr=self.settings.lr, betas=BETAS)
+        return make_optimizer(kind, groups, self.world, lr=self.settings.lr, betas=BETAS, **self._layout())
+
+    def _layout(self) -> dict[str, Any]:
+        """The options of halfstep.AdamW that --state-dtype and --master-weights set, with the rounding they need."""
+        chosen: dict[str, Any] = {}
+        if self.settings.state_dtype != "fp32":
+            chosen = {"state_dtype": STATE_DTYPES[self.settings.state_dtype], "rounding": "stochastic"}
+        if self.settings.master_weights != "auto":
+            chosen |= {"master_weights": self.settings.master_weights, "rounding": "stochastic"}
+        return chosen
 
     def _monitor(self) -> AmpMonitor | None:
         """The monitor that counts 16-bit gradients; None for fp32."""

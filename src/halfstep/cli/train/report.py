@@ -91,6 +91,8 @@ def report(results: Sequence[RunResult], settings: Settings, corpus: Corpus) -> 
             "warmup": settings.warmup,
             "init_scale": settings.init_scale,
             "growth_interval": settings.growth_interval,
+            "state_dtype": settings.state_dtype,
+            "master_weights": settings.master_weights,
         },
         "layout": layout(results[0].world),
         "data": {"name": corpus.name, "files": corpus.files, "bytes": corpus.size, "sha256": corpus.sha256},
