@@ -11,6 +11,10 @@ and skipping after a backward. LOMO (Lv et al., 2023) clips in this way. ``clipp
 last step instead, so that one backward is enough. It is an approximation: when gradients grow, the first large ones are
 not clipped.
 
+**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks in one reduction before
+they are used. DistributedDataParallel does the same, but its buckets keep all gradients. The gradients of two buckets
+then exist: one in the reduction, and one that is being filled.
+
 At any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient. FSDP2 reduces the gradients
 of a unit into one buffer, which is freed when the last of them is: two more units may then be in memory. If gradients
 become complete in another order than in the first backward, more buckets are filled at the same time.
@@ -24,39 +28,24 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.integrations.buckets import Bucket, BucketReduction
 from halfstep.integrations.optim.classes import Adam
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.topology import is_sharded, local
 from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
 
 BUCKET_BYTES = 25 * 2**20
 DDP_KEEPS = (
-    "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: use fully_shard with a "
-    "mesh of shape (ranks, 1), which replicates without keeping them"
+    "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model in it "
+    "and process_group=, which averages each bucket before its step"
 )
-
-
-class _Bucket:
-    """Parameters that are stepped together.
-
-    Attributes:
-        part: the number of its plan in the optimizer.
-        size: bytes of its gradients.
-        members: its parameters, in the order in which their gradients were first complete.
-        arrived: by id, those whose gradient is complete and not yet used, and the CUDA stream that computed it.
-    """
-
-    def __init__(self, part: int) -> None:
-        self.part = part
-        self.size = 0
-        self.members: list[torch.Tensor] = []
-        self.arrived: dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]] = {}
 
 
 class StepInBackward:
@@ -74,6 +63,7 @@ class StepInBackward:
         bucket_bytes: int,
         clipping: Literal["exact", "previous"] | None,
         scaler: GradScaler | None,
+        process_group: Any,
     ) -> None:
         self.bucket_bytes, self.clipping = bucket_bytes, clipping
         self._optimizer = optimizer
@@ -83,23 +73,28 @@ class StepInBackward:
         # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
         self._verdict: Verdict | None = None
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[int, Bucket] = {}
         self._backward = -1  # torch's number of the backward that will call `_finish`
+        self._began = False  # whether a backward was seen
         self._accumulating = False
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
         # torch's garbage collection does not see these hooks, so they must not refer to the optimizer, which refers to
         # the parameters.
-        take = weakref.WeakMethod(self._take)
+        take, before = weakref.WeakMethod(self._take), weakref.WeakMethod(self._before_step)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_call, take))
             for parameter in parameters_of(optimizer)
             if parameter.requires_grad
         ]
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: _call(before)))
         if clipping is not None:
-            before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: _call(before)))
+            after = weakref.WeakMethod(self._after_step)
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: _call(after)))
+        self._reduction: BucketReduction | None = None
+        if process_group is not None:
+            self._reduction = BucketReduction(process_group)
+            self._assign_all(model, process_group)
 
     @property
     def _checks(self) -> bool:
@@ -204,23 +199,26 @@ class StepInBackward:
         if self._accumulating:
             return
         with self._lock:
-            if not self._buckets:
+            if not self._began:
                 self._refuse_ddp()
+                self._began = True
             running = torch._C._current_graph_task_id()
             if running != self._backward:
                 self._refuse_without_check()
                 if self._backward != -1:  # the last backward failed; `step` takes the gradients that it left
                     for one in self._buckets:
                         one.arrived = {}
+                    if self._reduction is not None:
+                        self._reduction.restart()
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
                 self._backward = running
             bucket = self._bucket_of.get(id(parameter)) or self._assign(parameter)
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
             bucket.arrived[id(parameter)] = parameter, stream
             # While the first backward fills a bucket, all its members have arrived: it is then complete by its size.
-            is_open = bucket is self._buckets[-1] and bucket.size < self.bucket_bytes
-            if len(bucket.arrived) == len(bucket.members) and not is_open:
-                self._use(bucket)
+            filled = self._reduction is not None or bucket is not self._buckets[-1]
+            if len(bucket.arrived) == len(bucket.members) and (filled or bucket.size >= self.bucket_bytes):
+                self._complete(bucket)
 
     def _refuse_ddp(self) -> None:
         """Raise if DistributedDataParallel wraps the parameters, which the model passed to us need not show.
@@ -235,10 +233,10 @@ class StepInBackward:
             self.remove()
             raise RuntimeError(f"Expected the model not to be wrapped by {DDP_KEEPS}")
 
-    def _assign(self, parameter: torch.Tensor) -> _Bucket:
+    def _assign(self, parameter: torch.Tensor) -> Bucket:
         """Put a parameter into the last bucket, or into a new one if that is full."""
         if not self._buckets or self._buckets[-1].size >= self.bucket_bytes:
-            self._buckets.append(_Bucket(len(self._buckets)))
+            self._buckets.append(Bucket(len(self._buckets)))
         bucket = self._bucket_of[id(parameter)] = self._buckets[-1]
         bucket.members.append(parameter)
         assert parameter.grad is not None  # autograd calls the hook after it has stored the gradient
@@ -246,8 +244,53 @@ class StepInBackward:
         bucket.size += grad.numel() * grad.element_size()
         return bucket
 
-    def _use(self, bucket: _Bucket) -> None:
-        """Check the gradients of a bucket, or update its parameters with them, and free them."""
+    def _assign_all(self, model: torch.nn.Module, group: Any) -> None:
+        """Put all parameters into buckets, which all ranks must have alike, in the reverse order of the optimizer."""
+        trained = [parameter for parameter in parameters_of(self._optimizer) if parameter.requires_grad]
+        kinds: dict[tuple[torch.dtype, torch.device], Bucket] = {}
+        for parameter in reversed(trained):
+            kind = parameter.dtype, parameter.device
+            bucket = kinds.get(kind)
+            if bucket is None or bucket.size >= self.bucket_bytes:
+                bucket = kinds[kind] = Bucket(len(self._buckets))
+                self._buckets.append(bucket)
+            self._bucket_of[id(parameter)] = bucket
+            bucket.members.append(parameter)
+            bucket.size += parameter.numel() * parameter.element_size()
+        first = torch.distributed.get_global_rank(group, 0)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                values = tensor.clone(memory_format=torch.contiguous_format)
+                torch.distributed.broadcast(values, first, group=group)
+                tensor.copy_(values)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Use the gradients of a complete bucket, or reduce them first, when those of the buckets before it are."""
+        reduction = self._reduction
+        if reduction is None:
+            with self._arrived(bucket) as ready:
+                self._use(bucket, ready)
+            return
+        reduction.complete.add(bucket.part)
+        while reduction.following in reduction.complete:
+            self._reduce(reduction)
+
+    def _reduce(self, reduction: BucketReduction) -> None:
+        """Use the gradients of the bucket that is being reduced, and begin with those of the next one."""
+        self._use_reduced(reduction)
+        bucket = self._buckets[reduction.following]
+        with self._arrived(bucket):
+            reduction.begin(bucket)
+        reduction.following += 1
+
+    def _use_reduced(self, reduction: BucketReduction) -> None:
+        ended = reduction.end()
+        if ended is not None and ended[1]:
+            self._use(*ended)
+
+    @contextmanager
+    def _arrived(self, bucket: Bucket) -> Iterator[list[torch.Tensor]]:
+        """A context that uses the gradients of a bucket that have arrived, whose parameters it returns."""
         ready = [parameter for parameter in bucket.members if id(parameter) in bucket.arrived]
         # Parts of the forward may have run on other streams, on which autograd then computes their gradients. Those
         # streams also reuse the memory of the gradients, and read the parameters.
@@ -256,14 +299,18 @@ class StepInBackward:
         bucket.arrived = {}
         for other, now in others:
             now.wait_stream(other)
+        yield ready
+        for other, now in others:
+            other.wait_stream(now)
+
+    def _use(self, bucket: Bucket, ready: list[torch.Tensor]) -> None:
+        """Check gradients of a bucket, or update their parameters, and free them."""
         if self._checks and self._checker is not None:
             self._add(self._checker, ready)
             for parameter in ready:
                 parameter.grad = None
         else:
             self._step(bucket.part, ready)
-        for other, now in others:
-            other.wait_stream(now)
 
     @torch.no_grad()
     def _add(self, checker: Checker, parameters: list[torch.Tensor]) -> None:
@@ -319,7 +366,13 @@ class StepInBackward:
     def _before_step(self) -> None:
         """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
         optimizer = self._optimizer
-        if self._scaler is not None:  # it decides
+        if self._reduction is not None and any(p.grad is not None for p in parameters_of(optimizer)):
+            raise RuntimeError(
+                "Expected no gradient at the step with process_group=, but got some that no backward has averaged over "
+                "its ranks: call zero_grad(); run the last backward outside of accumulate(); call step_in_backward "
+                "again after requires_grad_()"
+            )
+        if self.clipping is None or self._scaler is not None:  # which decides
             return
         if self.clipping == "previous":
             if self._checker is None:
@@ -342,9 +395,16 @@ class StepInBackward:
         """Called by autograd when the backward has ended: use the buckets of which some parameters had no gradient."""
         with self._lock:
             self._backward = -1
-            for bucket in self._buckets:
-                if bucket.arrived:
-                    self._use(bucket)
+            reduction = self._reduction
+            if reduction is None:
+                for bucket in self._buckets:
+                    if bucket.arrived:
+                        self._complete(bucket)
+            else:
+                while reduction.following < len(self._buckets):
+                    self._reduce(reduction)
+                self._use_reduced(reduction)
+                reduction.restart()
             self._stepped = self._checker is None
 
 
@@ -376,6 +436,7 @@ def step_in_backward(
     bucket_bytes: int = BUCKET_BYTES,
     clipping: Literal["exact", "previous"] | None = None,
     scaler: GradScaler | None = None,
+    process_group: Any = None,
 ) -> StepInBackward:
     """Update parameters inside ``backward()``, as soon as their gradients are complete, and free the gradients.
 
@@ -398,6 +459,10 @@ def step_in_backward(
         scaler: the scaler of the loss, needed for fp16 parameters. Each step then needs a `StepInBackward.check`, which
             finds an overflow before a parameter changes. ``scaler.clip_grad_norm_`` follows the check; ``scaler.step``
             and ``scaler.update`` follow the backward that steps.
+        process_group: a group of ranks that train replicas of `model`, which DistributedDataParallel must not wrap.
+            Parameters and buffers are set to those of its first rank, and each bucket of gradients is averaged over the
+            ranks before it is used, in the order of the parameters from the last to the first. All ranks must run the
+            same backwards. Buffers, such as the statistics of batch norms, are not sent again.
 
     Returns:
         A handle with `StepInBackward.check`, `StepInBackward.accumulate` for gradient accumulation and
@@ -409,8 +474,9 @@ def step_in_backward(
         ValueError: the optimizer clips and `clipping` is None, or `clipping` has another value than these, or no limit
             to clip to; the scaler has ``write_back=True``, or is given with ``clipping="previous"``; the optimizer
             steps in the backward already, or has parameters that are not in the model; the model is wrapped by
-            DistributedDataParallel, which keeps its gradients, or by FSDP1; or `bucket_bytes` is not a positive
-            integer. Nothing was changed.
+            DistributedDataParallel, which keeps its gradients, or by FSDP1; this rank is not in `process_group`, its
+            ranks have other parameters, or parameters are sharded; or `bucket_bytes` is not a positive integer. Nothing
+            was changed.
 
     Note:
         If the loss is scaled by a scaler that was not passed, ``scaler.step(optimizer)`` raises, since no gradient is
@@ -438,10 +504,40 @@ def step_in_backward(
             f"{type(optimizer).__name__} around one, whose gradients scaler.step unscales in place: pass the optimizer "
             "in it, also to scaler.step"
         )
+    process_group = _checked_group(model, inner, process_group)
     inner._forget()
     inner._stepped_without_gradients = True  # steps without gradients are now usual
-    handle = inner._stepping_in_backward = StepInBackward(model, inner, bucket_bytes, clipping, scaler)
+    handle = inner._stepping_in_backward = StepInBackward(model, inner, bucket_bytes, clipping, scaler, process_group)
     return handle
+
+
+def _checked_group(model: torch.nn.Module, optimizer: Adam, group: Any) -> Any:
+    """The process group, or that of a mesh, after checking that its ranks have the same parameters."""
+    if group is None:
+        return None
+    group = group.get_group() if hasattr(group, "get_group") else group
+    if not hasattr(group, "size"):  # as torch returns on ranks outside a new group
+        raise ValueError(f"Expected process_group to be None or a group that contains this rank, but got {group!r}")
+    for index, parameter in enumerate(parameters_of(optimizer)):
+        if is_sharded(parameter):
+            raise ValueError(
+                f"Expected parameter {index} of the optimizer to be a replica with process_group=, but it is sharded: "
+                "FSDP2 and HSDP average their gradients themselves, so leave process_group out"
+            )
+    own = [
+        (name, tuple(one.shape), str(one.dtype), one.requires_grad)
+        for name, one in (*model.named_parameters(), *model.named_buffers())
+    ]
+    of_ranks: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(of_ranks, own, group=group)
+    for rank, of_rank in enumerate(of_ranks):
+        if of_rank != of_ranks[0]:
+            differing = next(pair for pair in zip_longest(of_ranks[0], of_rank) if pair[0] != pair[1])
+            raise ValueError(
+                f"Expected the same parameters and buffers on all ranks of process_group, but rank {rank} has "
+                f"{differing[1]} where rank 0 has {differing[0]}: make the same model on all ranks"
+            )
+    return group
 
 
 def _check_limits(optimizer: Adam, clipping: Any, scaler: Any) -> None:

@@ -174,10 +174,134 @@ def _accumulated_before_check() -> str:
     model.set_requires_gradient_sync(False)
     _loss(model, 0).backward()
     handle = step_in_backward(model, optimizer, clipping="exact")
+    return _message(lambda: handle.check().__enter__())
+
+
+REPLICAS = ("replicas", "replicas, accumulated", "replicas, clipped", "replicas, previous", "replicas, scaled")
+
+
+class Skipping(Module):
+    """Blocks, of which this rank does not use the third in its own steps."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = model_of().to(dtype)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.step = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != 2 or self.step not in (1, 2 + dist.get_rank()):
+                values = block(values)
+        return values
+
+
+def replicas(name: str, bucket_bytes: int | None) -> dict[str, Any]:
+    """The state after some steps of replicas with gradients of their own: under DDP, or inside the backward."""
+    scaled = "scaled" in name
+    # With the norm of the last step, a limit that no norm reaches: the steps of DDP, and the same norms.
+    clipping, limit = {"replicas, clipped": ("exact", 0.02), "replicas, previous": ("previous", 1e9)}.get(
+        name, (None, None)
+    )
+    torch.manual_seed(dist.get_rank())
+    model = Skipping(torch.float16 if scaled else torch.bfloat16)
+    if dist.get_rank() == 1:  # DDP and we take the parameters of the first rank
+        torch.nn.init.normal_(next(model.parameters()))
+        model.seen.fill_(7)
+    optimizer = halfstep.AdamW(model.parameters(), lr=0.01, max_grad_norm=limit)
+    scaler = halfstep.GradScaler("cpu", enabled=scaled)
+    used: Module = model
+    handle = None
+    if bucket_bytes is None:
+        used = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        handle = step_in_backward(
+            model,
+            optimizer,
+            bucket_bytes=bucket_bytes,
+            clipping=clipping,
+            scaler=scaler if scaled else None,
+            process_group=dist.group.WORLD,
+        )
+    assert model.seen.tolist() == [0, 0]
+    most = [0]
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: most.append(_bytes_of(model, handle) if model.step == 0 else 0)
+        )
+    logged = []
+
+    def loss(step: int, micro: int = 0) -> torch.Tensor:
+        model.step = step
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank()))
+        inf = scaled and step == 2 and dist.get_rank() == 1
+        found: torch.Tensor = used(inputs.to(model.blocks[0][0].weight.dtype)).float().square().mean()
+        scaled_loss: torch.Tensor = scaler.scale(found * (float("inf") if inf else 1.0))
+        return scaled_loss
+
+    for step in range(5):
+        if "accumulated" in name:
+            with used.no_sync() if handle is None else handle.accumulate():  # type: ignore[operator]
+                loss(step, 1).backward()
+        if handle is not None and (scaled or clipping == "exact"):
+            with handle.check():
+                loss(step).backward()
+        loss(step).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        logged.append(str(optimizer.grad_norm))
+        left = sum(parameter.grad is not None for parameter in model.parameters())
+        optimizer.zero_grad()
+    if handle is not None:
+        handle.remove()
+    return {
+        "state": _whole_state(optimizer),
+        "peak": sum(p.numel() * p.element_size() for p in model.parameters()) if handle is None else max(most),
+        "left": left,
+        "logged": [*logged, scaler.skips_known() if scaled else 0],
+        "buckets": [] if handle is None else handle.buckets,
+    }
+
+
+def _bytes_of(model: Module, handle: Any) -> int:
+    """Bytes of the gradients of this rank, and of the bucket that is being reduced."""
+    running = None if handle is None else handle._reduction._running
+    return sum(_storages(model).values()) + (0 if running is None else running[2].untyped_storage().nbytes())
+
+
+def _refused_replicas() -> list[str]:
+    def frozen() -> None:
+        model = model_of()
+        optimizer = halfstep.AdamW(model.parameters())
+        model[0][0].weight.requires_grad_(dist.get_rank() == 0)
+        step_in_backward(model, optimizer, process_group=dist.group.WORLD)
+
+    def sharded() -> None:
+        model = _fsdp2()
+        step_in_backward(model, halfstep.AdamW(model.parameters()), process_group=dist.group.WORLD)
+
+    def later() -> None:
+        model = model_of()
+        model[0][0].weight.requires_grad_(False)
+        optimizer = halfstep.AdamW(model.parameters())
+        step_in_backward(model, optimizer, process_group=dist.group.WORLD)
+        model[0][0].weight.requires_grad_(True)
+        _loss(model, 0).backward()
+        optimizer.step()
+
+    return [_message(call) for call in (frozen, sharded, later)]
+
+
+def _outside() -> str:
+    group = dist.new_group([0])
+    model = model_of()
+    return _message(lambda: step_in_backward(model, halfstep.AdamW(model.parameters()), process_group=group))
+
+
+def _message(call: Callable[[], Any]) -> str:
     try:
-        with handle.check():
-            pass
-    except RuntimeError as error:
+        call()
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
@@ -205,5 +329,8 @@ def run(rank: int) -> dict[str, Any]:
     found["scaled"] = {how: clipped(_fsdp2_fp16, how, scaled=True) for how in (None, "computed again")}
     found["previous"] = _by_previous_norms()
     found["accumulated before a check"] = _accumulated_before_check()
+    for name in REPLICAS:
+        found[name] = {size: replicas(name, size) for size in ((None, 400, 1) if name == "replicas" else (None, 400))}
+    found["refused replicas"], found["outside"] = _refused_replicas(), _outside()
     found["refused"] = [_refused(True), _refused(False)]
     return found

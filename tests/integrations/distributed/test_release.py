@@ -77,10 +77,44 @@ def test_the_gradients_of_one_bucket_exist_and_those_that_share_its_memory(
                 assert planned.part("gradients").bytes == size + 2 * inside["largest"]
 
 
+@pytest.mark.parametrize("name", release_ranks.REPLICAS)
+def test_replicas_have_the_bits_of_ddp(ranks: list[dict[str, Any]], name: str) -> None:
+    """Each rank skips one layer in its own steps, so that in one step nobody uses it."""
+    for rank in ranks:
+        expected, *found = rank[name].values()
+        assert expected["peak"] == sum(found[0]["buckets"])
+        for inside in found:
+            assert _same(inside["state"], expected["state"]) and inside["logged"] == expected["logged"]
+            assert inside["left"] == 0
+        # In a bucket that is reduced, gradients begin at multiples of 16 bytes, and a mark of 2 bytes follows for each.
+        for inside, members, number in zip(found, (17, 1), (4, 32), strict=False):
+            assert len(inside["buckets"]) == number
+            most = 2 * (max(inside["buckets"]) + (14 + 2) * members)
+            assert inside["peak"] <= most or name == "replicas, accumulated"
+        assert name != "replicas" or found[1]["peak"] < expected["peak"] / 6
+        assert _same(expected["state"], ranks[0][name][None]["state"])
+
+
+def test_what_replicas_refuse(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["refused replicas"] == [
+            "Expected the same parameters and buffers on all ranks of process_group, but rank 1 has "
+            "('0.0.weight', (7, 6), 'torch.bfloat16', False) where rank 0 has ('0.0.weight', (7, 6), 'torch.bfloat16', "
+            "True): make the same model on all ranks",
+            "Expected parameter 0 of the optimizer to be a replica with process_group=, but it is sharded: FSDP2 and "
+            "HSDP average their gradients themselves, so leave process_group out",
+            "Expected no gradient at the step with process_group=, but got some that no backward has averaged over its "
+            "ranks: call zero_grad(); run the last backward outside of accumulate(); call step_in_backward again after "
+            "requires_grad_()",
+        ]
+    outside = "Expected process_group to be None or a group that contains this rank, but got "
+    assert ranks[0]["outside"] == "" and ranks[1]["outside"].startswith(outside)
+
+
 def test_ddp_is_refused_before_anything_changes(ranks: list[dict[str, Any]]) -> None:
     advice = (
-        "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: use fully_shard "
-        "with a mesh of shape (ranks, 1), which replicates without keeping them"
+        "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model in "
+        "it and process_group=, which averages each bucket before its step"
     )
     for rank in ranks:
         assert rank["refused"] == [
