@@ -17,7 +17,7 @@ from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, 
 RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
-STEPPING_IN_BACKWARD = ("single", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
+STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
 _DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
 
 
@@ -252,7 +252,8 @@ def plan(
         bucket_view: whether gradients are views of DDP's buckets (``gradient_as_bucket_view``).
         compress: format in which gradients are sent: by DDP's hooks, or FSDP2's ``reduce_dtype``.
         step_in_backward: the `bucket_bytes` of `halfstep.integrations.release.step_in_backward`, with which only the
-            gradients of one bucket exist. Default: all gradients exist until the step.
+            gradients of one bucket exist, or of two with ``"ddp"``, which stands for its `process_group`. Default: all
+            gradients exist until the step.
         rank: the rank whose memory is planned, among those that shard the model. Default: the one that holds most.
 
     Raises:
@@ -291,7 +292,7 @@ def plan(
         )
     if step_in_backward is not None:
         step_in_backward = whole("step_in_backward", step_in_backward)
-        _check_step_in_backward(how, row, optimizer, accumulate, accumulator)
+        _check_step_in_backward(how, optimizer, accumulate, accumulator, compress)
     for name, value in (("accumulator", accumulator), ("compress", compress)):
         if value is not None:
             one_of(name, value, ("fp32", "bf16", "fp16"))
@@ -440,8 +441,8 @@ def _stored(inputs: _Inputs) -> Iterator[Part]:
             size = sum(count * stored.bytes(each, row_size) for each, count, row_size in held)
             divisor = inputs.ways if divided else 1
             if name == "gradients" and inputs.bucket_bytes is not None:
-                size = min(size, _bucket(inputs))
-                yield Part(name, size, None, divisor, BACKWARD, False, place, "one bucket, stepped in the backward")
+                size, note = _bucket(inputs, size)
+                yield Part(name, size, None, divisor, BACKWARD, False, place, note)
             else:
                 yield Part(name, size, stored.per_parameter, divisor, ALWAYS, True, place, stored.name)
     if inputs.shaped and row.scalars:
@@ -450,26 +451,31 @@ def _stored(inputs: _Inputs) -> Iterator[Part]:
         yield Part("scalars", size, None, 1, ALWAYS, counted, inputs.states_at, "step counts, scales")
 
 
-def _bucket(inputs: _Inputs) -> int:
-    """The most bytes of gradients with steps in the backward: a bucket before its last gradient, and that one.
+def _bucket(inputs: _Inputs, size: int) -> tuple[int, str]:
+    """The most bytes of gradients with steps in the backward, of `size` bytes in all, and what they are.
 
-    FSDP2 reduces the gradients of a unit into one buffer, which exists until the last of them is stepped. The units
-    with the first and the last gradient of the bucket may be larger than what the bucket takes of them.
+    A bucket holds what it had before its last gradient, and that one. Replicas reduce a copy of one bucket, in which
+    gradients begin at multiples of 16 bytes and a mark follows for each, while the next one is filled. FSDP2 reduces
+    the gradients of a unit into one buffer, which exists until the last of them is stepped. The units with the first
+    and the last gradient of the bucket may be larger than what the bucket takes of them.
     """
     assert inputs.bucket_bytes is not None
     stored = inputs.row.gradients
-    if not inputs.shaped:
-        return inputs.bucket_bytes
-    if not inputs.how.gathers or inputs.ways == 1:
-        return inputs.bucket_bytes - 1 + max(stored.bytes(size) for size, _ in inputs.mine.gradients)
-    units = [sharding.shard([replace(one, count=1)], inputs.how, inputs.ways) for one in inputs.units]
-    return inputs.bucket_bytes + 2 * max(
-        sum(count * stored.bytes(size) for size, count in one.gradients) for one in units
-    )
+    one = inputs.bucket_bytes
+    if inputs.shaped and inputs.how.gathers and inputs.ways > 1:
+        units = [sharding.shard([replace(one, count=1)], inputs.how, inputs.ways) for one in inputs.units]
+        one += 2 * max(sum(count * stored.bytes(size) for size, count in unit.gradients) for unit in units)
+    elif inputs.shaped:
+        one += max(stored.bytes(elements) for elements, _ in inputs.mine.gradients) - 1
+    one = min(one, size)
+    if inputs.how.name != "ddp" or inputs.ranks == 1:
+        return one, "one bucket, stepped in the backward"
+    added = 16 * sum(count for _, count in inputs.mine.gradients) if inputs.shaped else 0
+    return 2 * one + added, "one bucket filled and one reduced, stepped in the backward"
 
 
 def _check_step_in_backward(
-    how: Strategy, row: Layout, optimizer: str, accumulate: int, accumulator: str | None
+    how: Strategy, optimizer: str, accumulate: int, accumulator: str | None, compress: str | None
 ) -> None:
     """Raise where `halfstep.integrations.release.step_in_backward` does, or frees no gradients."""
     if how.name not in STEPPING_IN_BACKWARD:
@@ -477,15 +483,20 @@ def _check_step_in_backward(
             f"Expected strategy to be {', '.join(STEPPING_IN_BACKWARD)} with step_in_backward, but got {how.name!r}, "
             "which keeps all gradients"
         )
-    if not optimizer.startswith("halfstep") or row.compute.name == "fp16":
+    if not optimizer.startswith("halfstep"):
         raise ValueError(
-            "Expected optimizer to be one of halfstep's, in fp32 or bf16, with step_in_backward, but got "
-            f"{optimizer!r} in {row.precision}: leave step_in_backward out"
+            f"Expected optimizer to be one of halfstep's with step_in_backward, but got {optimizer!r}: leave "
+            "step_in_backward out"
         )
     if accumulate > 1 or accumulator is not None:
         raise ValueError(
             "Expected accumulate to be 1 and accumulator None with step_in_backward, since accumulated gradients exist "
             f"until the last micro-batch, but got {accumulate} and {accumulator!r}"
+        )
+    if how.name == "ddp" and compress is not None:
+        raise ValueError(
+            f"Expected compress to be None with step_in_backward and strategy 'ddp', but got {compress!r}: buckets are "
+            "reduced in the format of the gradients"
         )
 
 
@@ -496,6 +507,8 @@ def _buckets(inputs: _Inputs) -> Iterator[Part]:
     if how.by == "flat":
         size = min(_DEEPSPEED_BUCKET, local) * width
         yield Part("buckets", size, None, 1, BACKWARD, False, GPU, "5e8 gradients, DeepSpeed's default")
+    if inputs.bucket_bytes is not None:
+        return
     if how.buckets and not inputs.bucket_view:
         note = "DDP's copy of the gradients"
         yield Part("buckets", local * width, Fraction(width), 1, ALWAYS, True, GPU, note)

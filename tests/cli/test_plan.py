@@ -304,7 +304,7 @@ def test_steps_in_the_backward(capsys: pytest.CaptureFixture[str]) -> None:
         assert {part["name"]: part["bytes"] for part in one["parts"]}["gradients"] == size
     plans = told(capsys, "--params", "7e9", "--gpus", "8", "--step-in-backward", "--compare", "strategies")["plans"]
     stepping = {one["label"] for one in plans if one["settings"]["step_in_backward"]}
-    assert stepping == {"fsdp", "hsdp, groups of 4"}
+    assert stepping == {"ddp", "fsdp", "hsdp, groups of 4"}
     assert halfstep_main(["plan", "--params", "7e9", "--step-in-backward", "--compare", "layouts"]) == 2
     assert "step_in_backward is 26214400 while layouts are compared; leave it out" in capsys.readouterr().err
 

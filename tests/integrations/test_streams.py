@@ -407,3 +407,27 @@ def test_a_bucket_of_gradients_of_two_streams(first: str) -> None:
                     assert all(float(other[0]) == 7.0 for other in others)
             assert moved(parameters) == [expected] * 2
         assert handle.buckets == [40]
+
+
+@pytest.mark.parametrize("first", ["end of the check", "other stream"])
+def test_a_check_of_gradients_of_two_streams(first: str) -> None:
+    """The sums of a part are added after they were computed, and their memory is reused only afterwards."""
+    with Model("late") as model:
+        parameters, optimizer = made(model.device, 0.0, 0.0)
+        optimizer.max_grad_norm = 1e9
+        optimizer.zero_grad()
+        handle = step_in_backward(torch.nn.ParameterList(parameters), optimizer, bucket_bytes=1, clipping="exact")
+        side = torch.cuda.Stream()
+        for value in (2.0, 3.0):
+            with handle.check():
+                with torch.cuda.stream(side):
+                    parameters[0].grad = torch.full((5,), value, device=model.device)
+                    handle._take(parameters[0])
+                parameters[1].grad = torch.full((5,), 1.0, device=model.device)
+                handle._take(parameters[1])
+            with torch.cuda.stream(side):
+                others = [torch.full((1,), 7.0, dtype=torch.float64, device=model.device) for _ in range(3)]
+                if first == "other stream":
+                    assert all(float(other[0]) == 7.0 for other in others)
+            assert handle._verdict is not None
+            assert handle._verdict.sum_of_squares.item() == 5 * (value**2 + 1.0)

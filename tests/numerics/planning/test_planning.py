@@ -463,6 +463,10 @@ def test_steps_in_the_backward_leave_the_gradients_of_one_bucket() -> None:
     assert plan(100, step_in_backward=2**20).part("gradients").bytes == 200
     units = [unit("root", [(10, 8)], root=True), unit("block", [(16, 8), (7,)], count=6)]
     assert plan(units=units, step_in_backward=100).part("gradients").bytes == 99 + 2 * 16 * 8
+    replicas = plan(units=units, gpus=4, step_in_backward=100)
+    assert replicas.part("gradients").bytes == 2 * (99 + 2 * 16 * 8) + 16 * 13
+    assert "buckets" not in [part.name for part in replicas.parts]
+    assert plan(BILLION, gpus=2, precision="fp16", step_in_backward=2**20).part("gradients").bytes == 2 * 2**20
     for strategy in ("fsdp", "hsdp"):
         shards = {"shard": 2} if strategy == "hsdp" else {}
         made = plan(units=units, gpus=4, strategy=strategy, step_in_backward=100, **shards)
@@ -478,16 +482,18 @@ def _refused(**arguments: Any) -> str:
 
 
 def test_steps_in_the_backward_that_free_nothing_are_refused() -> None:
-    for strategy in ("ddp", "zero1", "zero1-torch", "zero2", "zero3", "fsdp1"):
+    for strategy in ("zero1", "zero1-torch", "zero2", "zero3", "fsdp1"):
         assert _refused(gpus=2, strategy=strategy) == (
-            f"Expected strategy to be single, fsdp, hsdp with step_in_backward, but got {strategy!r}, which keeps all "
-            "gradients"
+            f"Expected strategy to be single, ddp, fsdp, hsdp with step_in_backward, but got {strategy!r}, which keeps "
+            "all gradients"
         )
-    for optimizer, precision in (("torch", "bf16"), ("halfstep", "fp16"), ("halfstep", "amp-fp16")):
-        assert _refused(optimizer=optimizer, precision=precision) == (
-            "Expected optimizer to be one of halfstep's, in fp32 or bf16, with step_in_backward, but got "
-            f"{optimizer!r} in {precision}: leave step_in_backward out"
-        )
+    assert _refused(optimizer="torch", precision="bf16") == (
+        "Expected optimizer to be one of halfstep's with step_in_backward, but got 'torch': leave step_in_backward out"
+    )
+    assert _refused(gpus=2, strategy="ddp", compress="bf16") == (
+        "Expected compress to be None with step_in_backward and strategy 'ddp', but got 'bf16': buckets are reduced in "
+        "the format of the gradients"
+    )
     for options, got in (({"accumulate": 2}, "2 and None"), ({"accumulator": "fp32"}, "1 and 'fp32'")):
         assert _refused(**options) == (
             "Expected accumulate to be 1 and accumulator None with step_in_backward, since accumulated gradients exist "
