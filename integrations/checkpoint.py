@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from halfstep.integrations import archive, interrupts, unfinished_saves
 from halfstep.integrations import checkpoint_files as files
 from halfstep.integrations.checkpoint_files import CheckpointError, checkpoints, newest
+from halfstep.integrations.optim.foreign_codes import decode
 from halfstep.integrations.rollback import Rollback
 
 if TYPE_CHECKING:
@@ -293,6 +294,8 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a gathered ``optimizer.state_dict()``. Tensors with the shape of their parameter are sharded like it.
 
+    States of whole parameters of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded first.
+
     Raises:
         CheckpointError: the state is of another optimizer, or damaged. The optimizer is unchanged.
 
@@ -321,7 +324,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     rollback = Rollback(None, optimizer)
     try:
         cut_state = {
-            number: {key: cut(number, value) for key, value in entry.items()}
+            number: {key: cut(number, value) for key, value in decode(entry, f"state of parameter {number}").items()}
             for number, entry in state["state"].items()
             if number in of
         }

@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.interrupts import apply
+from halfstep.integrations.optim.foreign_codes import decode, master_of_flashoptim
 from halfstep.integrations.optim.options import (
     LAYOUT_OPTIONS,
     MASTER_DTYPES,
@@ -32,8 +33,8 @@ from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.scaling.topology import local
 from halfstep.numerics.scaling.verdict import parameters_of
 
-# Options of a group that apex and TransformerEngine have in addition to torch's.
-FOREIGN_OPTIONS = ("step", "bias_correction")
+# Options of a group that apex, TransformerEngine and flashoptim have in addition to torch's.
+FOREIGN_OPTIONS = ("step", "bias_correction", "master_bytewidth")
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -50,17 +51,23 @@ def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and not value)
 
 
-def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], count: Any) -> dict[str, Any]:
-    """One parameter's saved state with our names. `count` is the step count of its group, or None."""
-    state = {key: value for key, value in saved.items() if not _is_nothing(value) and key != "master_param"}
-    if count is not None:
-        state.setdefault("step", count)
-    master = saved.get("master_param")
+def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """One parameter's saved state with our names; `group` is its saved group."""
+    where = f"state of parameter {index}"
+    state = decode({key: value for key, value in saved.items() if not _is_nothing(value)}, where)
+    if group.get("step") is not None:
+        state.setdefault("step", group["step"])
+    rest = state.pop("error_bits", None)
+    if isinstance(rest, torch.Tensor) and "master" not in state:
+        weight, rest = local(parameter.detach()), local(rest)
+        master = master_of_flashoptim(weight, rest.to(weight.device), group.get("master_bytewidth"), where)
+        return {**state, "master": like(parameter, master)}
+    master = state.pop("master_param", None)
     if not isinstance(master, torch.Tensor) or parameter.dtype == torch.float32:
         return state
     if master.dtype == torch.int16:
         # The lower 16 bits of the master, whose upper half was rounded half away from zero, as in `split_master`.
-        where = f"'master_param' in the state of parameter {index}"
+        where = f"'master_param' in the {where}"
         if parameter.dtype != torch.bfloat16:
             raise ValueError(
                 f"Expected a bfloat16 parameter for {where}, the remainder of a bfloat16 weight, but got "
@@ -178,6 +185,10 @@ class CanonicalState(OptimizerState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an Adam or AdamW of halfstep, torch, apex or TransformerEngine with the same bits.
 
+        States of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded by their rules. flashoptim's
+        masters belong to the present parameters: load the model first. Under sharding, pass such states to
+        `halfstep.integrations.checkpoint.load_optimizer`.
+
         The options that define the layout (`master_weights`, `state_dtype`, `rounding`) are not loaded; all others are.
         If the checkpoint has a master, the parameter is set to the rounded master.
 
@@ -199,12 +210,10 @@ class CanonicalState(OptimizerState):
             if replaced is not None:
                 state_dict = replaced
         groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
-        counts = {
-            index: group["step"] for group in state_dict["param_groups"] if "step" in group for index in group["params"]
-        }
+        saved_groups = {index: group for group in state_dict["param_groups"] for index in group["params"]}
         loaded = {
             parameter: self._loaded_state(
-                index, parameter, group, canonical(index, parameter, saved, counts.get(index))
+                index, parameter, group, canonical(index, parameter, saved, saved_groups[index])
             )
             for index, (parameter, group) in owners.items()
             if (saved := state_dict["state"].get(index))

@@ -1,0 +1,118 @@
+"""Moments in 8 bits and 24-bit masters of other libraries' optimizers, decoded by their rules.
+
+* bitsandbytes' 8-bit optimizers (`functional.dequantize_blockwise`): blocks of 256 elements of the flattened parameter,
+  2,048 before 0.44; ``qmap[code] * absmax[block]`` in fp32. States of small parameters are fp32.
+* flashoptim's ``compress_state_dict=True`` (`optimizers.dequantize`): groups of 32 elements of the flattened parameter
+  with an fp16 scale. The first moment is ``t / (2 - |t|) * scale`` with ``t = q / 127``, the second one
+  ``(q / 255 * scale)^2``. Scales of bf16 parameters are saved as bf16 numbers with the same bits.
+* flashoptim's masters (`optimizers.reconstruct_fp32_param`): the weight and ``q / 127`` or ``q / 32767`` of half the
+  distance of numbers of its dtype there.
+* torchao's 8-bit, 4-bit and fp8 states are tensor subclasses, which decode themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+BITSANDBYTES = "__bnb_optimizer_quant_state__"  # the entry under which 0.45 and later save what the table below names
+_BITSANDBYTES = {
+    **{"state1": "exp_avg", "state2": "exp_avg_sq"},
+    **dict.fromkeys(("qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2")),
+    **dict.fromkeys(("gnorm_vec", "unorm_vec")),
+}
+_BLOCKS = (256, 2048)
+_GROUP = 32
+_MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
+
+
+def decode(saved: dict[str, Any], where: str) -> dict[str, Any]:
+    """One parameter's saved state with its moments as plain tensors of fp32. States without codes stay as they are.
+
+    Args:
+        saved: the state of the whole parameter.
+        where: its name in messages.
+
+    Raises:
+        ValueError: codes and scales do not belong together.
+    """
+    state = dict(saved)
+    state.update(state.pop(BITSANDBYTES, {}))
+    if "state1" in state:
+        state = _of_bitsandbytes(state, where)
+    for moment, maximum in (("exp_avg", 127), ("exp_avg_sq", 255)):
+        if (codes := state.pop(f"{moment}::quantized", None)) is not None:
+            state[moment] = _of_flashoptim(codes, state.pop(f"{moment}::scales"), maximum, f"{moment!r} in the {where}")
+    return {key: _of_torchao(value) for key, value in state.items()}
+
+
+def _in_groups(codes: torch.Tensor, scales: torch.Tensor, sizes: tuple[int, ...], where: str) -> torch.Tensor:
+    """The scale of each element, flattened."""
+    for size in sizes:
+        if scales.numel() == -(-codes.numel() // size):
+            return scales.flatten().repeat_interleave(size)[: codes.numel()]
+    expected = " or ".join(f"{-(-codes.numel() // size)}" for size in sizes)
+    raise ValueError(
+        f"Expected {expected} scales for the {codes.numel()} codes of {where}, but got {scales.numel()}: the state "
+        "is of a part of the parameter, or of another version of the library; save it from one process"
+    )
+
+
+def _of_bitsandbytes(state: dict[str, Any], where: str) -> dict[str, Any]:
+    if "max1" in state:
+        raise ValueError(
+            f"Expected the {where} to have a scale for each block, 'absmax1', but got one for the whole tensor, "
+            "'max1', which bitsandbytes used with block_wise=False: load it there, and save 32-bit states"
+        )
+    moments = {}
+    for number, moment in ((1, "exp_avg"), (2, "exp_avg_sq")):
+        codes = state[f"state{number}"]
+        if codes.dtype != torch.uint8:
+            moments[moment] = codes
+            continue
+        scales = _in_groups(codes, state[f"absmax{number}"], _BLOCKS, f"{moment!r} in the {where}")
+        moments[moment] = (state[f"qmap{number}"][codes.flatten().int()] * scales).view(codes.shape)
+    return {**{key: value for key, value in state.items() if key not in _BITSANDBYTES}, **moments}
+
+
+def _of_flashoptim(codes: torch.Tensor, scales: torch.Tensor, maximum: int, where: str) -> torch.Tensor:
+    scales = scales.view(torch.float16) if scales.dtype == torch.bfloat16 else scales
+    each = _in_groups(codes, scales.float(), (_GROUP,), where)
+    scaled = codes.flatten().float() / maximum
+    if maximum == 127:
+        return (scaled / (2.0 - scaled.abs()) * each).view(codes.shape)
+    return (scaled * each).square().view(codes.shape)
+
+
+def _of_torchao(value: Any) -> Any:
+    coded = isinstance(value, torch.Tensor) and hasattr(value, "codes") and hasattr(value, "scale")
+    return value.dequantize().float() if coded else value
+
+
+def master_of_flashoptim(weight: torch.Tensor, rest: torch.Tensor, width: int | None, where: str) -> torch.Tensor:
+    """The fp32 master of a 16-bit weight and its saved ``error_bits``.
+
+    Args:
+        weight: the weight at the time of saving.
+        rest: int8 or int16, or as saved: int8 converted to the dtype of the weight, int16 viewed as it.
+        width: bytes of weight and rest, 3 or 4, as saved in the group.
+        where: the name of the state in messages.
+
+    Raises:
+        ValueError: the weight is not of 16 bits, or `rest` has another width.
+    """
+    if rest.is_floating_point() and width in (3, 4):
+        rest = rest.to(torch.int8) if width == 3 else rest.view(torch.int16)
+    if weight.dtype not in _MANTISSA or rest.dtype not in (torch.int8, torch.int16) or rest.shape != weight.shape:
+        raise ValueError(
+            f"Expected 'error_bits' in the {where} to be int8 or int16 beside a 16-bit weight of the same shape, but "
+            f"got {rest.dtype} and {tuple(rest.shape)} beside {weight.dtype} and {tuple(weight.shape)}: load model and "
+            "optimizer in the dtype in which they were saved"
+        )
+    mantissa = _MANTISSA[weight.dtype]
+    bias = 127 if mantissa == 7 else 15
+    exponent = ((weight.view(torch.int16).int() & 0x7FFF) >> mantissa).clamp(min=1) - bias - mantissa - 1
+    first = exponent.div(2, rounding_mode="floor")
+    half_gap = torch.ldexp(torch.ldexp(rest.float() / torch.iinfo(rest.dtype).max, first), exponent - first)
+    return weight.float() + half_gap
