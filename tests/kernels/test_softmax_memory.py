@@ -49,8 +49,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_columns_that_causal_drops_are_not_loaded(
     path: str, queries: int, keys: int, log: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if queries > keys and path != "one pass":
-        pytest.skip("a program per row takes minutes")
+    if path != "one pass" and (queries > keys or log != (queries == 7)):
+        pytest.skip("on the slower paths, log_softmax takes one of the shapes and softmax the others, and no long one")
     function = halfstep.log_softmax if log else halfstep.softmax
     batch = 2 if queries < 10 else 1
     x = torch.randn(batch, queries, keys, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

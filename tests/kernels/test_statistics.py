@@ -193,7 +193,7 @@ def distributions(dtype: torch.dtype) -> list[torch.Tensor]:
         signs = 1 - 2 * torch.randint(0, 2, (n,), generator=generator)
         return torch.ldexp(fractions.double() * signs, exponents).to(FP32)
 
-    n = 2100
+    n = 1100
     normal = torch.randn(n, generator=generator)
     every = torch.arange(n) % 300 - 160
     edges = torch.tensor([2.0**e for e in range(-24, 8)])

@@ -212,16 +212,20 @@ def load_torch(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, 
 
 
 def sources(layout: str, topology: str, way: str, every: bool) -> list[str]:
-    """The topologies whose checkpoints a topology loads: all for the usual layout, the previous one for others.
+    """The topologies whose checkpoints a topology loads: the previous one, and for the usual layout, two more.
 
-    torch's functions read parts of full tensors, so that loading does not depend on the saved topology. They load those
-    of the previous topology and of one process, unless `every` pair is requested.
+    In the order of `TOPOLOGIES`, taken as a circle, those are the next one and the opposite one, so that each topology
+    is saved and loaded equally often. torch's functions read parts of full tensors, so that loading does not depend on
+    the saved topology. They load those of the previous topology and of one process, unless `every` pair is requested.
     """
     names = list(TOPOLOGIES)
-    if layout == "bf16 split" and (way == "ours" or every):
+    if layout == "bf16 split" and every:
         return names
-    before = names[names.index(topology) - 1]
-    return [before] if way == "ours" else list(dict.fromkeys(("single", before)))
+    place = names.index(topology)
+    before, after, opposite = (names[(place + offset) % len(names)] for offset in (-1, 1, 3))
+    if way == "torch":
+        return list(dict.fromkeys(("single", before)))
+    return [before, after, opposite] if layout == "bf16 split" else [before]
 
 
 def ways_of(layout: str) -> dict[str, Any]:
