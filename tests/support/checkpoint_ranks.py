@@ -29,12 +29,17 @@ from halfstep.integrations import checkpoint
 WORLD = 4
 STEPS_BEFORE, STEPS_AFTER = 3, 2
 
+WHOLE_CROSS = ("bf16 split", "bf16 split24, 8-bit moments")  # layouts of which every pair of topologies can be tested
 # By name: the dtype of the weights and the optimizer's options. Each is another way to keep masters and moments.
 LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 split": (torch.bfloat16, {}),
     "bf16 split, bf16 moments by chance": (
         torch.bfloat16,
         {"state_dtype": torch.bfloat16, "rounding": "stochastic", "seed": 3},
+    ),
+    "bf16 split24, 8-bit moments": (
+        torch.bfloat16,
+        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic", "seed": 3},
     ),
     "bf16 full, amsgrad": (torch.bfloat16, {"master_weights": "full", "amsgrad": True}),
     "fp16 full": (torch.float16, {}),
@@ -45,12 +50,12 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 class Block(torch.nn.Module):
     """Two layers that tensor parallelism shards by columns and rows, and a norm that it does not shard."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
         # 6 and 10 rows over 4 ranks are uneven; the norm's 5 leave the last rank with none.
-        self.up = torch.nn.Linear(5, hidden)
-        self.down = torch.nn.Linear(hidden, 10)
-        self.norm = torch.nn.LayerNorm(5)
+        self.up = torch.nn.Linear(inputs, hidden)
+        self.down = torch.nn.Linear(hidden, outputs)
+        self.norm = torch.nn.LayerNorm(inputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
@@ -63,7 +68,12 @@ def model_of(layout: str, seed: int = 0) -> torch.nn.Module:
     # of TP x FSDP are no such range, so the layouts with stochastic rounding have 8 rows, which 2 x 2 ranks divide
     # evenly. torch 2.8 saves and loads uneven shards of TP x FSDP in wrong places (docs/versions.md).
     hidden = 8 if "rounding" in options or torch.__version__.startswith("2.8.") else 6
-    model = torch.nn.Sequential(Block(hidden), torch.nn.Linear(10, 1)).to(dtype)
+    sizes = 5, hidden, 10
+    if options.get("state_dtype") == "8bit":
+        # Matrices of more than 4,096 elements. Two ranks cut the columns of `down` between two blocks of 128;
+        # the blocks of `up` are short, and 18 rows of `down` over 4 ranks are uneven.
+        sizes = 20, 256, 18
+    model = torch.nn.Sequential(Block(*sizes), torch.nn.Linear(sizes[2], 1)).to(dtype)
     for p in model.parameters():
         torch.nn.init.normal_(p)
     return model
@@ -219,7 +229,7 @@ def sources(layout: str, topology: str, way: str, every: bool) -> list[str]:
     the saved topology. They load those of the previous topology and of one process, unless `every` pair is requested.
     """
     names = list(TOPOLOGIES)
-    if layout == "bf16 split" and every:
+    if every:
         return names
     place = names.index(topology)
     before, after, opposite = (names[(place + offset) % len(names)] for offset in (-1, 1, 3))
@@ -228,14 +238,18 @@ def sources(layout: str, topology: str, way: str, every: bool) -> list[str]:
     return [before, after, opposite] if layout == "bf16 split" else [before]
 
 
-def ways_of(layout: str) -> dict[str, Any]:
-    return {"ours": (save_ours, load_ours), **({"torch": (save_torch, load_torch)} if layout == "bf16 split" else {})}
+def ways_of(layout: str, every: bool) -> dict[str, Any]:
+    """How checkpoints are saved and loaded: by torch's functions too for the usual layout, and if `every` is tested."""
+    return {
+        "ours": (save_ours, load_ours),
+        **({"torch": (save_torch, load_torch)} if layout == "bf16 split" or every else {}),
+    }
 
 
 def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> dict[str, list[str]]:
     """Save in every topology and load in each from its `sources`. Returns the differences from one process, by pair."""
     saved, end = reference(layout)
-    ways = ways_of(layout)
+    ways = ways_of(layout, every)
     for name, ranks in TOPOLOGIES.items():
         if rank < ranks:
             model = world.wrap(model_of(layout), name)

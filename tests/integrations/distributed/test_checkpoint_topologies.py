@@ -26,16 +26,17 @@ def test_masters_moments_weights_and_options_have_the_same_bits(ranks: list[Foun
 
 
 @pytest.mark.exhaustive
-def test_every_pair_of_topologies_has_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", checkpoint_ranks.WHOLE_CROSS)
+def test_every_pair_of_topologies_has_the_same_bits(tmp_path: Path, layout: str) -> None:
     """By torch's save and load as well as by ours."""
-    _all_have_the_same_bits(_found(tmp_path, ["bf16 split"], every=True), "bf16 split", every=True)
+    _all_have_the_same_bits(_found(tmp_path, [layout], every=True), layout, every=True)
 
 
 def _all_have_the_same_bits(ranks: list[Found], layout: str, every: bool) -> None:
     for rank, found in enumerate(ranks):
         pairs = {
             f"{way}: {source} -> {name}"
-            for way in checkpoint_ranks.ways_of(layout)
+            for way in checkpoint_ranks.ways_of(layout, every)
             for name, count in checkpoint_ranks.TOPOLOGIES.items()
             for source in checkpoint_ranks.sources(layout, name, way, every)
             if rank < count
