@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,18 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _groups() -> list[dict[str, object]]:
+SMALL = ((3,), (5,), (2,))
+CODED = ((40, 130), (5,), (8, 512))
+LAYOUTS = [
+    pytest.param(SMALL, {}, id="split"),
+    pytest.param(CODED, {"state_dtype": "8bit", "master_weights": "split24"}, id="8 bits"),
+]
+layouts = pytest.mark.parametrize(("shapes", "options"), LAYOUTS)
+
+
+def _groups(shapes: tuple[tuple[int, ...], ...] = SMALL) -> list[dict[str, object]]:
     torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(size).bfloat16()) for size in (3, 5, 2)]
+    weights = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes]
     return [{"params": weights[:2], "lr": 0.1}, {"params": weights[2:], "lr": 0.2, "weight_decay": 0.3}]
 
 
@@ -41,25 +51,30 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def test_it_is_the_state_of_the_optimizer_without_zero() -> None:
-    plain = halfstep.AdamW(_groups())
-    divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=halfstep.AdamW)
+@layouts
+def test_it_is_the_state_of_the_optimizer_without_zero(shapes: Any, options: Any) -> None:
+    plain = halfstep.AdamW(_groups(shapes), **options)
+    divided = ZeroRedundancyOptimizer(_groups(shapes), optimizer_class=halfstep.AdamW, **options)
     for optimizer in (plain, divided):
         _step(optimizer, 1)
     assert differences(plain.state_dict(), zero.state_dict(divided)) == []
 
 
-def test_what_is_loaded_goes_through_the_optimizers_own_loading() -> None:
+@layouts
+def test_what_is_loaded_goes_through_the_optimizers_own_loading(shapes: Any, options: Any) -> None:
     """What torch puts in is taken over at the next step only; ours goes through `load_state_dict`, with its checks."""
-    plain = halfstep.AdamW(_groups())
+    plain = halfstep.AdamW(_groups(shapes), **options)
     _step(plain, 1)
     state, weights = plain.state_dict(), _weights(plain)
-    groups = _groups()
+    groups = _groups(shapes)
     for parameter, weight in zip((p for g in groups for p in g["params"]), weights, strict=True):  # type: ignore[attr-defined]
         parameter.data.copy_(weight)
-    divided = ZeroRedundancyOptimizer(groups, optimizer_class=halfstep.AdamW)
+    divided = ZeroRedundancyOptimizer(groups, optimizer_class=halfstep.AdamW, **options)
     zero.load_state_dict(divided, state)
-    assert all(entry["master"].dtype == torch.int16 for entry in divided.optim.state.values())
+    remainder = torch.int8 if options else torch.int16
+    assert all(entry["master"].dtype == remainder for entry in divided.optim.state.values())
+    first = next(iter(divided.optim.state.values()))
+    assert first["exp_avg"].dtype == (torch.uint8 if options else torch.float32)
     assert [group["lr"] for group in divided.param_groups] == [0.1, 0.2]
     for optimizer in (plain, divided):
         _step(optimizer, 2)
