@@ -182,6 +182,23 @@ def test_the_checks_for_shared_names_can_fail() -> None:
     assert classes("class Row:\n    class Inner: ...\ndef f(): ...\nclass Case(Row): ...") == ["Row", "Case"]
 
 
+LONGEST = 900  # lines of a module
+# A family of kernels is one file, as CONTRIBUTING.md says. Adam has two kernels, and casts have one for lists.
+LONGER = {"kernels/adam.py", "kernels/cast.py"}
+
+
+def longer(lengths: dict[str, int]) -> set[str]:
+    return {name for name, lines in lengths.items() if lines > LONGEST}
+
+
+def test_no_module_is_long() -> None:
+    assert longer({str(path.relative_to(ROOT)): path.read_text().count("\n") for _, path in SOURCES}) == LONGER
+
+
+def test_the_check_for_long_modules_can_fail() -> None:
+    assert longer({"a.py": LONGEST + 1, "b.py": LONGEST}) == {"a.py"}
+
+
 # What may know how torch spreads a model over ranks, in the layers below integrations.
 KNOWS_RANKS = {"numerics/scaling/topology.py"}
 

@@ -41,7 +41,7 @@ class Implementation(NamedTuple):
         """The value that the implementation stores; None if that is undefined."""
         for name in self.via:
             if formats[name].bits <= format.bits and name != "fp64":
-                break  # from float64 to float64 leads no detour
+                break  # from float64 to float64 nothing is rounded
             number = decode_exact(encode_exact(number, name), name)
         if format.kind == "integer":
             return _truncated(number, format)

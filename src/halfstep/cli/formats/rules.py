@@ -9,10 +9,10 @@ from halfstep.cli.formats.values import Encoded, Stored, encoded, finite, overfl
 from halfstep.numerics.formats.exact import Neighbours, Number, decode_exact, encode_exact, ulp_exact
 from halfstep.numerics.formats.table import Format, formats
 
-_DETOURS = ("fp64", "fp32")  # what numbers are held in before they are cast
+_WIDER = ("fp64", "fp32")  # what numbers are held in before they are cast
 
 
-class Detour(NamedTuple):
+class DoubleRounding(NamedTuple):
     """The result of rounding to another format first."""
 
     via: tuple[Format, ...]
@@ -44,20 +44,20 @@ def rule(found: Encoded, around: Neighbours | None) -> str:
     return "nearer"
 
 
-def detours(number: Number, format: Format) -> list[Detour]:
+def double_roundings(number: Number, format: Format) -> list[DoubleRounding]:
     """The wider formats through which double rounding gives another result than rounding once."""
     if not finite(number):
         return []
     direct, made = decode_exact(encode_exact(number, format), format), []
     via: tuple[Format, ...] = ()
-    for name in _DETOURS:
+    for name in _WIDER:
         if formats[name].bits <= format.bits:
             break
         via = (*via, formats[name])
         number = decode_exact(encode_exact(number, name), name)
         there = encoded(number, format)
         if there.stored is not None and not _same(there.stored.value, direct):
-            made.append(Detour(via, there))
+            made.append(DoubleRounding(via, there))
     return made
 
 

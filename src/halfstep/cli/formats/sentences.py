@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from halfstep.cli.formats import number_text
-from halfstep.cli.formats.rules import Detour, ends_around, nearest
+from halfstep.cli.formats.rules import DoubleRounding, ends_around, nearest
 from halfstep.cli.formats.text import bits, distance
 from halfstep.cli.formats.values import Encoded, Stored, overflow_threshold, overflows, special_text
 from halfstep.cli.terminal import Terminal
@@ -137,7 +137,7 @@ def words(found: Encoded, around: Neighbours | None, decided: str, screen: Termi
     return [_step_words(found, around), *_rule_words(found, around, decided, screen)]
 
 
-def detour_words(one: Detour, found: Encoded) -> str:
+def double_rounding_words(one: DoubleRounding, found: Encoded) -> str:
     way = " and ".join(format.name for format in one.via)
     stored, direct = one.found.stored, nearest(found)
     if stored is None:

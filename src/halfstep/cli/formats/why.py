@@ -9,8 +9,8 @@ from typing import Any
 
 from halfstep.cli.formats import arguments, implementations, number_line, number_text
 from halfstep.cli.formats.arguments import Answer, Given, UsageError
-from halfstep.cli.formats.rules import chances, detours, ends_around, nearest, rule
-from halfstep.cli.formats.sentences import detour_words, text, words
+from halfstep.cli.formats.rules import chances, double_roundings, ends_around, nearest, rule
+from halfstep.cli.formats.sentences import double_rounding_words, text, words
 from halfstep.cli.formats.text import bits, implementation_lines, outcome, ulps
 from halfstep.cli.formats.values import Encoded, Stored, code_text, encoded, finite, number_dict, overflows
 from halfstep.cli.terminal import Terminal, fitted
@@ -88,8 +88,8 @@ def _screen_lines(given: Given, found: Encoded, overflow: str, screen: Terminal)
         lines += screen.wrap(sentence, "  ")
     if around is not None and not around.exact and decided not in ("sign", "least"):
         lines += ["", *_roundings(found, overflow, screen)]
-    for one in detours(found.number, found.format):
-        lines += ["", *screen.wrap(screen.paint("note", "note") + " " + detour_words(one, found), "  ")]
+    for one in double_roundings(found.number, found.format):
+        lines += ["", *screen.wrap(screen.paint("note", "note") + " " + double_rounding_words(one, found), "  ")]
     others = implementation_lines(given, [found], screen) if overflow == "inf" else []
     return [*lines, *([""] if others else []), *others]
 
@@ -122,7 +122,7 @@ def _as_dict(given: Given, found: Encoded, overflow: str) -> dict[str, Any]:
     ]
     made["rounded_twice"] = [
         {"via": [format.name for format in one.via], **one.found.as_dict()}
-        for one in detours(found.number, found.format)
+        for one in double_roundings(found.number, found.format)
     ]
     others = implementations.conversions(found.number, found.format) if overflow == "inf" else []
     made["elsewhere"] = [conversion.as_dict() for conversion in others]
