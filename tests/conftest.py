@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Hide the modules and tests from the garbage collector: they stay, and each collection would walk all of them."""
+    """Hide the modules and tests from the garbage collector: they stay, and each collection would visit all of them."""
     gc.collect()
     gc.freeze()
 

@@ -36,7 +36,7 @@ def calls(source: str) -> list[tuple[ast.Call, str]]:
 
 
 def careless(source: str) -> list[str]:
-    """Allocations that leave dtype or device to chance."""
+    """Allocations without a dtype or a device, which then depend on global defaults."""
     wrong = []
     for call, name in calls(source):
         given = {keyword.arg for keyword in call.keywords}

@@ -236,7 +236,7 @@ def test_one_list_or_several_in_any_order_and_any_threads(name: str) -> None:
     ids=["seed's lower half", "upper half", "stream", "stream's top", "base", "base's upper half", "runs"],
 )
 def test_everything_that_names_an_element_changes_its_bits(name: str, other: Noise) -> None:
-    """Seen on a moment that starts from 0, so that nothing but chance differs; a third of all roundings on average."""
+    """Seen on a moment that starts from 0, so that only random bits differ; a third of all roundings on average."""
     rng = np.random.default_rng(6)
     grad = rng.standard_normal(512).astype(np.float32)
     results = []
@@ -267,7 +267,7 @@ def test_every_step_draws_anew(name: str) -> None:
         assert (left != right).any()
 
 
-# --------------------------------------------------------------------------------------------------- values and chance
+# --------------------------------------------------------------------------------------------------- values and means
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -275,7 +275,7 @@ def test_every_step_draws_anew(name: str) -> None:
     "layout", [PLAIN, LEAST, HALF, Layout(FP16, FP32, BF16, NO_MASTER, False, True, True)], ids=label
 )
 def test_exact_weights_never_move(name: str, layout: Layout) -> None:
-    """lr 0 and decay 0: every finite weight of the format comes back bit for bit, whatever chance says."""
+    """lr 0 and decay 0: every finite weight of the format keeps its bits, whatever the random bits are."""
     codes = np.arange(0, 2**16, 7, dtype=np.uint16).view(NUMPY[layout.param])
     with np.errstate(all="ignore"):
         weights = codes.astype(np.float32)
@@ -292,7 +292,7 @@ def test_exact_weights_never_move(name: str, layout: Layout) -> None:
     "layout", [PLAIN, LEAST, SPLIT, SPLIT24, HALF, dataclasses.replace(LEAST, amsgrad=True)], ids=label
 )
 def test_non_finite_values_stay_where_they_are(name: str, layout: Layout) -> None:
-    """NaN and infinity are not rounded by chance: 0x7fffffff plus a carry would be -0.0, infinity would be a NaN."""
+    """NaN and infinity are not rounded stochastically: 0x7fffffff plus a carry would be -0.0, infinity a NaN."""
     rng = np.random.default_rng(9)
     patterns = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000], np.uint32).view(np.float32)
     infinities = np.tile([INF, -INF], 64).astype(np.float32)
@@ -320,7 +320,7 @@ def test_a_second_moment_that_overflowed_comes_back_to_the_numbers(name: str, am
 
 
 def test_the_largest_second_moment_is_the_largest_that_was_stored() -> None:
-    """With chance of its own it would climb further: every step another chance to round up, none to come down."""
+    """With random bits of its own it would rise further: each step could round it up, and none could lower it."""
     layout = dataclasses.replace(LEAST, amsgrad=True)
     rng = np.random.default_rng(11)
     state = [make(layout, np.zeros(4096, np.float32), rng, noise=Noise(0, 0), beta2=0.9)]
@@ -362,7 +362,7 @@ def test_small_steps_arrive_in_the_mean_and_are_lost_to_nearest() -> None:
 
 
 def test_the_second_moment_keeps_moving_in_bf16() -> None:
-    """From 1 towards a quarter with beta2 0.999: nearest stops where a step is below half a unit, chance does not."""
+    """From 1 towards a quarter with beta2 0.999: to nearest it stops where a step is below half a unit."""
     n = 4096
     rng = np.random.default_rng(13)
     ends = {}

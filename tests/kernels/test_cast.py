@@ -43,7 +43,7 @@ def expected(values: np.ndarray, target: torch.dtype) -> np.ndarray:
 
 
 def every_input(source: torch.dtype) -> np.ndarray:
-    """All codes of a 16-bit source; for fp32, wherever any rounding can change its mind (see `oracles.thresholds`)."""
+    """All codes of a 16-bit source; for fp32, the neighbours of each number where a rounding changes (`oracles`)."""
     if source == FP32:
         return np.concatenate([oracles.thresholds(FP16), oracles.thresholds(BF16)])
     return np.arange(2**16, dtype=np.uint16).view(oracles.NUMPY[source])

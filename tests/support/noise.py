@@ -80,8 +80,12 @@ def to_24_bits(values: np.ndarray, random: np.ndarray | None) -> np.ndarray:
 def rounded(
     values: np.ndarray, mantissa: int, least: int | np.ndarray, largest: float, random: np.ndarray | None
 ) -> np.ndarray:
-    """fp32 values rounded to a grid, still in fp32: by chance, as likely as the fraction of a unit that is left, or to
-    nearest even if `random` is None. `least` is the exponent of the smallest normal number, of all or of each."""
+    """fp32 values rounded to a grid, still in fp32: stochastically, up with the probability of the fraction of a
+    unit that is left, or to nearest even if `random` is None.
+
+    Args:
+        least: the exponent of the smallest normal number, for all values or for each.
+    """
     with np.errstate(invalid="ignore"):  # of signalling NaNs
         exact = values.astype(np.float64)
     magnitude = np.abs(exact)

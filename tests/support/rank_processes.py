@@ -74,7 +74,7 @@ def _rank(
     os.environ.clear()
     os.environ.update(environments[rank])
     torch.set_num_threads(1)
-    gc.freeze()  # no collection need walk what was imported before
+    gc.freeze()  # so that collections do not visit what was imported before
     if world:
         gloo.start(rank, world, timedelta(seconds=300))
     result = getattr(importlib.import_module(module), name)(rank, *arguments)

@@ -1,4 +1,4 @@
-"""Explanations: the rule that decided, what chance would do, and what rounding twice would, each against the codec."""
+"""Explanations: the rule that decided, stochastic rounding and double rounding, each compared with the codec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The certificate: what all 2^32 fp32 inputs become, recorded once, and walked again by `make exhaustive`.
+"""The certificate: what all 2^32 fp32 inputs become, recorded once, and computed again by `make exhaustive`.
 
 `python tests/support/codec_walk.py --record` writes codec_certificate.json; docs/exactness.md prints it.
 """
