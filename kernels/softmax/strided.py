@@ -16,6 +16,7 @@ from halfstep.kernels.softmax.layout import as_strided_rows, mask_operand
 
 # Elements of a tile: one that holds all columns of its sums, which stay in registers, and one of a loop over columns.
 STRIDED_FORWARD, STRIDED_BACKWARD, STRIDED_LOOP = 32768, 16384, 4096
+EACH = 64  # of a tile of whole sums, elements that a thread holds: the more, the fewer go from thread to thread
 
 
 @jit
@@ -179,7 +180,7 @@ def tile_shape(columns: int, across: int, one_pass: int, most: int = 32) -> tupl
     whole = tall * min(side, 32) <= one_pass
     if whole:
         width = min(side, max(32, 4096 // tall), 256)
-        warps = min(most, max(1, tall * width // 1024))
+        warps = min(most, max(1, tall * width // (32 * EACH)))
     else:
         width, warps = min(side, 64), 8
         tall = STRIDED_LOOP // width

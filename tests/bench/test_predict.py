@@ -41,8 +41,7 @@ EXCEPTIONS: dict[str, tuple[float, float, float, str]] = {
     "softmax bf16, 50,257 columns": (0.65, 1.15, 0.20, LONG_ROWS),
     "softmax bf16, 65,536 columns": (0.60, 0.94, 0.20, LONG_ROWS),
     "softmax bf16, 16 rows of 262,144": (0.60, 1.06, 0.20, LONG_ROWS),
-    "softmax bf16 over rows*": (0.71, 1.28, 0.76, "sums go through shared memory"),
-    "softmax bf16 backward over rows*": (0.60, 0.85, 0.26, "the same"),
+    "softmax bf16 over rows*": (0.60, 1.02, 0.38, "the maxima and sums of 32 columns go from thread to thread"),
 }
 
 
