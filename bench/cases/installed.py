@@ -18,6 +18,7 @@ PEERS = {
     "torch-optimi": "optimi",
     "flashoptim": "flashoptim",
     "torchao": "torchao",
+    "bitsandbytes": "bitsandbytes",
     "apex": "apex",
     "transformer-engine": "transformer_engine",
     "deepspeed": "deepspeed",

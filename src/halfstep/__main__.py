@@ -47,6 +47,11 @@ COMMANDS = (
     ),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
     _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, without a GPU"),
+    _Command(
+        ("bench", "moments"),
+        "halfstep.bench.moments",
+        "compare moments of few bits with float64, and trainings with them",
+    ),
     _Command(("bench", "predict"), "halfstep.bench.predict", "predict what limits each kernel on a GPU, without one"),
     _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step, and installed peers"),
     _Command(
