@@ -64,7 +64,7 @@ demo: $(VENV)/.plots
 
 test: $(VENV)/.test
 	$(TESTS) --check-durations
-	$(BIN)/pytest -q -p no:benchmark --software-gpu sm_90 -k every_kernel tests/software_gpu/test_kernels.py
+	$(ON_GPU) sm_90 --dist load -k every_kernel tests/software_gpu/test_kernels.py
 
 # Every kernel as compiled for each target, and what the software GPU itself must get right.
 software-gpu: $(VENV)/.test

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import halfstep
 
 INF = float("inf")
-RANDOM = 50  # faults of the campaign; `make soak` has thousands
+RANDOM = 30  # faults of the campaign; `make soak` has thousands
 BROKEN = (0, 1, 2, 3, 1, 0)  # the rank of each fault: of each of three values one early and one late
 
 
