@@ -25,7 +25,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -200,7 +200,9 @@ class StepInBackward:
             return
         with self._lock:
             if not self._began:
-                self._refuse_ddp()
+                if is_wrapped_by_ddp(parameters_of(self._optimizer)):
+                    self.remove()
+                    raise RuntimeError(f"Expected the model not to be wrapped by {DDP_KEEPS}")
                 self._began = True
             running = torch._C._current_graph_task_id()
             if running != self._backward:
@@ -219,19 +221,6 @@ class StepInBackward:
             filled = self._reduction is not None or bucket is not self._buckets[-1]
             if len(bucket.arrived) == len(bucket.members) and (filled or bucket.size >= self.bucket_bytes):
                 self._complete(bucket)
-
-    def _refuse_ddp(self) -> None:
-        """Raise if DistributedDataParallel wraps the parameters, which the model passed to us need not show.
-
-        Each rank would step with its own gradients. The search over all objects runs once, and only in a process group.
-        """
-        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-            return
-        own = set(map(id, parameters_of(self._optimizer)))
-        wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-        if any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters()):
-            self.remove()
-            raise RuntimeError(f"Expected the model not to be wrapped by {DDP_KEEPS}")
 
     def _assign(self, parameter: torch.Tensor) -> Bucket:
         """Put a parameter into the last bucket, or into a new one if that is full."""
@@ -413,6 +402,18 @@ def _call(reference: weakref.WeakMethod[Callable[..., None]], *arguments: torch.
     method = reference()
     if method is not None:
         method(*arguments)
+
+
+def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether DistributedDataParallel wraps any of the parameters, which the model passed to us need not show.
+
+    Each rank would step with its own gradients. The search over all objects runs only in a process group.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    own = set(map(id, parameters))
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    return any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters())
 
 
 def _has_accumulated(model: torch.nn.Module | None) -> bool:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep.integrations.fsdp import keep_reduced_gradients
+from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.scaling.topology import local
 
@@ -269,6 +270,28 @@ def _bytes_of(model: Module, handle: Any) -> int:
     return sum(_storages(model).values()) + (0 if running is None else running[2].untyped_storage().nbytes())
 
 
+def offloaded() -> dict[str, Any]:
+    """Steps on the host under DDP beside those on the device, and what is refused."""
+    states = []
+    for cls, options in ((halfstep.AdamW, {}), (OffloadedAdamW, {"in_backward": None})):
+        model = model_of()
+        wrapped = DistributedDataParallel(model)
+        optimizer = cls(model.parameters(), lr=0.01, max_grad_norm=0.02, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            wrapped(inputs.bfloat16()).float().square().mean().backward()
+            optimizer.step()
+        states.append(_whole_state(optimizer))
+    optimizer = OffloadedAdamW(model.parameters())
+
+    def in_backward() -> None:
+        wrapped(torch.ones(3, 6, dtype=torch.bfloat16)).sum().backward()
+
+    refused = [_message(in_backward), _message(lambda: OffloadedAdamW(_fsdp2().parameters()))]
+    return {"device": states[0], "host": states[1], "refused": refused}
+
+
 def _refused_replicas() -> list[str]:
     def frozen() -> None:
         model = model_of()
@@ -301,7 +324,7 @@ def _outside() -> str:
 def _message(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
@@ -332,5 +355,6 @@ def run(rank: int) -> dict[str, Any]:
     for name in REPLICAS:
         found[name] = {size: replicas(name, size) for size in ((None, 400, 1) if name == "replicas" else (None, 400))}
     found["refused replicas"], found["outside"] = _refused_replicas(), _outside()
+    found["offloaded"] = offloaded()
     found["refused"] = [_refused(True), _refused(False)]
     return found

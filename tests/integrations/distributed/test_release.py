@@ -1,4 +1,4 @@
-"""Steps inside the backward on two ranks: the bits of a step after it, and few gradients at any time."""
+"""Steps inside the backward, and on the host, on two ranks: the bits of a step after it, and few gradients."""
 
 from __future__ import annotations
 
@@ -114,6 +114,18 @@ def test_what_replicas_refuse(ranks: list[dict[str, Any]]) -> None:
         ]
     outside = "Expected process_group to be None or a group that contains this rank, but got "
     assert ranks[0]["outside"] == "" and ranks[1]["outside"].startswith(outside)
+
+
+def test_an_offloaded_optimizer_under_ddp(ranks: list[dict[str, Any]]) -> None:
+    """Its gradients are copied at the step, when they are reduced."""
+    for rank in ranks:
+        assert _same(rank["offloaded"]["host"], rank["offloaded"]["device"])
+        assert rank["offloaded"]["refused"] == [
+            "Expected the model not to be wrapped by DistributedDataParallel, whose gradients are reduced after they "
+            "are complete: use in_backward=None, which copies them in step()",
+            "Expected a parameter that is not sharded, but got one of shape (7, 6) under FSDP: use fully_shard(..., "
+            "offload_policy=CPUOffloadPolicy()) with halfstep.AdamW, which steps on the host too",
+        ]
 
 
 def test_ddp_is_refused_before_anything_changes(ranks: list[dict[str, Any]]) -> None:

@@ -1,0 +1,469 @@
+"""Adam and AdamW whose masters and moments are in the memory of the host, and whose steps run there.
+
+The device holds the weights and, during the backward, the gradients that are being copied. Each gradient is copied to
+the host as soon as it is complete, and freed. The C++ kernels step there, and the weights are copied back. Weights and
+state have the bits of a step on the device.
+
+The optimizer's ``param_groups`` and ``state`` contain the copies of the parameters on the host, of which each is pinned
+if the parameter is on a GPU. Gradients of several backwards are added on the host, in the dtype of the gradient, as
+autograd adds them. Clipping, scaling and skipping are therefore those of an optimizer on the CPU, for our scaler and
+torch's.
+
+Bytes per parameter in bf16 with fp32 moments: 2 on the device; on the host 2 for the weight, 2 for the remainder, 8 for
+the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from halfstep.integrations.optim.classes import Adam, AdamW
+from halfstep.integrations.release import BUCKET_BYTES, is_wrapped_by_ddp
+from halfstep.kernels.multi_tensor import FLOATS
+from halfstep.numerics.scaling.topology import is_sharded
+
+IN_BACKWARD = ("copy", "step", None)
+
+
+class _Mirror:
+    """A parameter and its copy on the host.
+
+    Attributes:
+        parameter: the parameter.
+        host: its copy, which the optimizer steps. Its gradient is that of the parameter, once it has arrived.
+        bucket: the number of the parameters that are stepped together with it.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        values = parameter.detach()
+        self.host = torch.nn.Parameter(_on_host(values).copy_(values), requires_grad=parameter.requires_grad)
+        self.bucket = 0
+        self._staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
+        self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
+        self._full = False  # whether there is such a gradient
+        self._seen = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return self.parameter._version, self.parameter.data_ptr()
+
+    def take(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """Begin to copy the gradient of the parameter, on a stream that has waited for it."""
+        self.receive()  # that of an earlier backward
+        grad = self.parameter.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"Expected a parameter of shape {tuple(grad.shape)} to have a dense gradient, but got layout "
+                f"{grad.layout}: use sparse=False in the embedding"
+            )
+        if self._staging is None or self._staging is self.host.grad or self._staging.dtype != grad.dtype:
+            self._staging = _on_host(self.host, grad.dtype, like=grad)
+        if stream is None:
+            self._staging.copy_(grad)
+        else:
+            with torch.cuda.stream(stream):
+                self._staging.copy_(grad, non_blocking=True)
+                self._arriving = stream.record_event()
+        self._full = True
+        return self._arriving
+
+    def receive(self) -> None:
+        """Wait for a gradient that is being copied, and add it to those of earlier backwards."""
+        if not self._full:
+            return
+        assert self._staging is not None
+        if self._arriving is not None:
+            self._arriving.synchronize()
+        self._full, self._arriving = False, None
+        if self.host.grad is None:
+            self.host.grad = self._staging
+        else:
+            self.host.grad.add_(self._staging)
+
+    def forget(self) -> None:
+        """Drop a gradient that is being copied."""
+        if self._arriving is not None:
+            self._arriving.synchronize()
+        self._full, self._arriving = False, None
+
+    def take_outside_write(self) -> None:
+        """Copy the parameter if other code has written it since the last step."""
+        if self._now() != self._seen:
+            self.host.copy_(self.parameter)
+            self._seen = self._now()
+
+    def send(self) -> None:
+        """Begin to copy the weights to the parameter."""
+        self.parameter.copy_(self.host, non_blocking=True)
+        self._seen = self._now()
+
+
+class _InFlight(NamedTuple):
+    """A gradient that is being copied. It exists until the copy has ended."""
+
+    ended: torch.cuda.Event
+    grad: torch.Tensor
+    size: int
+
+
+def _on_host(values: torch.Tensor, dtype: torch.dtype | None = None, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Uninitialized memory for a tensor on the host, pinned if `like`, or the tensor itself, is on a GPU."""
+    pinned = (values if like is None else like).device.type == "cuda"
+    shape = torch.empty_like(values, device="meta")
+    made = torch.empty(shape.numel(), dtype=dtype or values.dtype, device="cpu", pin_memory=pinned)
+    return torch.as_strided(made, shape.shape, shape.stride())
+
+
+class _Masters(Mapping[torch.Tensor, torch.Tensor]):
+    """The masters by the parameters on the device."""
+
+    def __init__(self, masters: Mapping[torch.Tensor, torch.Tensor], hosts: dict[torch.Tensor, torch.Tensor]) -> None:
+        self._masters, self._hosts = masters, hosts
+
+    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._masters[self._hosts[parameter]]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._hosts)
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+
+class _Offloaded(Adam):
+    """The common part of both optimizers: copies between the device and the host around the step of the base class."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        *args: Any,
+        in_backward: Literal["copy", "step"] | None = "copy",
+        bucket_bytes: int = BUCKET_BYTES,
+        **options: Any,
+    ) -> None:
+        if in_backward not in IN_BACKWARD:
+            raise ValueError(f"Expected in_backward to be 'copy', 'step' or None, but got {in_backward!r}")
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f"Expected bucket_bytes to be an integer of at least 1, but got {bucket_bytes!r}")
+        if in_backward == "step" and options.get("max_grad_norm") is not None:
+            raise ValueError(
+                f"Expected max_grad_norm to be None with in_backward='step', but got {options['max_grad_norm']}: the "
+                "norm is known after the backward; use in_backward='copy'"
+            )
+        self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
+        self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
+        self._of_bucket: list[list[_Mirror]] = []
+        self._arrived: dict[int, set[int]] = {}  # by bucket, the ids of parameters whose gradient is complete
+        self._in_flight: deque[_InFlight] = deque()
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self._steps: list[Future[None]] = []
+        self._worker: Executor | None = None
+        self._stepping: int | None = None  # the thread that steps a bucket
+        self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
+        self._began = False  # whether a backward was seen
+        super().__init__(params, *args, **options)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the copies on the host. Reading them waits for the gradients that are being copied, so that
+        scalers and other code find all of them."""
+        if threading.get_ident() != self._stepping:
+            self._settle()
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, of which the optimizer makes copies on the host.
+
+        Raises:
+            TypeError, ValueError: an option or a parameter is not allowed. The optimizer is unchanged.
+        """
+        added: dict[int, _Mirror] = {}  # by the id of the parameter
+        if isinstance(param_group, dict) and "params" in param_group:
+            given = param_group["params"]
+            members = [given] if isinstance(given, torch.Tensor) else list(given)
+            param_group = {**param_group, "params": [self._mirrored(one, added) for one in members]}
+        super().add_param_group(param_group)
+        take = weakref.WeakMethod(self._take)
+        self._mirrors |= added
+        for mirror in added.values():
+            if self.in_backward is not None and mirror.parameter.requires_grad:
+                mirror.parameter.register_post_accumulate_grad_hook(partial(_call, take))
+        self._fill_buckets()
+
+    def _mirrored(self, member: Any, added: dict[int, _Mirror]) -> Any:
+        """A member of a group with the copy of its parameter, which is put into `added` if it is new."""
+        if isinstance(member, tuple) and len(member) == 2:
+            return member[0], self._mirrored(member[1], added)
+        if not isinstance(member, torch.Tensor):
+            return member  # the base class raises
+        known = self._mirrors.get(id(member)) or added.get(id(member))
+        if known is not None:
+            return known.host
+        if self.in_backward == "step" and member.requires_grad and member.dtype == torch.float16:
+            raise TypeError(
+                "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss "
+                "must be scaled: use in_backward='copy' with a scaler, or train in bf16"
+            )
+        if is_sharded(member) or getattr(member, "_fsdp_flattened", False):
+            raise TypeError(
+                f"Expected a parameter that is not sharded, but got one of shape {tuple(member.shape)} under FSDP: use "
+                "fully_shard(..., offload_policy=CPUOffloadPolicy()) with halfstep.AdamW, which steps on the host too"
+            )
+        if not member.is_leaf or member.dtype not in FLOATS or member.device.type == "meta":
+            raise TypeError(
+                "Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got "
+                f"{'a leaf' if member.is_leaf else 'a computed tensor'} in {member.dtype} on {member.device}: move the "
+                "model to its device first"
+            )
+        added[id(member)] = _Mirror(member)
+        return added[id(member)].host
+
+    def _fill_buckets(self) -> None:
+        """Divide the parameters among buckets, in the order in which their gradients usually arrive."""
+        self._forget()
+        self._of_bucket = []
+        size = self.bucket_bytes
+        for mirror in reversed(self._mirrors.values()):
+            if size >= self.bucket_bytes:
+                self._of_bucket.append([])
+                size = 0
+            mirror.bucket = len(self._of_bucket) - 1
+            self._of_bucket[-1].append(mirror)
+            size += mirror.host.numel() * mirror.host.element_size()
+        self._arrived = {number: set() for number in range(len(self._of_bucket))}
+
+    # ------------------------------------------------------------------------------------------------------ backward
+
+    def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The streams of a GPU on which gradients leave and weights return."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        return self._streams[device]
+
+    @torch.no_grad()
+    def _take(self, parameter: torch.Tensor) -> None:
+        """Called by autograd when the gradient of a parameter is complete."""
+        with self._lock:
+            if not self._began:
+                if is_wrapped_by_ddp(mirror.parameter for mirror in self._mirrors.values()):
+                    raise RuntimeError(
+                        "Expected the model not to be wrapped by DistributedDataParallel, whose gradients are reduced "
+                        "after they are complete: use in_backward=None, which copies them in step()"
+                    )
+                self._began = True
+            mirror = self._mirrors[id(parameter)]
+            self._copy_out(mirror)
+            if self.in_backward != "step":
+                return
+            arrived, bucket = self._arrived[mirror.bucket], self._of_bucket[mirror.bucket]
+            arrived.add(id(parameter))
+            if len(arrived) == sum(one.parameter.requires_grad for one in bucket):
+                self._arrived[mirror.bucket] = set()
+                self._steps.append(self._submit(partial(self._step_bucket, mirror.bucket)))
+
+    def _copy_out(self, mirror: _Mirror) -> None:
+        """Begin to copy a gradient to the host. At most two buckets of gradients are on their way."""
+        parameter, grad = mirror.parameter, mirror.parameter.grad
+        assert grad is not None
+        stream = None
+        if parameter.device.type == "cuda":
+            stream, _ = self._streams_of(parameter.device)
+            stream.wait_stream(torch.cuda.current_stream(parameter.device))
+        ended = mirror.take(stream)
+        parameter.grad = None
+        if ended is None:
+            return
+        self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
+        while sum(one.size for one in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query():
+            self._in_flight.popleft().ended.synchronize()
+            if not self._in_flight:
+                break
+
+    def _submit(self, call: partial[None]) -> Future[None]:
+        """Run a call in the thread of this optimizer, one after the other."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "halfstep-offload")
+        return self._worker.submit(call)
+
+    def _step_bucket(self, number: int) -> None:
+        """Step the parameters of a bucket that have a gradient, and send their weights."""
+        self._stepping = threading.get_ident()
+        try:
+            with torch.no_grad():
+                self._step_received(number)
+        finally:
+            self._stepping = None
+
+    def _step_received(self, number: int) -> None:
+        ready = []
+        for mirror in self._of_bucket[number]:
+            mirror.receive()
+            if mirror.host.grad is not None:
+                mirror.take_outside_write()
+                ready.append(mirror)
+        if not ready:
+            return
+        for device in {mirror.parameter.device for mirror in ready if mirror.parameter.device.type == "cuda"}:
+            self._streams_of(device)[1].synchronize()  # the last copies of these weights
+        self._step_part(number, [mirror.host for mirror in ready])
+        self._send(ready)
+
+    def _send(self, mirrors: Iterable[_Mirror]) -> None:
+        """Begin to copy weights to the device."""
+        for mirror in mirrors:
+            if mirror.parameter.device.type == "cuda":
+                # The gradient, and so all that read the weights before it, was complete when it was copied.
+                with torch.cuda.stream(self._streams_of(mirror.parameter.device)[1]):
+                    mirror.send()
+            else:
+                mirror.send()
+
+    # ---------------------------------------------------------------------------------------------------------- step
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Wait for the steps of buckets, and for all gradients, also those that are still on the device."""
+        steps, self._steps = self._steps, []
+        for step in steps:
+            step.result()
+        for mirror in self._mirrors.values():
+            if mirror.parameter.grad is not None:
+                self._copy_out(mirror)
+        for mirror in self._mirrors.values():
+            mirror.receive()
+        self._in_flight.clear()
+        self._arrived = {number: set() for number in range(len(self._of_bucket))}
+
+    def _update_parameters(self) -> None:
+        self._settle()
+        for mirror in self._mirrors.values():
+            mirror.take_outside_write()
+        stepped = [mirror for mirror in self._mirrors.values() if mirror.host.grad is not None]
+        devices = {mirror.parameter.device for mirror in self._mirrors.values()}
+        streams = [
+            (self._streams_of(device)[1], torch.cuda.current_stream(device))
+            for device in devices
+            if device.type == "cuda"
+        ]
+        for back, now in streams:
+            back.synchronize()  # copies of the last step read the weights on the host
+            back.wait_stream(now)  # which may read the weights on the device
+        super()._update_parameters()
+        self._send(stepped)
+        for back, now in streams:
+            now.wait_stream(back)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard all gradients, those that are being copied too."""
+        with self._lock:
+            for mirror in self._mirrors.values():
+                mirror.forget()
+                mirror.parameter.grad = None
+            self._in_flight.clear()
+        super().zero_grad(set_to_none)
+
+    # --------------------------------------------------------------------------------------------------------- state
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        self._take_device()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._take_device()
+        super().load_state_dict(state_dict)
+        for mirror in self._mirrors.values():
+            mirror.send()
+
+    def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """The fp32 weight of each parameter on the device; see `halfstep.AdamW.masters`. The masters are on the
+        host."""
+        self._take_device()
+        return _Masters(super().masters(), {mirror.parameter: mirror.host for mirror in self._mirrors.values()})
+
+    def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
+        """Set masters to the present parameters on the device; see `halfstep.AdamW.refresh_master`."""
+        self._take_device()
+        if parameters is not None:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            parameters = [self._mirrors[id(one)].host if id(one) in self._mirrors else one for one in given]
+        super().refresh_master(parameters)
+
+    @torch.no_grad()
+    def _take_device(self) -> None:
+        """Copy parameters that other code has written, after the steps of a backward."""
+        for step in self._steps:
+            step.result()
+        for mirror in self._mirrors.values():
+            mirror.take_outside_write()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"Expected no copy or pickle of a {type(self).__name__}, which belongs to the parameters on the device: "
+            "save state_dict(), and load it into an optimizer of the copied model"
+        )
+
+
+def _call(reference: weakref.WeakMethod[Any], parameter: torch.Tensor) -> None:
+    """Call a method unless its object was deleted."""
+    method = reference()
+    if method is not None:
+        method(parameter)
+
+
+_DOCS = """
+
+    A drop-in for `halfstep.{name}`: the same arguments, bits and checkpoints. The parameters stay on the device, or on
+    several. ``param_groups`` holds their copies on the host, whose options, such as the learning rate, may be changed
+    as usual. `halfstep.GradScaler` and torch's work with it.
+
+    Args:
+        params: as for `halfstep.{name}`. Parameters must be on their device and must not be sharded; for FSDP2 use its
+            ``CPUOffloadPolicy``.
+        in_backward: what happens to a gradient as soon as it is complete. ``"copy"``: it is copied to the host and
+            freed. ``"step"``: in addition, the parameters of a bucket are stepped when their gradients are complete,
+            while the backward goes on; without clipping and scaling, which need all gradients first. None: nothing,
+            `step` copies all gradients; for DistributedDataParallel, whose gradients are not reduced before.
+        bucket_bytes: with ``"step"``, parameters are stepped together whose gradients take so many bytes. Gradients of
+            at most two buckets and one more gradient are on their way to the host at a time.
+
+    Raises:
+        TypeError: a parameter is sharded, on the meta device, or not a leaf in fp32, fp16 or bf16.
+        ValueError: `in_backward` or `bucket_bytes` is not allowed, or ``in_backward="step"`` is combined with
+            ``max_grad_norm``; and as `halfstep.{name}`.
+
+    Examples:
+        >>> from halfstep.integrations.offload import Offloaded{name}
+        >>> model = torch.nn.Linear(4, 1, bias=False).bfloat16()
+        >>> optimizer = Offloaded{name}(model.parameters(), lr=0.1)
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> model.weight.grad is None  # it is on the host
+        True
+        >>> optimizer.step()
+        >>> optimizer.masters()[model.weight].device
+        device(type='cpu')
+"""
+
+
+class OffloadedAdam(_Offloaded):
+    __doc__ = "Adam with masters, moments and step on the host." + _DOCS.format(name="Adam")
+
+
+class OffloadedAdamW(_Offloaded, AdamW):
+    __doc__ = "AdamW with masters, moments and step on the host." + _DOCS.format(name="AdamW")

@@ -1,0 +1,415 @@
+"""Optimizers on the host: the bits of a step on the device, and nothing but weights on the device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from release_models import BF16, Net, gradient_bytes, loss_of, made, same
+from stream_model import Model
+
+import halfstep
+from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
+
+FP16 = torch.float16
+LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bf16 split": (BF16, {}),
+    "bf16 full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
+    "bf16 split24, 8-bit moments": (
+        BF16,
+        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"},
+    ),
+    "fp32, clipped": (torch.float32, {"max_grad_norm": 3.4}),
+}
+MODES: tuple[Any, ...] = ("copy", "step", None)
+Run = tuple[Net, Any]
+
+
+def _pair(layout: str, mode: Any, bucket_bytes: int = 400) -> tuple[Run, Run]:
+    """A run on the device, and one whose optimizer is offloaded."""
+    dtype, options = LAYOUTS[layout]
+    device, host = made(dtype), made(dtype)
+    return (device, halfstep.AdamW(device.parameters(), lr=0.01, **options)), (
+        host,
+        OffloadedAdamW(host.parameters(), lr=0.01, in_backward=mode, bucket_bytes=bucket_bytes, **options),
+    )
+
+
+def _combined(layout: str, mode: Any) -> bool:
+    return mode != "step" or "max_grad_norm" not in LAYOUTS[layout][1]
+
+
+CASES = [(layout, mode) for layout in LAYOUTS for mode in MODES if _combined(layout, mode)]
+cases = pytest.mark.parametrize(("layout", "mode"), CASES)
+
+
+def _error(kind: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as raised:
+        call()
+    return str(raised.value)
+
+
+@cases
+@pytest.mark.parametrize("bucket_bytes", [1, 400, 2**20])
+def test_the_bits_are_those_of_a_step_on_the_device(layout: str, mode: Any, bucket_bytes: int) -> None:
+    runs = _pair(layout, mode, bucket_bytes)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for _, optimizer in runs]
+    for step in range(5):
+        for (net, optimizer), scheduler in zip(runs, schedulers, strict=True):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            if optimizer is runs[1][1] and mode is not None:
+                assert gradient_bytes(net) == 0
+            optimizer.step()
+            scheduler.step()
+        assert same(*runs)
+    assert gradient_bytes(runs[1][0]) == 0
+    masters = runs[1][1].masters()
+    for parameter, other in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+        assert torch.equal(masters[other], runs[0][1].masters()[parameter])
+    assert set(masters) == set(runs[1][0].parameters()) and len(masters) == len(list(runs[1][0].parameters()))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("mode", ["copy", None])
+def test_gradients_of_several_backwards_are_added(mode: Any, set_to_none: bool) -> None:
+    """Also those of a step that was left out, and of a parameter that the last micro-batch does not use."""
+    runs = _pair("bf16 split", mode)
+    for step in range(3):
+        for net, optimizer in runs:
+            loss_of(net, 9).backward()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            for micro in range(4):
+                loss_of(net, 4 * step + 3 - micro).backward()
+            optimizer.step()
+    assert same(*runs)
+
+
+def test_gradients_stay_until_they_are_cleared_as_torchs_do() -> None:
+    runs = _pair("bf16 split", "copy")
+    for step in range(3):
+        for net, optimizer in runs:
+            loss_of(net, step).backward()
+            optimizer.step()
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("kind", [halfstep.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("clips", [False, True])
+def test_scalers_skip_and_unscale_on_the_host(kind: type[torch.amp.GradScaler], clips: bool) -> None:
+    """torch's scaler refuses fp16 gradients."""
+    results = []
+    for offloaded in (False, True):
+        net = made(FP16 if kind is halfstep.GradScaler else BF16)
+        cls: Any = OffloadedAdamW if offloaded else halfstep.AdamW
+        optimizer = cls(net.parameters(), lr=0.01, max_grad_norm=3.4 if clips else None)
+        scaler = kind("cpu", init_scale=2.0**20, growth_interval=2)
+        for step in range(9):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net, step) * (float("inf") if step in (2, 3) else 1.0)).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(((net, optimizer), scaler.state_dict()))
+    assert same(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+    assert 2 < results[0][0][1].state_dict()["state"][0]["step"] <= 7
+
+
+def test_clipping_by_the_scaler_and_by_torch() -> None:
+    runs = _pair("bf16 split", "copy")
+    scalers = [halfstep.GradScaler("cpu", init_scale=8.0) for _ in runs]
+    norms = []
+    for (net, optimizer), scaler in zip(runs, scalers, strict=True):
+        scaler.scale(loss_of(net, 1)).backward()
+        norms.append(scaler.clip_grad_norm_(optimizer, 2.0).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        loss_of(net, 2).backward()
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norms.append(torch.nn.utils.clip_grad_norm_(own, 1.0).item())
+        optimizer.step()
+    assert norms[:2] == norms[2:] and same(*runs)
+
+
+@cases
+def test_checkpoints_are_those_of_the_device(layout: str, mode: Any) -> None:
+    """Saved by either and loaded by the other; the weights on the device are those of the checkpoint."""
+    (device, on_device), (host, on_host) = _pair(layout, mode)
+    for net, optimizer in ((device, on_device), (host, on_host)):
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+    fresh, other = _pair(layout, mode)
+    other[1].load_state_dict(copy.deepcopy(on_device.state_dict()))
+    fresh[0].load_state_dict(host.state_dict())
+    fresh[1].load_state_dict(copy.deepcopy(on_host.state_dict()))
+    if layout != "fp32, clipped":  # whose weights are not in the optimizer's state
+        assert same(other, (device, on_device))
+    other[0].load_state_dict(device.state_dict())
+    for net, optimizer in ((device, on_device), fresh, other):
+        optimizer.zero_grad()
+        loss_of(net, 2).backward()
+        optimizer.step()
+    assert same(fresh, (device, on_device)) and same(other, (device, on_device))
+
+
+@cases
+def test_weights_that_other_code_writes_are_taken(layout: str, mode: Any) -> None:
+    runs = _pair(layout, mode)
+    for net, optimizer in runs:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+            with torch.no_grad():
+                net.first.weight.clamp_(-0.1, 0.1)
+            if step == 1:
+                net.second.weight.data = net.second.weight.data * 2  # new memory
+    assert same(*runs)
+    for net, optimizer in runs:
+        with torch.no_grad():
+            net.first.weight.fill_(0.25)
+        optimizer.refresh_master(net.first.weight)
+        optimizer.refresh_master()
+    assert same(*runs)
+    assert "Expected parameters[0] to be a parameter of this optimizer" in _error(
+        ValueError, lambda: runs[1][1].refresh_master(torch.ones(1))
+    )
+
+
+def test_groups_are_added_and_options_are_those_of_torch() -> None:
+    results = []
+    for cls in (halfstep.Adam, OffloadedAdam):
+        net = made()
+        named = list(net.named_parameters())
+        optimizer = cls(
+            [{"params": named[:3]}, {"params": iter(named[3:6]), "lr": 0.1}],
+            lr=0.01,
+            weight_decay=0.1,
+            betas=(0.8, 0.9),
+        )
+        optimizer.add_param_group({"params": named[6:], "eps": 1e-3})
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            optimizer.step()
+            optimizer.param_groups[1]["lr"] *= 0.5
+        results.append((net, optimizer))
+    assert same(results[0], results[1])
+    assert results[1][1].state_dict()["param_groups"][2]["param_names"] == [name for name, _ in named[6:]]
+
+
+def test_a_parameter_trained_later_and_gradients_set_by_hand() -> None:
+    runs = _pair("bf16 split", "copy")
+    for net, optimizer in runs:
+        for step in range(3):
+            net.frozen.requires_grad_(step > 0)
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            net.unused.weight.grad = torch.full_like(net.unused.weight, 0.5)
+            optimizer.step()
+    assert same(*runs)
+
+
+def test_channels_last_weights_and_tied_ones() -> None:
+    results = []
+    for cls in (halfstep.AdamW, OffloadedAdamW):
+        torch.manual_seed(0)
+        net = torch.nn.Conv2d(4, 6, 3, dtype=BF16).to(memory_format=torch.channels_last)
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            optimizer = cls([net.weight, net.bias, net.weight], lr=0.01)
+        for step in range(2):
+            optimizer.zero_grad()
+            values = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
+            net(values).float().square().mean().backward()
+            optimizer.step()
+        results.append(net)
+    assert torch.equal(results[0].weight, results[1].weight) and torch.equal(results[0].bias, results[1].bias)
+
+
+def test_the_device_holds_weights_only() -> None:
+    """With the memory of the device counted by the model of a GPU."""
+    with Model("late") as model:
+        parameters = [torch.nn.Parameter(torch.zeros(1000, dtype=BF16, device=model.device)) for _ in range(4)]
+        optimizer = OffloadedAdamW(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+            optimizer._take(parameter)
+        optimizer.step()
+        state = [value for one in optimizer.state.values() for value in one.values()]
+        assert state and all(model.memory.holds(one) is False for one in state)
+        assert all(parameter.grad is None for parameter in parameters) and not optimizer._in_flight
+        held = [host for group in optimizer.param_groups for host in group["params"]]
+        assert all(model.pinned.holds(one) for one in held)
+
+
+@pytest.mark.parametrize("order", ["late", "random", "at once"])
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_in_any_order(order: str, seed: int) -> None:
+    """Gradients leave and weights return on streams of their own; compute reads and frees in between."""
+    with Model(order, seed=seed) as model:
+        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(3)]
+        optimizer = OffloadedAdam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0, bucket_bytes=20)
+        for step in range(4):
+            for number, parameter in enumerate(parameters):
+                sign = -1.0 if number == step % 3 else 1.0
+                parameter.grad = torch.full((5,), sign, device=model.device)
+                optimizer._take(parameter)
+                torch.full((5,), 7.0, device=model.device)  # in the memory of a gradient, if that is free too early
+            optimizer.step()
+            optimizer.zero_grad()
+            read = [parameter.detach() * 1.0 for parameter in parameters]  # before the next weights return
+        for number, (parameter, before) in enumerate(zip(parameters, read, strict=True)):
+            moves = sum(1.0 if number == step % 3 else -1.0 for step in range(4))
+            assert parameter.tolist() == [0.5 * moves] * 5 and before.tolist() == parameter.tolist()
+        assert model.pageable == [] or set(model.pageable) == {"a copy from the device"}  # tolist
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_is_computed_before_a_step_reads_the_weights_before_it(by_hand: bool) -> None:
+    """Also if the gradients are set on the host, so that no copy from the device comes before the step."""
+    with Model("late") as model:
+        parameter = torch.nn.Parameter(torch.zeros(5, device=model.device))
+        optimizer = OffloadedAdam([parameter], lr=0.5, betas=(0.0, 0.0), eps=0.0)
+        (host,) = optimizer.param_groups[0]["params"]
+        read = []
+        for _ in range(3):
+            if by_hand:
+                host.grad = torch.ones(5)
+            else:
+                parameter.grad = torch.ones(5, device=model.device)
+                optimizer._take(parameter)
+            read.append(parameter.detach() * 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [one.tolist() for one in read] == [[-0.5 * step] * 5 for step in range(3)]
+
+
+def test_at_most_two_buckets_of_gradients_are_on_their_way() -> None:
+    with Model("late") as model:
+        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(9)]
+        optimizer, under_way = OffloadedAdam(parameters, bucket_bytes=20), []
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+            optimizer._take(parameter)
+            under_way.append(sum(one.size for one in optimizer._in_flight))
+        assert max(under_way) == 40
+
+
+def test_a_step_of_a_bucket_that_failed_is_raised_by_step() -> None:
+    net = made()
+    optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
+    optimizer.param_groups[0]["lr"] = -1.0
+    loss_of(net, 1).backward()
+    assert "Invalid learning rate" in _error(ValueError, optimizer.step)
+
+
+def test_a_closure_hooks_and_an_interrupted_backward() -> None:
+    runs = _pair("bf16 split", "copy")
+    called: list[str] = []
+    for net, optimizer in runs:
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+
+        def closure(net: Net = net, optimizer: Any = optimizer) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(net, 1)
+            loss.backward()
+            return loss.item()
+
+        assert optimizer.step(closure) > 0
+        handle = net.first.register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(net, 3).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        loss_of(net, 4).backward()
+        optimizer.step()
+    assert same(*runs) and called == ["before"] * 4
+
+
+def test_the_optimizer_dies_with_its_references() -> None:
+    net = made()
+    optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
+    loss_of(net, 1).backward()
+    optimizer.step()
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert reference() is None
+    loss_of(net, 1).backward()
+    assert gradient_bytes(net) > 0
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_under_a_default_dtype_and_device(default_dtype: None) -> None:
+    runs = _pair("bf16 split", "copy")
+    for net, optimizer in runs:
+        loss_of(net, 1).backward()
+        with torch.device("meta"):
+            optimizer.step()
+    assert same(*runs)
+    with torch.device("meta"):
+        net = Net().to_empty(device="cpu").to(BF16)
+        optimizer = OffloadedAdamW(net.parameters())
+    assert all(host.device.type == "cpu" for group in optimizer.param_groups for host in group["params"])
+
+
+def test_errors() -> None:
+    net = made()
+    assert _error(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="later")) == (  # type: ignore[arg-type]
+        "Expected in_backward to be 'copy', 'step' or None, but got 'later'"
+    )
+    for size in (0, 1.5, True):
+        assert _error(ValueError, lambda size=size: OffloadedAdamW(net.parameters(), bucket_bytes=size)) == (
+            f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}"
+        )
+    assert _error(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="step", max_grad_norm=1.0)) == (
+        "Expected max_grad_norm to be None with in_backward='step', but got 1.0: the norm is known after the backward; "
+        "use in_backward='copy'"
+    )
+    half = made(FP16)
+    assert _error(TypeError, lambda: OffloadedAdamW(half.parameters(), in_backward="step")) == (
+        "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss must be "
+        "scaled: use in_backward='copy' with a scaler, or train in bf16"
+    )
+    for wrong, what in (
+        (torch.nn.Parameter(torch.empty(2, device="meta")), "a leaf in torch.float32 on meta"),
+        (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)), "a leaf in torch.float64 on cpu"),
+        (torch.nn.Parameter(torch.ones(2)) * 2, "a computed tensor in torch.float32 on cpu"),
+    ):
+        assert _error(TypeError, lambda wrong=wrong: OffloadedAdamW([wrong])) == (
+            f"Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got {what}: move the model to "
+            "its device first"
+        )
+    optimizer = OffloadedAdamW(net.parameters())
+    for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
+        assert _error(TypeError, call) == (
+            "Expected no copy or pickle of a OffloadedAdamW, which belongs to the parameters on the device: save "
+            "state_dict(), and load it into an optimizer of the copied model"
+        )
+    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
+        OffloadedAdamW([3])  # type: ignore[list-item]
+    sparse = torch.nn.Embedding(9, 4, sparse=True)
+    refusing = OffloadedAdamW(sparse.parameters())
+    assert _error(RuntimeError, lambda: sparse(torch.tensor([1])).sum().backward()) == (
+        "Expected a parameter of shape (9, 4) to have a dense gradient, but got layout torch.sparse_coo: use "
+        "sparse=False in the embedding"
+    )
+    assert refusing.state == {}
