@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -124,7 +125,7 @@ def _on_host(values: torch.Tensor, dtype: torch.dtype | None = None, like: torch
     return torch.as_strided(made, shape.shape, shape.stride())
 
 
-class _Masters(Mapping[torch.Tensor, torch.Tensor]):
+class _HostMasters(Mapping[torch.Tensor, torch.Tensor]):
     """The masters by the parameters on the device."""
 
     def __init__(self, masters: Mapping[torch.Tensor, torch.Tensor], hosts: dict[torch.Tensor, torch.Tensor]) -> None:
@@ -354,6 +355,13 @@ class _Offloaded(Adam):
         for mirror in self._mirrors.values():
             mirror.take_outside_write()
         stepped = [mirror for mirror in self._mirrors.values() if mirror.host.grad is not None]
+        with self._returning():
+            super()._update_parameters()
+            self._send(stepped)
+
+    @contextmanager
+    def _returning(self) -> Iterator[None]:
+        """A context that may write the weights on the host and then send them."""
         devices = {mirror.parameter.device for mirror in self._mirrors.values()}
         streams = [
             (self._streams_of(device)[1], torch.cuda.current_stream(device))
@@ -363,8 +371,7 @@ class _Offloaded(Adam):
         for back, now in streams:
             back.synchronize()  # copies of the last step read the weights on the host
             back.wait_stream(now)  # which may read the weights on the device
-        super()._update_parameters()
-        self._send(stepped)
+        yield
         for back, now in streams:
             now.wait_stream(back)
 
@@ -387,15 +394,15 @@ class _Offloaded(Adam):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._take_device()
-        super().load_state_dict(state_dict)
-        for mirror in self._mirrors.values():
-            mirror.send()
+        with self._returning():
+            super().load_state_dict(state_dict)
+            self._send(self._mirrors.values())
 
     def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
         """The fp32 weight of each parameter on the device; see `halfstep.AdamW.masters`. The masters are on the
         host."""
         self._take_device()
-        return _Masters(super().masters(), {mirror.parameter: mirror.host for mirror in self._mirrors.values()})
+        return _HostMasters(super().masters(), {mirror.parameter: mirror.host for mirror in self._mirrors.values()})
 
     def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
         """Set masters to the present parameters on the device; see `halfstep.AdamW.refresh_master`."""

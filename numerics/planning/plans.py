@@ -17,6 +17,8 @@ from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, 
 RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
+MIRRORED = ("single", "ddp")  # the strategies whose offloaded weights also stay on the GPU
+USUAL_BUCKET = 25 * 2**20  # bytes, of `halfstep.integrations.offload`
 STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
 _DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
 
@@ -248,7 +250,8 @@ def plan(
         seq: length of a sequence. Default: `model.seq`.
         accumulate: micro-batches in a step.
         checkpointing: see `work.activations`.
-        offload: whether the memory of the host holds what the strategy can offload.
+        offload: whether the memory of the host holds what the strategy can offload. With ``"single"`` and ``"ddp"`` it
+            stands for `halfstep.integrations.offload`, with one of halfstep's optimizers.
         bucket_view: whether gradients are views of DDP's buckets (``gradient_as_bucket_view``).
         compress: format in which gradients are sent: by DDP's hooks, or FSDP2's ``reduce_dtype``.
         step_in_backward: the `bucket_bytes` of `halfstep.integrations.release.step_in_backward`, with which only the
@@ -278,6 +281,11 @@ def plan(
         able = ", ".join(s.name for s in STRATEGIES.values() if s.offloads)
         raise ValueError(
             f"Expected strategy to be {able} with offload=True, but got {how.name!r}, which offloads nothing"
+        )
+    if offload and how.name in MIRRORED and not optimizer.startswith("halfstep"):
+        raise ValueError(
+            f"Expected optimizer to be one of halfstep's with offload=True and strategy {how.name!r}, which stands for "
+            f"halfstep.integrations.offload, but got {optimizer!r}: leave offload out"
         )
     if sequence_parallel and t == 1:
         raise ValueError("Expected tensor_parallel to be 2 or more with sequence_parallel=True, but got 1")
@@ -440,7 +448,12 @@ def _stored(inputs: _Inputs) -> Iterator[Part]:
         if stored is not None:
             size = sum(count * stored.bytes(each, row_size) for each, count, row_size in held)
             divisor = inputs.ways if divided else 1
-            if name == "gradients" and inputs.bucket_bytes is not None:
+            if name in ("weights", "gradients") and inputs.offload and how.name in MIRRORED:
+                yield Part(f"{name} on the host", size, stored.per_parameter, divisor, ALWAYS, True, HOST, stored.name)
+            if name == "gradients" and inputs.offload and how.name == "single":
+                note = "on their way to the host"
+                yield Part(name, min(size, _in_flight(inputs)), None, divisor, BACKWARD, False, place, note)
+            elif name == "gradients" and inputs.bucket_bytes is not None:
                 size, note = _bucket(inputs, size)
                 yield Part(name, size, None, divisor, BACKWARD, False, place, note)
             else:
@@ -449,6 +462,12 @@ def _stored(inputs: _Inputs) -> Iterator[Part]:
         size = row.scalars * sum(count for _, count in mine.states)
         counted = not row.optimizer.startswith("te")  # those of TransformerEngine were not measured
         yield Part("scalars", size, None, 1, ALWAYS, counted, inputs.states_at, "step counts, scales")
+
+
+def _in_flight(inputs: _Inputs) -> int:
+    """The most bytes of gradients that exist on a GPU whose optimizer is offloaded: two buckets and one gradient."""
+    largest = max(inputs.row.gradients.bytes(size) for size, _ in inputs.mine.gradients) if inputs.shaped else 0
+    return 2 * (inputs.bucket_bytes or USUAL_BUCKET) + largest
 
 
 def _bucket(inputs: _Inputs, size: int) -> tuple[int, str]:

@@ -64,8 +64,8 @@ def _everything(name: str, by: str, text: str) -> Strategy:
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("single", text="one GPU"),
-        Strategy("ddp", buckets=True, text="DistributedDataParallel: nothing divided"),
+        Strategy("single", offloads="states", text="one GPU"),
+        Strategy("ddp", buckets=True, offloads="states", text="DistributedDataParallel: nothing divided"),
         Strategy("zero1", states=True, by="flat", offloads="states", text="ZeRO-1: states divided"),
         Strategy(
             "zero1-torch", states=True, by="parameters", buckets=True, text="ZeroRedundancyOptimizer: whole parameters"
@@ -289,7 +289,8 @@ def communication(
 
 def over_the_bus(row: Layout, how: Strategy, mine: Shards, accumulate: int) -> tuple[Collective, ...]:
     """The copies between a GPU and its host if states, or everything, are offloaded."""
-    gradients, down = (mine.gradients, accumulate) if how.gradients else (mine.states, 1)
+    # One GPU copies the gradients of each backward to the host, which adds them.
+    gradients, down = (mine.gradients, accumulate) if how.gradients or how.name == "single" else (mine.states, 1)
     weights, up = (mine.states, 1) if how.offloads == "states" else (mine.weights, 2 * accumulate)
     sizes = elements(gradients) * row.gradients.width * down, elements(weights) * row.weights.width * up
     return (

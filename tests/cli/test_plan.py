@@ -295,7 +295,9 @@ def test_bars_of_a_strategy_stand_together() -> None:
 def test_a_strategy_that_cannot_offload_is_planned_without(capsys: pytest.CaptureFixture[str]) -> None:
     plans = told(capsys, "--params", "7e9", "--gpus", "8", "--offload", "--compare", "strategies")["plans"]
     hosted = {one["label"] for one in plans if one["totals"]["host"]}
-    assert hosted == {"zero1", "zero2", "zero3", "fsdp", "fsdp1", "hsdp, groups of 4"}
+    assert hosted == {"ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp1", "hsdp, groups of 4"}
+    assert halfstep_main(["plan", "--params", "7e9", "--offload"]) == 0
+    assert "26.1 GiB cross the bus: 1,120 ms at 25 GB/s and 509 ms at 55 GB/s" in capsys.readouterr().out
 
 
 def test_steps_in_the_backward(capsys: pytest.CaptureFixture[str]) -> None:

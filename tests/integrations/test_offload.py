@@ -17,6 +17,7 @@ from stream_model import Model
 
 import halfstep
 from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
+from halfstep.numerics.planning import plan, unit
 
 FP16 = torch.float16
 LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -252,6 +253,22 @@ def test_the_device_holds_weights_only() -> None:
         assert all(parameter.grad is None for parameter in parameters) and not optimizer._in_flight
         held = [host for group in optimizer.param_groups for host in group["params"]]
         assert all(model.pinned.holds(one) for one in held)
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": BF16}])
+def test_the_host_holds_what_is_planned(options: dict[str, Any]) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(50, 30), torch.nn.Linear(30, 50)).bfloat16()
+    optimizer = OffloadedAdamW(net.parameters(), **options)
+    net(torch.ones(2, 50, dtype=BF16)).sum().backward()
+    optimizer.step()
+    hosts = [host for group in optimizer.param_groups for host in group["params"]]
+    tensors = [*hosts, *(host.grad for host in hosts), *(v for one in optimizer.state.values() for v in one.values())]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    shapes = [parameter.shape for parameter in net.parameters()]
+    row = "halfstep-split-bf16" if options else "halfstep-split"
+    planned = plan(units=[unit("all", shapes)], optimizer=row, offload=True)
+    assert sum(storages.values()) == planned.totals.host
+    assert planned.totals.state == sum(p.untyped_storage().nbytes() for p in net.parameters())
 
 
 @pytest.mark.parametrize("order", ["late", "random", "at once"])

@@ -39,7 +39,7 @@ from halfstep.numerics.planning import (
     plan,
     usable,
 )
-from halfstep.numerics.planning.plans import STEPPING_IN_BACKWARD
+from halfstep.numerics.planning.plans import MIRRORED, STEPPING_IN_BACKWARD
 from halfstep.numerics.planning.sharding import keeps_rows
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
@@ -274,7 +274,8 @@ def _strategy(arguments: dict[str, Any], name: str, gpus: int, counted: bool) ->
     """The label and the plan of a strategy. `counted`: whether the label gives the number of GPUs."""
     ranks = gpus // arguments["tensor_parallel"]
     shard = arguments["shard"] or (ranks // 2 if ranks % 2 == 0 else ranks) if name == "hsdp" else None
-    offload = arguments["offload"] and bool(STRATEGIES[name].offloads)
+    able = bool(STRATEGIES[name].offloads) and (name not in MIRRORED or arguments["optimizer"].startswith("halfstep"))
+    offload = arguments["offload"] and able
     released = arguments["step_in_backward"] if name in STEPPING_IN_BACKWARD else None
     changes = {
         **{"strategy": name, "gpus": gpus, "shard": shard, "offload": offload, "rank": None},

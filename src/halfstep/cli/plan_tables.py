@@ -108,6 +108,12 @@ def _work(made: dict[str, Any]) -> list[str]:
             f"Work of a step: {'' if work['exact'] else '≈ '}{_decimal(work['training'], 'FLOP')} per GPU"
             + (f", and {_decimal(again, 'FLOP')} recomputed for checkpointing." if again else ".")
         )
+    crossing = [
+        one["bytes"] for one in made["communication"] if one["name"] in ("copy to the host", "copy from the host")
+    ]
+    if crossing:
+        times = " and ".join(f"{digits(sum(crossing) / rate / 1e6)} ms at {rate} GB/s" for rate in (25, 55))
+        said.append(f"{size(sum(crossing))} cross the bus: {times}, as over PCIe 4.0 and 5.0 with 16 lanes.")
     moved = f"The optimizer's step moves at least {size(made['step_traffic'])}"
     if gpu is None:
         return [*said, moved + "."]

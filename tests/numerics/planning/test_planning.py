@@ -448,6 +448,16 @@ def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     # Weights come for every forward and backward, gradients go after each backward.
     twice = plan(BILLION, gpus=8, strategy="fsdp", offload=True, accumulate=2)
     assert [c.bytes for c in twice.communication[-2:]] == [2 * 2 * BILLION // 8, 4 * 2 * BILLION // 8]
+    # Ours keeps the weights on the GPU too, and gradients only until they are copied.
+    units = [unit("all", [(1000, 1000)] * 1000)]
+    mirrored = plan(units=units, offload=True)
+    assert mirrored.part("gradients").bytes == 2 * 25 * 2**20 + 2 * 10**6
+    assert mirrored.totals.state == 2 * BILLION and mirrored.totals.host == (2 + 2 + 10) * BILLION + 4 * 1000
+    assert [c.bytes for c in plan(units=units, offload=True, accumulate=3).communication] == [6 * BILLION, 2 * BILLION]
+    stepping = plan(units=units, offload=True, step_in_backward=2**20)
+    assert stepping.part("gradients").bytes == 2 * 2**20 + 2 * 10**6
+    replicas = plan(BILLION, gpus=2, offload=True)
+    assert replicas.totals.state == (2 + 2 + 2) * BILLION and replicas.totals.host == 14 * BILLION
     assert one.bytes_sent == 2 * 2 * BILLION * 7 // 8  # copies to the host are not sent to others
     assert [(c.name, c.bytes) for c in one.communication[-2:]] == [
         ("copy to the host", 2 * BILLION // 8),
@@ -635,8 +645,13 @@ def test_no_torch_is_needed() -> None:
         ),
         ({"params": 1, "gpus": 8, "shard": 2}, "shard is 2, but strategy 'ddp' has no groups; leave it out"),
         (
-            {"params": 1, "gpus": 8, "offload": True},
-            "with offload=True, but got 'ddp', which offloads nothing",
+            {"params": 1, "gpus": 8, "offload": True, "strategy": "zero1-torch"},
+            "with offload=True, but got 'zero1-torch', which offloads nothing",
+        ),
+        (
+            {"params": 1, "offload": True, "optimizer": "torch"},
+            "Expected optimizer to be one of halfstep's with offload=True and strategy 'single', which stands for "
+            "halfstep.integrations.offload, but got 'torch': leave offload out",
         ),
         (
             {"params": 1, "sequence_parallel": True},
