@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import BF16, FP16, FP32, bits
+from stream_model import Model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
@@ -263,6 +264,44 @@ def test_a_checkpoint_of_8_bits_loads_into_torch(moment: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- around the kernel
+
+
+def test_step_inside_a_compiled_function() -> None:
+    results = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
+        parameters = parameters_of(BF16)
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
+        step = wrap(optimizer.step)
+        for number in range(3):
+            give_gradients(parameters, number)
+            step()
+        results.append(held(optimizer, parameters))
+    assert same(*results)
+
+
+def test_a_captured_step_is_replayed_with_the_bits_of_eager_steps() -> None:
+    """On the model of a GPU; the campaigns of tests/integrations/test_streams.py have this layout too."""
+    results = []
+    for captured in (False, True):
+        with Model("late") as model:
+            parameters = [torch.nn.Parameter(p.detach().to(model.device)) for p in parameters_of(BF16)]
+            optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", master_weights="split24")
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            graph = torch.cuda.CUDAGraph()
+            if captured:
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            for number in range(3):
+                for p in parameters:
+                    p.grad.copy_(torch.full_like(p, 0.5**number))
+                graph.replay() if captured else optimizer.step()
+            torch.cuda.synchronize()
+            values = [one for p in parameters for one in (p.detach(), *optimizer.state[p].values())]
+            assert optimizer.state[parameters[0]]["exp_avg"].dtype == torch.uint8
+            results.append([bits(one.cpu()) for one in values])
+    assert same(*results)
 
 
 def test_overflow_skips_change_nothing_and_scaled_gradients_give_the_same_bits() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import random
 import sys
 import time
@@ -24,14 +25,15 @@ from stream_model import Model
 import halfstep
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# Sizes and dtypes of the first group, and of groups added later.
-FIRST = ((5, FP32), (300, BF16), (17, FP16), (2100, BF16))
-LATER = ((9, BF16), (33, FP32))
+# Shapes and dtypes of the first group, and of groups added later. Moments of the matrix can have codes.
+FIRST = (((5,), FP32), ((300,), BF16), ((17,), FP16), ((35, 120), BF16))
+LATER = (((9,), BF16), ((33,), FP32))
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"max_grad_norm": 1.0},
     {"amsgrad": True},
     {"state_dtype": BF16, "rounding": "stochastic", "seed": 5},
+    {"state_dtype": "8bit", "seed": 5},
     {"master_weights": "full", "max_grad_norm": 0.5},
     {"master_weights": None, "rounding": "stochastic"},
 )
@@ -58,10 +60,10 @@ class Training:
         self.saved: dict[str, Any] | None = None
         self.graphs: list[Any] = []
 
-    def _made(self, kinds: Sequence[tuple[int, torch.dtype]], seed: int) -> list[torch.nn.Parameter]:
+    def _made(self, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]], seed: int) -> list[torch.nn.Parameter]:
         return [
-            torch.nn.Parameter(normal(size, dtype, seed + number, self.device))
-            for number, (size, dtype) in enumerate(kinds)
+            torch.nn.Parameter(normal(math.prod(shape), dtype, seed + number, self.device).view(shape))
+            for number, (shape, dtype) in enumerate(kinds)
         ]
 
     def gradients(self, seed: int, count: int) -> list[torch.Tensor]:
@@ -69,7 +71,7 @@ class Training:
         made = [normal(p.numel(), p.dtype, seed + n, self.device) * 64 for n, p in enumerate(self.parameters[:count])]
         if seed % 7 == 3:
             made[seed % count][0] = torch.inf
-        return made
+        return [one.view(p.shape) for one, p in zip(made, self.parameters, strict=False)]
 
     def _step(self) -> None:
         self.scaler.step(self.optimizer)
