@@ -187,6 +187,17 @@ def test_no_variant_leaves_its_recorded_bounds(
     assert not left, "\n".join(left)
 
 
+def test_every_variant_and_no_other_has_recorded_bounds() -> None:
+    """Without compiling: the launches of each family are captured."""
+    variants = {
+        f"{family.rpartition('.')[2]}.{variant.kernel.__name__} | {variant.name} | {target}"
+        for family in audit.FAMILIES
+        for variant in importlib.import_module(family).variants()
+        for target in audit.TARGETS
+    }
+    assert variants == set(audit_bounds.load(BOUNDS).entries), "make bounds records them"
+
+
 def test_the_table_in_the_documentation_is_that_of_the_bounds() -> None:
     text = TABLES.read_text()
     start, end = audit_markdown.between(audit_markdown.OURS, text)

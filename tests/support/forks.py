@@ -100,6 +100,7 @@ def run(
 
 
 def _main(output: Any, words: list[str], environment: dict[str, str], folder: str, errors: str | None) -> None:
+    atexit._clear()  # what the process that forked this one does at its exit, such as saving its own coverage
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
