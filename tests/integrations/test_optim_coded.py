@@ -225,6 +225,21 @@ def test_codes_load_into_other_layouts_and_back_without_a_change(between: torch.
             assert torch.equal(value, again.state[other][key]), key
 
 
+def test_moments_of_a_checkpoint_are_bf16_numbers() -> None:
+    """So that a checkpoint whose moments were converted to bf16 has half the size and loads with the same codes."""
+    parameters = parameters_of(BF16)
+    optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
+    train(optimizer, parameters, range(5))
+    saved = optimizer.state_dict()
+    for index, coded in enumerate(CODED):
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if coded else ():
+            saved["state"][index][key] = saved["state"][index][key].bfloat16()
+    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    again = halfstep.AdamW(others, state_dtype="8bit", amsgrad=True)
+    again.load_state_dict(through_a_file(saved))
+    assert same(held(optimizer, parameters), held(again, others))
+
+
 def test_a_checkpoint_of_torch_loads_rounded_to_nearest() -> None:
     parameters = parameters_of(FP32)
     theirs = torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
