@@ -91,3 +91,25 @@ def test_another_model_is_refused_and_nothing_touched() -> None:
     with pytest.raises(CheckpointError, match="has 2 parameters in 1 groups, this one 3 in 2; use the same model"):
         zero.load_state_dict(divided, other)
     assert differences(before, zero.state_dict(divided)) == []
+
+
+class FailsLate(torch.optim.AdamW):
+    """An optimizer that raises after it has taken the state over."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        raise ValueError("exp_avg fits nowhere")
+
+
+@pytest.mark.parametrize("kind", [halfstep.AdamW, FailsLate])
+def test_state_that_does_not_fit_is_refused_and_nothing_touched(kind: type[torch.optim.Optimizer]) -> None:
+    divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=kind)
+    _step(divided, 1)
+    before = zero.state_dict(divided)
+    state = zero.state_dict(divided)
+    state["state"][1] = {**state["state"][1], "exp_avg": torch.zeros(7)}
+    state["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(CheckpointError, match=r"the checkpoint's optimizer does not fit this one: .*exp_avg"):
+        zero.load_state_dict(divided, state)
+    assert differences(before, zero.state_dict(divided)) == []
+    assert [group["lr"] for group in divided.optim.param_groups] == [0.1, 0.2]
