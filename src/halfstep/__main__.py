@@ -48,6 +48,11 @@ COMMANDS = (
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
     _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, without a GPU"),
     _Command(
+        ("bench", "memory"),
+        "halfstep.bench.memory",
+        "count the bytes that a training takes with every layout of the optimizer",
+    ),
+    _Command(
         ("bench", "moments"),
         "halfstep.bench.moments",
         "compare moments of few bits with float64, and trainings with them",
