@@ -7,7 +7,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -15,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 
@@ -493,16 +493,17 @@ def test_a_new_run_does_not_replace_the_checkpoints_of_an_old_one(
 def test_a_signal_saves_after_the_step_and_the_run_resumes(text: Path, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "out"
     words = ["--size", "nano", "--steps", "1000000", "--batch", "4", "--data", str(text), "--out", str(out)]
-    command = [sys.executable, "-m", "halfstep", "train", *words, "--save-every", "100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "bf16: step" in line:
-            break
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert "Traceback" not in errors
+    code = "import sys; from halfstep.__main__ import program; sys.exit(program())"
+    errors = tmp_path / "errors"
+    program = forks.Program(["-c", code, "train", *words, "--save-every", "100000"], errors=errors)
+    with program.stdout:
+        for line in program.stdout:
+            if "bf16: step" in line:
+                break
+        program.send_signal(number)
+        output = program.stdout.read()
+    assert program.wait(timeout=60) == 128 + number
+    assert "Traceback" not in errors.read_text()
     ((step, path),) = checkpoint.checkpoints(out / "checkpoints" / "bf16")
     assert f"stopped by {number.name} after step {step}; continue with: halfstep train" in output
     assert checkpoint.load(path)["step"] == step
