@@ -14,7 +14,8 @@ import rank_processes
 from keeping import skip_where_gradients_cannot_be_kept
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LARGEST = ROOT / "examples" / "largest.py"
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {LARGEST})
 
 
 def _torchrun(script: Path) -> str:
@@ -69,3 +70,20 @@ def test_it_fails_where_training_does_not_work(tmp_path: Path) -> None:
     broken.write_text(text.replace("scaler.step(optimizer)", "scaler.unscale_(optimizer)").replace("scaler.clip", "# "))
     with pytest.raises(AssertionError, match=r"ended with \[1\]"):
         _forked(broken, 1)
+
+
+def test_the_largest_model_takes_what_is_planned() -> None:
+    assert "\npython examples/largest.py --memory 4\n" in LARGEST.read_text().partition('"""\n')[0]
+    words = [sys.executable, str(LARGEST), "--memory", "0.2", "--width", "256", "--steps", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = re.fullmatch(
+        r"35 blocks, 27,740,416 parameters; planned: (\d+) MiB\n"
+        r"the process took (\d+) MiB, with activations\n"
+        r"largest: loss ([0-9.]+) before, ([0-9.]+) after\n",
+        done.stdout,
+    )
+    assert told is not None, done.stdout
+    planned, taken = int(told[1]), int(told[2])  # 0 where it is not known
+    assert planned == 161 and (taken == 0 or planned <= taken < 1.5 * planned)

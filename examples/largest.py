@@ -1,0 +1,123 @@
+"""The largest GPT that fits a given memory: 8-bit moments over exact fp32 masters, and steps inside the backward.
+
+python examples/largest.py --memory 4
+
+It plans how many blocks fit 4 GiB, trains them on Python's source, and prints the plan beside what the process took.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from torch.nn import GELU, Embedding, LayerNorm, Linear, Module, ModuleList
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep.integrations.release import step_in_backward
+from halfstep.numerics.planning import Plan, plan, unit
+
+SEQUENCE = 128
+BUCKET = 2**20
+
+
+class Block(Module):
+    def __init__(self, width: int, device: str = "cpu") -> None:
+        super().__init__()
+        kind = {"device": device, "dtype": torch.bfloat16}
+        self.heads = width // 64
+        self.norms = ModuleList([LayerNorm(width, **kind), LayerNorm(width, **kind)])
+        self.qkv, self.out = Linear(width, 3 * width, **kind), Linear(width, width, **kind)
+        self.up, self.down = Linear(width, 4 * width, **kind), Linear(4 * width, width, **kind)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = hidden.shape
+        q, k, v = (
+            one.view(batch, length, self.heads, 64).transpose(1, 2)
+            for one in self.qkv(self.norms[0](hidden)).chunk(3, dim=-1)
+        )
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(hidden.shape)
+        hidden = hidden + self.out(attended)
+        return hidden + self.down(GELU()(self.up(self.norms[1](hidden))))
+
+
+class GPT(Module):
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.tokens = Embedding(256, width, dtype=torch.bfloat16)
+        self.places = Embedding(SEQUENCE, width, dtype=torch.bfloat16)
+        self.blocks = ModuleList(Block(width) for _ in range(blocks))
+        self.norm = LayerNorm(width, dtype=torch.bfloat16)
+        for table in (self.tokens, self.places):
+            torch.nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(tokens) + self.places.weight
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        logits = self.norm(hidden) @ self.tokens.weight.t()
+        return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def planned(width: int, blocks: int) -> Plan:
+    shapes = [one.shape for one in Block(width, "meta").parameters()]
+    root = [(256, width), (SEQUENCE, width), (width,), (width,)]
+    units = [unit("root", root, root=True), unit("block", shapes, count=blocks)]
+    return plan(units=units, optimizer="halfstep-split-8bit", precision="bf16", step_in_backward=BUCKET)
+
+
+def fitting(width: int, memory: int) -> int:
+    """The number of blocks that fit, with a fifth left for activations and what the allocator keeps."""
+    blocks = 1
+    while planned(width, blocks + 1).totals.peak <= 0.8 * memory:
+        blocks += 1
+    return blocks
+
+
+def train(width: int, blocks: int, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    model = GPT(width, blocks)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, state_dtype="8bit", max_grad_norm=1.0)
+    step_in_backward(model, optimizer, bucket_bytes=BUCKET, clipping="previous")
+    text = torch.tensor(list(Path(os.__file__).read_bytes()))
+    losses = []
+    for step in range(steps):
+        starts = torch.randint(len(text) - SEQUENCE, (4,), generator=torch.Generator().manual_seed(step))
+        batch = torch.stack([text[start : start + SEQUENCE + 1] for start in starts])
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()  # steps
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def resident(key: str) -> int:
+    """A size of this process in bytes, from Linux; 0 elsewhere."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(key)), 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--memory", type=float, default=1.0, help="GiB (default: 1)")
+    parser.add_argument("--width", type=int, default=512, help="a multiple of 64 (default: 512)")
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+
+    blocks = fitting(options.width, int(options.memory * 2**30))
+    made = planned(options.width, blocks)
+    print(f"{blocks} blocks, {made.parameters:,} parameters; planned: {made.totals.peak / 2**20:,.0f} MiB")
+
+    train(64, 1, 1)  # loads what the first step needs
+    before = resident("VmRSS")
+    losses = train(options.width, blocks, options.steps)
+    taken = resident("VmHWM") - before
+    print(f"the process took {taken / 2**20:,.0f} MiB, with activations")
+    print(f"largest: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
+    return 0 if losses[-1] < 0.9 * losses[0] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
