@@ -26,7 +26,7 @@ Per tensor and step, in fp64, t the step count after this step, rounded to fp32 
 and beta^t by repeated squaring, which needs no pow and so has the same bits everywhere. If found_inf != 0 nothing
 is written, the step count included.
 
-Stochastic rounding. What is stored in fewer than 32 bits is rounded by chance, so that steps below half a unit in the
+Stochastic rounding. What is stored in fewer than 32 bits is rounded stochastically, so that steps below half a unit in the
 last place arrive in the mean: bf16 moments, an fp16 or bf16 parameter without a master, and a master of 24 bits. A
 weight beside its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was stored:
 the larger of two bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step by step.
@@ -144,7 +144,7 @@ class Layout:
             remainder of 16 bits, or of 8 bits, which makes a master of 24 bits).
         amsgrad: keep the maximum of the second moment.
         l2: add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW).
-        stochastic: round what `rounds_stochastically` by chance.
+        stochastic: round what `rounds_stochastically` names stochastically.
     """
 
     param: torch.dtype
@@ -286,7 +286,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reference_noise(batch: Batch, tensor: int) -> list[torch.Tensor] | None:
-    """The random words of a tensor's elements, three draws, or None if nothing is rounded by chance."""
+    """The random words of a tensor's elements, three draws, or None if nothing is rounded stochastically."""
     if not batch.layout.stochastic:
         return None
     assert batch.table is not None
