@@ -26,10 +26,11 @@ Per tensor and step, in fp64, t the step count after this step, rounded to fp32 
 and beta^t by repeated squaring, which needs no pow and so has the same bits everywhere. If found_inf != 0 nothing
 is written, the step count included.
 
-Stochastic rounding. What is stored in fewer than 32 bits is rounded stochastically, so that steps below half a unit in the
-last place arrive in the mean: bf16 moments, an fp16 or bf16 parameter without a master, and a master of 24 bits. A
-weight beside its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was stored:
-the larger of two bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step by step.
+Stochastic rounding. What is stored in fewer than 32 bits is rounded up or down at random, so that steps below half a
+unit in the last place arrive in the mean: bf16 moments, an fp16 or bf16 parameter without a master, and a master of 24
+bits. A weight beside its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was
+stored: the larger of two bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step
+by step.
 
 Moments in 8 bits have the codes of block_codes.py: m signed ones, v and a positive ones. The codes of a moment have the
 order of the parameter, and its exponents lie in a second tensor, of shape (rows, blocks per row). MAX is then the

@@ -249,7 +249,7 @@ def test_the_list_of_commands_fits_the_screen(
             assert main(words) == 0
             lines = capsys.readouterr().out.splitlines()
             assert max(map(len, lines)) <= columns
-        assert sum(bool(re.match(r"  halfstep bench \w+", line)) for line in lines) == 9
+        assert sum(bool(re.match(r"  halfstep bench \w+", line)) for line in lines) == 10
 
 
 @pytest.mark.parametrize("words", [["format"], ["plan", "--params", "7e9"], ["train", "--steps", "3"], ["--version"]])

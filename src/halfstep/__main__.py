@@ -41,6 +41,11 @@ COMMANDS = (
         "compile every kernel for four GPU architectures, and check it",
     ),
     _Command(
+        ("bench", "clipping"),
+        "halfstep.bench.clipping",
+        "compare clipping by the norm of the last step with exact clipping",
+    ),
+    _Command(
         ("bench", "codec"),
         "halfstep.bench.codec_speed",
         "time the codec on one core, and numpy, torch, ml_dtypes and gfloat",
