@@ -41,7 +41,7 @@ def made(dtype: torch.dtype = BF16) -> Net:
 def loss_of(net: Module, step: int) -> torch.Tensor:
     random = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 17, (4, 6), generator=random)
-    targets = torch.randn(4, 6, 17, generator=random)
+    targets = torch.randn(4, 6, 17, generator=random, dtype=torch.float32)
     loss: torch.Tensor = mse_loss(net(tokens, step % 2 == 1).float(), targets)
     return loss
 
