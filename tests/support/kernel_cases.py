@@ -55,10 +55,10 @@ def _gradients(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
 
 def _check_extremes(seed: int) -> list[torch.Tensor]:
     """One large number at different positions. All lanes must scale by it, since its square overflows if scaled by the
-    largest of the other numbers."""
+    largest of the other numbers. Each is another power of two, so that no two errors cancel in the sum."""
     grads = [normal(4096, BF16, seed + n) for n in range(24)]
     for n, grad in enumerate(grads):
-        grad[3 + 85 * n] = 2.0**100
+        grad[3 + 85 * n] = 2.0 ** (100 - n)
     answer = halfstep.foreach_check(grads)
     return [answer.found_inf, answer.flags, answer.sum_of_squares]
 
