@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: torch.Tensor) -> None:
+    """Call the method of an object unless the object was deleted: a hook does not keep what it serves."""
+    alive = method()
+    if alive is not None:
+        alive(*arguments)
 
 
 class Bucket:

@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.optim.optimizer import ParamsT
 
+from halfstep.integrations.buckets import call_if_alive
 from halfstep.integrations.optim.classes import Adam, AdamW
 from halfstep.integrations.release import BUCKET_BYTES, is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
@@ -203,7 +204,7 @@ class _Offloaded(Adam):
         self._mirrors |= added
         for mirror in added.values():
             if self.in_backward is not None and mirror.parameter.requires_grad:
-                mirror.parameter.register_post_accumulate_grad_hook(partial(_call, take))
+                mirror.parameter.register_post_accumulate_grad_hook(partial(call_if_alive, take))
         self._fill_buckets()
 
     def _mirrored(self, member: Any, added: dict[int, _Mirror]) -> Any:
@@ -425,13 +426,6 @@ class _Offloaded(Adam):
             f"Expected no copy or pickle of a {type(self).__name__}, which belongs to the parameters on the device: "
             "save state_dict(), and load it into an optimizer of the copied model"
         )
-
-
-def _call(reference: weakref.WeakMethod[Any], parameter: torch.Tensor) -> None:
-    """Call a method unless its object was deleted."""
-    method = reference()
-    if method is not None:
-        method(parameter)
 
 
 _DOCS = """

@@ -25,7 +25,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -34,7 +34,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.integrations.buckets import Bucket, BucketReduction
+from halfstep.integrations.buckets import Bucket, BucketReduction, call_if_alive
 from halfstep.integrations.optim.classes import Adam
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
@@ -83,14 +83,14 @@ class StepInBackward:
         # the parameters.
         take, before = weakref.WeakMethod(self._take), weakref.WeakMethod(self._before_step)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(_call, take))
+            parameter.register_post_accumulate_grad_hook(partial(call_if_alive, take))
             for parameter in parameters_of(optimizer)
             if parameter.requires_grad
         ]
-        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: _call(before)))
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: call_if_alive(before)))
         if clipping is not None:
             after = weakref.WeakMethod(self._after_step)
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: _call(after)))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after)))
         self._reduction: BucketReduction | None = None
         if process_group is not None:
             self._reduction = BucketReduction(process_group)
@@ -395,13 +395,6 @@ class StepInBackward:
                 self._use_reduced(reduction)
                 reduction.restart()
             self._stepped = self._checker is None
-
-
-def _call(reference: weakref.WeakMethod[Callable[..., None]], *arguments: torch.Tensor) -> None:
-    """Call a method unless its object was deleted."""
-    method = reference()
-    if method is not None:
-        method(*arguments)
 
 
 def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:

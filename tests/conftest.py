@@ -129,6 +129,15 @@ def state_of_torch() -> tuple[bool, Any, torch.dtype, torch.device, int]:
     return torch.is_grad_enabled(), functions, made.dtype, made.device, torch.get_num_threads()
 
 
+@pytest.fixture
+def default_bf16() -> Iterator[None]:
+    """torch's default dtype is bf16, as many scripts for language models set it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
     """Check that a test leaves the global state of torch unchanged, so that it cannot affect later tests."""

@@ -7,11 +7,11 @@ import gc
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from errors import error_of
 from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 from stream_model import Model
 
@@ -49,12 +49,6 @@ def _combined(layout: str, mode: Any) -> bool:
 
 CASES = [(layout, mode) for layout in LAYOUTS for mode in MODES if _combined(layout, mode)]
 cases = pytest.mark.parametrize(("layout", "mode"), CASES)
-
-
-def _error(kind: type[Exception], call: Callable[[], Any]) -> str:
-    with pytest.raises(kind) as raised:
-        call()
-    return str(raised.value)
 
 
 @cases
@@ -183,7 +177,7 @@ def test_weights_that_other_code_writes_are_taken(layout: str, mode: Any) -> Non
         optimizer.refresh_master(net.first.weight)
         optimizer.refresh_master()
     assert same(*runs)
-    assert "Expected parameters[0] to be a parameter of this optimizer" in _error(
+    assert "Expected parameters[0] to be a parameter of this optimizer" in error_of(
         ValueError, lambda: runs[1][1].refresh_master(torch.ones(1))
     )
 
@@ -329,7 +323,7 @@ def test_a_step_of_a_bucket_that_failed_is_raised_by_step() -> None:
     optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
     optimizer.param_groups[0]["lr"] = -1.0
     loss_of(net, 1).backward()
-    assert "Invalid learning rate" in _error(ValueError, optimizer.step)
+    assert "Invalid learning rate" in error_of(ValueError, optimizer.step)
 
 
 def test_a_closure_hooks_and_an_interrupted_backward() -> None:
@@ -368,14 +362,7 @@ def test_the_optimizer_dies_with_its_references() -> None:
     assert gradient_bytes(net) > 0
 
 
-@pytest.fixture
-def default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.bfloat16)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def test_under_a_default_dtype_and_device(default_dtype: None) -> None:
+def test_under_a_default_dtype_and_device(default_bf16: None) -> None:
     runs = _pair("bf16 split", "copy")
     for net, optimizer in runs:
         loss_of(net, 1).backward()
@@ -390,19 +377,19 @@ def test_under_a_default_dtype_and_device(default_dtype: None) -> None:
 
 def test_errors() -> None:
     net = made()
-    assert _error(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="later")) == (  # type: ignore[arg-type]
+    assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="later")) == (  # type: ignore[arg-type]
         "Expected in_backward to be 'copy', 'step' or None, but got 'later'"
     )
     for size in (0, 1.5, True):
-        assert _error(ValueError, lambda size=size: OffloadedAdamW(net.parameters(), bucket_bytes=size)) == (
+        assert error_of(ValueError, lambda size=size: OffloadedAdamW(net.parameters(), bucket_bytes=size)) == (
             f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}"
         )
-    assert _error(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="step", max_grad_norm=1.0)) == (
+    assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="step", max_grad_norm=1.0)) == (
         "Expected max_grad_norm to be None with in_backward='step', but got 1.0: the norm is known after the backward; "
         "use in_backward='copy'"
     )
     half = made(FP16)
-    assert _error(TypeError, lambda: OffloadedAdamW(half.parameters(), in_backward="step")) == (
+    assert error_of(TypeError, lambda: OffloadedAdamW(half.parameters(), in_backward="step")) == (
         "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss must be "
         "scaled: use in_backward='copy' with a scaler, or train in bf16"
     )
@@ -411,13 +398,13 @@ def test_errors() -> None:
         (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)), "a leaf in torch.float64 on cpu"),
         (torch.nn.Parameter(torch.ones(2)) * 2, "a computed tensor in torch.float32 on cpu"),
     ):
-        assert _error(TypeError, lambda wrong=wrong: OffloadedAdamW([wrong])) == (
+        assert error_of(TypeError, lambda wrong=wrong: OffloadedAdamW([wrong])) == (
             f"Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got {what}: move the model to "
             "its device first"
         )
     optimizer = OffloadedAdamW(net.parameters())
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
-        assert _error(TypeError, call) == (
+        assert error_of(TypeError, call) == (
             "Expected no copy or pickle of a OffloadedAdamW, which belongs to the parameters on the device: save "
             "state_dict(), and load it into an optimizer of the copied model"
         )
@@ -425,7 +412,7 @@ def test_errors() -> None:
         OffloadedAdamW([3])  # type: ignore[list-item]
     sparse = torch.nn.Embedding(9, 4, sparse=True)
     refusing = OffloadedAdamW(sparse.parameters())
-    assert _error(RuntimeError, lambda: sparse(torch.tensor([1])).sum().backward()) == (
+    assert error_of(RuntimeError, lambda: sparse(torch.tensor([1])).sum().backward()) == (
         "Expected a parameter of shape (9, 4) to have a dense gradient, but got layout torch.sparse_coo: use "
         "sparse=False in the embedding"
     )

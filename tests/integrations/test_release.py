@@ -6,13 +6,13 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import interrupts
 import pytest
 import torch
-from release_models import BF16, Net, gradient_bytes, loss_of, made, same
+from errors import error_of
+from release_models import BF16, Net, Wrapped, gradient_bytes, loss_of, made, same
 from torch.nn import Embedding, Linear, Module
 
 import halfstep
@@ -205,18 +205,10 @@ def test_an_interrupted_step_of_a_bucket_is_done_with_its_gradients_freed_or_not
     assert True in ends and False in ends
 
 
-class _Wrapper:
-    """As Accelerate's AcceleratedOptimizer."""
-
-    def __init__(self, optimizer: halfstep.AdamW) -> None:
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
-
-
 def test_a_wrapped_optimizer() -> None:
     net = made()
     optimizer = halfstep.AdamW(net.parameters())
-    step_in_backward(net, _Wrapper(optimizer))  # type: ignore[arg-type]
+    step_in_backward(net, Wrapped(optimizer))  # type: ignore[arg-type]
     loss_of(net, 1).backward()
     assert gradient_bytes(net) == 0 and optimizer.state[net.first.weight]["step"] == 1
 
@@ -279,14 +271,7 @@ def test_copies_of_model_and_optimizer_step_by_step() -> None:
     assert same((net, optimizer), (copied, other))
 
 
-@pytest.fixture
-def default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.bfloat16)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def test_under_a_default_dtype(default_dtype: None) -> None:
+def test_under_a_default_dtype(default_bf16: None) -> None:
     assert same(_train("bf16 split", 400), _train("bf16 split", None))
 
 
@@ -308,35 +293,29 @@ def test_a_sparse_gradient_is_refused() -> None:
         net(torch.tensor([1])).sum().backward()
 
 
-def _error(kind: type[Exception], call: Callable[[], Any]) -> str:
-    with pytest.raises(kind) as raised:
-        call()
-    return str(raised.value)
-
-
 def test_errors() -> None:
     net = made()
     optimizer = halfstep.AdamW(net.parameters())
     torchs = torch.optim.AdamW(net.parameters())
-    assert _error(TypeError, lambda: step_in_backward(net, torchs)) == (  # type: ignore[arg-type]
+    assert error_of(TypeError, lambda: step_in_backward(net, torchs)) == (  # type: ignore[arg-type]
         "Expected optimizer to be a halfstep.Adam or halfstep.AdamW, but got a AdamW"
     )
     for size in (0, 1.5, True):
-        assert _error(ValueError, lambda size=size: step_in_backward(net, optimizer, bucket_bytes=size)) == (
+        assert error_of(ValueError, lambda size=size: step_in_backward(net, optimizer, bucket_bytes=size)) == (
             f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}"
         )
-    assert _error(ValueError, lambda: step_in_backward(net.first, optimizer)) == (
+    assert error_of(ValueError, lambda: step_in_backward(net.first, optimizer)) == (
         "Expected parameter 0 of the optimizer to be one of model, but it is not: make the optimizer of the sharded "
         "model's parameters, and pass that model"
     )
     half = Linear(2, 2).half()
-    assert _error(TypeError, lambda: step_in_backward(half, halfstep.AdamW(half.parameters()))) == (
+    assert error_of(TypeError, lambda: step_in_backward(half, halfstep.AdamW(half.parameters()))) == (
         "Expected parameter 0 of the optimizer to be fp32 or bf16 without a scaler, but got torch.float16, whose loss "
         "must be scaled: pass scaler=, or train in bf16"
     )
     handle = step_in_backward(net, optimizer)
     assert isinstance(handle, StepInBackward) and handle.bucket_bytes == release.BUCKET_BYTES
-    assert _error(ValueError, lambda: step_in_backward(net, optimizer)) == (
+    assert error_of(ValueError, lambda: step_in_backward(net, optimizer)) == (
         "Expected optimizer not to step in the backward already: call remove() on the first handle"
     )
     handle.remove()

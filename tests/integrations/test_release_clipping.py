@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from release_models import BF16, Net, gradient_bytes, loss_of, made, same
+from errors import error_of
+from release_models import BF16, Net, Wrapped, gradient_bytes, loss_of, made, same
 
 import halfstep
 from halfstep.integrations.release import StepInBackward, step_in_backward
@@ -47,12 +47,6 @@ def _norm(optimizer: halfstep.AdamW) -> float:
     """`grad_norm`, in fp64."""
     assert optimizer._squares is not None
     return optimizer._squares.sqrt().item()
-
-
-def _error(kind: type[Exception], call: Callable[[], Any]) -> str:
-    with pytest.raises(kind) as raised:
-        call()
-    return str(raised.value)
 
 
 # --------------------------------------------------------------------------------------------------------------- exact
@@ -129,7 +123,7 @@ def test_a_check_that_failed_is_repeated() -> None:
     with pytest.raises(KeyboardInterrupt), handle.check():
         loss_of(net, 3).backward()
         raise KeyboardInterrupt
-    assert "Expected check() before a backward" in _error(RuntimeError, lambda: loss_of(net, 0).backward())
+    assert "Expected check() before a backward" in error_of(RuntimeError, lambda: loss_of(net, 0).backward())
     optimizer.zero_grad()
     with handle.check():
         loss_of(net, 0).backward()
@@ -145,33 +139,33 @@ def test_what_exact_clipping_refuses() -> None:
         "step: run the backward inside `with handle.check():` first, with retain_graph=True, and then once more"
     )
     before = copy.deepcopy(net.state_dict())
-    assert _error(RuntimeError, lambda: loss_of(net, 0).backward()) == without
+    assert error_of(RuntimeError, lambda: loss_of(net, 0).backward()) == without
     assert all(map(torch.equal, before.values(), net.state_dict().values()))
 
     def empty_check() -> None:
         with handle.check():
             pass
 
-    assert _error(RuntimeError, empty_check) == (
+    assert error_of(RuntimeError, empty_check) == (
         "Expected no gradient before check(), which frees the gradients, but got some of an earlier backward: call "
         "zero_grad(), or to accumulate, remove() and step after the backward"
     )
     optimizer.zero_grad()
-    assert _error(RuntimeError, empty_check) == (
+    assert error_of(RuntimeError, empty_check) == (
         "Expected a backward in check(), but no parameter of the optimizer got a gradient: call backward() in the "
         "context"
     )
-    assert _error(RuntimeError, lambda: handle.accumulate().__enter__()) == (
+    assert error_of(RuntimeError, lambda: handle.accumulate().__enter__()) == (
         "Expected no accumulation with clipping='exact' or a scaler, whose check frees the gradients that are "
         "accumulated: all of them exist in any case, so call remove() and step after the backward"
     )
     with handle.check():
         loss_of(net, 0).backward()
     loss_of(net, 0).backward()
-    assert _error(RuntimeError, lambda: loss_of(net, 0).backward()) == without
+    assert error_of(RuntimeError, lambda: loss_of(net, 0).backward()) == without
     optimizer.zero_grad()
     optimizer.step()
-    assert _error(RuntimeError, lambda: loss_of(net, 0).backward()) == without
+    assert error_of(RuntimeError, lambda: loss_of(net, 0).backward()) == without
     handle.remove()
     assert optimizer._optimizer_step_pre_hooks == {} and optimizer._optimizer_step_post_hooks == {}
 
@@ -251,7 +245,7 @@ def test_previous_norms_resume_with_the_same_bits() -> None:
     _steps_by_previous(resumed, fresh, range(2, 5))
     assert same(fresh, expected)
     for state in ({}, {"sum_of_squares": "1"}):
-        assert _error(ValueError, lambda state=state: resumed.load_state_dict(state)) == (
+        assert error_of(ValueError, lambda state=state: resumed.load_state_dict(state)) == (
             f"Expected a state with 'sum_of_squares', a float or None, but got {state!r}"
         )
     resumed.load_state_dict({"sum_of_squares": None})
@@ -327,21 +321,14 @@ def test_a_scaler_that_was_updated_or_has_unscaled_does_not_step() -> None:
             scaler.scale(loss_of(run[0], 0)).backward()
         forget()
         loss = scaler.scale(loss_of(run[0], 0))
-        assert "Expected check() before a backward" in _error(RuntimeError, loss.backward)
+        assert "Expected check() before a backward" in error_of(RuntimeError, loss.backward)
         run[1].zero_grad()
 
 
 # ----------------------------------------------------------------------------------------------------------- the rest
 
 
-@pytest.fixture
-def default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.bfloat16)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def test_under_a_default_dtype(default_dtype: None) -> None:
+def test_under_a_default_dtype(default_bf16: None) -> None:
     expected, _ = _clipped_after("bf16 split", 2)
     run = _run()
     handle = step_in_backward(*run, clipping="exact")
@@ -353,27 +340,19 @@ def test_under_a_default_dtype(default_dtype: None) -> None:
     assert same(run, expected)
 
 
-class _Wrapper:
-    """As Accelerate's AcceleratedOptimizer."""
-
-    def __init__(self, optimizer: halfstep.AdamW) -> None:
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
-
-
 def test_errors() -> None:
     clips, plain = _run(), _run(limit=None)
     scaler = halfstep.GradScaler("cpu")
-    assert _error(ValueError, lambda: step_in_backward(*clips)) == (
+    assert error_of(ValueError, lambda: step_in_backward(*clips)) == (
         "Expected max_grad_norm of the optimizer to be None, but got 3.4: pass clipping='exact' or 'previous'"
     )
-    assert _error(ValueError, lambda: step_in_backward(*clips, clipping="last")) == (  # type: ignore[arg-type]
+    assert error_of(ValueError, lambda: step_in_backward(*clips, clipping="last")) == (  # type: ignore[arg-type]
         "Expected clipping to be None, 'exact' or 'previous', but got 'last'"
     )
-    assert _error(ValueError, lambda: step_in_backward(*plain, clipping="previous")) == (
+    assert error_of(ValueError, lambda: step_in_backward(*plain, clipping="previous")) == (
         "Expected max_grad_norm of the optimizer to be set with clipping='previous', but got None"
     )
-    assert _error(ValueError, lambda: step_in_backward(*clips, clipping="previous", scaler=scaler)) == (
+    assert error_of(ValueError, lambda: step_in_backward(*clips, clipping="previous", scaler=scaler)) == (
         "Expected clipping to be 'exact' with a scaler, but got 'previous': an overflow found after a step has begun "
         "could not undo it"
     )
@@ -381,25 +360,25 @@ def test_errors() -> None:
         (torch.amp.GradScaler("cpu"), "GradScaler"),
         (halfstep.GradScaler("cpu", enabled=False), "GradScaler that is disabled"),
     ):
-        assert _error(TypeError, lambda wrong=wrong: step_in_backward(*plain, scaler=wrong)) == (
+        assert error_of(TypeError, lambda wrong=wrong: step_in_backward(*plain, scaler=wrong)) == (
             f"Expected scaler to be None or an enabled halfstep.GradScaler, but got a {what}"
         )
     writes = halfstep.GradScaler("cpu", write_back=True)
-    assert _error(ValueError, lambda: step_in_backward(*plain, scaler=writes)) == (
+    assert error_of(ValueError, lambda: step_in_backward(*plain, scaler=writes)) == (
         "Expected a scaler with write_back=False, but got write_back=True: gradients are freed in the backward"
     )
-    wrapped: Any = _Wrapper(plain[1])
-    assert _error(TypeError, lambda: step_in_backward(plain[0], wrapped, scaler=scaler)) == (
-        "Expected optimizer to be a halfstep.Adam or halfstep.AdamW with a scaler, but got a _Wrapper around one, "
+    wrapped: Any = Wrapped(plain[1])
+    assert error_of(TypeError, lambda: step_in_backward(plain[0], wrapped, scaler=scaler)) == (
+        "Expected optimizer to be a halfstep.Adam or halfstep.AdamW with a scaler, but got a Wrapped around one, "
         "whose gradients scaler.step unscales in place: pass the optimizer in it, also to scaler.step"
     )
     handle = step_in_backward(*plain)
-    assert _error(RuntimeError, lambda: handle.check().__enter__()) == (
+    assert error_of(RuntimeError, lambda: handle.check().__enter__()) == (
         "Expected clipping='exact' or a scaler in step_in_backward, but got neither: its steps need no check()"
     )
     plain[1].max_grad_norm = 0.5
     before = copy.deepcopy(plain[0].state_dict())
-    assert _error(RuntimeError, lambda: loss_of(plain[0], 0).backward()) == (
+    assert error_of(RuntimeError, lambda: loss_of(plain[0], 0).backward()) == (
         "Expected max_grad_norm of the optimizer to stay None, but got 0.5: call step_in_backward with "
         "clipping='exact' or 'previous'"
     )

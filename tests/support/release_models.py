@@ -1,4 +1,4 @@
-"""A small model, and how two runs of it are compared, for tests/integrations/test_release*.py."""
+"""A small model, how two runs of it are compared, and a wrapped optimizer, for test_release*.py and test_offload.py."""
 
 from __future__ import annotations
 
@@ -61,3 +61,11 @@ def same(one: tuple[Net, halfstep.AdamW], other: tuple[Net, halfstep.AdamW]) -> 
 
 def gradient_bytes(net: Module) -> int:
     return sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
+
+
+class Wrapped:
+    """An optimizer as Accelerate's AcceleratedOptimizer holds it."""
+
+    def __init__(self, optimizer: halfstep.AdamW) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
