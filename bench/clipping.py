@@ -17,7 +17,7 @@ import halfstep
 from halfstep.cli.command_line import Parser, run
 from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import Progress
-from halfstep.cli.train.data import Corpus, read_corpus
+from halfstep.cli.train.data import Corpus, DataError, read_corpus
 from halfstep.cli.train.model import GPT, SIZES
 from halfstep.cli.train.precision import Precision
 from halfstep.integrations.release import step_in_backward
@@ -95,4 +95,4 @@ def _run(options: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``halfstep bench clipping`` with the arguments `argv`. Returns the exit status."""
-    return run(_parser(), argv, _run)
+    return run(_parser(), argv, _run, (DataError,))

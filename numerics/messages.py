@@ -39,6 +39,8 @@ def instead(word: str, allowed: Iterable[str], listed: bool = True) -> str:
     """
     words = list(allowed)
     meant = _meant(word, words, 0.55 if listed else 0.6)
+    if any(", " in one for one in words):
+        words = list(map(repr, words))
     return meant + f"{'C' if meant else 'c'}hoose from {', '.join(words)}" if listed else meant
 
 

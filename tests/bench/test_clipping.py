@@ -33,3 +33,11 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = ("no spikes", "1,000 times the loss in one of 2 steps")
     assert [row[0] for row in rows[2:]] == [f"{mode}, {kind}" for kind in kinds for mode in clipping.MODES]
     assert all(float(cell) > 2 for row in rows[2:] for cell in row[1:])
+
+
+def test_data_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "clipping", "--data", "/nowhere"]) == 2
+    assert capsys.readouterr().err == (
+        "halfstep bench clipping: error: --data /nowhere does not exist; pass a file, or a folder with files, of any "
+        "kind\n"
+    )

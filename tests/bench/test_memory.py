@@ -36,3 +36,10 @@ def test_the_table_has_a_row_for_each_training(
     assert lines[0] == ["bytes per parameter", "planned", "counted", "process"]
     assert [line[:3] for line in lines[2:]] == [["split", "14.00", "14.00"]]
     assert float(lines[2][3]) > 12
+
+
+def test_an_unknown_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names with commas are quoted."""
+    assert main(["bench", "memory", "--row", "whole"]) == 2
+    error = capsys.readouterr().err
+    assert "argument --row: unknown row 'whole'; choose from '" in error and "'torch, fp32'" in error
