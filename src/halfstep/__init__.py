@@ -12,6 +12,7 @@ from halfstep._version import __version__
 from halfstep.numerics import presentation
 
 if TYPE_CHECKING:
+    from halfstep.integrations.doctor import doctor
     from halfstep.integrations.monitor import AmpMonitor
     from halfstep.integrations.optim import Adam, AdamW
     from halfstep.integrations.scheduler import SkipAwareScheduler
@@ -35,6 +36,7 @@ _HOME = {
     "backend": "halfstep.kernels.backend",
     "cast": "halfstep.kernels.cast",
     "decode": "halfstep.numerics.formats.codec",
+    "doctor": "halfstep.integrations.doctor",
     "encode": "halfstep.numerics.formats.codec",
     "foreach_cast": "halfstep.kernels.cast",
     "foreach_check": "halfstep.kernels.unscale",
@@ -57,6 +59,7 @@ __all__ = [
     "backend",
     "cast",
     "decode",
+    "doctor",
     "encode",
     "foreach_cast",
     "foreach_check",

@@ -39,6 +39,7 @@ from halfstep.cli.train.strategies import (
 )
 from halfstep.cli.train.world import ThisRank
 from halfstep.integrations import checkpoint
+from halfstep.integrations.doctor import Diagnosis
 from halfstep.integrations.monitor import AmpMonitor
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 
@@ -138,7 +139,7 @@ class RunResult:
     """The result of a run.
 
     `trouble` says why it was given up, and `stopped` is the signal that ended it early. `overflow` is None without a
-    loss scale, and `gradients` for fp32.
+    loss scale, and `gradients` for fp32. `diagnosis` is that of `halfstep.doctor` after the last step.
     """
 
     run: Run
@@ -152,6 +153,7 @@ class RunResult:
     tokens_per_step: int
     overflow: OverflowReport | None
     gradients: dict[str, Any] | None
+    diagnosis: Diagnosis
     trouble: str | None = None
     stopped: int | None = None
 
@@ -179,6 +181,7 @@ class RunResult:
             "optimizer_ms_p50": median(history.optimizer_ms),
             "tokens_per_s": self.tokens_per_step / step_ms * 1000,
             "parameters": self.parameters,
+            "findings": self.diagnosis.as_dict()["findings"],
             "trouble": self.trouble,
             "train_loss": [loss if math.isfinite(loss) else None for loss in history.train_loss],
             "validation": [point for point in history.validation if math.isfinite(point[1])],
@@ -556,6 +559,7 @@ class Trainer:
             tokens_per_step=self.settings.batch * self.settings.context,
             overflow=self.overflow(),
             gradients=self.gradients(),
+            diagnosis=halfstep.doctor(self.model, self.optimizer, self.scaler),
             trouble=trouble,
             stopped=stopped,
         )

@@ -339,6 +339,7 @@ table { border-collapse: collapse; font-size: 0.85em; font-variant-numeric: tabu
 th, td { padding: 0.35em 0.7em; text-align: right; border-bottom: 1px solid #e2e2e2; white-space: nowrap; }
 th:first-child, td:first-child, .left td, .left th { text-align: left; }
 thead th { border-bottom: 2px solid #888; white-space: normal; vertical-align: bottom; }
+.prose td { white-space: normal; }
 .note { background: #fff6e5; border-left: 4px solid #d55e00; padding: 0.6em 1em; }
 .trouble { background: #fde8e8; border-left: 4px solid #c00; padding: 0.6em 1em; }
 """
@@ -381,6 +382,15 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
         if lines:
             top_row = "<tr><th>parameter</th><th>steps with</th><th>first step</th><th>last step</th></tr>"
             overflowed += f'<table class="left"><thead>{top_row}</thead><tbody>{lines}</tbody></table>'
+    diagnosed = ""
+    for run in content["runs"]:
+        for finding in run["findings"]:
+            rows_of = ("where", "what", "stake", "remedy")
+            lines = "".join(f"<tr><th>{name}</th><td>{text(finding[name])}</td></tr>" for name in rows_of)
+            title = f"{run['name']}: {finding['severity']}, {finding['name']}"
+            diagnosed += f'<h3>{text(title)}</h3><table class="left prose">{lines}</table>'
+    if diagnosed:
+        diagnosed = f"<h2>Found by halfstep.doctor after the last step</h2>{diagnosed}"
     gradients = ""
     for run in _counted(content):
         said, shares, advice = _gradients(run)
@@ -397,7 +407,8 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
         f"<style>{_STYLE}</style></head><body><h1>halfstep train</h1>"
         f'{troubles}<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
         f"<p>{text(sentence(content))} Bytes per parameter are those of the tensors in one process. "
-        f"Times are medians over all steps, and tokens/s follow from them.</p>{notes}{image}{overflowed}{gradients}"
+        f"Times are medians over all steps, and tokens/s follow from them.</p>{notes}{image}"
+        f"{diagnosed}{overflowed}{gradients}"
         f"{pairs('Model', content['model'])}{pairs('Training', content['training'])}"
         f"{pairs('Strategy', content['layout'])}{pairs('Text', content['data'])}"
         f"{pairs('Machine', content['machine'])}{pairs('Versions', content['versions'])}</body></html>\n"

@@ -1,0 +1,59 @@
+"""halfstep doctor: the machine, checkpoints, JSON, and the exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfstep.cli import doctor as command
+from halfstep.cli.doctor import main
+from halfstep.integrations.doctor.environment import DEBUGGING, Machine
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a GPU, on which two findings are made."""
+    there = Machine({"SLURM_NTASKS": "2"}, versions={"torch": "2.13.0"}, shared_memory=64 << 20)
+    monkeypatch.setattr(command.Machine, "here", lambda: there)
+
+
+@pytest.mark.parametrize("width", [60, 160])
+@pytest.mark.usefixtures("machine")
+def test_the_machine(width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[:4] == ["this environment: 2 findings", "", "error: ranks-not-set", "  where   SLURM_NTASKS=2"]
+    assert "warning: little-shared-memory" in lines and "  torch       2.13.0" in lines
+    assert all(any(line.startswith(f"  {name}") for line in lines) for name, _ in DEBUGGING)
+
+
+@pytest.mark.usefixtures("machine")
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["facts"]["torch"] == "2.13.0"
+    assert [one["name"] for one in found["diagnoses"][0]["findings"]] == ["ranks-not-set", "little-shared-memory"]
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "good.pt"
+    torch.save({"weight": torch.ones(3) / 3}, file)
+    assert main([str(file)]) == 0
+    assert capsys.readouterr().out == f"{file} with 1 tensor, 12 B: no findings\n\n"
+    torch.save({"weight": torch.tensor([float("inf")])}, file)
+    assert main([str(file), "--env"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("1 finding") and "error: values-not-finite" in lines and "error: ranks-not-set" in lines
+
+
+def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nowhere.pt")]) == 2
+    assert "nowhere.pt cannot be read: No such file or directory; pass a checkpoint" in capsys.readouterr().err
+    assert main(["--machine"]) == 2
+    assert "unknown option --machine" in capsys.readouterr().err

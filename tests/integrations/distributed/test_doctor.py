@@ -1,0 +1,22 @@
+"""The doctor on two ranks: nothing in healthy set-ups, and the names of reported faults of sharded ones."""
+
+from __future__ import annotations
+
+import doctor_ranks
+import pytest
+import rank_processes
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[str]]]:
+    return rank_processes.run(doctor_ranks.run, doctor_ranks.WORLD)
+
+
+@pytest.mark.parametrize("name", [build.__name__ for build in doctor_ranks.HEALTHY])
+def test_no_false_alarm(ranks: list[dict[str, list[str]]], name: str) -> None:
+    assert [rank[name] for rank in ranks] == [[], []]
+
+
+@pytest.mark.parametrize(("name", "finding"), [(one.__name__, text) for one, text in doctor_ranks.ISSUES.items()])
+def test_the_doctor_names_it(ranks: list[dict[str, list[str]]], name: str, finding: str) -> None:
+    assert all(finding in rank[name] for rank in ranks), [rank[name] for rank in ranks]

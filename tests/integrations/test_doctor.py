@@ -1,0 +1,319 @@
+"""The doctor: texts, what it leaves behind, first_nonfinite, checkpoints and environments."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import doctor_ranks
+import faulty_setups
+import healthy_setups
+import pytest
+import torch
+from errors import error_of
+from torch import nn
+
+import halfstep
+from halfstep.integrations.doctor import Diagnosis, doctor, first_nonfinite, watch
+from halfstep.integrations.doctor.environment import Machine, examine_environment
+from halfstep.integrations.doctor.stored import examine_checkpoint
+
+BF16 = torch.bfloat16
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)).to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------- texts
+
+
+def test_the_text_of_a_finding() -> None:
+    model = _net(BF16)
+    found = doctor(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    assert str(found).split("\n")[:7] == [
+        "Sequential of 4 parameters, AdamW: 2 findings",
+        "error: moments-in-16-bits",
+        "  where   4 parameters: 0.weight, 0.bias, 1.weight, ...",
+        "  what    exp_avg_sq is in bf16, rounded to nearest",
+        "  stake   exp_avg_sq changes by at most 0.10 % of itself as it falls, and bf16 rounds that away: it grows, "
+        "but never falls, and steps shrink; 1.13 KiB are held, fp32 takes 2.26 KiB",
+        "  remedy  keep weights, or masters of them, in fp32: halfstep.AdamW does so for 16-bit weights, in less "
+        'memory than fp32 weights; its state_dtype="8bit" and rounding="stochastic" keep moments in fewer bits',
+        "error: decay-lost",
+    ]
+    assert found.as_dict()["findings"][1]["name"] == "decay-lost" and not found.ok
+
+
+def test_the_shares_of_lost_updates_are_those_of_steps() -> None:
+    """Against the weights themselves: of the elements with a gradient, those that a step leaves as they are."""
+    model = _net(BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0)
+    unchanged = total = 0
+    with watch(model, optimizer) as watched:
+        for _ in range(3):
+            model(torch.randn(4, 16).to(BF16)).square().mean().backward()
+            before = [one.detach().clone() for one in model.parameters()]
+            optimizer.step()
+            for one, old in zip(model.parameters(), before, strict=True):
+                assert one.grad is not None
+                unchanged += int(((one == old) & (one.grad != 0)).sum())
+                total += int((one.grad != 0).sum())
+            optimizer.zero_grad()
+    (found,) = (one for one in watched.diagnosis.findings if one.name == "updates-lost")
+    assert 0 < unchanged < total
+    assert found.stake == f"{100 * unchanged / total:.1f} % of the updates in 3 steps change nothing"
+
+
+def test_arguments_that_cannot_be_examined() -> None:
+    model = _net()
+    assert error_of(TypeError, lambda: doctor([model], None)) == (  # type: ignore[arg-type]
+        "Expected model to be a torch.nn.Module, but got a list"
+    )
+    assert error_of(TypeError, lambda: doctor(model, [model])) == (
+        "Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a Sequential"
+    )
+
+
+def test_a_model_without_an_optimizer_and_on_meta_tensors() -> None:
+    assert doctor(_net(), None).ok
+    with torch.device("meta"):
+        model = nn.Linear(64, 64, dtype=BF16)
+    assert doctor(model, torch.optim.AdamW(model.parameters())).names == ["moments-in-16-bits", "decay-lost"]
+
+
+def test_under_a_default_dtype(default_bf16: None) -> None:
+    model = _net(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with watch(model, optimizer) as watched:
+        for _ in range(3):
+            model(torch.ones(2, 16, dtype=torch.float32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watched.diagnosis.ok, str(watched)
+
+
+# ---------------------------------------------------------------------------------------------------- what watch leaves
+
+
+def test_watch_changes_no_bit_and_leaves_nothing_behind() -> None:
+    states = []
+    for watching in (False, True):
+        model = _net()
+        optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        clip = torch.nn.utils.clip_grad._clip_grads_with_norm_  # type: ignore[attr-defined]
+        before = set(vars(scaler)), set(vars(schedule)), dict(vars(torch.nn.utils.clip_grad))
+
+        def train(
+            model: Any = model, optimizer: Any = optimizer, scaler: Any = scaler, schedule: Any = schedule
+        ) -> None:
+            for step in range(3):
+                inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+                scaler.scale(model(inputs).square().mean()).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+                optimizer.zero_grad()
+
+        if watching:
+            with pytest.raises(KeyError), watch(model, optimizer, scaler, schedule):
+                train()
+                assert torch.nn.utils.clip_grad._clip_grads_with_norm_ is not clip  # type: ignore[attr-defined]
+                raise KeyError
+        else:
+            train()
+        assert (set(vars(scaler)), set(vars(schedule)), dict(vars(torch.nn.utils.clip_grad))) == before
+        assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        assert all(not one._post_accumulate_grad_hooks for one in model.parameters())
+        states.append([one.detach().clone() for one in model.parameters()])
+    assert all(map(torch.equal, *states))
+
+
+# ------------------------------------------------------------------------------------------------------ first_nonfinite
+
+
+class Half(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.half() * 60000
+
+
+def test_the_first_operation_that_overflows_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Half(), nn.Softmax(-1), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)  # type: ignore[operator, union-attr]
+        model[0].bias.zero_()  # type: ignore[operator, union-attr]
+    with first_nonfinite(model) as found:
+        model[2](model[1](model[0](torch.ones(1, 4))))
+    assert found and (found.module, found.kind, found.value) == ("1", "Half", "Inf")
+    assert str(found) == "Inf from aten.mul.Tensor in 1 (Half); inputs: fp16 of shape (1, 4) up to 4"
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_the_first_operation_of_a_backward_is_named() -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    with first_nonfinite(nn.Identity()) as found:
+        weight.sqrt().sum().backward()
+    assert (found.value, found.backward, found.module) == ("Inf", "SqrtBackward0", "")
+    assert str(found).startswith("Inf from aten.div.Tensor in SqrtBackward0; inputs: ")
+
+
+def test_an_operation_in_place_is_described_by_what_it_got() -> None:
+    with first_nonfinite(nn.Identity()) as found:
+        torch.full((2,), 300.0, dtype=torch.float16).mul_(300)
+    assert str(found) == "Inf from aten.mul_.Tensor in no module; inputs: fp16 of shape (2,) up to 300"
+
+
+def test_infinities_that_are_meant_are_not_reported() -> None:
+    """Masks of attention, and what follows from NaN inputs."""
+    scores = torch.randn(1, 4, 8, 8)
+    with first_nonfinite(nn.Identity()) as found:
+        mask = torch.full((8, 8), float("-inf")).triu(1)
+        (scores + mask).softmax(-1)
+        scores.masked_fill(mask.isinf(), float("-inf")).softmax(-1)
+        torch.where(mask.isinf(), torch.tensor(float("-inf")), scores[0, 0])
+        nn.functional.scaled_dot_product_attention(scores, scores, scores, is_causal=True)
+        torch.full((1,), float("nan")) * 2
+    assert not found, str(found)
+    assert str(found) == "all numbers are finite"
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _saved(folder: Path, **tensors: torch.Tensor) -> Diagnosis:
+    file = folder / "checkpoint.pt"
+    torch.save({name.replace("__", "."): value for name, value in tensors.items()}, file)
+    return examine_checkpoint([file])
+
+
+def test_a_healthy_checkpoint(tmp_path: Path) -> None:
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+    file = tmp_path / "checkpoint.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    found = examine_checkpoint([file])
+    assert found.ok and found.examined.startswith(f"{file} with 16 tensors, "), str(found)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name", "stake"),
+    [
+        ({"weight": torch.tensor([1.0, float("nan")])}, "values-not-finite", "computes NaN"),
+        ({"state__exp_avg_sq": torch.tensor([1.0, -1e-9])}, "negative-second-moment", "is NaN"),
+        ({"state__exp_avg_sq": torch.ones(4, dtype=BF16)}, "moments-in-16-bits", "steps shrank"),
+        ({"exp_avg": torch.randn(1000).bfloat16().float()}, "state-was-rounded", "differs from one"),
+        ({"weight": torch.randn(1024).bfloat16().float()}, "weights-in-twice-the-bytes", "2 KiB of the file"),
+        ({"weight": torch.empty(0)}, "tensors-without-elements", "does not hold the model"),
+        ({"head": torch.arange(2048.0) / 3, "embedding": torch.arange(2048.0) / 3}, "saved-twice", "8 KiB; if they"),
+    ],
+)
+def test_a_checkpoint_that_shows_a_fault(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], name: str, stake: str
+) -> None:
+    found = _saved(tmp_path, **tensors)
+    assert found.names == [name] and stake in found.findings[0].stake, str(found)
+
+
+def test_tied_and_constant_tensors_are_not_saved_twice(tmp_path: Path) -> None:
+    weight = torch.randn(2048)
+    assert _saved(tmp_path, head=weight, embedding=weight, ones=torch.ones(2048), more=torch.ones(2048)).ok
+
+
+# ---------------------------------------------------------------------------------------------------------- environment
+
+RANK = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "9", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}
+TORCHRUN = {**RANK, "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "1"}
+GOOD: dict[str, Any] = {
+    "variables": TORCHRUN,
+    "cores": 64,
+    "gpus": 8,
+    "gpu_files": True,
+    "cuda": "12.9",
+    "versions": {"torch": "2.13.0+cu129", "triton": "3.7.1"},
+    "interfaces": ("lo", "docker0", "eth0"),
+    "shared_memory": 8 << 30,
+}
+
+
+def test_a_good_environment() -> None:
+    machine = Machine(**GOOD)
+    assert examine_environment(machine).ok
+    assert ("rank", "9 of 16 on 2 machines") in machine.facts() and ("interfaces", "eth0") in machine.facts()
+    assert examine_environment(Machine({})).ok
+
+
+def test_this_environment_is_described() -> None:
+    facts = dict(Machine.here().facts())
+    assert facts["torch"] == torch.__version__ and int(facts["cores"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "where"),
+    [
+        ({"versions": {"torch": "2.7.1"}, "gpus": 0, "gpu_files": False}, "version-too-old", "torch 2.7.1"),
+        ({"cuda": None, "gpus": 0}, "gpu-not-usable", "torch.cuda"),
+        ({"versions": {"torch": "2.13.0"}}, "no-triton", "triton"),
+        ({"compiler": False, "gpus": 0, "gpu_files": False}, "no-compiler", "C++"),
+        ({"variables": {"SLURM_NTASKS": "4"}}, "ranks-not-set", "SLURM_NTASKS=4"),
+        ({"variables": RANK}, "ranks-not-set", "MASTER_PORT"),
+        ({"variables": {**TORCHRUN, "RANK": "16"}}, "rank-out-of-range", "RANK=16"),
+        ({"gpus": 1}, "rank-without-gpu", "LOCAL_RANK=1"),
+        ({"variables": {**TORCHRUN, "MASTER_ADDR": "localhost"}}, "master-is-local", "MASTER_ADDR=localhost"),
+        (
+            {"variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": "ib"}},
+            "interface-not-there",
+            "NCCL_SOCKET_IFNAME=ib",
+        ),
+        ({"interfaces": ("lo", "eth0", "ib0")}, "interface-not-chosen", "eth0, ib0"),
+        ({"variables": {**TORCHRUN, "TRITON_INTERPRET": "1"}}, "kernels-interpreted", "TRITON_INTERPRET"),
+        ({"variables": {**TORCHRUN, "CUDA_LAUNCH_BLOCKING": "1"}}, "slow-setting", "CUDA_LAUNCH_BLOCKING=1"),
+        ({"variables": {**TORCHRUN, "CUDA_VISIBLE_DEVICES": ""}}, "gpus-hidden", "CUDA_VISIBLE_DEVICES"),
+        (
+            {"variables": {**TORCHRUN, "OMP_NUM_THREADS": "1"}, "gpus": 0, "gpu_files": False},
+            "one-thread-per-rank",
+            "OMP_NUM_THREADS=1",
+        ),
+        ({"shared_memory": 64 << 20}, "little-shared-memory", "/dev/shm"),
+    ],
+)
+def test_an_environment_with_a_fault(changed: dict[str, Any], name: str, where: str) -> None:
+    found = examine_environment(Machine(**{**GOOD, **changed}))
+    assert [(one.name, one.where) for one in found.findings] == [(name, where)], str(found)
+
+
+@pytest.mark.parametrize("wanted", ["eth", "^docker", "=eth0"])
+def test_interfaces_as_nccl_reads_them(wanted: str) -> None:
+    assert examine_environment(Machine(**{**GOOD, "variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": wanted}})).ok
+
+
+# ---------------------------------------------------------------------------------------------------------------- docs
+
+
+def test_the_docs_describe_each_finding_and_count_the_cases() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    described = {
+        name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`([a-z0-9-]+)`", row)
+    }
+    made = set()
+    for path in (ROOT / "integrations" / "doctor").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+                made.add(ast.literal_eval(node.args[0]))
+    assert described == made
+    threads = [text for _, _, text in faulty_setups.ISSUES if text]
+    faults = len(faulty_setups.ISSUES) + len(doctor_ranks.ISSUES)
+    healthy = len(healthy_setups.HEALTHY) + len(doctor_ranks.HEALTHY)
+    assert f"reproduce {faults} faults on the CPU, {len(threads)} of them reported" in page
+    assert f"In {healthy} healthy set-ups" in page
