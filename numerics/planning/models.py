@@ -195,6 +195,22 @@ class Transformer:
         root += [] if self.tied else [Tensor("head", (self.vocab // t, h))]
         return Unit("block", tuple(block), self.layers), Unit("root", tuple(root), root=True)
 
+    def adapters(self, rank: int) -> tuple[Unit, ...]:
+        """The adapters of a rank beside the matrices of the blocks (Hu et al., LoRA, 2021): two matrices for each."""
+        block = self.units()[0]
+        tensors = []
+        for tensor in block.tensors:
+            if len(tensor.shape) == 2:
+                rows, columns = tensor.shape
+                tensors += [Tensor(f"{tensor.name}_a", (rank, columns)), Tensor(f"{tensor.name}_b", (rows, rank))]
+        return (Unit("block", tuple(tensors), block.count),)
+
+    def units_with_adapters(self, rank: int) -> tuple[Unit, ...]:
+        """All weights, those of the adapters in the units of their matrices."""
+        block, root = self.units()
+        (added,) = self.adapters(rank)
+        return Unit("block", (*block.tensors, *added.tensors), block.count), root
+
     @property
     def parameters(self) -> int:
         """The number of parameters. A tied matrix counts once."""

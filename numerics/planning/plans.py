@@ -19,6 +19,7 @@ ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
 MIRRORED = ("single", "ddp")  # the strategies whose offloaded weights also stay on the GPU
 USUAL_BUCKET = 25 * 2**20  # bytes, of `halfstep.integrations.offload`
+WITH_ADAPTERS = ("single", "ddp", "fsdp", "hsdp")
 STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
 _DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
 
@@ -79,7 +80,7 @@ class Work:
 
     Args:
         forward: FLOPs of the forward.
-        training: FLOPs of forward and backward, three times `forward`: the count of MFU.
+        training: FLOPs of forward and backward, three times `forward` unless weights are frozen: the count of MFU.
         hardware: `training` and the FLOPs that checkpointing recomputes: the count of HFU.
         exact: whether the FLOPs are counted from the shape of the model. Otherwise they are 6 per parameter and token
             (Kaplan et al., Scaling laws, 2020, §2.1).
@@ -230,6 +231,7 @@ def plan(
     bucket_view: bool = False,
     compress: str | None = None,
     step_in_backward: int | None = None,
+    lora: int | None = None,
     rank: int | None = None,
 ) -> Plan:
     """Plan the training of a model, given by exactly one of `params`, `model` and `units`.
@@ -257,6 +259,8 @@ def plan(
         step_in_backward: the `bucket_bytes` of `halfstep.integrations.release.step_in_backward`, with which only the
             gradients of one bucket exist, or of two with ``"ddp"``, which stands for its `process_group`. Default: all
             gradients exist until the step.
+        lora: rows of the adapters beside the matrices of the blocks, whose weights are then frozen, as those of
+            embedding, norms and head (Hu et al., LoRA, 2021). Default: all weights are trained.
         rank: the rank whose memory is planned, among those that shard the model. Default: the one that holds most.
 
     Raises:
@@ -304,7 +308,12 @@ def plan(
     for name, value in (("accumulator", accumulator), ("compress", compress)):
         if value is not None:
             one_of(name, value, ("fp32", "bf16", "fp16"))
-    held = _units_of(params, model, units, t)
+    held = everything = _units_of(params, model, units, t)
+    if lora is not None:
+        lora = whole("lora", lora)
+        _check_lora(model, how, t, offload, step_in_backward)
+        assert model is not None
+        held, everything = model.adapters(lora), model.units_with_adapters(lora)
     local = parameters_of(held)
     shard = None if shard is None else whole("shard", shard)
     ways, _ = sharding.groups(how, ranks, shard)
@@ -318,14 +327,18 @@ def plan(
     inputs = _Inputs(
         *(row, how, ranks, ways, tuple(held), shaped, mine, summed, sent, amsgrad, offload, bucket_view),
         bucket_bytes=step_in_backward,
+        everything=tuple(everything),
     )
 
-    parts = [*_stored(inputs), *_buckets(inputs), *_gathered(inputs), *_autocast_copies(inputs)]
+    frozen = _frozen(inputs, model) if lora is not None and model is not None else ()
+    parts = [*frozen, *_stored(inputs), *_buckets(inputs), *_gathered(inputs), *_autocast_copies(inputs)]
     if model is not None and batch is not None and seq is not None:
         parts += _activations(row, model, batch, seq, t, sequence_parallel, checkpointing)
     parts += _temporaries(inputs)
     total = model.parameters if model is not None else local if units is not None else whole("params", params)
-    roots = [one for one in held if one.root] if how.by in ("rows", "units") and len(held) > 1 else []
+    if lora is not None:
+        total = parameters_of(everything)
+    roots = [one for one in everything if one.root] if how.by in ("rows", "units") and len(everything) > 1 else []
     messages = sharding.communication(
         how,
         ranks,
@@ -335,6 +348,7 @@ def plan(
         weight_width=row.compute.per_parameter if how.gathers else row.weights.per_parameter,
         accumulate=accumulate,
         kept=sharding.padded(roots, how, ways, shaped),
+        gathered=sharding.padded(everything, how, ways, shaped),
     )
     if offload:
         messages += sharding.over_the_bus(row, how, mine, accumulate)
@@ -363,11 +377,12 @@ def plan(
         "bucket_view": bucket_view,
         "compress": compress,
         "step_in_backward": step_in_backward,
+        "lora": lora,
         "rank": rank,
     }
     states = {name for name, _ in row.states(amsgrad)}
     moved = row.moved_besides_states * elements(mine.states) + 2 * sum(p.bytes for p in parts if p.name in states)
-    done = _work(model, total, batch, seq, t, accumulate, checkpointing)
+    done = _work(model, total, batch, seq, t, accumulate, checkpointing, lora or 0)
     return Plan(total, row, how, settings, tuple(parts), _totals(parts), messages, done, math.ceil(moved))
 
 
@@ -407,6 +422,7 @@ class _Inputs:
         summed: format of the accumulator.
         sent: format in which gradients are sent.
         bucket_bytes: the size of the buckets that are stepped in the backward, or None.
+        everything: `units`, and with adapters, which are then the `units`, the frozen weights.
     """
 
     row: Layout
@@ -422,6 +438,7 @@ class _Inputs:
     offload: bool
     bucket_view: bool
     bucket_bytes: int | None
+    everything: tuple[Unit, ...]
 
     @property
     def states_at(self) -> str:
@@ -431,6 +448,14 @@ class _Inputs:
 
 def _plain(held: Locals) -> tuple[tuple[int, int, int], ...]:
     return tuple((size, count, 0) for size, count in held)
+
+
+def _frozen(inputs: _Inputs, model: Transformer) -> Iterator[Part]:
+    """The weights of a model with adapters that are not trained."""
+    row, how = inputs.row, inputs.how
+    mine = sharding.shard(model.units(), how, inputs.ways)
+    size, divisor = row.weights.width * elements(mine.weights), inputs.ways if how.weights else 1
+    yield Part("frozen weights", size, row.weights.per_parameter, divisor, ALWAYS, True, GPU, row.weights.name)
 
 
 def _stored(inputs: _Inputs) -> Iterator[Part]:
@@ -519,6 +544,21 @@ def _check_step_in_backward(
         )
 
 
+def _check_lora(model: Transformer | None, how: Strategy, t: int, offload: bool, step_in_backward: int | None) -> None:
+    """Raise where adapters are not planned."""
+    if model is None:
+        raise ValueError("Expected model with lora, whose adapters stand beside its matrices, but got None: pass model")
+    if how.name not in WITH_ADAPTERS:
+        raise ValueError(f"Expected strategy to be {', '.join(WITH_ADAPTERS)} with lora, but got {how.name!r}")
+    for name, value, wanted in (
+        ("tensor_parallel", t, 1),
+        ("offload", offload, False),
+        ("step_in_backward", step_in_backward, None),
+    ):
+        if value != wanted:
+            raise ValueError(f"Expected {name} to be {wanted} with lora, but got {value!r}: leave one of them out")
+
+
 def _buckets(inputs: _Inputs) -> Iterator[Part]:
     how, width, local = inputs.how, inputs.row.gradients.width, parameters_of(inputs.units)
     if inputs.ranks == 1:
@@ -541,12 +581,13 @@ def _gathered(inputs: _Inputs) -> Iterator[Part]:
     """Unsharded units under FSDP: the one being computed, the next one being gathered, and the root."""
     if not inputs.how.gathers or inputs.ways == 1 or not inputs.shaped:
         return
-    blocks = [one for one in inputs.units if not one.root]
+    blocks = [one for one in inputs.everything if not one.root]
     largest = max((one.elements for one in blocks), default=0)
-    root = parameters_of(one for one in inputs.units if one.root)
+    root = parameters_of(one for one in inputs.everything if one.root)
     width = inputs.row.compute.width
     weights = (root + largest * (2 if sum(one.count for one in blocks) > 1 else 1)) * width
-    gradients = (largest or root) * (width + inputs.sent.width)
+    trained = max((one.elements for one in inputs.units if not one.root), default=0)
+    gradients = (trained or root) * (width + inputs.sent.width)
     yield Part("gathered weights", weights, None, 1, BACKWARD, False, GPU, "the root and two units")
     note = "largest unit, and its copy to reduce"
     yield Part("unreduced gradients", gradients, None, 1, BACKWARD, False, GPU, note)
@@ -556,7 +597,7 @@ def _autocast_copies(inputs: _Inputs) -> Iterator[Part]:
     """The 16-bit copies of fp32 weights that autocast caches until the backward. FSDP gathers 16-bit weights itself."""
     if inputs.row.autocast and not inputs.how.gathers:
         compute = inputs.row.compute
-        cast = elements((tensor.elements, count) for tensor, count in tensors_of(inputs.units) if tensor.cast)
+        cast = elements((tensor.elements, count) for tensor, count in tensors_of(inputs.everything) if tensor.cast)
         note = "by autocast, kept for backward"
         yield Part("cast weights", cast * compute.width, compute.per_parameter, 1, BACKWARD, inputs.shaped, GPU, note)
 
@@ -617,15 +658,17 @@ def _work(
     t: int,
     accumulate: int,
     checkpointing: str,
+    lora: int,
 ) -> Work | None:
     if batch is None or seq is None:
         return None
     if model is None:
         forward = -(-2 * total * batch * seq * accumulate // t)
         return Work(forward, 3 * forward, 3 * forward, False)
-    forward = accumulate * work.forward_flops(model, batch, seq) // t
+    forward = accumulate * (work.forward_flops(model, batch, seq) + work.adapter_flops(model, batch, seq, lora)) // t
+    training = accumulate * work.training_flops(model, batch, seq, lora) // t
     again = accumulate * work.recomputed_flops(model, batch, seq, checkpointing) // t
-    return Work(forward, 3 * forward, 3 * forward + again, True)
+    return Work(forward, training, training + again, True)
 
 
 # ------------------------------------------------------------------------------------------------------------ fit

@@ -241,6 +241,7 @@ def communication(
     weight_width: Fraction,
     accumulate: int = 1,
     kept: int = 0,
+    gathered: int | None = None,
 ) -> tuple[Collective, ...]:
     """The messages that one GPU sends in a step for data parallelism.
 
@@ -258,14 +259,17 @@ def communication(
         accumulate: micro-batches in a step. DDP, ZeRO-1 and ZeroRedundancyOptimizer send gradients once per step
             (``no_sync``); strategies that divide gradients send them once per micro-batch.
         kept: parameters gathered once per micro-batch instead of twice: the root unit of FSDP1 and FSDP2.
+        gathered: parameters whose weights are sent, if some are frozen. Default: `parameters`.
     """
     if ranks == 1:
         return ()
     times, once = accumulate if strategy.gradients else 1, ring(ways)
+    weights = parameters if gathered is None else gathered
 
     def sent(name: str, what: str, share: Fraction, to: int = ways, count: int = times, note: str = "") -> Collective:
-        each = share * (gradient_width if "gradients" in what else weight_width) * count
-        return Collective(name, what, math.ceil(each * parameters), each, to, count, note)
+        width, number = (gradient_width, parameters) if "gradients" in what else (weight_width, weights)
+        each = share * width * count
+        return Collective(name, what, math.ceil(each * number), each, to, count, note)
 
     summed = sent("all-reduce", "gradients", 2 * ring(ranks), ranks, 1)
     if strategy.by == "nothing":
@@ -275,7 +279,7 @@ def communication(
     scattered = sent("reduce-scatter", "gradients", once)
     if not strategy.gathers:
         return scattered, sent("all-gather", "weights", once, ways, 1)
-    again, note = once * Fraction(parameters - kept, parameters), "the root unit stays gathered" if kept else ""
+    again, note = once * Fraction(weights - kept, weights), "the root unit stays gathered" if kept else ""
     forward, backward = (
         sent("all-gather", "weights, forward", once),
         sent("all-gather", "weights, backward", again, note=note),

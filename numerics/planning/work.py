@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from halfstep.numerics.messages import one_of
-from halfstep.numerics.planning.models import Transformer
+from halfstep.numerics.planning.models import Transformer, parameters_of
 
 CHECKPOINTING = ("none", "selective", "full", "sqrt")
 
@@ -45,6 +45,23 @@ def forward_flops(model: Transformer, batch: int, seq: int) -> int:
     who count 96·b·s·l·h²·(1 + s/(6·h) + V/(16·l·h)) for training with full recomputation.
     """
     return batch * (model.layers * layer_flops(model, seq) + linear_flops(seq, model.hidden, model.vocab))
+
+
+def adapter_flops(model: Transformer, batch: int, seq: int, rank: int) -> int:
+    """Forward FLOPs of adapters of a rank; 0 without, for rank 0."""
+    return 2 * batch * seq * parameters_of(model.adapters(rank)) if rank else 0
+
+
+def training_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> int:
+    """FLOPs of forward and backward, in which every product has two: for the gradients of both operands.
+
+    Beside adapters of a rank, the weights are frozen and have no gradient, so their products have one.
+    """
+    forward = forward_flops(model, batch, seq)
+    if not rank:
+        return 3 * forward
+    scores = batch * model.layers * score_flops(model, seq)
+    return 2 * forward + scores + 3 * adapter_flops(model, batch, seq, rank)
 
 
 def recomputed_flops(model: Transformer, batch: int, seq: int, checkpointing: str) -> int:

@@ -118,6 +118,7 @@ def _parser() -> Parser:
     kept.add_argument("--accumulator", metavar="FORMAT", help="add micro-batches to a second gradient of this format")
     kept.add_argument("--amsgrad", action="store_true", help="also store max_exp_avg_sq")
 
+    kept.add_argument("--lora", type=count(), metavar="R", help="train adapters of R rows beside frozen weights")
     step = parser.add_argument_group("step")
     step.add_argument("--batch", type=count(), metavar="N", help="sequences of one micro-batch on one GPU (default: 1)")
     step.add_argument("--accumulate", type=count(), default=1, metavar="N", help="micro-batches in a step (default: 1)")
@@ -208,7 +209,7 @@ def _arguments(given: argparse.Namespace) -> dict[str, Any]:
     names = (
         *("gpus", "strategy", "shard", "tensor_parallel", "sequence_parallel", "precision", "optimizer", "moments"),
         *("master", "gradients", "accumulator", "amsgrad", "accumulate", "checkpointing", "offload", "bucket_view"),
-        *("compress", "step_in_backward", "rank"),
+        *("compress", "step_in_backward", "lora", "rank"),
     )
     batch = given.batch if given.batch is not None else None if model is None else 1
     about = {"params": given.params} if model is None else {"model": model}

@@ -25,6 +25,7 @@ from halfstep.numerics.planning import (
     usable,
     work,
 )
+from halfstep.numerics.planning.models import parameters_of
 from halfstep.numerics.planning.sharding import assigned, keeps_rows
 
 BILLION = 10**9
@@ -726,3 +727,57 @@ def test_errors_of_what_is_asked_of_a_plan() -> None:
         fit("batch", 1, params=3)
     with pytest.raises(ValueError, match="Expected reserve to be a share from 0 to below 1, or fewer bytes than the "):
         usable(card("h100"), 88_000 * 2**20)
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+def test_adapters_are_planned_beside_frozen_weights() -> None:
+    """Rank 8 beside Llama's matrices: (columns + rows) times 8 for each, in all 32 blocks."""
+    model = MODELS["llama-3-8b"]
+    added = 32 * 8 * ((4096 + 6144) + 2 * 4096 + 3 * (4096 + 14336))
+    assert parameters_of(model.adapters(8)) == added
+    single = plan(model=model, lora=8)
+    assert single.parameters == model.parameters + added
+    assert single.part("frozen weights").bytes == 2 * model.parameters
+    assert single.part("gradients").bytes == single.part("weights").bytes == 2 * added
+    assert single.part("exp_avg").bytes == 4 * added
+    replicas = plan(model=model, lora=8, gpus=4)
+    (message,) = replicas.communication
+    assert message.bytes == 2 * added * 2 * 3 // 4 and replicas.part("buckets").bytes == 2 * added
+    shards = plan(model=model, lora=8, gpus=8, strategy="fsdp")
+    assert shards.part("frozen weights").bytes == 2 * model.parameters // 8
+    forward, backward, scattered = shards.communication
+    everything = model.parameters + added
+    root = parameters_of(one for one in model.units() if one.root)
+    assert forward.bytes == 2 * everything * 7 // 8 and backward.bytes == 2 * (everything - root) * 7 // 8
+    assert scattered.bytes == 2 * added * 7 // 8
+    block = sum(one.elements for one in model.units_with_adapters(8) if not one.root)
+    assert shards.part("gathered weights").bytes == 2 * (root + 2 * block)
+    assert shards.part("unreduced gradients").bytes == 4 * added // 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"params": 1e9},
+            "Expected model with lora, whose adapters stand beside its matrices, but got None: pass model",
+        ),
+        (
+            {"strategy": "zero2", "gpus": 2},
+            "Expected strategy to be single, ddp, fsdp, hsdp with lora, but got 'zero2'",
+        ),
+        (
+            {"gpus": 2, "tensor_parallel": 2},
+            "Expected tensor_parallel to be 1 with lora, but got 2: leave one of them out",
+        ),
+        ({"offload": True}, "Expected offload to be False with lora, but got True: leave one of them out"),
+        ({"step_in_backward": 9}, "Expected step_in_backward to be None with lora, but got 9: leave one of them out"),
+    ],
+)
+def test_adapters_that_are_not_planned(arguments: dict[str, Any], message: str) -> None:
+    given = arguments if "params" in arguments else {"model": MODELS["llama-2-7b"], **arguments}
+    with pytest.raises(ValueError) as raised:
+        plan(lora=4, **given)
+    assert str(raised.value) == message

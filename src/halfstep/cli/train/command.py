@@ -18,8 +18,8 @@ from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder, r
 from halfstep.cli.figures import MISSING
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.terminal import Progress, terminal
-from halfstep.cli.train import data, loop, report, world
-from halfstep.cli.train.model import SIZES
+from halfstep.cli.train import adapters, data, loop, report, world
+from halfstep.cli.train.model import INITS, SIZES
 from halfstep.integrations import checkpoint
 
 RUNS = {
@@ -64,6 +64,17 @@ def _parser() -> Parser:
     what.add_argument(
         "--data", type=a_path, metavar="PATH", help="file or folder to read (default: this Python's standard library)"
     )
+    what.add_argument("--init", choices=list(INITS), default="scaled", help="how the matrices of the blocks are drawn")
+    what.add_argument(
+        "--base",
+        type=a_path,
+        metavar="PATH",
+        help="begin with the weights of a run: a checkpoint, or its --out",
+    )
+    what.add_argument(
+        "--lora", type=whole(1), metavar="R", help="train adapters of rank R beside the frozen weights of --base"
+    )
+    what.add_argument("--lora-alpha", type=_RATE, metavar="X", help="adapters count X / R times (default: 2 R)")
     what.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto chooses a GPU if there is one"
     )
@@ -76,6 +87,12 @@ def _parser() -> Parser:
     how.add_argument("--init-scale", type=_SCALE, default=2.0**16, metavar="X", help="initial loss scale for fp16")
     how.add_argument(
         "--growth-interval", type=whole(1), default=60, metavar="N", help="finite steps after which the scale doubles"
+    )
+    how.add_argument(
+        "--validate-every", type=whole(1), metavar="N", help="steps between validations (default: a tenth of --steps)"
+    )
+    how.add_argument(
+        "--patience", type=whole(1), metavar="N", help="end after N validations without a better loss (default: never)"
     )
     how.add_argument("--seed", type=whole(0), default=0, metavar="N", help="seed of the weights and the batches")
     laid = parser.add_argument_group("memory and communication")
@@ -227,8 +244,28 @@ def _check_layout(options: argparse.Namespace) -> None:
         )
 
 
+def _check_adapters(options: argparse.Namespace) -> None:
+    """Raise where adapters cannot be trained."""
+    if options.lora is None and options.lora_alpha is not None:
+        raise UsageError(f"--lora-alpha {options.lora_alpha:g} without --lora; pass --lora R too, or neither")
+    if options.lora is not None and options.base is None:
+        raise UsageError(
+            f"--lora {options.lora} without --base, whose frozen weights it adapts; pass --base with a checkpoint that "
+            "halfstep train --save-every N wrote"
+        )
+    if options.lora is not None and options.strategy == "tp":
+        raise UsageError(
+            f"--lora {options.lora} with --strategy tp, which shards the matrices; pass --strategy single, ddp, fsdp, "
+            "hsdp or zero1"
+        )
+    if options.base is not None and options.init != "scaled":
+        raise UsageError(f"--init {options.init} with --base, whose weights replace those drawn; pass one of them")
+
+
 def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
     out, runs = options.out, RUNS[options.precision]
+    _check_adapters(options)
+    base = None if options.base is None else adapters.read_base(options.base, options.size)
     settings = loop.Settings(
         size=options.size,
         steps=options.steps,
@@ -241,6 +278,12 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
         growth_interval=options.growth_interval,
         state_dtype=options.state_dtype,
         master_weights=options.master_weights,
+        init=options.init,
+        base="" if base is None else base.digest,
+        lora=options.lora or 0,
+        lora_alpha=0.0 if options.lora is None else options.lora_alpha or 2.0 * options.lora,
+        validate_every=options.validate_every or 0,
+        patience=options.patience or 0,
     )
     _check_layout(options)
     if settings.warmup >= settings.steps:
@@ -283,6 +326,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
                     interrupt=interrupt,
                     watch=display.watch,
                     note=display.note,
+                    base=base,
                 )
             if result.stopped is not None:
                 saved = (

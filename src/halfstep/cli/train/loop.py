@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import halfstep
+from halfstep.cli.train import adapters
 from halfstep.cli.train.data import Corpus
 from halfstep.cli.train.model import GPT, SIZES
 from halfstep.cli.train.precision import Precision
@@ -37,10 +38,12 @@ from halfstep.cli.train.strategies import (
     reshard,
     wrap,
 )
+from halfstep.cli.train.throughput import Peak, peak, step_flops
 from halfstep.cli.train.world import ThisRank
 from halfstep.integrations import checkpoint
 from halfstep.integrations.doctor import Diagnosis
 from halfstep.integrations.monitor import AmpMonitor
+from halfstep.numerics.planning.work import utilisation
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 
 FORMAT = "halfstep train 3"
@@ -94,6 +97,12 @@ class Settings:
     growth_interval: int
     state_dtype: str = "fp32"
     master_weights: str = "auto"
+    init: str = "scaled"
+    base: str = ""  # the SHA-256 of the weights with which it begins; empty if they are drawn
+    lora: int = 0  # rank of adapters; 0 for none
+    lora_alpha: float = 0.0
+    validate_every: int = 0  # steps; 0 for a tenth of all
+    patience: int = 0  # validations without a better loss after which training ends; 0 for never
 
     @property
     def context(self) -> int:
@@ -122,6 +131,14 @@ class History:
         """Numbers of the skipped steps, from 1."""
         return [step for step, flag in enumerate(self.skipped, 1) if flag]
 
+    def best(self) -> tuple[int, float]:
+        """The step and the loss of the best validation."""
+        return min(self.validation, key=lambda point: point[1])
+
+    def stale(self) -> int:
+        """The number of validations since the best one."""
+        return len(self.validation) - 1 - self.validation.index(self.best())
+
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             name: torch.tensor(getattr(self, name), dtype=torch.float64, device="cpu") for name in HISTORIES
@@ -139,7 +156,8 @@ class RunResult:
     """The result of a run.
 
     `trouble` says why it was given up, and `stopped` is the signal that ended it early. `overflow` is None without a
-    loss scale, and `gradients` for fp32. `diagnosis` is that of `halfstep.doctor` after the last step.
+    loss scale, and `gradients` for fp32. `diagnosis` is that of `halfstep.doctor` after the last step. `early` says
+    whether training ended because the validation loss no longer fell.
     """
 
     run: Run
@@ -147,15 +165,19 @@ class RunResult:
     steps: int
     history: History
     parameters: int
+    trained: int
     param_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     tokens_per_step: int
+    flops_per_step: int
+    peak: Peak
     overflow: OverflowReport | None
     gradients: dict[str, Any] | None
     diagnosis: Diagnosis
     trouble: str | None = None
     stopped: int | None = None
+    early: bool = False
 
     def row(self) -> dict[str, Any]:
         """The run's entry in report.json."""
@@ -172,6 +194,9 @@ class RunResult:
             "steps": self.steps,
             "final_train_loss": math.fsum(tail) / len(tail) if fine else None,
             "final_val_loss": history.validation[-1][1] if fine else None,
+            "best_val_loss": history.best()[1] if fine else None,
+            "best_step": history.best()[0] if fine else None,
+            "stopped_early": self.early,
             "skipped_steps": len(history.skipped_steps()),
             "final_scale": history.scale[-1] if self.run.scaled else None,
             "param_bytes_per_param": self.param_bytes / self.parameters,
@@ -180,7 +205,11 @@ class RunResult:
             "step_ms_p50": step_ms,
             "optimizer_ms_p50": median(history.optimizer_ms),
             "tokens_per_s": self.tokens_per_step / step_ms * 1000,
+            "flops_per_s": self.flops_per_step / step_ms * 1000,
+            "mfu": utilisation(self.flops_per_step / self.world.size, step_ms / 1000, self.peak.flops),
+            "peak": self.peak._asdict(),
             "parameters": self.parameters,
+            "trained_parameters": self.trained,
             "findings": self.diagnosis.as_dict()["findings"],
             "trouble": self.trouble,
             "train_loss": [loss if math.isfinite(loss) else None for loss in history.train_loss],
@@ -260,6 +289,8 @@ def read_checkpoint(path: Path, run: Run, settings: Settings, corpus: Corpus) ->
             "halfstep train wrote"
         )
     made, wanted, step = state.get("plan"), plan(run, settings, corpus), state.get("step")
+    if isinstance(made, dict):  # settings that are newer than the checkpoint
+        made = {**{one.name: one.default for one in fields(Settings) if one.default is not MISSING}, **made}
     missing = [name for name in CONTENT if name not in state]
     if missing or not isinstance(made, dict) or type(step) is not int or not 0 <= step:
         raise checkpoint.CheckpointError(
@@ -280,6 +311,8 @@ def _option(name: str, value: Any) -> str:
     """The option that sets `name` to `value`."""
     if name == "data":
         return "--data with the same content"
+    if name == "base":
+        return "the --base with which it began" if value else "no --base"
     if name == "optimizer":  # torch's optimizer is used in comparisons only
         return f"--precision {'compare' if value == 'torch.optim.AdamW' else 'fp32'}"
     return f"--{name.replace('_', '-')} {value}"
@@ -292,13 +325,22 @@ def _shown(value: Any) -> str:
 class Trainer:
     """The model, optimizer and scaler of a run, and the steps taken."""
 
-    def __init__(self, run: Run, settings: Settings, corpus: Corpus, world: ThisRank) -> None:
+    def __init__(
+        self, run: Run, settings: Settings, corpus: Corpus, world: ThisRank, base: adapters.Base | None = None
+    ) -> None:
         self.run, self.settings, self.corpus, self.world = run, settings, corpus, world
         torch.manual_seed(settings.seed)
         precision = Precision.on(run.precision, world.device)
+        self._product_dtype = torch.float32 if precision.emulated else precision.dtype
         recompute = world.layout.activation_checkpointing
-        self.plain = GPT(SIZES[settings.size], precision, settings.seed, recompute).to(world.device, precision.dtype)
+        self.plain = GPT(SIZES[settings.size], precision, settings.seed, recompute, settings.init)
+        if base is not None:
+            adapters.load_base(self.plain, base)
+        if settings.lora:
+            adapters.add(self.plain, settings.lora, settings.lora_alpha, settings.seed)
+        self.plain.to(world.device, precision.dtype)
         self.parameters = sum(p.numel() for p in self.plain.parameters())
+        self.trained = sum(p.numel() for p in self.plain.parameters() if p.requires_grad)
         self.model = wrap(self.plain, world)
         self.optimizer = self._optimizer()
         self.scaler = (
@@ -321,12 +363,11 @@ class Trainer:
 
     def _optimizer(self) -> torch.optim.Optimizer:
         # As usual, matrices have weight decay, and the parameters of norms have none.
-        matrices = [p for p in self.plain.parameters() if p.dim() >= 2]
-        vectors = [p for p in self.plain.parameters() if p.dim() < 2]
-        groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": self.settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        trained = [p for p in self.plain.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": self.settings.weight_decay}]
+        if vectors:
+            groups.append({"params": vectors, "weight_decay": 0.0})
         kind: Any = {"halfstep.AdamW": halfstep.AdamW, "torch.optim.AdamW": torch.optim.AdamW}[self.run.optimizer]
         return make_optimizer(kind, groups, self.world, lr=self.settings.lr, betas=BETAS, **self._layout())
 
@@ -522,7 +563,7 @@ class Trainer:
         if self.monitor is None:
             return None
         state = self.monitor.state_dict()
-        mine = [counts_here(parameter, self.world) for parameter in self.plain.parameters()]
+        mine = [counts_here(one, self.world) for one in self.plain.parameters() if one.requires_grad]
         ranks = self.world.objects(state["counts"] * torch.tensor(mine, dtype=torch.bool, device="cpu").unsqueeze(1))
         return {**state, "counts": torch.stack(ranks).sum(0)}
 
@@ -546,22 +587,27 @@ class Trainer:
             "advice": None if known.advice is None else {**known.advice.as_dict(), "text": str(known.advice)},
         }
 
-    def result(self, trouble: str | None = None, stopped: int | None = None) -> RunResult:
+    def result(self, trouble: str | None = None, stopped: int | None = None, early: bool = False) -> RunResult:
+        settings = self.settings
         return RunResult(
             run=self.run,
             world=self.world,
             steps=self.step,
             history=self.history,
             parameters=self.parameters,
+            trained=self.trained,
             param_bytes=sum(_bytes(p) for p in self.plain.parameters()),
             gradient_bytes=self.gradient_bytes,
             optimizer_bytes=sum(_bytes(v) for entry in local_state(self.optimizer).values() for v in _tensors(entry)),
-            tokens_per_step=self.settings.batch * self.settings.context,
+            tokens_per_step=settings.batch * settings.context,
+            flops_per_step=step_flops(SIZES[settings.size], settings.batch, settings.lora),
+            peak=peak(self.world.device, self._product_dtype, torch.get_num_threads()),
             overflow=self.overflow(),
             gradients=self.gradients(),
             diagnosis=halfstep.doctor(self.model, self.optimizer, self.scaler),
             trouble=trouble,
             stopped=stopped,
+            early=early,
         )
 
 
@@ -609,6 +655,7 @@ def train(
     interrupt: Interrupt,
     watch: Callable[[Trainer], None],
     note: Callable[[str], None],
+    base: adapters.Base | None = None,
 ) -> RunResult:
     """Train one run to its last step, or until it is interrupted or its loss stays non-finite.
 
@@ -622,14 +669,15 @@ def train(
         resumed: content of the checkpoint to continue from, or None.
         interrupt: says whether to stop.
         watch: called when the history has new entries.
-        note: called with a text when a checkpoint was written.
+        note: called with a text when a checkpoint was written, or training ends early.
+        base: the weights to begin with, or None.
     """
-    trainer = Trainer(run, settings, corpus, world)
+    trainer = Trainer(run, settings, corpus, world, base)
     if resumed is not None:
         trainer.restore(resumed)
     # Waiting for a GPU or for other ranks in every step would take longer than the step.
     every = 1 if world.size == 1 and world.device.type == "cpu" else 10
-    validate_every = max(1, settings.steps // 10)
+    validate_every = settings.validate_every or max(1, settings.steps // 10)
 
     def keep() -> None:
         state = trainer.state()
@@ -658,6 +706,11 @@ def train(
             keep()
         if stop and not last:
             return trainer.result(stopped=interrupt.signal or int(signal.SIGTERM))
+        if validate_now and not last and 0 < settings.patience <= trainer.history.stale():
+            step, loss = trainer.history.best()
+            best = f"the best validation loss is {loss:.4f}, at step {step}"
+            note(f"{run.name}: ended early at step {trainer.step}; {best}")
+            return trainer.result(early=True)
     if not trainer.history.validation:
         trainer.validate()
     return trainer.result()

@@ -8,6 +8,7 @@ the shard of the weight on this rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,39 +43,67 @@ SIZES = {
 }
 
 
+# How the matrices are drawn. "scaled" keeps the variance of activations.
+INITS: dict[str, Callable[[torch.Tensor, torch.Generator], object]] = {
+    "scaled": lambda weight, generator: nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator),
+    "gpt2": lambda weight, generator: nn.init.normal_(weight, std=0.02, generator=generator),
+    "xavier": lambda weight, generator: nn.init.xavier_uniform_(weight, generator=generator),
+    "kaiming": lambda weight, generator: nn.init.kaiming_normal_(weight, generator=generator),
+    "orthogonal": lambda weight, generator: nn.init.orthogonal_(weight, generator=generator),
+}
+
+
 def _local(weight: torch.Tensor) -> torch.Tensor:
     """The shard of a weight on this rank."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-class _Attention(nn.Module):
-    def __init__(self, size: Size, precision: Precision) -> None:
+class Matrices(nn.Module):
+    """A module of matrices. Those with an adapter (adapters.py) have a product of low rank added to theirs.
+
+    Attributes:
+        adapter_scale: the factor of adapters; None without.
+    """
+
+    def __init__(self, precision: Precision) -> None:
         super().__init__()
-        self.heads = size.heads
         self.precision = precision
+        self.adapter_scale: float | None = None
+
+    def _product(self, x_BTC: torch.Tensor, name: str) -> torch.Tensor:
+        result = self.precision.linear(x_BTC, _local(getattr(self, name)))
+        if self.adapter_scale is None:
+            return result
+        low = self.precision.linear(x_BTC, getattr(self, f"{name}_a"))
+        return result + self.precision.linear(low, getattr(self, f"{name}_b")) * self.adapter_scale
+
+
+class _Attention(Matrices):
+    def __init__(self, size: Size, precision: Precision) -> None:
+        super().__init__(precision)
+        self.heads = size.heads
         self.qkv = nn.Parameter(torch.empty(3 * size.width, size.width, dtype=torch.float32))
         self.out = nn.Parameter(torch.empty(size.width, size.width, dtype=torch.float32))
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         B, T, C = x_BTC.shape
         # H: the heads on this rank
-        qkv_BTH3D = self.precision.linear(x_BTC, _local(self.qkv)).view(B, T, -1, 3, C // self.heads)
+        qkv_BTH3D = self._product(x_BTC, "qkv").view(B, T, -1, 3, C // self.heads)
         q_BHTD, k_BHTD, v_BHTD = qkv_BTH3D.permute(3, 0, 2, 1, 4)
         scores_BHTT = self.precision.matmul(q_BHTD, k_BHTD.transpose(-2, -1))
         weights_BHTT = halfstep.softmax(scores_BHTT, dim=-1, scale=1.0 / math.sqrt(C // self.heads), causal=True)
         mixed_BTF = self.precision.matmul(weights_BHTT, v_BHTD).transpose(1, 2).flatten(2)
-        return self.precision.linear(mixed_BTF, _local(self.out))
+        return self._product(mixed_BTF, "out")
 
 
-class _MLP(nn.Module):
+class _MLP(Matrices):
     def __init__(self, size: Size, precision: Precision) -> None:
-        super().__init__()
-        self.precision = precision
+        super().__init__(precision)
         self.up = nn.Parameter(torch.empty(4 * size.width, size.width, dtype=torch.float32))
         self.down = nn.Parameter(torch.empty(size.width, 4 * size.width, dtype=torch.float32))
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        return self.precision.linear(F.gelu(self.precision.linear(x_BTC, _local(self.up))), _local(self.down))
+        return self._product(F.gelu(self._product(x_BTC, "up")), "down")
 
 
 class _Block(nn.Module):
@@ -107,9 +136,12 @@ class GPT(nn.Module):
         seed: seed of the initial weights. They are drawn in fp32 on the CPU, so that they are the same in every
             precision.
         recompute: whether only the inputs of blocks are saved, and the blocks recomputed in the backward.
+        init: a name of `INITS`.
     """
 
-    def __init__(self, size: Size, precision: Precision, seed: int, recompute: bool = False) -> None:
+    def __init__(
+        self, size: Size, precision: Precision, seed: int, recompute: bool = False, init: str = "scaled"
+    ) -> None:
         super().__init__()
         self.precision = precision
         self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
@@ -117,19 +149,20 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(_Block(size, precision, recompute) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width, dtype=torch.float32)
         self.head = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
-        self._initialise(size, torch.Generator().manual_seed(seed))
+        self._initialise(size, init, torch.Generator().manual_seed(seed))
 
-    def _initialise(self, size: Size, generator: torch.Generator) -> None:
+    def _initialise(self, size: Size, init: str, generator: torch.Generator) -> None:
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue  # norms keep their default initialization, 1 and 0
             if name in ("bytes", "positions"):
-                std = 0.5  # with GPT-2's 0.02, such a short training ends about 0.2 nats higher
-            else:
-                std = 1 / math.sqrt(parameter.shape[1])  # keeps the variance of activations
-            if name.endswith(("attention.out", "mlp.down")):
-                std /= math.sqrt(2 * size.layers)  # the number of terms added to the residual stream, as in GPT-2
-            nn.init.normal_(parameter, std=std, generator=generator)
+                # With GPT-2's 0.02, such a short training ends about 0.2 nats higher.
+                nn.init.normal_(parameter, std=0.02 if init == "gpt2" else 0.5, generator=generator)
+                continue
+            INITS[init](parameter, generator)
+            if init in ("scaled", "gpt2") and name.endswith(("attention.out", "mlp.down")):
+                # The number of terms that are added to the residual stream, as in GPT-2.
+                parameter.detach().div_(math.sqrt(2 * size.layers))
             if name.endswith("qkv"):  # drawn as queries, keys, values; reordered by head
                 by_part = parameter.detach().view(3, size.heads, -1, size.width)
                 parameter.detach().copy_(by_part.transpose(0, 1).flatten(0, 2))

@@ -81,6 +81,7 @@ def report(results: Sequence[RunResult], settings: Settings, corpus: Corpus) -> 
             "heads": size.heads,
             "context": size.context,
             "parameters": results[0].parameters,
+            "trained_parameters": results[0].trained,
         },
         "training": {
             "steps": settings.steps,
@@ -93,6 +94,12 @@ def report(results: Sequence[RunResult], settings: Settings, corpus: Corpus) -> 
             "growth_interval": settings.growth_interval,
             "state_dtype": settings.state_dtype,
             "master_weights": settings.master_weights,
+            "init": settings.init,
+            "base": settings.base or None,
+            "lora": settings.lora,
+            "lora_alpha": settings.lora_alpha,
+            "validate_every": settings.validate_every or max(1, settings.steps // 10),
+            "patience": settings.patience,
         },
         "layout": layout(results[0].world),
         "data": {"name": corpus.name, "files": corpus.files, "bytes": corpus.size, "sha256": corpus.sha256},
@@ -113,7 +120,7 @@ def _cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     compared = base is not None and len(runs) > 1
     head = ["run", "optimizer", "train loss", "val loss", *(["vs fp32"] if compared else [])]
     head += ["skipped", "scale", *(f"{part}\nB/param" for part in ("weight", "grad", "state"))]
-    head += ["step\nms", "optimizer\nms", "tokens/s"]
+    head += ["step\nms", "optimizer\nms", "tokens/s", "MFU"]
     rows = []
     for run in runs:
         loss = run["final_val_loss"]
@@ -133,6 +140,7 @@ def _cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 f"{run['step_ms_p50']:.1f}",
                 f"{run['optimizer_ms_p50']:.2f}",
                 f"{run['tokens_per_s']:,.0f}",
+                f"{percent(run['mfu'])} %",
             ]
         )
     return head, rows
@@ -145,11 +153,12 @@ def table(content: dict[str, Any], screen: Terminal) -> list[str]:
 
 
 def sentence(content: dict[str, Any]) -> str:
-    """A sentence about the text, with the unigram entropy to compare losses with."""
-    data = content["data"]
+    """Sentences about the text, with the unigram entropy to compare losses with, and about MFU."""
+    data, peaks = content["data"], {run["peak"]["source"] for run in content["runs"]}
     return (
         f"Losses in nats per byte. Unigram entropy of the text ({data['name']}, {data['bytes']:,} bytes in "
-        f"{data['files']:,} file{'s' * (data['files'] > 1)}): {content['unigram_entropy']:.4f}."
+        f"{data['files']:,} file{'s' * (data['files'] > 1)}): {content['unigram_entropy']:.4f}. "
+        f"MFU: FLOPs of the model as a share of the peak ({'; '.join(sorted(peaks))})."
     )
 
 
