@@ -9,6 +9,7 @@ WORKERS := auto
 
 # No `python -m pytest`: it would put this folder on Python's path, and with it a bare `kernels`, `numerics` and so on.
 BIN := $(VENV)/bin
+TRAINERS := .venv-trainers
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 TESTS := $(BIN)/pytest -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile \
@@ -20,11 +21,12 @@ ON_GPU := $(BIN)/pytest -q --numprocesses $(WORKERS) --maxprocesses 2 --dist loa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test software-gpu quick durations coverage exhaustive soak versions lint audit bounds clean
+.PHONY: help demo test trainers software-gpu quick durations coverage exhaustive soak versions lint audit bounds clean
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
 	@echo "make test        the tests, without the ones that walk all 2^32 inputs: under nine minutes on two cores"
+	@echo "make trainers    the tests inside Accelerate, transformers, Lightning and others, installed into $(TRAINERS)"
 	@echo "make software-gpu  the kernels as compiled for four GPU generations, executed on the CPU: some six minutes"
 	@echo "make quick       of them what covers most in the time: under two minutes on two cores"
 	@echo "make durations   record how long each test file takes; make test fails where one outgrows that"
@@ -35,7 +37,7 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make audit       compile every kernel for four GPU generations, without a GPU"
 	@echo "make bounds      record what they compile to as bounds for the tests, and in docs/performance_tables.md"
-	@echo "make clean       delete build products and caches; leaves $(VENV) and out"
+	@echo "make clean       delete build products and caches; leaves $(VENV), $(TRAINERS) and out"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +67,16 @@ demo: $(VENV)/.plots
 test: $(VENV)/.test
 	$(TESTS) --check-durations
 	$(ON_GPU) sm_90 --dist load -k every_kernel tests/software_gpu/test_kernels.py
+
+# In an environment of their own, because they are many packages and none that the other tests need.
+$(TRAINERS)/.installed: pyproject.toml constraints.txt
+	@echo "Installing halfstep and the trainers into $(TRAINERS) ..."
+	test -x $(TRAINERS)/bin/python || $(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[test,trainers]'
+	@touch $@
+
+trainers: $(TRAINERS)/.installed
+	$(TRAINERS)/bin/pytest -q -p no:benchmark tests/integrations/trainers
 
 # Every kernel as compiled for each target, and what the software GPU itself must get right.
 software-gpu: $(VENV)/.test

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "numerics", "integrations", "bench")
-NOT_SOURCES = shutil.ignore_patterns(".git", ".venv", "out", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+NOT_SOURCES = shutil.ignore_patterns(".git", ".venv*", "out", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
 
 
 def run(*command: object, cwd: Path | str = "/") -> str:
@@ -110,7 +110,10 @@ def test_every_module_imports_or_is_found(installed: Path, tmp_path: Path) -> No
     code = f"""
 import halfstep, importlib.util
 for name in {sorted(modules)}:
-    assert importlib.{take}(name), name
+    try:
+        assert importlib.{take}(name), name
+    except ModuleNotFoundError as error:  # the trainers' modules need their own libraries
+        assert name.startswith("halfstep.integrations.trainers.") and not error.name.startswith("halfstep"), name
 if "{take}" == "import_module":
     for name in halfstep.__all__:
         getattr(halfstep, name)

@@ -47,7 +47,7 @@ def test_workflows_run_what_is_there() -> None:
         assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE), target
     tests = re.findall(r"tests/[\w/]+\.py", "\n".join(commands))
     assert tests and all((ROOT / test).exists() for test in tests), tests
-    assert {"make lint", "make test", "make software-gpu", "make audit"} <= set(commands)
+    assert {"make lint", "make test", "make trainers", "make software-gpu", "make audit"} <= set(commands)
 
 
 def test_actions_are_pinned_by_major_version() -> None:

@@ -57,6 +57,18 @@ def run(function: Callable[..., Any], world: int, *arguments: Any, join: bool = 
         return [torch.load(_answer(folder, rank), weights_only=True) for rank in range(world)]
 
 
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of ``function(0, *arguments)`` in a process of its own, without the variables of torchrun."""
+    (result,) = run(_alone, 1, function.__module__, function.__qualname__, arguments, join=False)
+    return result
+
+
+def _alone(rank: int, module: str, name: str, arguments: tuple[Any, ...]) -> Any:
+    for variable in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        os.environ.pop(variable, None)
+    return getattr(importlib.import_module(module), name)(rank, *arguments)
+
+
 def _answer(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.pt"
 

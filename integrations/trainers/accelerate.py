@@ -1,0 +1,173 @@
+"""Accelerate: `Accelerator` with loss scaling, clipping and skipped steps of halfstep.
+
+Accelerate has no argument for a scaler, clips by writing gradients, and notices a skipped step only by
+``optimizer.step`` not being called, while optimizers of halfstep are called and skip on the device. `Accelerator` here
+overrides the methods for these three, and nothing else of Accelerate is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+
+from halfstep.integrations.trainers.folding import (
+    SkipCount,
+    awaits_step,
+    clip_in_next_step,
+    folds,
+    has_exactly,
+    is_unscaled,
+    scaler_metrics,
+    scaler_or_raise,
+)
+from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.numerics.scaling.verdict import parameters_of
+
+
+class SkipAwareOptimizer(AcceleratedOptimizer):
+    """Accelerate's wrapper of an optimizer, whose `step_was_skipped` is that of the scaler."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: GradScaler | None = None
+    ) -> None:
+        super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
+        self._skips = None if self.scaler is None else SkipCount(self.scaler)
+
+    def step(self, closure: Any = None) -> None:
+        """Step and update the scale, if the gradients are to be synchronized.
+
+        The scale is updated after the last of several optimizers whose gradients were unscaled or clipped together.
+        """
+        if self.scaler is None or not self.gradient_state.sync_gradients:
+            super().step(closure)
+            return
+        self.scaler.step(self.optimizer, closure)
+        if not awaits_step(self.scaler):
+            self.scaler.update()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the step was skipped. Does not wait: on a GPU a skip is known one or two steps later."""
+        return self._skips is not None and self._skips.was_skipped()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._skips = None if self.scaler is None else SkipCount(self.scaler)  # a copy of a scaler counts from 0
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` for optimizers of halfstep: the same arguments, and `scaler`.
+
+    * With ``mixed_precision="fp16"`` the scaler is a `halfstep.GradScaler`, with the options of ``GradScalerKwargs``.
+    * `clip_grad_norm_` of all parameters of one optimizer returns their norm without writing gradients; the next step
+      clips. Other calls clip in place, as Accelerate does.
+    * `optimizer_step_was_skipped` and ``optimizer.step_was_skipped`` are true after a skipped step, so that prepared
+      schedules do not advance.
+
+    Args:
+        scaler: the scaler, for options that ``GradScalerKwargs`` does not have and for fp16 weights with
+            ``mixed_precision="no"``. Default: one with ``mixed_precision="fp16"`` where Accelerate makes one.
+
+    Raises:
+        TypeError: `scaler` is not a `halfstep.GradScaler`.
+        ValueError: `scaler` and ``GradScalerKwargs`` were both given.
+    """
+
+    _clipped: set[int] | None = None  # the ids of the parameters that clip_grad_norm_ passes to Accelerate's
+
+    def __init__(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> None:
+        self.scaler: Any = None
+        super().__init__(*args, **kwargs)
+        self._use(scaler)
+
+    @classmethod
+    def adopt(cls, accelerator: accelerate.Accelerator, scaler: GradScaler | None = None) -> Accelerator:
+        """Make an accelerator that a library created into one of this class, before it prepares anything.
+
+        Raises:
+            TypeError: the accelerator is of another subclass, or `scaler` is not a `halfstep.GradScaler`.
+            RuntimeError: the accelerator has prepared an optimizer.
+        """
+        if type(accelerator) not in (accelerate.Accelerator, cls):
+            raise TypeError(
+                f"Expected accelerator to be an accelerate.Accelerator, but got a {type(accelerator).__qualname__}: "
+                f"derive that class from {cls.__module__}.Accelerator"
+            )
+        if accelerator._optimizers:
+            raise RuntimeError(
+                "Expected an accelerator that has not prepared an optimizer, but got one with "
+                f"{len(accelerator._optimizers)}: call adopt before prepare"
+            )
+        accelerator.__class__ = cls  # its creator has no hook for the class, and others hold this object already
+        accelerator._use(scaler)
+        return accelerator
+
+    def _use(self, scaler: GradScaler | None) -> None:
+        if scaler_or_raise(scaler) is not None and self.scaler_handler is not None:
+            raise ValueError(
+                "Expected scaler or GradScalerKwargs, but got both: give the options to halfstep.GradScaler"
+            )
+        if scaler is None and self.scaler is not None and not isinstance(self.scaler, GradScaler):
+            options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            scaler = GradScaler(self.device.type, **options)
+        if scaler is not None:
+            self.scaler = scaler
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare an optimizer; see `accelerate.Accelerator.prepare_optimizer`."""
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            placed = self.device_placement if device_placement is None else device_placement
+            optimizer = SkipAwareOptimizer(optimizer, placed, self.scaler)
+            optimizer._is_accelerate_prepared = True  # what Accelerate's method looks for, which keeps it as it is
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale the gradients of some optimizers in place, or of all prepared ones that are not unscaled yet.
+
+        Called by `clip_grad_norm_`, which names no optimizer, it unscales those that have any of its parameters.
+        """
+        if self.scaler is None:
+            return
+        if optimizer is None:
+            optimizer = [one for one in self._optimizers if not is_unscaled(self.scaler, one)]
+        if self._clipped is not None:
+            optimizer = [one for one in optimizer if not self._clipped.isdisjoint(map(id, parameters_of(one)))]
+        for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+            self.scaler.unscale_(one)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip gradients; see `accelerate.Accelerator.clip_grad_norm_`.
+
+        If `parameters` are those of one prepared optimizer of halfstep and `norm_type` is 2, its next step clips, and
+        gradients are neither unscaled nor written.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, over all ranks.
+        """
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if norm_type == 2 and max_norm > 0 and self.sync_gradients:
+            for optimizer in self._optimizers:
+                if (
+                    isinstance(optimizer, SkipAwareOptimizer)
+                    and folds(optimizer)
+                    and has_exactly(optimizer, parameters)
+                ):
+                    return clip_in_next_step(optimizer, max_norm, self.scaler)
+        self._clipped = set(map(id, parameters))
+        try:
+            norm: torch.Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        finally:
+            self._clipped = None
+        return norm
+
+    def scaler_metrics(self) -> dict[str, float]:
+        """``loss_scale`` and ``skipped_steps`` for `log`; empty without a scaler. Waits for the device."""
+        return scaler_metrics(self.scaler)

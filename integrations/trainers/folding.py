@@ -1,0 +1,119 @@
+"""What the trainers share: clipping inside the next step, skips without waiting, and numbers for their logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from halfstep.numerics.scaling.scaler import MAX_NORM, GradScaler, unwrapped
+from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, parameters_of
+
+LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
+
+
+def scaler_or_raise(scaler: Any) -> GradScaler | None:
+    """The argument `scaler`.
+
+    Raises:
+        TypeError: it is neither None nor a `halfstep.GradScaler`.
+    """
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(f"Expected scaler to be a halfstep.GradScaler, but got a {type(scaler).__qualname__}")
+    return scaler
+
+
+def has_exactly(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the trainable ones of some parameters are those of an optimizer, each once."""
+    own = {id(one) for one in parameters_of(optimizer) if one.requires_grad}
+    return bool(own) and own == {id(one) for one in parameters if one.requires_grad}
+
+
+def folds(optimizer: Any) -> bool:
+    """Whether the steps of an optimizer, or of the one in a wrapper, clip without writing gradients."""
+    return isinstance(unwrapped(optimizer), StepsOnVerdict)
+
+
+def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None = None) -> torch.Tensor:
+    """Make the next step of an optimizer of halfstep clip its gradients, all together, to a 2-norm.
+
+    The gradients are read once, for the norm, and not written. They must not change before the step.
+
+    Args:
+        optimizer: the optimizer, or a wrapper around it.
+        max_norm: a number above 0. Infinity only computes the norm.
+        scaler: the scaler that steps the optimizer, if there is one. Without it, an overflow skips no step.
+
+    Returns:
+        The norm of the unscaled gradients before clipping, over all ranks: 0-dim fp32, on their device.
+
+    Raises:
+        ValueError: `max_norm` is not above 0.
+    """
+    max_norm = LARGEST_NORM if max_norm == math.inf else MAX_NORM.checked("max_norm", max_norm)
+    inner = unwrapped(optimizer)
+    if scaler is not None and scaler.is_enabled():
+        return scaler.clip_grad_norm_(inner, max_norm)
+    verdict = inner._checker.verdict()
+    if verdict is None:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    first = inner._decision is None
+    inner._decision = Decision(verdict, None, max_norm, skips=False)
+    if first:  # otherwise no step followed the last call, whose hook is still there
+        handle: Any = None
+
+        def forget(optimizer: Any, args: Any, kwargs: Any) -> None:
+            optimizer._decision = None
+            handle.remove()
+
+        handle = inner.register_step_post_hook(forget)
+    norm: torch.Tensor = verdict.sum_of_squares.sqrt().float()
+    return norm
+
+
+def is_unscaled(scaler: GradScaler, optimizer: Any) -> bool:
+    """Whether an optimizer's gradients were unscaled in place, and its step has not been taken."""
+    return scaler._per_optimizer_states.get(id(unwrapped(optimizer)), {}).get("stage") is OptState.UNSCALED
+
+
+def awaits_step(scaler: GradScaler) -> bool:
+    """Whether gradients were unscaled or are to be clipped for a step that has not been taken."""
+    return any(
+        state["stage"] is OptState.UNSCALED or ("max_norm" in state and state["stage"] is OptState.READY)
+        for state in scaler._per_optimizer_states.values()
+    )
+
+
+class SkipCount:
+    """Counts the steps that a scaler skipped, for code that asks after each step whether it was skipped.
+
+    Each skip is reported once. The host never waits: on a CPU a skip is reported for its own step, on a GPU one or two
+    steps later.
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+        self._reported = scaler.skips_known()
+        self._asked, self._answer = scaler._updates, False
+
+    def was_skipped(self) -> bool:
+        """Whether a skip became known since the last `update` of the scaler before this one."""
+        if self._scaler._updates != self._asked:
+            self._asked = self._scaler._updates
+            known = self._scaler.skips_known()
+            self._answer = known > self._reported
+            self._reported += self._answer
+        return self._answer
+
+
+def scaler_metrics(scaler: GradScaler | None) -> dict[str, float]:
+    """The loss scale, and the number of steps skipped since the start of the process as far as the host knows.
+
+    Empty without a scaler. `get_scale` waits for the device, so call this where something is logged, not in each step.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return {}
+    return {"loss_scale": scaler.get_scale(), "skipped_steps": float(scaler.skips_known())}

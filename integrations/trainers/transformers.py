@@ -1,0 +1,99 @@
+"""transformers: `Trainer`, and a mixin for trainers derived from it, such as TRL's.
+
+``optim=`` is a closed list of names, the accelerator is made inside the trainer, and ``max_grad_norm`` writes every
+gradient, also where it is 0 and only the norm is logged. `TrainerMixin` overrides the methods for these three.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from halfstep.integrations.optim import AdamW
+from halfstep.integrations.trainers.accelerate import Accelerator
+from halfstep.integrations.trainers.folding import scaler_metrics
+from halfstep.numerics.scaling.scaler import GradScaler
+
+REPLACED = ("adamw_torch", "adamw_torch_fused")  # the latter is the default of TrainingArguments
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": "8bit"}
+
+
+def _none(text: str) -> str | None:
+    return None if text == "None" else text
+
+
+# How `optim_args` is read.
+OPTIONS: dict[str, Any] = {
+    "master_weights": _none,
+    "state_dtype": lambda text: DTYPES.get(text.removeprefix("torch."), text),
+    "rounding": str,
+    "seed": int,
+    "amsgrad": lambda text: text == "True",
+}
+
+
+def options_in(text: str | None) -> dict[str, Any]:
+    """The options of `halfstep.AdamW` in an ``optim_args``, such as ``"state_dtype=bfloat16,rounding=stochastic"``.
+
+    Raises:
+        ValueError: an option is not known, or is not written as ``name=value``.
+    """
+    found = {}
+    for part in filter(None, (one.strip() for one in (text or "").split(","))):
+        name, equals, value = (one.strip() for one in part.partition("="))
+        if name not in OPTIONS or not equals:
+            raise ValueError(
+                f"Expected optim_args to be name=value, separated by commas, with the names {', '.join(OPTIONS)}, but "
+                f"got {part!r}: set learning rate, betas, eps and weight decay in TrainingArguments"
+            )
+        found[name] = OPTIONS[name](value)
+    return found
+
+
+class TrainerMixin:
+    """Makes a class derived from `transformers.Trainer` train with halfstep: name it first among the bases.
+
+    * The optimizer is `halfstep.AdamW` where `TrainingArguments` names torch's AdamW, as it does by default. Its
+      options are given in ``optim_args``, for example ``"state_dtype=bfloat16,rounding=stochastic"``.
+    * The accelerator is `halfstep.integrations.trainers.accelerate.Accelerator`: ``max_grad_norm`` clips in the step,
+      and schedules hold where a step was skipped.
+    * The log has ``loss_scale`` and ``skipped_steps`` where there is a scaler.
+
+    Args:
+        scaler: the scaler for weights in fp16. Default: one with ``fp16=True``, which trains fp32 weights.
+
+    Examples:
+        class SFTTrainer(TrainerMixin, trl.SFTTrainer): ...
+    """
+
+    accelerator: Accelerator
+
+    def __init__(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> None:
+        self._scaler = scaler
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """The class of the optimizer and its options; see `transformers.Trainer.get_optimizer_cls_and_kwargs`."""
+        if args.optim not in REPLACED:
+            return transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        betas = args.adam_beta1, args.adam_beta2
+        options = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        return AdamW, {**options, **options_in(args.optim_args)}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, one of halfstep."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        Accelerator.adopt(self.accelerator, self._scaler)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log, with the loss scale and the number of skipped steps in the logs of the training."""
+        if "loss" in logs:
+            logs.update(scaler_metrics(self.accelerator.scaler))
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` with halfstep: the same arguments, and `scaler`. See `TrainerMixin`."""

@@ -1,0 +1,323 @@
+"""`halfstep.integrations.trainers.accelerate` with the real library, in one process and on two ranks with gloo."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+from trainer_tools import (
+    BROKEN,
+    LR,
+    MAX_NORM,
+    SCALE,
+    STEPS,
+    batch,
+    error,
+    imported,
+    network,
+    own_loop,
+    page_block,
+    page_names,
+    same_bits,
+    skip_without,
+)
+
+import halfstep
+
+pytestmark = skip_without("accelerate")
+accelerate = imported("accelerate")
+accelerate_ranks = imported("accelerate_ranks")
+ours = imported("halfstep.integrations.trainers.accelerate")
+
+STRATEGIES = ("one process", "DDP", "FSDP2")
+RUNS = [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("bf16", "fp16")]
+FP16, BF16 = RUNS[1::2], RUNS[::2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The results of each rank, by run."""
+    folder = str(tmp_path_factory.mktemp("accelerate"))
+    alone = rank_processes.alone(accelerate_ranks.run, folder, ["one process"])
+    ranks = rank_processes.run(accelerate_ranks.run, 2, folder, ["DDP", "FSDP2"])
+    results: dict[str, list[Any]] = {name: [one] for name, one in alone.items()}
+    results.update({name: [one[name] for one in ranks] for name in ranks[0]})
+    return results
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert len(rank["losses"]) == STEPS and rank["losses"][STEPS // 2] < 0.95 * rank["losses"][0]
+        assert rank["sharded"] == run.startswith("FSDP2")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_the_bits_are_those_of_a_loop_of_our_own(found: dict[str, list[Any]], kind: str) -> None:
+    (rank,), own = found[f"one process {kind}"], own_loop(kind)
+    assert same_bits(rank["state"], own["state"])
+    assert rank["norms"] == own["norms"] and rank["rates"] == own["rates"]
+
+
+@pytest.mark.parametrize("run", BF16)
+def test_masters_are_split(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["masters"] == ["torch.int16"] and rank["weights"] == ["torch.bfloat16"]
+
+
+@pytest.mark.parametrize("run", FP16)
+def test_the_scaler_scales(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["metrics"] == {"loss_scale": SCALE / 2, "skipped_steps": 1.0}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_clipping_writes_no_gradient(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["unwritten"] == [True] * STEPS
+        finite = [norm for norm in rank["norms"] if math.isfinite(norm)]
+        assert len(finite) == STEPS - run.endswith("fp16") and min(finite) > MAX_NORM
+        assert rank["norms"] == found[run][0]["norms"]
+
+
+@pytest.mark.parametrize("run", FP16)
+def test_all_ranks_skip_an_overflow(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["skipped"] == [step == BROKEN for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> None:
+    taken = [min(step + 1, STEPS) - (run.endswith("fp16") and step >= BROKEN) for step in range(STEPS)]
+    for rank in found[run]:
+        assert rank["rates"] == pytest.approx([LR * 0.5**count for count in taken], rel=1e-12)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["resumed"] and rank["resumed_rest"]
+        assert rank["resumed_metrics"].get("loss_scale") == rank["metrics"].get("loss_scale")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_export_has_the_weights(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["exported"] and rank["file"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_log_has_scale_and_skips(found: dict[str, list[Any]], run: str) -> None:
+    logged = json.loads(found[run][0]["log"])
+    if run.endswith("bf16"):
+        assert [set(one) for one in logged] == [{"loss"}] * STEPS
+    else:
+        skips = [float(step >= BROKEN) for step in range(STEPS)]
+        assert [one["skipped_steps"] for one in logged] == skips
+        assert [one["loss_scale"] for one in logged] == [SCALE / 2**skip for skip in skips]
+
+
+def test_fsdp2_with_mixed_precision_upcasts_weights(found: dict[str, list[Any]]) -> None:
+    """What docs/trainers.md says of it, and of the way round."""
+    for rank in found["upcast"]:
+        assert rank == {"bf16": [["torch.float32"], []], "no": [["torch.bfloat16"], ["torch.int16"]]}
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    accelerate_ranks.reset()
+    yield
+    accelerate_ranks.reset()
+
+
+def ready(scaler: Any, *models: torch.nn.Module, optimizer: Any = halfstep.AdamW) -> tuple[Any, list[Any]]:
+    """An accelerator, and a prepared optimizer for each model, with scaled gradients."""
+    accelerator = ours.Accelerator(cpu=True, scaler=scaler)
+    optimizers = [accelerator.prepare(optimizer(model.parameters(), lr=LR)) for model in models]
+    for model in models:
+        accelerator.backward(error(model(batch(0)[0]), batch(0)[1]))
+    return accelerator, optimizers
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_other_calls_clip_in_place_as_accelerate_does(kind: str) -> None:
+    """Some of the parameters, another norm, and another optimizer than ours."""
+    scale = SCALE if kind == "fp16" else 1
+    for case in ("some", "norm", "other"):
+        model = network()
+        make = torch.optim.AdamW if case == "other" else halfstep.AdamW
+        accelerator, (optimizer,) = ready(accelerate_ranks.scaler_for(kind), model, optimizer=make)
+        parameters = list(model.parameters())[: 2 if case == "some" else None]
+        order = 1 if case == "norm" else 2
+        grads = [one.grad / scale for one in parameters]
+        expected = torch.nn.utils.get_total_norm(grads, order)
+        norm = accelerator.clip_grad_norm_(parameters, MAX_NORM, order)
+        torch.testing.assert_close(norm, expected)
+        clipped = torch.nn.utils.get_total_norm([one.grad for one in parameters], order)
+        torch.testing.assert_close(clipped, torch.tensor(MAX_NORM))
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_an_infinite_limit_computes_the_norm_only(kind: str) -> None:
+    """As the Trainer of transformers does with ``max_grad_norm=0``."""
+    norms, weights = [], []
+    for limit in (math.inf, None):
+        model = network()
+        accelerator, (optimizer,) = ready(accelerate_ranks.scaler_for(kind), model)
+        if limit is not None:
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), limit))
+            scale = SCALE if kind == "fp16" else 1
+            norms.append(torch.nn.utils.get_total_norm([one.grad / scale for one in model.parameters()]))
+        optimizer.step()
+        weights.append(list(model.parameters()))
+    torch.testing.assert_close(*norms)
+    assert same_bits(*weights)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_limit_holds_for_one_step() -> None:
+    """Also where the step that it was meant for is left out."""
+    model, twin = network(), network()
+    accelerator, (optimizer,) = ready(None, model)
+    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+    own = halfstep.AdamW(twin.parameters(), lr=LR, max_grad_norm=MAX_NORM)
+    for step in range(2):
+        optimizer.step()
+        error(twin(batch(step)[0]), batch(step)[1]).backward()
+        own.step()
+        own.zero_grad()
+        own.max_grad_norm = None
+        optimizer.zero_grad()
+        accelerator.backward(error(model(batch(step + 1)[0]), batch(step + 1)[1]))
+    assert same_bits(list(model.parameters()), list(twin.parameters()))
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("folded", [True, False])
+def test_two_optimizers_that_clip_before_both_steps(folded: bool) -> None:
+    """Accelerate updates the scale after the first step, which forgets that the second's gradients are unscaled."""
+    models, twins = [network(0), network(1)], [network(0), network(1)]
+    accelerator, optimizers = ready(halfstep.GradScaler("cpu", init_scale=SCALE), *models)
+    for model in models:
+        accelerator.clip_grad_norm_(model.parameters(), MAX_NORM, 2 if folded else 1)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert accelerator.scaler._updates == 1
+    for twin in twins:
+        own = halfstep.AdamW(twin.parameters(), lr=LR)
+        error(twin(batch(0)[0]), batch(0)[1]).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), MAX_NORM, 2 if folded else 1)
+        own.step()
+    for model, twin in zip(models, twins, strict=True):
+        torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_clipping_in_place_unscales_only_what_it_clips() -> None:
+    models = [network(0), network(1)]
+    accelerator, optimizers = ready(halfstep.GradScaler("cpu", init_scale=SCALE), *models)
+    before = accelerate_ranks.gradients(models[1].parameters())
+    accelerator.clip_grad_norm_(models[0].parameters(), MAX_NORM, 1)
+    optimizers[0].step()
+    assert accelerator.scaler._updates == 1
+    assert same_bits(before, accelerate_ranks.gradients(models[1].parameters()))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_scaler_may_be_called_with_the_prepared_optimizer() -> None:
+    """Clipping through the scaler and the step unscale once."""
+    model, twin = network(), network()
+    accelerator, (optimizer,) = ready(halfstep.GradScaler("cpu", init_scale=SCALE), model)
+    accelerator.scaler.clip_grad_norm_(optimizer, MAX_NORM)
+    optimizer.step()
+    own = halfstep.AdamW(twin.parameters(), lr=LR, max_grad_norm=MAX_NORM)
+    error(twin(batch(0)[0]), batch(0)[1]).backward()
+    own.step()
+    assert same_bits(list(model.parameters()), list(twin.parameters()))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_skip_is_reported_once() -> None:
+    model = network()
+    accelerator, (optimizer,) = ready(halfstep.GradScaler("cpu", init_scale=SCALE), model)
+    schedules = [accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5)) for _ in range(2)]
+    model[0].weight.grad[0, 0] = math.nan
+    optimizer.step()
+    for schedule in schedules:
+        schedule.step()
+    assert optimizer.step_was_skipped and optimizer.param_groups[0]["lr"] == LR
+    optimizer.zero_grad()
+    accelerator.backward(error(model(batch(0)[0]), batch(0)[1]))
+    optimizer.step()
+    schedules[0].step()
+    assert not optimizer.step_was_skipped and optimizer.param_groups[0]["lr"] == LR / 2
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_options_of_accelerate_reach_our_scaler() -> None:
+    """Accelerate makes a scaler on accelerators only, so this one is put there by hand."""
+    theirs = accelerate.Accelerator(cpu=True, kwargs_handlers=[accelerate.GradScalerKwargs(growth_interval=7)])
+    theirs.scaler = torch.amp.GradScaler("cpu", growth_interval=7)
+    accelerator = ours.Accelerator.adopt(theirs)
+    assert accelerator is theirs and type(accelerator) is ours.Accelerator
+    assert type(accelerator.scaler) is halfstep.GradScaler and accelerator.scaler.get_growth_interval() == 7
+    assert ours.Accelerator.adopt(accelerator).scaler is accelerator.scaler
+
+
+@pytest.mark.usefixtures("fresh")
+def test_errors_name_the_argument_and_the_remedy() -> None:
+    scaler = halfstep.GradScaler("cpu")
+    with pytest.raises(TypeError, match=r"Expected scaler to be a halfstep.GradScaler, but got a GradScaler"):
+        ours.Accelerator(cpu=True, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match=r"but got both: give the options to halfstep.GradScaler"):
+        ours.Accelerator(cpu=True, scaler=scaler, kwargs_handlers=[accelerate.GradScalerKwargs()])
+
+    class Other(accelerate.Accelerator):
+        pass
+
+    with pytest.raises(TypeError, match=r"but got a .*Other: derive that class from .*accelerate\.Accelerator"):
+        ours.Accelerator.adopt(Other(cpu=True))
+    theirs = accelerate.Accelerator(cpu=True)
+    theirs.prepare(halfstep.AdamW(network().parameters()))
+    with pytest.raises(RuntimeError, match="but got one with 1: call adopt before prepare"):
+        ours.Accelerator.adopt(theirs)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_lines_of_the_page_run() -> None:
+    names = page_names()
+    before = copy.deepcopy(list(names["model"].parameters()))
+    exec(page_block("Accelerate"), names)
+    assert type(names["accelerator"]) is ours.Accelerator and names["norm"] > 0
+    assert not same_bits(before, list(names["model"].parameters()))
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_prepared_optimizer_counts_again(copied: Any) -> None:
+    model = network()
+    _, (optimizer,) = ready(halfstep.GradScaler("cpu", init_scale=SCALE), model)
+    model[0].weight.grad[0, 0] = math.nan
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    again = copied(optimizer)
+    again.param_groups[0]["params"][0].grad = torch.ones(16, 8)
+    again.scaler.scale(torch.ones(()))
+    again.step()
+    assert not again.step_was_skipped
+    again.scaler.scale(torch.ones(()))
+    again.param_groups[0]["params"][0].grad = torch.full((16, 8), math.inf)
+    again.step()
+    assert again.step_was_skipped

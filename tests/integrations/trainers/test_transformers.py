@@ -1,0 +1,188 @@
+"""`halfstep.integrations.trainers.transformers` with the real library, and with TRL and PEFT."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+from trainer_tools import (
+    BROKEN,
+    LR,
+    MAX_NORM,
+    SAVED,
+    SCALE,
+    STEPS,
+    imported,
+    page_block,
+    page_names,
+    same_bits,
+    skip_without,
+)
+
+import halfstep
+
+pytestmark = skip_without("transformers", "trl", "peft")
+transformers, trl = imported("transformers"), imported("trl")
+transformers_ranks = imported("transformers_ranks")
+ours = imported("halfstep.integrations.trainers.transformers")
+
+STRATEGIES = ("one process", "DDP", "SFT")
+RUNS = [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("bf16", "fp16")]
+FP16, BF16 = RUNS[1::2], RUNS[::2]
+SAVING = [run for run in RUNS if not run.startswith("SFT")]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The results of each rank, by run."""
+    folder = str(tmp_path_factory.mktemp("transformers"))
+    alone = rank_processes.alone(transformers_ranks.run, folder)
+    ranks = rank_processes.run(transformers_ranks.run, 2, folder)
+    kinds = ("bf16", "fp16")
+    return {
+        **{(f"one process {name}" if name in kinds else name): [one] for name, one in alone.items()},
+        **{f"DDP {kind}": [one[kind] for one in ranks] for kind in kinds},
+    }
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
+    losses = found[run][0]["losses"]  # the first rank logs
+    assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0]
+    for rank in found[run]:
+        assert same_bits(rank["state"], found[run][0]["state"])
+        assert rank["optimizer"] == "halfstep.integrations.optim.classes.AdamW"
+
+
+@pytest.mark.parametrize("run", BF16)
+def test_masters_are_split(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["masters"] == ["torch.int16"] and rank["weights"] == ["torch.bfloat16"]
+
+
+@pytest.mark.parametrize("run", FP16)
+def test_the_scaler_scales(found: dict[str, list[Any]], run: str) -> None:
+    assert found[run][0]["log"][0]["loss_scale"] == SCALE and found[run][0]["log"][-1]["loss_scale"] == SCALE / 2
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_clipping_writes_no_gradient(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["unwritten"] == [True] * STEPS
+    finite = [norm for norm in found[run][0]["norms"] if math.isfinite(norm)]
+    assert len(finite) == STEPS - run.endswith("fp16") and min(finite) > MAX_NORM
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_without_clipping_the_norm_is_logged_and_nothing_written(found: dict[str, list[Any]], kind: str) -> None:
+    (rank,), (clipped,) = found[f"{kind} without clipping"], found[f"one process {kind}"]
+    assert rank["unwritten"] == [True] * STEPS and rank["as_far"]
+    assert rank["norms"][0] == clipped["norms"][0] and not same_bits(rank["state"], clipped["state"])
+
+
+@pytest.mark.parametrize("run", FP16)
+def test_all_ranks_skip_an_overflow(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["skipped"] == [step == BROKEN for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> None:
+    taken = [step + 1 - (run.endswith("fp16") and step >= BROKEN) for step in range(STEPS)]
+    for rank in found[run]:
+        assert rank["rates"] == pytest.approx([LR * (1 - count / STEPS) for count in taken])
+
+
+@pytest.mark.parametrize("run", SAVING)
+def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
+    scales = [one.get("loss_scale") for one in found[run][0]["log"][SAVED:]]
+    for number, rank in enumerate(found[run]):
+        assert rank["resumed"] and rank["resumed_rest"]
+        assert number > 0 or rank["resumed_log"] == scales
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_export_has_the_weights(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["exported"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_log_has_scale_and_skips(found: dict[str, list[Any]], run: str) -> None:
+    skips = [int(step >= BROKEN) for step in range(STEPS)]
+    wanted = [{"loss_scale": SCALE / 2**skip, "skipped_steps": skip} for skip in skips]
+    assert found[run][0]["log"] == (wanted if run.endswith("fp16") else [{}] * STEPS)
+
+
+def test_groups_are_those_of_the_trainer(found: dict[str, list[Any]]) -> None:
+    """Norms and biases do not decay."""
+    assert found["one process bf16"][0]["groups"] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("fp32", [True, False])
+def test_adapters_train_on_frozen_weights(found: dict[str, list[Any]], kind: str, fp32: bool) -> None:
+    (rank,) = found[f"LoRA {kind} {fp32}"]
+    own = {"bf16": ("torch.bfloat16", "torch.int16"), "fp16": ("torch.float16", "torch.float32")}[kind]
+    assert rank["adapters"] == ["torch.float32" if fp32 else own[0]]
+    assert rank["masters"] == ([] if fp32 else [own[1]])
+    assert rank["trained"] and rank["moved"] and rank["frozen"] and rank["exported"]
+    assert rank["moments"] == ["torch.bfloat16"]  # as optim_args says
+    assert rank["unwritten"] == [True] * STEPS
+    assert rank["skipped"] == [kind == "fp16" and step == BROKEN for step in range(STEPS)]
+    assert rank["losses"][-1] < rank["losses"][0]
+
+
+def test_loraplus_makes_our_optimizer(found: dict[str, list[Any]]) -> None:
+    (rank,) = found["LoRA+"]
+    assert rank["rates"][-2:] == [LR, pytest.approx(4 * LR)] and rank["states"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (None, {}),
+        ("", {}),
+        ("state_dtype=torch.bfloat16", {"state_dtype": torch.bfloat16}),
+        (
+            "state_dtype=8bit, master_weights=split24, rounding=stochastic",
+            {"state_dtype": "8bit", "master_weights": "split24", "rounding": "stochastic"},
+        ),
+        ("master_weights=None,amsgrad=True,seed=7", {"master_weights": None, "amsgrad": True, "seed": 7}),
+    ],
+)
+def test_optim_args_are_options_of_ours(text: str | None, options: dict[str, Any]) -> None:
+    assert ours.options_in(text) == options
+    halfstep.AdamW([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))], **options)
+
+
+@pytest.mark.parametrize("text", ["momentum=0.9", "rounding", "lr=1"])
+def test_other_optim_args_raise(text: str) -> None:
+    with pytest.raises(ValueError, match=f"Expected optim_args to be name=value.*but got '{text}': set learning rate"):
+        ours.options_in(text)
+
+
+def trainer_with(tmp_path: Path, **options: Any) -> Any:
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", **options}
+    return ours.Trainer(model=transformers_ranks.language_model(), args=transformers.TrainingArguments(**given))
+
+
+def test_other_optimizers_stay(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, optim="sgd")
+    assert type(trainer.create_optimizer()) is torch.optim.SGD
+    assert type(trainer.accelerator) is ours.Accelerator and trainer.accelerator.scaler is None
+
+
+def test_the_lines_of_the_page_run(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1, disable_tqdm=True, save_strategy="no"
+    )
+    names = {**page_names(), "args": args, "dataset": transformers_ranks.sentences()}
+    names["model"] = transformers_ranks.language_model().bfloat16()
+    exec(page_block("transformers, TRL and PEFT"), names)
+    assert type(names["trainer"].optimizer.optimizer) is halfstep.AdamW
+    assert issubclass(names["SFTTrainer"], trl.SFTTrainer) and issubclass(names["SFTTrainer"], ours.TrainerMixin)

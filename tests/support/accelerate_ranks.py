@@ -1,0 +1,183 @@
+"""A rank that trains with the `Accelerator` of halfstep, for tests/integrations/trainers/test_accelerate.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
+from trainer_tools import (
+    BROKEN,
+    DTYPES,
+    LR,
+    MAX_NORM,
+    SAVED,
+    STEPS,
+    batch,
+    break_gradient,
+    broken_backward,
+    error,
+    gradients,
+    masters_of,
+    network,
+    same_bits,
+    scaler_for,
+    state_of,
+)
+
+import halfstep
+from halfstep.integrations.trainers.accelerate import Accelerator
+
+
+class Tracker(GeneralTracker):
+    """Keeps what is logged."""
+
+    name, requires_logging_directory = "kept", False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[dict[str, Any]] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self.kept
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        self.kept.append(values)
+
+
+def reset() -> None:
+    if dist.is_initialized():
+        PartialState().distributed_type = DistributedType.MULTI_CPU
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
+def accelerator_of(strategy: str, kind: str, **options: Any) -> Any:
+    if AcceleratorState._shared_state:
+        reset()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, scaler=scaler_for(kind), **options)
+    if strategy == "FSDP2":
+        # Accelerate shards on accelerators only. This is what its state does there.
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False, reshard_after_forward=True
+        )
+        accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
+        accelerator.state.fsdp_plugin = plugin
+        assert accelerator.is_fsdp2
+    return accelerator
+
+
+def prepared(accelerator: Any, kind: str, seed: int = 0) -> tuple[Any, Any, Any]:
+    model = network(seed).to(DTYPES[kind])
+    optimizer = halfstep.AdamW(model.parameters(), lr=LR)
+    # Accelerate steps a schedule once for each process.
+    gamma = 0.5 ** (1 / accelerator.num_processes)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=gamma)
+    ready: tuple[Any, Any, Any] = accelerator.prepare(model, optimizer, schedule)
+    return ready
+
+
+def steps(
+    accelerator: Any, model: Any, optimizer: Any, schedule: Any, kind: str, numbers: range, broken: int | None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "rates": [], "unwritten": []}
+    for step in numbers:
+        for part in range(2):
+            with accelerator.accumulate(model):
+                inputs, targets = batch(2 * step + part, accelerator.process_index)
+                loss = error(model(inputs.to(DTYPES[kind])), targets)
+                breaks = step == broken and accelerator.process_index == accelerator.num_processes - 1
+                sharded = accelerator.distributed_type.name == "FSDP"
+                with broken_backward(list(model.parameters())[:1], breaks and not sharded):
+                    accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    if breaks and sharded:
+                        break_gradient(model.parameters())
+                    before = gradients(model.parameters())
+                    found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    found["unwritten"].append(same_bits(before, gradients(model.parameters())))
+                    found["skipped"].append(bool(accelerator.optimizer_step_was_skipped))
+                schedule.step()
+                optimizer.zero_grad()
+        found["losses"].append(loss.item())
+        found["rates"].append(optimizer.param_groups[0]["lr"])
+        accelerator.log({"loss": loss.item(), **accelerator.scaler_metrics()}, step=step)
+    return found
+
+
+def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
+    """A run that is saved on the way, and one that resumes it from another initialization."""
+    place = str(Path(folder) / f"{strategy}-{kind}".replace(" ", ""))
+    broken = BROKEN if kind == "fp16" else None
+    tracker = Tracker()
+    accelerator = accelerator_of(strategy, kind, log_with=tracker)
+    accelerator.init_trackers("run")
+    model, optimizer, schedule = prepared(accelerator, kind)
+    found = steps(accelerator, model, optimizer, schedule, kind, range(SAVED), broken)
+    accelerator.save_state(place)
+    rest = steps(accelerator, model, optimizer, schedule, kind, range(SAVED, STEPS), None)
+    found = {key: value + rest[key] for key, value in found.items()}
+    found["sharded"] = any(hasattr(one, "full_tensor") for one in model.parameters())
+    found["masters"] = masters_of(optimizer.optimizer)
+    found["weights"] = sorted({str(one.dtype) for one in model.parameters()})
+    found["state"], found["log"] = state_of(optimizer.optimizer), json.dumps(tracker.kept)
+    found["metrics"] = accelerator.scaler_metrics()
+    exported = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.save_model(model, place + "-export")
+    accelerator.wait_for_everyone()
+    saved = load_file(Path(place + "-export") / "model.safetensors")
+    held = {name: full(one) for name, one in model.state_dict().items()}
+    held = {name.removeprefix("module."): one for name, one in held.items()}
+    found["exported"] = not exported or same_bits(dict(sorted(exported.items())), dict(sorted(held.items())))
+    found["file"] = same_bits(dict(sorted(saved.items())), dict(sorted(held.items())))
+
+    accelerator = accelerator_of(strategy, kind)
+    model, optimizer, schedule = prepared(accelerator, kind, seed=1)
+    accelerator.load_state(place)
+    again = steps(accelerator, model, optimizer, schedule, kind, range(SAVED, STEPS), None)
+    found["resumed"] = same_bits(state_of(optimizer.optimizer), found["state"])
+    found["resumed_rest"] = again == rest
+    found["resumed_metrics"] = accelerator.scaler_metrics()
+    return found
+
+
+def full(tensor: Any) -> torch.Tensor:
+    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach().clone()
+
+
+def upcast() -> dict[str, Any]:
+    """What FSDP2 with mixed precision makes of bf16 weights, and without it."""
+    found = {}
+    for precision in ("bf16", "no"):
+        accelerator = accelerator_of("FSDP2", "bf16", mixed_precision=precision)
+        model, optimizer, _ = prepared(accelerator, "bf16")
+        accelerator.backward(error(model(batch(0)[0].bfloat16()), batch(0)[1]))
+        optimizer.step()
+        found[precision] = [sorted({str(one.dtype) for one in model.parameters()}), masters_of(optimizer.optimizer)]
+    return found
+
+
+def run(rank: int, folder: str, strategies: list[str]) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    found: dict[str, Any] = {f"{one} {kind}": whole(one, kind, folder) for one in strategies for kind in DTYPES}
+    if "FSDP2" in strategies:
+        found["upcast"] = upcast()
+    if dist.is_initialized():
+        dist.barrier()
+    return found

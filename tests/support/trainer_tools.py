@@ -1,0 +1,174 @@
+"""What the tests of trainers share: a small model, its batches, its gradients and its bits. See docs/trainers.md."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfstep
+
+STEPS, SAVED, BROKEN = 6, 4, 2  # steps of a run, those before it is saved, and the one whose gradient has an Inf
+LR, MAX_NORM, SCALE = 0.05, 0.05, 2.0**10
+TRAINERS = {
+    "accelerate",
+    "transformers",
+    "peft",
+    "trl",
+    "datasets",
+    "lightning",
+    "torchtitan",
+    "torchft",
+    "safetensors",
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def missing(*libraries: str) -> list[str]:
+    return [one for one in libraries if importlib.util.find_spec(one) is None]
+
+
+def skip_without(*libraries: str) -> pytest.MarkDecorator:
+    """Skips the tests of a module whose libraries are not installed, as in `make test`."""
+    return pytest.mark.skipif(
+        bool(missing(*libraries)), reason=f"needs {', '.join(missing(*libraries))}: make trainers"
+    )
+
+
+def imported(module: str) -> Any:
+    """A module, or None where a trainer that it needs is not installed; its tests are skipped then."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in TRAINERS:
+            raise
+        return None
+
+
+def network(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+    return torch.nn.Sequential(*layers)
+
+
+def batch(number: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs, and targets that depend on them."""
+    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * rank + number))
+    return inputs, inputs[:, :4].abs() - inputs[:, 4:]
+
+
+def error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.float() - targets).square().mean()
+
+
+def scaler_for(kind: str, **options: Any) -> halfstep.GradScaler | None:
+    return halfstep.GradScaler("cpu", **{"init_scale": SCALE, **options}) if kind == "fp16" else None
+
+
+def local(tensor: Any) -> torch.Tensor:
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held
+
+
+def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [local(one.grad).clone() for one in parameters if one.grad is not None]
+
+
+def same_bits(first: Any, second: Any) -> bool:
+    """Whether two nested structures of tensors and numbers are equal in every bit."""
+    if isinstance(first, torch.Tensor):
+        first, second = local(first.detach()), local(second.detach())
+        as_bytes = [one.contiguous().reshape(-1).view(torch.uint8) for one in (first, second)]
+        return first.dtype == second.dtype and first.shape == second.shape and torch.equal(*as_bytes)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same_bits(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same_bits, first, second))
+    return bool(first == second)
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    """Weights and state of an optimizer, in its order, copied."""
+    return [
+        [local(one.detach()).clone(), {key: local(value).clone() for key, value in optimizer.state[one].items()}]
+        for group in optimizer.param_groups
+        for one in group["params"]
+    ]
+
+
+def masters_of(optimizer: Any) -> list[str]:
+    """The dtypes of the masters in an optimizer's state: int16 is a split master."""
+    return sorted({str(state["master"].dtype) for state in optimizer.state.values() if "master" in state})
+
+
+@contextmanager
+def broken_backward(parameters: Iterable[torch.Tensor], broken: bool) -> Iterator[None]:
+    """Put an Inf into a gradient of this rank inside the backward, before ranks add theirs."""
+    hooks = [one.register_hook(lambda grad: torch.full_like(grad, float("inf"))) for one in parameters if broken]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def break_gradient(parameters: Iterable[torch.Tensor]) -> None:
+    """Write an Inf into a gradient."""
+    held = [local(one.grad) for one in parameters if one.grad is not None and local(one.grad).numel()]
+    held[0].view(-1)[0] = float("inf")
+
+
+def own_loop(kind: str, broken: int | None = BROKEN, steps: int = STEPS, micro: int = 2) -> dict[str, Any]:
+    """The run of the tests in a loop of our own: the weights and state, norms and learning rates that trainers need."""
+    model = network().to(DTYPES[kind])
+    optimizer = halfstep.AdamW(model.parameters(), lr=LR)
+    scaler = scaler_for(kind)
+    norms, rates = [], []
+    rate = LR
+    for step in range(steps):
+        for part in range(micro):
+            inputs, targets = batch(micro * step + part)
+            loss = error(model(inputs.to(DTYPES[kind])), targets) / micro
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if step == broken and scaler is not None:
+            break_gradient(model.parameters())
+        optimizer.param_groups[0]["lr"] = rate
+        if scaler is None:
+            optimizer.max_grad_norm = MAX_NORM
+            optimizer.step()
+            norms.append(optimizer.grad_norm.item())
+        else:
+            norms.append(scaler.clip_grad_norm_(optimizer, MAX_NORM).item())
+            scaler.step(optimizer)
+            scaler.update()
+        if scaler is None or step != broken:
+            rate *= 0.5
+        rates.append(rate)
+        optimizer.zero_grad()
+    return {"state": state_of(optimizer), "norms": norms, "rates": rates}
+
+
+def page_block(heading: str) -> str:
+    """The first lines of Python under a heading of docs/trainers.md."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
+
+
+def page_names() -> dict[str, Any]:
+    """What the lines of the page take for granted."""
+    model = network()
+    placeholder = torch.optim.SGD(model.parameters(), lr=1.0)
+    return {
+        "halfstep": halfstep,
+        "torch": torch,
+        "model": model,
+        "loss": error,
+        "schedule": torch.optim.lr_scheduler.ExponentialLR(placeholder, 0.5),
+        "batches": [batch(number) for number in range(4)],
+    }

@@ -1,0 +1,260 @@
+"""A rank that trains with the `Trainer` of halfstep, for tests/integrations/trainers/test_transformers.py."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import tokenizers
+import torch
+import torch.distributed as dist
+import transformers
+import trl
+from peft.optimizers import create_loraplus_optimizer
+from safetensors.torch import load_file
+from trainer_tools import (
+    BROKEN,
+    DTYPES,
+    LR,
+    MAX_NORM,
+    SAVED,
+    STEPS,
+    broken_backward,
+    gradients,
+    masters_of,
+    same_bits,
+    scaler_for,
+    state_of,
+)
+
+import halfstep
+from halfstep.integrations.trainers.transformers import Trainer, TrainerMixin
+
+WORDS = 32
+
+
+def language_model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **sizes))
+
+
+def sentences() -> list[dict[str, torch.Tensor]]:
+    """Sequences in which each word follows from the one before it."""
+    starts = torch.arange(64) % WORDS
+    rows = [(start + 3 * torch.arange(12)) % WORDS for start in starts]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def arguments(folder: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "max_steps": STEPS,
+        "save_steps": SAVED,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": LR,
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": MAX_NORM,
+        **options,
+    }
+
+
+class Seen(transformers.TrainerCallback):
+    """What a callback of a user sees."""
+
+    def __init__(self) -> None:
+        self.skipped: list[bool] = []
+        self.rates: list[float] = []
+        self.unwritten: list[bool] = []
+        self.trainer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.before = gradients(given["model"].parameters())
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.unwritten.append(same_bits(self.before, gradients(given["model"].parameters())) and self.trainer.kept)
+        self.skipped.append(bool(self.trainer.accelerator.optimizer_step_was_skipped))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.rates.append(given["optimizer"].param_groups[0]["lr"])
+
+
+class Breaking:
+    """A trainer in whose backward the last rank has an Inf in one step, and that watches the clipping."""
+
+    broken: int | None = None
+    kept = True
+
+    def training_step(self: Any, model: Any, *args: Any, **given: Any) -> Any:
+        breaks = self.state.global_step == self.broken and self.args.process_index == self.args.world_size - 1
+        trained = [one for one in model.parameters() if one.requires_grad]
+        with broken_backward(trained[:1], breaks):
+            return super().training_step(model, *args, **given)
+
+    def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
+        before = gradients(model.parameters()) if grad_norm is None else self.unclipped
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.kept = same_bits(before, gradients(model.parameters()))
+        return norm
+
+    def _clip_grad_norm(self: Any, model: Any) -> Any:
+        self.unclipped = gradients(model.parameters())
+        return super()._clip_grad_norm(model)
+
+
+class Watched(Breaking, Trainer):
+    pass
+
+
+def trainer_of(folder: Path, kind: str, seed: int = 0, model: Any = None, cls: Any = Watched, **options: Any) -> Any:
+    model = language_model(seed).to(DTYPES[kind]) if model is None else model
+    scaler = scaler_for(kind)
+    if cls is Watched:
+        options = {"args": transformers.TrainingArguments(**arguments(folder, **options)), "train_dataset": sentences()}
+    seen = Seen()
+    trainer = cls(model=model, callbacks=[seen], scaler=scaler, **options)
+    seen.trainer, trainer.seen = trainer, seen
+    trainer.broken = BROKEN if scaler is not None else None
+    return trainer
+
+
+def result(trainer: Any, folder: Path, exported: Path) -> dict[str, Any]:
+    """What the tests look at after a run."""
+    history = [one for one in trainer.state.log_history if "loss" in one]
+    held = dict(sorted(trainer.model.state_dict().items()))
+    saved = load_file(exported)
+    return {
+        "losses": [one["loss"] for one in history],
+        "norms": [float(one["grad_norm"]) for one in history],
+        "log": [{name: one[name] for name in ("loss_scale", "skipped_steps") if name in one} for one in history],
+        "skipped": trainer.seen.skipped,
+        "rates": trainer.seen.rates,
+        "unwritten": [bool(one) for one in trainer.seen.unwritten],
+        "masters": masters_of(trainer.optimizer.optimizer),
+        "optimizer": f"{type(trainer.optimizer.optimizer).__module__}.{type(trainer.optimizer.optimizer).__name__}",
+        "weights": sorted({str(one.dtype) for one in trainer.model.parameters()}),
+        "groups": [group["weight_decay"] for group in trainer.optimizer.param_groups],
+        "state": state_of(trainer.optimizer.optimizer),
+        "exported": all(same_bits(saved[name], held[name]) for name in saved) and len(saved) >= len(held) - 1,
+    }
+
+
+def whole(folder: Path, kind: str) -> dict[str, Any]:
+    place = folder / kind
+    trainer = trainer_of(place, kind, weight_decay=0.1)
+    trainer.train()
+    trainer.save_model(str(place / "export"))
+    trainer.accelerator.wait_for_everyone()
+    found = result(trainer, place, place / "export" / "model.safetensors")
+    again = trainer_of(place / "again", kind, seed=1, weight_decay=0.1)
+    again.train(resume_from_checkpoint=str(place / f"checkpoint-{SAVED}"))
+    found["resumed"] = same_bits(state_of(again.optimizer.optimizer), found["state"])
+    rest = [one["loss"] for one in again.state.log_history if "loss" in one]
+    found["resumed_rest"] = rest == found["losses"]
+    found["resumed_log"] = [one.get("loss_scale") for one in again.state.log_history if "loss" in one][SAVED:]
+    return found
+
+
+def without_clipping(folder: Path, kind: str) -> dict[str, Any]:
+    """``max_grad_norm=0``: the norm is logged, and nothing is clipped."""
+    trainer = trainer_of(folder / f"none-{kind}", kind, max_grad_norm=0.0, save_steps=100)
+    trainer.train()
+    found = result(trainer, folder, folder / kind / "export" / "model.safetensors")
+    trainer = trainer_of(folder / f"far-{kind}", kind, max_grad_norm=1e9, save_steps=100)
+    trainer.train()
+    found["as_far"] = same_bits(state_of(trainer.optimizer.optimizer), found["state"])
+    return found
+
+
+def adapters(folder: Path, kind: str, autocast: bool) -> dict[str, Any]:
+    """LoRA on frozen weights, with adapters in their dtype or, as PEFT does by default, in fp32."""
+    model = language_model().to(DTYPES[kind])
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
+    place = folder / f"lora-{kind}-{autocast}"
+    trainer = trainer_of(place, kind, model=model, optim_args="state_dtype=bfloat16, rounding=stochastic, seed=3")
+    trainer.train()
+    trainer.save_model(str(place / "export"))
+    base = model.get_base_model().state_dict()
+    frozen = {name.replace(".base_layer", ""): one for name, one in base.items() if "lora" not in name}
+    saved = load_file(place / "export" / "adapter_model.safetensors")
+    held = {name.replace(".default", ""): one for name, one in model.state_dict().items() if "lora" in name}
+    moments = {str(state["exp_avg"].dtype) for state in trainer.optimizer.state.values()}
+    history = [one for one in trainer.state.log_history if "loss" in one]
+    return {
+        "adapters": sorted({str(one.dtype) for one in model.parameters() if one.requires_grad}),
+        "masters": masters_of(trainer.optimizer.optimizer),
+        "moments": sorted(moments),
+        "trained": sum(one.requires_grad for one in model.parameters()) == len(trainer.optimizer.state),
+        "moved": any(bool(one.ne(0).any()) for name, one in held.items() if "lora_B" in name),
+        "frozen": same_bits(dict(sorted(before.items())), dict(sorted(frozen.items()))),
+        "exported": same_bits(dict(sorted(saved.items())), dict(sorted(held.items()))),
+        "unwritten": trainer.seen.unwritten,
+        "skipped": trainer.seen.skipped,
+        "losses": [one["loss"] for one in history],
+    }
+
+
+def loraplus(folder: Path) -> dict[str, Any]:
+    """PEFT's LoRA+ makes an optimizer of a class that it is given, with a higher rate for some matrices."""
+    model = peft.get_peft_model(language_model(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    optimizer = create_loraplus_optimizer(model=model, optimizer_cls=halfstep.AdamW, lr=LR, loraplus_lr_ratio=4.0)
+    trainer = trainer_of(folder / "plus", "bf16", model=model)
+    trainer.optimizer = optimizer
+    trainer.train()
+    return {"rates": sorted({group["initial_lr"] for group in optimizer.param_groups}), "states": len(optimizer.state)}
+
+
+class WatchedSFT(Breaking, TrainerMixin, trl.SFTTrainer):
+    pass
+
+
+def fine_tuning(folder: Path, kind: str) -> dict[str, Any]:
+    """TRL's trainer, with a tokenizer made here."""
+    vocabulary = {f"w{number}": number for number in range(WORDS - 2)} | {"<pad>": WORDS - 2, "<eos>": WORDS - 1}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    rows = [{"input_ids": one["input_ids"].tolist()} for one in sentences()]
+    options = arguments(folder / f"sft-{kind}", bf16=False, save_steps=100, max_length=16)
+    trainer = trainer_of(
+        folder / f"sft-{kind}",
+        kind,
+        cls=WatchedSFT,
+        args=trl.SFTConfig(**options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model(str(folder / f"sft-{kind}" / "export"))
+    return result(trainer, folder, folder / f"sft-{kind}" / "export" / "model.safetensors")
+
+
+def run(rank: int, folder: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    several = dist.is_initialized()
+    place = Path(folder) / ("several" if several else "one")
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        found: dict[str, Any] = {kind: whole(place, kind) for kind in DTYPES}
+        if not several:
+            found.update({f"{kind} without clipping": without_clipping(place, kind) for kind in DTYPES})
+            found.update(
+                {f"LoRA {kind} {fp32}": adapters(place, kind, fp32) for kind in DTYPES for fp32 in (True, False)}
+            )
+            found["LoRA+"] = loraplus(place)
+            found.update({f"SFT {kind}": fine_tuning(place, kind) for kind in DTYPES})
+    if several:
+        dist.barrier()
+    return found
