@@ -5,20 +5,15 @@ those of float64: the mean of the ratios, and the root mean square of their diff
 take their own steps, if they are installed. flashoptim's kernels need a GPU, so its moments are coded by its rule
 (`flashoptim.optimizers.quantize`) in plain torch after each step.
 
-With ``--train``, ``halfstep train`` runs with each layout of moments and each seed, and the table has the validation
-losses.
+With ``--train``, the model of ``halfstep train`` is trained with each kind of moments and each seed, those of
+bitsandbytes and torchao too if they are installed, and the table has the validation losses.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +23,11 @@ from halfstep.bench.cases.installed import needs
 from halfstep.bench.harness import Unavailable
 from halfstep.cli.command_line import Parser, run
 from halfstep.cli.numbers import whole
-from halfstep.cli.train import command
+from halfstep.cli.terminal import Progress
+from halfstep.cli.train import loop
+from halfstep.cli.train.data import Corpus, DataError, read_corpus
+from halfstep.cli.train.model import SIZES
+from halfstep.cli.train.world import ThisRank
 
 BETA1, BETA2 = 0.9, 0.999
 ELEMENTS = 4096
@@ -41,7 +40,6 @@ GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
         base * noise * (100.0 if part % 0.1 < 0.001 else 1.0)
     ),
 }
-LAYOUTS = {"fp32": ("fp32", "auto"), "8 bits": ("8bit", "auto"), "8 bits, 24-bit master": ("8bit", "split24")}
 
 # What takes a step with a gradient, and what returns the second moment.
 Job = tuple[Callable[[torch.Tensor], None], Callable[[], torch.Tensor]]
@@ -111,13 +109,16 @@ PROVIDERS: dict[str, Callable[[], Job]] = {
 }
 
 
-def errors(kind: str, steps: int, names: Sequence[str] = tuple(PROVIDERS)) -> dict[str, tuple[float, float] | str]:
+def errors(
+    kind: str, steps: int, names: Sequence[str] = tuple(PROVIDERS), show: Callable[[int], None] = lambda step: None
+) -> dict[str, tuple[float, float] | str]:
     """By provider, the mean of the ratios of second moments to those of float64 and their distance from 1, or a reason.
 
     Args:
         kind: a name of `GRADIENTS`.
         steps: the number of steps.
         names: the providers.
+        show: is called with the number of steps that are done.
     """
     generator = torch.Generator().manual_seed(0)
     base = torch.exp2(-6 * torch.rand(ELEMENTS, generator=generator))
@@ -134,6 +135,7 @@ def errors(kind: str, steps: int, names: Sequence[str] = tuple(PROVIDERS)) -> di
         exact += (1 - BETA2) * (grad.double().square() - exact)
         for step, _ in jobs.values():
             step(grad.view(1, ELEMENTS).clone())
+        show(number + 1)
     for name, (_, second) in jobs.items():
         ratio = second().double() / exact
         found[name] = ratio.mean().item(), (ratio - 1).square().mean().sqrt().item()
@@ -150,49 +152,136 @@ def _cell(found: tuple[float, float] | str) -> str:
     return ", ".join(f"{number:,.0f}" if number >= 100 else f"{number:#.2g}" for number in found)
 
 
-def losses(seeds: Sequence[int], arguments: Sequence[str]) -> dict[str, list[float]]:
-    """The validation loss of each layout after training in bf16 with each seed and further `arguments`."""
-    found: dict[str, list[float]] = {name: [] for name in LAYOUTS}
-    for seed in seeds:
-        for name, (state_dtype, master) in LAYOUTS.items():
-            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-                words = ["--precision", "bf16", "--seed", str(seed), "--out", folder, *arguments]
-                if command.main([*words, "--state-dtype", state_dtype, "--master-weights", master]):
-                    raise RuntimeError(f"the training with {name} moments and seed {seed} failed")
-                report = json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))
-            found[name].append(report["runs"][0]["final_val_loss"])
-    return found
+class _Rates(dict[str, Any]):
+    """A parameter group whose learning rate is a tensor that is filled, as torchao demands."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "lr":
+            self["lr"].fill_(value)
+        else:
+            super().__setitem__(key, value)
+
+
+def _trained_by_torchao(groups: Any, lr: float) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = needs("torchao", "torchao.optim").AdamW8bit(groups, lr=lr, betas=loop.BETAS)
+    made.param_groups = [_Rates(group) for group in made.param_groups]
+    return made
+
+
+def _trained_by_us(**options: Any) -> Callable[[Any, float], torch.optim.Optimizer]:
+    return lambda groups, lr: halfstep.AdamW(groups, lr=lr, betas=loop.BETAS, **options)
+
+
+# What makes the optimizer of a training. Those of the other libraries have no masters of bf16 weights.
+TRAINED: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
+    "fp32": _trained_by_us(),
+    "bf16, stochastic": _trained_by_us(state_dtype=torch.bfloat16, rounding="stochastic"),
+    "8 bits": _trained_by_us(state_dtype="8bit"),
+    "8 bits, 24-bit master": _trained_by_us(state_dtype="8bit", master_weights="split24", rounding="stochastic"),
+    "bitsandbytes": lambda groups, lr: needs("bitsandbytes").optim.AdamW8bit(groups, lr=lr, betas=loop.BETAS),
+    "torchao": _trained_by_torchao,
+}
+
+
+class _Training(loop.Trainer):
+    """A run of ``halfstep train`` with a given optimizer."""
+
+    def __init__(self, make: Callable[[Any, float], torch.optim.Optimizer], *arguments: Any) -> None:
+        self._make = make
+        super().__init__(*arguments)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._make(self._groups(), self.settings.lr)
+
+
+def final_loss(
+    name: str, precision: str, size: str, steps: int, seed: int, corpus: Corpus, show: Callable[[int], None]
+) -> float | str:
+    """The validation loss after a training of ``halfstep train``'s model, or why it cannot be trained.
+
+    Args:
+        name: a name of `TRAINED`.
+        precision: ``"bf16"`` or ``"fp32"``.
+        size: a name of `SIZES`.
+        steps: number of steps.
+        seed: of the weights, the batches and the stochastic rounding.
+        corpus: the text.
+        show: is called with the number of steps that are done.
+    """
+    if "master" in name and precision == "fp32":
+        return "fp32 weights have no master"
+    lr, device = SIZES[size].lr, torch.device("cpu")
+    settings = loop.Settings(size, steps, 16, seed, lr, 0.1, steps // 10, 1.0, 60)
+    try:
+        training = _Training(
+            TRAINED[name], loop.Run(precision, precision), settings, corpus, ThisRank("single", device)
+        )
+    except Unavailable as reason:
+        return str(reason)
+    for step in range(steps):
+        training.advance()
+        training.flush()
+        show(step + 1)
+    return training.validate()
 
 
 def _parser() -> Parser:
     parser = Parser(
         "bench moments", "Compare moments of few bits with float64, and trainings with them with fp32 moments."
     )
-    parser.add_argument("--steps", type=whole(1), metavar="N", help="steps (default: 10,000; with --train 300)")
-    parser.add_argument("--train", action="store_true", help="train with fp32 and 8-bit moments instead")
-    parser.add_argument("--seeds", type=whole(1), default=3, metavar="N", help="seeds of --train, from 0 (default: 3)")
-    parser.add_argument("--size", default="tiny", metavar="NAME", help="size of the model of --train (default: tiny)")
+    add = parser.add_argument
+    add("--steps", type=whole(1), metavar="N", help="steps (default: 10,000; with --train 300)")
+    add("--train", action="store_true", help="train with fp32 moments and with those of few bits instead")
+    add("--seeds", type=whole(1), default=3, metavar="N", help="seeds of --train, from 0 (default: 3)")
+    add("--size", choices=SIZES, default="tiny", metavar="NAME", help="size of the model of --train (default: tiny)")
+    add("--precision", choices=("bf16", "fp32"), default="bf16", help="of the weights of --train (default: bf16)")
+    add("--data", metavar="PATH", help="text of --train: a file or folder (default: the Python standard library)")
     return parser
+
+
+def _train(options: argparse.Namespace) -> int:
+    corpus = read_corpus(options.data, SIZES[options.size].context)
+    steps, seeds = options.steps or 300, range(options.seeds)
+    print(_line(["moments", *(f"seed {seed}" for seed in seeds), "against fp32"]))
+    print(_line(["---"] * (len(seeds) + 2)))
+    progress = Progress(len(TRAINED) * len(seeds) * steps)
+    base: list[float] = []
+    done = 0
+    for name in TRAINED:
+        found: list[float | str] = []
+        for seed in seeds:
+            text, before = f"{name}, seed {seed}", done
+            found.append(
+                final_loss(
+                    *(name, options.precision, options.size, steps, seed, corpus),
+                    lambda step, before=before, text=text: progress.show(before + step, text),  # type: ignore[misc]
+                )
+            )
+            done += steps
+        progress.clear()
+        losses = [one for one in found if not isinstance(one, str)]
+        base = base or losses
+        against = ", ".join(f"{100 * (one / other - 1):+.2f} %" for one, other in zip(losses, base, strict=False))
+        cells = [f"{one:.4f}" for one in losses] or [str(found[0]), *[""] * (len(seeds) - 1)]
+        print(_line([name, *cells, against]), flush=True)
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:
     """Print a Markdown table."""
     if options.train:
-        seeds = range(options.seeds)
-        found = losses(seeds, ["--size", options.size, "--steps", str(options.steps or 300)])
-        print(_line(["moments", *(f"seed {seed}" for seed in seeds), "against fp32"]))
-        print(_line(["---"] * (len(seeds) + 2)))
-        for name, values in found.items():
-            against = [100 * (one / base - 1) for one, base in zip(values, found["fp32"], strict=True)]
-            print(_line([name, *(f"{one:.4f}" for one in values), ", ".join(f"{one:+.2f} %" for one in against)]))
-        return 0
+        return _train(options)
+    steps = options.steps or 10_000
     print(_line(["gradients", *PROVIDERS]))
     print(_line(["---"] * (len(PROVIDERS) + 1)))
-    for kind in GRADIENTS:
-        print(_line([kind, *map(_cell, errors(kind, options.steps or 10_000).values())]), flush=True)
+    with Progress(len(GRADIENTS) * steps) as progress:
+        for number, kind in enumerate(GRADIENTS):
+            found = errors(kind, steps, show=lambda step, at=number * steps, kind=kind: progress.show(at + step, kind))  # type: ignore[misc]
+            progress.clear()
+            print(_line([kind, *map(_cell, found.values())]), flush=True)
     return 0
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``halfstep bench moments`` with the arguments `argv`. Returns the exit status."""
-    return run(_parser(), argv, _run)
+    return run(_parser(), argv, _run, (DataError,))

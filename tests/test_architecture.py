@@ -151,8 +151,8 @@ def test_the_check_for_timing_loops_can_fail(source: str) -> None:
 
 # Modules of `bench/cases` and `bench/audit/families` are named after the kernels that they measure.
 SHARED_MODULES = {"__init__", "command", "adam", "cast", "unscale", "loss_scale", "softmax", "statistics"}
-# `Layout` is a public name of the planner, and the variant of an Adam kernel. `Trainer` is that of `halfstep train`, and
-# takes the place of transformers' class of that name.
+# `Layout` is a public name of the planner, and the variant of an Adam kernel. `Trainer` is that of `halfstep train`,
+# and takes the place of transformers' class of that name.
 SHARED_CLASSES = {"Layout", "Trainer"}
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from halfstep.__main__ import main
 from halfstep.bench import moments
+from halfstep.cli.train.data import read_corpus
 
 
 @pytest.mark.parametrize("kind", moments.GRADIENTS)
@@ -32,13 +33,31 @@ def test_the_table_has_a_row_for_each_kind_and_says_what_is_missing(
 def test_trainings_are_compared_with_fp32_moments(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(moments.LAYOUTS, "8 bits")
-    found = moments.losses([0], ["--size", "nano", "--steps", "2", "--batch", "32", "--data", os.__file__])
-    assert list(found) == list(moments.LAYOUTS)
-    (base,), *others = found.values()
-    assert all(one == pytest.approx(base, rel=0.01) and one != base for (one,) in others)
-    monkeypatch.setattr(moments, "losses", lambda seeds, arguments: {name: [2.0, 4.0] for name in moments.LAYOUTS})
-    assert main(["bench", "moments", "--train", "--seeds", "2"]) == 0
+    """A row without its library says so; 8 bits change the loss, but little."""
+    monkeypatch.setattr(moments.needs.__globals__["importlib"].util, "find_spec", lambda name: None)
+    for name in ("bf16, stochastic", "8 bits"):
+        monkeypatch.delitem(moments.TRAINED, name)
+    words = ["--size", "nano", "--steps", "3", "--seeds", "2", "--data", os.__file__]
+    assert main(["bench", "moments", "--train", *words]) == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["moments", "seed 0", "seed 1", "against fp32"]
-    assert rows[2:] == [[name, "2.0000", "4.0000", "+0.00 %, +0.00 %"] for name in moments.LAYOUTS]
+    assert [row[0] for row in rows[2:]] == list(moments.TRAINED)
+    (fp32, coded), missing = rows[2:4], rows[4:]
+    assert fp32[3] == "+0.00 %, +0.00 %" and fp32[1] != fp32[2]
+    for seed in (1, 2):
+        assert float(coded[seed]) == pytest.approx(float(fp32[seed]), rel=0.01)
+    assert coded[1:3] != fp32[1:3]
+    assert [row[1:] for row in missing] == [["not installed", "", ""]] * 2
+
+
+def test_fp32_weights_have_no_24_bit_masters(capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = read_corpus(os.__file__, 32)
+    found = moments.final_loss("8 bits, 24-bit master", "fp32", "nano", 1, 0, corpus, print)
+    assert found == "fp32 weights have no master" and not capsys.readouterr().out
+
+
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "moments", "--train", "--size", "huge"]) == 2
+    assert "argument --size: unknown size 'huge'; choose from nano, tiny" in capsys.readouterr().err
+    assert main(["bench", "moments", "--train", "--data", "/nowhere"]) == 2
+    assert "--data /nowhere does not exist; pass a file" in capsys.readouterr().err

@@ -361,15 +361,18 @@ class Trainer:
         self._losses: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
 
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def _groups(self) -> list[dict[str, Any]]:
         # As usual, matrices have weight decay, and the parameters of norms have none.
         trained = [p for p in self.plain.parameters() if p.requires_grad]
         matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
         groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": self.settings.weight_decay}]
         if vectors:
             groups.append({"params": vectors, "weight_decay": 0.0})
+        return groups
+
+    def _optimizer(self) -> torch.optim.Optimizer:
         kind: Any = {"halfstep.AdamW": halfstep.AdamW, "torch.optim.AdamW": torch.optim.AdamW}[self.run.optimizer]
-        return make_optimizer(kind, groups, self.world, lr=self.settings.lr, betas=BETAS, **self._layout())
+        return make_optimizer(kind, self._groups(), self.world, lr=self.settings.lr, betas=BETAS, **self._layout())
 
     def _layout(self) -> dict[str, Any]:
         """The options of halfstep.AdamW that --state-dtype and --master-weights set, with the rounding they need."""
