@@ -105,6 +105,7 @@ class _Watcher:
         self._gradients = False  # whether a step had a gradient that is finite and not 0
         self._dtypes: dict[torch.dtype, str] = {}  # of autocast, and the module in which it was seen
         self._elsewhere = ""
+        self._eager = False  # whether a module ran that is not compiled, whose autocast is seen
         self._lost: dict[str, list[int]] = {}
         self._overflows: dict[str, int] = defaultdict(int)
 
@@ -145,6 +146,7 @@ class _Watcher:
     def _before_forward(self, module: torch.nn.Module, arguments: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        self._eager = True
         device = next(module.parameters(recurse=False)).device.type
         for kind in {device, "cpu", "cuda"}:
             if torch.is_autocast_enabled(kind):
@@ -153,6 +155,7 @@ class _Watcher:
                 else:
                     self._elsewhere = f'autocast("{kind}") around {type(module).__name__} on {device}'
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def _after_gradient(self, parameter: torch.Tensor, name: str) -> None:
         grad, key = parameter.grad, id(parameter)
@@ -191,6 +194,7 @@ class _Watcher:
         done = {known for known in states if states[known]["stage"] is OptState.UNSCALED}
         return any(owner in done and any(id(one.parameter) == key for one in held) for owner, held in self._of.items())
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def _before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         self._ran = True
@@ -206,6 +210,7 @@ class _Watcher:
             elif bool((found != 0).any()):
                 self._gradients = True
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def _after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         self.watched.steps += 1
@@ -255,10 +260,12 @@ class _Watcher:
 
     # --------------------------------------------------------------------------------------------------- what it wraps
 
+    @torch._disable_dynamo
     def _in_scale(self, scaler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self._scaled = True
         return method(*arguments, **options)
 
+    @torch._disable_dynamo
     def _in_scaler_step(self, scaler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         given = arguments[0] if arguments else options.get("optimizer")
         optimizer = next((one for one in self.setup.optimizers if one is given or self._inside(given, one)), given)
@@ -307,6 +314,7 @@ class _Watcher:
         now = [sample(one.parameter, 64) for one in self._of[id(optimizer)]]
         return all(map(torch.equal, now, before))
 
+    @torch._disable_dynamo
     def _in_schedule(self, scheduler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         before = getattr(scheduler, "last_epoch", None)
         result = method(*arguments, **options)
@@ -325,6 +333,7 @@ class _Watcher:
             )
         return result
 
+    @torch._disable_dynamo
     def _in_clip(self, module: Any, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         given = arguments[0] if arguments else options.get("parameters", ())
         parameters = [given] if isinstance(given, torch.Tensor) else list(given)
@@ -439,6 +448,7 @@ class _Watcher:
                 yield fp16_without_scaler(f"autocast(fp16) around {module}")
         if (
             self.scaler is not None
+            and self._eager
             and self.watched.steps
             and torch.float16 not in self._dtypes
             and not setup.computes_in_fp16()

@@ -376,6 +376,23 @@ def masters_made_before_the_first_step() -> list[str]:
     return names_found(model, optimizer, lambda step: None, steps=0)
 
 
+def a_compiled_model_in_fp16() -> list[str]:
+    """The autocast of compiled modules is not seen."""
+    model = net()
+    compiled = torch.compile(model, backend="eager")
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), _torchs()
+
+    def body(step: int) -> None:
+        with torch.autocast("cpu", FP16):
+            loss = loss_of(compiled, step)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return names_found(compiled, optimizer, body, scaler)
+
+
 def a_schedule_per_epoch() -> list[str]:
     """Its last step was skipped, but others of the epoch were not."""
     model = net()
@@ -571,6 +588,7 @@ HEALTHY: list[Callable[[], list[str]]] = [
     our_scaler_with_a_skip_aware_schedule,
     our_scaler_with_fp16_weights_and_clipping_in_the_step,
     a_loss_scale_of_one,
+    a_compiled_model_in_fp16,
     masters_made_before_the_first_step,
     a_schedule_per_epoch,
     a_disabled_scaler,
