@@ -109,11 +109,12 @@ class SkipCount:
         return self._answer
 
 
-def scaler_metrics(scaler: GradScaler | None) -> dict[str, float]:
+def scaler_metrics(scaler: Any) -> dict[str, float]:
     """The loss scale, and the number of steps skipped since the start of the process as far as the host knows.
 
-    Empty without a scaler. `get_scale` waits for the device, so call this where something is logged, not in each step.
+    Empty without a scaler of halfstep. `get_scale` waits for the device, so call this where something is logged, not in
+    each step.
     """
-    if scaler is None or not scaler.is_enabled():
+    if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
         return {}
     return {"loss_scale": scaler.get_scale(), "skipped_steps": float(scaler.skips_known())}

@@ -144,6 +144,9 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     held = {name.removeprefix("module."): one for name, one in held.items()}
     found["exported"] = not exported or same_bits(dict(sorted(exported.items())), dict(sorted(held.items())))
     found["file"] = same_bits(dict(sorted(saved.items())), dict(sorted(held.items())))
+    inputs, targets = batch(0)
+    inputs = inputs.to(DTYPES[kind])
+    found["fit"] = [error(one(inputs), targets).item() for one in (network().to(DTYPES[kind]), model)]
 
     accelerator = accelerator_of(strategy, kind)
     model, optimizer, schedule = prepared(accelerator, kind, seed=1)

@@ -60,7 +60,8 @@ def network(seed: int = 0) -> torch.nn.Sequential:
 
 def batch(number: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs, and targets that depend on them."""
-    inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * rank + number))
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    inputs = torch.randn(16, 8, generator=generator, dtype=torch.float32)  # Lightning sets another default dtype
     return inputs, inputs[:, :4].abs() - inputs[:, 4:]
 
 

@@ -55,7 +55,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("run", RUNS)
 def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
     for rank in found[run]:
-        assert len(rank["losses"]) == STEPS and rank["losses"][STEPS // 2] < 0.95 * rank["losses"][0]
+        before, after = rank["fit"]
+        assert len(rank["losses"]) == STEPS and after < 0.7 * before
         assert rank["sharded"] == run.startswith("FSDP2")
 
 

@@ -1,0 +1,136 @@
+"""Lightning Fabric: `Fabric`, and its precision plugins, with loss scaling and clipping of halfstep.
+
+Fabric chooses the plugin by a name, and its `clip_gradients` writes gradients. `Fabric` here makes plugins of halfstep
+for the names of 16 bits, and clips in the next step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.fabric as theirs
+import torch
+from lightning.fabric.plugins import HalfPrecision as _HalfPrecision
+from lightning.fabric.plugins import MixedPrecision as _MixedPrecision
+
+from halfstep.integrations.trainers.folding import (
+    clip_in_next_step,
+    folds,
+    scaler_metrics,
+    scaler_or_raise,
+)
+from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
+
+MIXED, HALF = ("16-mixed", "bf16-mixed"), ("16-true", "bf16-true")
+
+
+class FabricMixedPrecision(_MixedPrecision):
+    """Fabric's `MixedPrecision`, with fp32 weights and a forward in 16 bits: its scaler is a `halfstep.GradScaler`."""
+
+    def __init__(self, precision: Any, device: str, scaler: GradScaler | None = None) -> None:
+        if scaler_or_raise(scaler) is None and precision == "16-mixed":
+            scaler = GradScaler(device)
+        super().__init__(precision, device, scaler)
+
+
+class FabricHalfPrecision(_HalfPrecision):
+    """Fabric's `HalfPrecision`, with weights in 16 bits, and with a scaler for those in fp16."""
+
+    def __init__(self, precision: Any = "16-true", device: str = "cuda", scaler: GradScaler | None = None) -> None:
+        super().__init__(precision)
+        if scaler_or_raise(scaler) is None and precision == "16-true":
+            scaler = GradScaler(device)
+        self.scaler = scaler
+
+    def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """The backward of the scaled loss."""
+        super().backward(tensor if self.scaler is None else self.scaler.scale(tensor), model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, and update the scale."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Unscale in place, for clipping in place."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+
+class Fabric(theirs.Fabric):
+    """`lightning.fabric.Fabric` for optimizers of halfstep: the same arguments, and `scaler`.
+
+    * ``precision="16-mixed"``, ``"bf16-mixed"``, ``"16-true"`` and ``"bf16-true"`` make the plugins of this module,
+      also on a CPU.
+    * `clip_gradients` with ``max_norm`` returns the norm without writing gradients; the next step clips.
+
+    Args:
+        scaler: a `halfstep.GradScaler` for fp16. Default: one with its defaults on the device of `accelerator`.
+
+    Attributes:
+        scaler: the scaler; None where the loss is not scaled. It may be an entry of what `save` and `load` are given.
+
+    Raises:
+        TypeError: `scaler` is not a `halfstep.GradScaler`.
+        ValueError: a scaler was given, and `precision` has none.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        precision: Any = None,
+        plugins: Any = None,
+        scaler: GradScaler | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if scaler_or_raise(scaler) is not None and precision not in ("16-mixed", "16-true"):
+            raise ValueError(f"Expected precision to be '16-mixed' or '16-true' with a scaler, but got {precision!r}")
+        if precision in MIXED + HALF:
+            device = "cuda" if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available() else "cpu"
+            cls: Any = FabricMixedPrecision if precision in MIXED else FabricHalfPrecision
+            others = [] if plugins is None else plugins if isinstance(plugins, (list, tuple)) else [plugins]
+            plugins, precision = [*others, cls(precision, device, scaler)], None
+        super().__init__(accelerator=accelerator, strategy=strategy, precision=precision, plugins=plugins, **kwargs)
+
+    @property
+    def scaler(self) -> Any:
+        return getattr(self._precision, "scaler", None)
+
+    def clip_gradients(
+        self,
+        module: Any,
+        optimizer: Any,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor | None:
+        """Clip gradients; see `lightning.fabric.Fabric.clip_gradients`.
+
+        With ``max_norm``, the 2-norm and an optimizer of halfstep, the next step clips, and nothing is written.
+
+        Raises:
+            RuntimeError: the norm is not finite, there is no scaler to skip the step, and `error_if_nonfinite` is true.
+        """
+        if max_norm is not None and clip_val is None and norm_type == 2 and folds(optimizer):
+            norm = clip_in_next_step(optimizer, max_norm, self.scaler)
+            if error_if_nonfinite and self.scaler is None and not norm.isfinite():
+                unwrapped(optimizer)._decision = None
+                raise RuntimeError(
+                    f"Expected the norm of the gradients to be finite, but got {norm.item()}: pass "
+                    "error_if_nonfinite=False to take this step nevertheless"
+                )
+            return norm
+        clipped: torch.Tensor | None = super().clip_gradients(
+            module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite and self.scaler is None
+        )
+        return clipped
+
+    def scaler_metrics(self) -> dict[str, float]:
+        """``loss_scale`` and ``skipped_steps`` for `log_dict`; empty without a scaler. Waits for the device."""
+        return scaler_metrics(self.scaler)

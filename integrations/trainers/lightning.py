@@ -1,0 +1,147 @@
+"""Lightning: `MixedPrecision` and `HalfPrecision` plugins with loss scaling, clipping and skipped steps of halfstep.
+
+Lightning's plugin of mixed precision takes a scaler, but unscales and clips by writing gradients, and steps schedules
+after a skipped step. Its plugin of 16-bit weights has no scaler. The classes here have the names of Lightning's,
+because it stores a plugin's state under the name of its class: checkpoints of either load into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch import plugins as theirs
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from halfstep.integrations.scheduler import SkipAwareScheduler
+from halfstep.integrations.trainers.folding import (
+    clip_in_next_step,
+    folds,
+    is_unscaled,
+    scaler_metrics,
+    scaler_or_raise,
+)
+from halfstep.numerics.scaling.scaler import GradScaler
+
+
+class _Stepping:
+    """What a precision plugin does between the backward and the schedule.
+
+    ``gradient_clip_val`` clips in the step of an optimizer of halfstep. Where the module or a callback has
+    ``on_before_optimizer_step``, which may look at gradients, they are unscaled in place first.
+    """
+
+    scaler: GradScaler | None
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Hold the schedules where the scaler skips a step, except those that are stepped by a metric."""
+        if self.scaler is not None:
+            for config in lr_schedulers:
+                if not isinstance(config.scheduler, (SkipAwareScheduler, ReduceLROnPlateau)):
+                    config.scheduler = SkipAwareScheduler(config.scheduler, self.scaler)
+        connected: tuple[Any, list[Any], list[Any]] = super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+        return connected
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        """Scale the loss, before the hooks for it."""
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return theirs.Precision.pre_backward(self, tensor, module)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, which has the backward, clip, step, and update the scale."""
+        if self.scaler is None:
+            return theirs.Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        if result is None and model.automatic_optimization:  # no backward took place
+            self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+            return result
+        if not folds(optimizer) or _looks_at_gradients(model):
+            self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip by norm in the next step, or by value in place."""
+        if clip_val <= 0:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.NORM and folds(optimizer):
+            clip_in_next_step(optimizer, clip_val, self.scaler)
+            return
+        if self.scaler is not None and not is_unscaled(self.scaler, optimizer):
+            self.scaler.unscale_(optimizer)
+        theirs.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the scaler."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a scaler, of halfstep or of torch."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+
+def _looks_at_gradients(model: Any) -> bool:
+    """Whether the module or a callback has hooks between the backward and the step."""
+    hooks = "on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping"
+    return any(is_overridden(hook, model) for hook in hooks) or any(
+        is_overridden(hook, callback, Callback) for callback in model.trainer.callbacks for hook in hooks[:2]
+    )
+
+
+class MixedPrecision(_Stepping, theirs.MixedPrecision):
+    """Lightning's plugin of the same name, with fp32 weights and a forward in 16 bits.
+
+    Args:
+        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
+        device: the device type of the forward, as for `torch.autocast`.
+        scaler: a `halfstep.GradScaler` for ``"16-mixed"``. Default: one with its defaults.
+
+    Raises:
+        TypeError: `scaler` is not a `halfstep.GradScaler`.
+    """
+
+    def __init__(self, precision: Any, device: str, scaler: GradScaler | None = None) -> None:
+        if scaler_or_raise(scaler) is None and precision == "16-mixed":
+            scaler = GradScaler(device)
+        super().__init__(precision, device, scaler)
+
+
+class HalfPrecision(_Stepping, theirs.HalfPrecision):
+    """Lightning's plugin of the same name, with weights in 16 bits: the optimizer keeps their masters.
+
+    Args:
+        precision: ``"16-true"`` or ``"bf16-true"``.
+        scaler: a `halfstep.GradScaler`. Default: one with its defaults for ``"16-true"`` on a GPU, none for bf16.
+        device: the device type of the default scaler.
+
+    Raises:
+        TypeError: `scaler` is not a `halfstep.GradScaler`.
+    """
+
+    def __init__(self, precision: Any = "16-true", scaler: GradScaler | None = None, device: str = "cuda") -> None:
+        super().__init__(precision)
+        if scaler_or_raise(scaler) is None and precision == "16-true":
+            scaler = GradScaler(device)
+        self.scaler = scaler
+
+
+class ScalerMonitor(Callback):
+    """Logs ``loss_scale`` and ``skipped_steps`` after each step that Lightning logs."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Log what the precision plugin's scaler says. Waits for the device."""
+        if trainer._logger_connector.should_update_logs:
+            pl_module.log_dict(scaler_metrics(getattr(trainer.precision_plugin, "scaler", None)))

@@ -1,0 +1,173 @@
+"""`halfstep.integrations.trainers.fabric` with the real library, in one process and on two ranks with gloo."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+from trainer_tools import (
+    BROKEN,
+    LR,
+    MAX_NORM,
+    SCALE,
+    STEPS,
+    batch,
+    error,
+    imported,
+    network,
+    own_loop,
+    page_block,
+    page_names,
+    same_bits,
+    skip_without,
+)
+
+import halfstep
+
+pytestmark = skip_without("lightning")
+lightning_ranks = imported("lightning_ranks")
+ours = imported("halfstep.integrations.trainers.fabric")
+
+STRATEGIES = ("one process", "DDP")
+KINDS = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
+RUNS = [f"{strategy} {kind}" for strategy in STRATEGIES for kind in KINDS]
+FP16 = [run for run in RUNS if " 16" in run]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The results of each rank, by run."""
+    folder = str(tmp_path_factory.mktemp("fabric"))
+    alone = rank_processes.alone(lightning_ranks.run, folder, "fabric")
+    ranks = rank_processes.run(lightning_ranks.run, 2, folder, "fabric")
+    return {
+        **{f"one process {name}": [one] for name, one in alone.items()},
+        **{f"DDP {kind}": [one[kind] for one in ranks] for kind in KINDS},
+    }
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        before, after = rank["fit"]
+        assert after < 0.7 * before
+        assert same_bits(rank["state"], found[run][0]["state"])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_the_bits_are_those_of_a_loop_of_our_own(found: dict[str, list[Any]], kind: str) -> None:
+    (rank,) = found["one process bf16-true" if kind == "bf16" else "one process 16-true"]
+    own = own_loop(kind)
+    assert rank["norms"] == own["norms"] and rank["rates"] == own["rates"]
+    assert same_bits(rank["state"], own["state"])
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if "bf16-true" in run])
+def test_masters_are_split(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["masters"] == ["torch.int16"] and rank["weights"] == ["torch.bfloat16"]
+
+
+@pytest.mark.parametrize("run", FP16)
+def test_the_scaler_scales(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["scale"] == SCALE / 2
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_clipping_writes_no_gradient(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["unwritten"] == [True] * STEPS
+        finite = [norm for norm in rank["norms"] if math.isfinite(norm)]
+        assert len(finite) == STEPS - (run in FP16) and min(finite) > MAX_NORM
+        assert rank["norms"] == found[run][0]["norms"]
+
+
+@pytest.mark.parametrize("run", FP16)
+def test_all_ranks_skip_an_overflow(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["skipped"] == [step == BROKEN for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> None:
+    taken = [step + 1 - (run in FP16 and step >= BROKEN) for step in range(STEPS)]
+    for rank in found[run]:
+        assert rank["rates"] == [LR * 0.5**count for count in taken]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["resumed"] and rank["resumed_rest"] and rank["resumed_scale"] == rank["scale"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_export_has_the_weights(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["exported"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_log_has_scale_and_skips(found: dict[str, list[Any]], run: str) -> None:
+    skips = [float(step >= BROKEN) for step in range(STEPS)]
+    wanted = [{"loss_scale": SCALE / 2**skip, "skipped_steps": skip} for skip in skips]
+    for rank in found[run]:
+        assert rank["log"] == (wanted if run in FP16 else [{}] * STEPS)
+
+
+def ready(precision: str, make: Any = halfstep.AdamW) -> tuple[Any, Any, Any]:
+    scaler = halfstep.GradScaler("cpu", init_scale=SCALE) if precision.startswith("16") else None
+    fabric = ours.Fabric(accelerator="cpu", devices=1, precision=precision, scaler=scaler)
+    model = network()
+    model, optimizer = fabric.setup(model, make(model.parameters(), lr=LR))
+    fabric.backward(error(model(batch(0)[0]), batch(0)[1]))
+    return fabric, model, optimizer
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("case", ["value", "norm", "optimizer"])
+def test_other_calls_clip_in_place_as_fabric_does(precision: str, case: str) -> None:
+    fabric, model, optimizer = ready(precision, torch.optim.AdamW if case == "optimizer" else halfstep.AdamW)
+    limit = (
+        {"clip_val": MAX_NORM} if case == "value" else {"max_norm": MAX_NORM, "norm_type": 1 if case == "norm" else 2}
+    )
+    fabric.clip_gradients(model, optimizer, **limit)
+    order = {"value": math.inf, "norm": 1, "optimizer": 2}[case]
+    norm = torch.nn.utils.get_total_norm([one.grad for one in model.parameters()], order)
+    torch.testing.assert_close(norm, torch.tensor(MAX_NORM))
+    optimizer.step()
+
+
+def test_a_norm_that_is_not_finite_raises_as_in_fabric() -> None:
+    """Without a scaler, which would skip the step."""
+    fabric, model, optimizer = ready("bf16-mixed")
+    model.module[0].weight.grad[0, 0] = math.nan
+    with pytest.raises(RuntimeError, match="norm of the gradients to be finite, but got nan: pass error_if_nonfinite"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    assert fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False).isnan()
+
+
+def test_errors_name_the_argument_and_the_remedy() -> None:
+    with pytest.raises(TypeError, match=r"Expected scaler to be a halfstep\.GradScaler, but got a GradScaler"):
+        ours.Fabric(accelerator="cpu", precision="16-mixed", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="precision to be '16-mixed' or '16-true' with a scaler, but got 'bf16-mixed'"):
+        ours.Fabric(accelerator="cpu", precision="bf16-mixed", scaler=halfstep.GradScaler("cpu"))
+
+
+def test_other_precisions_are_those_of_fabric() -> None:
+    fabric = ours.Fabric(accelerator="cpu", devices=1, precision="32-true")
+    assert fabric.scaler is None and fabric.scaler_metrics() == {}
+    for precision in ("16-mixed", "16-true"):
+        assert type(ours.Fabric(accelerator="cpu", devices=1, precision=precision).scaler) is halfstep.GradScaler
+
+
+def test_the_lines_of_the_page_run() -> None:
+    names = page_names()
+    before = [one.clone() for one in names["model"].parameters()]
+    exec(page_block("Fabric").replace("Fabric(precision", "Fabric(accelerator='cpu', devices=1, precision"), names)
+    assert type(names["fabric"]) is ours.Fabric and names["norm"] > 0
+    assert not same_bits(before, list(names["model"].module.parameters()))

@@ -1,0 +1,305 @@
+"""A rank that trains with Lightning and Fabric and classes of halfstep, for test_lightning.py and test_fabric.py."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins import MixedPrecision as TheirMixedPrecision
+from trainer_tools import (
+    BROKEN,
+    LR,
+    MAX_NORM,
+    SAVED,
+    SCALE,
+    STEPS,
+    batch,
+    broken_backward,
+    error,
+    gradients,
+    masters_of,
+    network,
+    same_bits,
+    state_of,
+)
+
+import halfstep
+from halfstep.integrations.trainers.fabric import Fabric
+from halfstep.integrations.trainers.lightning import HalfPrecision, MixedPrecision, ScalerMonitor
+
+KINDS = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
+WEIGHTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+def scaler_for(kind: str) -> halfstep.GradScaler | None:
+    return halfstep.GradScaler("cpu", init_scale=SCALE) if kind.startswith("16") else None
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Kept(Logger):
+    """Keeps what is logged."""
+
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.kept.append(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Regression(lightning.LightningModule):
+    """One step of two batches per epoch."""
+
+    def __init__(self, kind: str, seed: int = 0) -> None:
+        super().__init__()
+        self.kind, self.network = kind, network(seed)
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+        self.skipped: list[bool] = []
+        self.unwritten: list[bool] = []
+
+    def training_step(self, number: Any, index: int) -> Any:
+        inputs, targets = batch(2 * self.current_epoch + index, rank())
+        loss = error(self.network(inputs.to(self.network[0].weight.dtype)), targets)
+        self.losses.append(loss.item())
+        self.log("loss", loss, on_step=True)
+        return loss
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        breaks = self.current_epoch == BROKEN and rank() == world() - 1 and self.kind.startswith("16")
+        with broken_backward(list(self.parameters())[:1], breaks):
+            super().backward(loss, *args, **kwargs)
+        self.before = gradients(self.parameters())
+
+    def on_train_epoch_end(self) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        # An optimizer of halfstep is called for a skipped step too.
+        self.unwritten.append(same_bits(self.before, gradients(self.parameters())))
+        scaler = self.trainer.precision_plugin.scaler
+        self.skipped.append(isinstance(scaler, halfstep.GradScaler) and bool(scaler.last_step_skipped()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = halfstep.AdamW(self.parameters(), lr=LR)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Watching(Regression):
+    """Looks at gradients between the backward and the step, which are then unscaled."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen = [*getattr(self, "seen", []), torch.nn.utils.get_total_norm(gradients(self.parameters())).item()]
+
+
+def plugin_for(kind: str) -> Any:
+    if kind.endswith("true"):
+        return HalfPrecision(kind, scaler=scaler_for(kind))
+    return MixedPrecision(kind, "cpu", scaler=scaler_for(kind))
+
+
+def trainer_of(folder: Path, plugin: Any, epochs: int = STEPS, **options: Any) -> Any:
+    checkpoint = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=SAVED, save_top_k=-1)
+    given = {
+        "accelerator": "cpu",
+        "devices": world(),
+        "strategy": "auto" if world() == 1 else "ddp",
+        "max_epochs": epochs,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": MAX_NORM,
+        "logger": Kept(),
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "callbacks": [ScalerMonitor(), checkpoint],
+        "plugins": [plugin],
+    }
+    return lightning.Trainer(**{**given, **options})
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(range(2 * world()), batch_size=1)
+
+
+def fit_of(model: Any, dtype: torch.dtype) -> list[float]:
+    inputs, targets = batch(0)
+    inputs = inputs.to(dtype)
+    return [error(one(inputs), targets).item() for one in (network().to(dtype), model)]
+
+
+def whole(folder: Path, kind: str) -> dict[str, Any]:
+    trainer, model = trainer_of(folder, plugin_for(kind)), Regression(kind)
+    trainer.fit(model, loader())
+    place = folder / f"epoch={SAVED - 1}.ckpt"
+    trainer.save_checkpoint(folder / "last.ckpt")
+    saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    again, resumed = trainer_of(folder / "again", plugin_for(kind)), Regression(kind, seed=1)
+    again.fit(resumed, loader(), ckpt_path=str(place), weights_only=False)
+    logged = [one for one in trainer.logger.kept if "loss" in one or "loss_scale" in one]
+    merged = [
+        {key: value for one in logged if one["epoch"] == epoch for key, value in one.items()} for epoch in range(STEPS)
+    ]
+    return {
+        "fit": fit_of(model.network, WEIGHTS.get(kind, torch.float32)),
+        "rates": model.rates,
+        "skipped": model.skipped,
+        "unwritten": model.unwritten,
+        "masters": masters_of(trainer.optimizers[0]),
+        "weights": sorted({str(one.dtype) for one in model.parameters()}),
+        "state": state_of(trainer.optimizers[0]),
+        "log": [{key: one[key] for key in ("loss_scale", "skipped_steps") if key in one} for one in merged],
+        "exported": same_bits(dict(saved), dict(model.state_dict())),
+        "resumed": same_bits(state_of(again.optimizers[0]), state_of(trainer.optimizers[0])),
+        "resumed_rest": resumed.losses == model.losses[2 * SAVED :] and resumed.rates == model.rates[SAVED:],
+        "resumed_scale": again.precision_plugin.state_dict().get("scale"),
+        "scale": trainer.precision_plugin.state_dict().get("scale"),
+        "steps": trainer.global_step,
+    }
+
+
+def checkpoints_of_lightning(folder: Path) -> dict[str, Any]:
+    """Checkpoints of Lightning's plugin with torch's scaler load into ours, and ours into it."""
+
+    def theirs() -> Any:
+        return TheirMixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=SCALE / 4))
+
+    found = {}
+    for name, first, second in (("theirs in ours", theirs, plugin_for), ("ours in theirs", plugin_for, theirs)):
+        made = [one("16-mixed") if one is plugin_for else one() for one in (first, second)]
+        old = trainer_of(folder / name, made[0], epochs=SAVED)
+        old.fit(Regression("none"), loader())
+        new = trainer_of(folder / f"{name}-again", made[1])
+        new.fit(
+            Regression("none", seed=1),
+            loader(),
+            ckpt_path=str(folder / name / f"epoch={SAVED - 1}.ckpt"),
+            weights_only=False,
+        )
+        found[name] = [made[0].scaler.get_scale(), made[1].scaler.get_scale(), new.global_step]
+    return found
+
+
+def hooks_see_unscaled(folder: Path) -> dict[str, Any]:
+    found = {}
+    for kind in ("16-mixed", "bf16-mixed"):
+        for cls in (Watching, Regression):
+            trainer, model = trainer_of(folder / f"{kind}{cls.__name__}", plugin_for(kind), epochs=1), cls(kind)
+            trainer.fit(model, loader())
+            found[f"{kind} {cls.__name__}"] = [
+                getattr(model, "seen", []),
+                state_of(trainer.optimizers[0]),
+                model.unwritten,
+            ]
+    return found
+
+
+def by_value(folder: Path) -> dict[str, Any]:
+    """Clipping by value unscales and writes, as Lightning does."""
+    found = {}
+    for kind in ("16-mixed", "bf16-mixed"):
+        trainer = trainer_of(
+            folder / f"value{kind}", plugin_for(kind), epochs=1, gradient_clip_algorithm="value", gradient_clip_val=1e-3
+        )
+        model = Regression(kind)
+        trainer.fit(model, loader())
+        found[kind] = max(one.abs().max().item() for one in gradients(model.parameters()))
+    return found
+
+
+def fabric_run(folder: Path, kind: str) -> dict[str, Any]:
+    """The same training in a loop with Fabric."""
+    found: dict[str, Any] = {name: [] for name in ("norms", "rates", "skipped", "unwritten", "log")}
+
+    def made(seed: int) -> tuple[Any, ...]:
+        strategy = "auto" if world() == 1 else "ddp"
+        fabric = Fabric(accelerator="cpu", devices=world(), strategy=strategy, precision=kind, scaler=scaler_for(kind))
+        fabric.launch()
+        model = network(seed)
+        optimizer = halfstep.AdamW(model.to(WEIGHTS.get(kind, torch.float32)).parameters(), lr=LR)
+        schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        if fabric.scaler is not None:
+            schedule = halfstep.SkipAwareScheduler(schedule, fabric.scaler)
+        model, optimizer = fabric.setup(model, optimizer)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        if fabric.scaler is not None:
+            state["scaler"] = fabric.scaler
+        return fabric, model, optimizer, schedule, state
+
+    def train(fabric: Any, model: Any, optimizer: Any, schedule: Any, numbers: range, broken: int | None) -> None:
+        for step in numbers:
+            for part in range(2):
+                inputs, targets = batch(2 * step + part, rank())
+                with fabric.no_backward_sync(model, enabled=part == 0):
+                    loss = error(model(inputs), targets) / 2
+                    breaks = step == broken and rank() == world() - 1 and kind.startswith("16")
+                    with broken_backward(list(model.parameters())[:1], breaks):
+                        fabric.backward(loss)
+            before = gradients(model.parameters())
+            found["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM).item())
+            optimizer.step()
+            found["unwritten"].append(same_bits(before, gradients(model.parameters())))
+            schedule.step()
+            optimizer.zero_grad()
+            found["rates"].append(optimizer.param_groups[0]["lr"])
+            found["skipped"].append(fabric.scaler is not None and bool(fabric.scaler.last_step_skipped()))
+            found["log"].append(fabric.scaler_metrics())
+
+    fabric, model, optimizer, schedule, state = made(0)
+    train(fabric, model, optimizer, schedule, range(SAVED), BROKEN)
+    fabric.save(folder / "fabric.ckpt", state)
+    train(fabric, model, optimizer, schedule, range(SAVED, STEPS), None)
+    inner = optimizer.optimizer
+    found.update(
+        state=state_of(inner), masters=masters_of(inner), fit=fit_of(model.module, WEIGHTS.get(kind, torch.float32))
+    )
+    found["weights"] = sorted({str(one.dtype) for one in model.parameters()})
+    fabric.save(folder / "fabric-last.ckpt", state)
+    saved = torch.load(folder / "fabric-last.ckpt", weights_only=True)["model"]
+    found["exported"] = same_bits(dict(saved), dict(model.state_dict()))
+    norms, rates = found["norms"][SAVED:], found["rates"][SAVED:]
+    scale = fabric.scaler_metrics().get("loss_scale")
+    fabric, model, optimizer, schedule, state = made(1)
+    fabric.load(folder / "fabric.ckpt", state)
+    kept = {name: list(value) for name, value in found.items() if isinstance(value, list)}
+    train(fabric, model, optimizer, schedule, range(SAVED, STEPS), None)
+    found["resumed"] = same_bits(state_of(optimizer.optimizer), found["state"])
+    found["resumed_rest"] = found["norms"][STEPS:] == norms and found["rates"][STEPS:] == rates
+    found["scale"], found["resumed_scale"] = scale, fabric.scaler_metrics().get("loss_scale")
+    return {**found, **kept}
+
+
+def run(number: int, folder: str, library: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    place = Path(folder) / f"of{world()}"
+    train = whole if library == "lightning" else fabric_run
+    with contextlib.redirect_stdout(io.StringIO()):
+        found: dict[str, Any] = {kind: train(place / kind, kind) for kind in KINDS}
+        if library == "lightning" and world() == 1:
+            found["checkpoints"] = checkpoints_of_lightning(place)
+            found["hooks"] = hooks_see_unscaled(place)
+            found["by value"] = by_value(place)
+    if dist.is_initialized():
+        dist.barrier()
+    return found
