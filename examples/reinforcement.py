@@ -1,0 +1,87 @@
+"""Reinforcement learning in fp16 under FSDP2, as in verl: one scaler decides for all ranks, and nothing is patched.
+
+torchrun --nproc-per-node 2 examples/reinforcement.py
+
+Samples are drawn with the fp16 weights that are trained. In bf16, whose mantissa is 3 bits shorter, the probabilities
+of the sampler and of the trainer differ more, which can end such training (arXiv 2510.26788). Masters are in fp32.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import GELU, Linear, Sequential
+from torch.nn.functional import log_softmax
+
+import halfstep
+from halfstep.integrations.fsdp import keep_reduced_gradients
+
+ACTIONS, SAMPLES = 8, 16
+
+
+def prompts(step: int, rank: int, device: torch.device) -> torch.Tensor:
+    """States, different on each rank. The right action in each is the largest of its first eight numbers."""
+    states = torch.randn(64, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return states.to(device, torch.float16)
+
+
+def rollout(model: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Actions drawn in each state, their log probabilities, and their rewards relative to those of the state."""
+    with torch.no_grad():
+        logits = model(states).float()
+    actions = torch.distributions.Categorical(logits=logits).sample((SAMPLES,)).T
+    rewards = (actions == states[:, :ACTIONS].argmax(1, keepdim=True)).float()
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    return actions, log_softmax(logits, 1).gather(1, actions), advantages, rewards.mean()
+
+
+def train(rank: int, device: torch.device) -> list[float]:
+    torch.manual_seed(0)
+    model = Sequential(Linear(16, 64), GELU(), Linear(64, ACTIONS)).to(device, torch.float16)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    keep_reduced_gradients(model)  # sums of ranks in fp32 do not overflow
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    scaler = halfstep.GradScaler(device.type)
+    torch.manual_seed(rank)  # the draws differ from rank to rank
+
+    losses = []
+    for step in range(80):
+        states = prompts(step, rank, device)
+        actions, old, advantages, reward = rollout(model, states)
+        for _ in range(2):  # the second update is off the policy that drew the actions
+            new = log_softmax(model(states).float(), 1).gather(1, actions)
+            ratio = (new - old).exp()
+            loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+            scaler.scale(loss).backward()
+            scaler.clip_grad_norm_(optimizer, 1.0)  # no unscale_: gradients are not written
+            scaler.step(optimizer)  # all ranks step, or none
+            scaler.update()
+            optimizer.zero_grad()
+        dist.all_reduce(reward)
+        losses.append(1 - reward / dist.get_world_size())
+    return [loss.item() for loss in losses]
+
+
+def main() -> int:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    rank = dist.get_rank()
+    losses = train(rank, device)
+    if rank == 0:
+        print(f"reinforcement: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")  # the share of wrong actions
+    dist.barrier()  # if a rank left early, its closed connections would be errors on the others
+    return 0 if losses[-1] < losses[0] / 2 else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # Gloo's threads can block the end of their group, and abort a Python that shuts down
