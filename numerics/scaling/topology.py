@@ -277,11 +277,16 @@ class Topology:
     def _find(self) -> None:
         flats: dict[int, tuple[Placement | None, bool]] | None = None
         known: dict[Placement | None, int] = {None: 0}
+        # Reading the ranks of a mesh takes longer than a step of its parameter.
+        placed: dict[tuple[int, Any], Placement | None] = {}
         kind_of = []
         for index, parameter in enumerate(self.parameters):
             part = None
             if is_sharded(parameter):
-                part = _of_mesh(parameter)
+                key = id(parameter.device_mesh), parameter.placements  # type: ignore[attr-defined]
+                if key not in placed:
+                    placed[key] = _of_mesh(parameter)
+                part = placed[key]
             elif getattr(parameter, "_fsdp_flattened", False):
                 flats = _flat_parts() if flats is None else flats
                 if id(parameter) not in flats and self.process_group is None:

@@ -161,13 +161,13 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """The planner's `Transformer(**SHAPE)`."""
+    """The planner's `Transformer(**shape)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: dict[str, int] = SHAPE) -> None:
         super().__init__()
-        hidden, vocab = SHAPE["hidden"], SHAPE["vocab"]
-        self.embedding, self.positions = nn.Embedding(vocab, hidden), nn.Embedding(SHAPE["seq"], hidden)
-        self.blocks = nn.ModuleList(Layer(hidden, SHAPE["heads"]) for _ in range(SHAPE["layers"]))
+        hidden, vocab = shape["hidden"], shape["vocab"]
+        self.embedding, self.positions = nn.Embedding(vocab, hidden), nn.Embedding(shape["seq"], hidden)
+        self.blocks = nn.ModuleList(Layer(hidden, shape["heads"]) for _ in range(shape["layers"]))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab, bias=False)
 
