@@ -26,7 +26,7 @@ import functools
 
 from halfstep.kernels.backend import jit, tl
 from halfstep.kernels.rounding import from_float32, to_float32
-from halfstep.kernels.softmax.blocks import LOWEST, PLAIN, constant, gradient, logits, summand
+from halfstep.kernels.softmax.blocks import LOWEST, PLAIN, constant, exponential, gradient, logits, summand
 
 WHOLE, PARTIAL, FINISH = 0, 1, 2  # what a launch does: whole rows, or pieces in two steps
 _WHOLE, _PARTIAL, _FINISH = map(constant, (WHOLE, PARTIAL, FINISH))  # as kernels read it
@@ -82,6 +82,15 @@ def _elements(begin, PART: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constex
 
 
 @jit
+def _kept(begin, most, PART: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Whether `causal` keeps an element of a part in any row of the program, of which `most` is the longest.
+
+    The condition is the same for all threads. What is dropped is then neither computed nor compared, only stored.
+    """
+    return begin + PART * LANES * VECTOR < most
+
+
+@jit
 def _loaded(
     row,  # where the elements are counted from
     step,  # from one to the next
@@ -107,6 +116,7 @@ def _logits(
     masks,  # a tile of the mask
     begin,
     limit,  # the first element that `causal` drops
+    most,  # as in `_kept`
     scale,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -117,9 +127,13 @@ def _logits(
     """z of a tile."""
     zs = ()
     for part in tl.static_range(PARTS):
-        z = logits(xs[part], masks[part], scale, MASK)
-        if CAUSAL:
+        if not CAUSAL:
+            z = logits(xs[part], masks[part], scale, MASK)
+        elif _kept(begin, most, part, LANES, VECTOR):
+            z = logits(xs[part], masks[part], scale, MASK)
             z = tl.where(_elements(begin, part, LANES, VECTOR) < limit, z, float("-inf"))
+        else:
+            z = tl.full(xs[part].shape, float("-inf"), tl.float32)
         zs += (z,)  # type: ignore[assignment]
     return zs
 
@@ -131,38 +145,70 @@ def _peaks(
     scale,
     begin,
     end,
+    most,  # as in `_kept`
     least,  # where the maximum starts
     OF_X: tl.constexpr,  # the largest x makes the largest z, which saves multiplying all others
+    CAUSAL: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """The maximum of z over the vectors of each lane."""
     for part in tl.static_range(PARTS):
+        inside = _vectors(begin, part, LANES, VECTOR) < end
         if OF_X:
             peak = tl.max(to_float32(xs[part]), axis=2, keep_dims=True) * scale
-        else:
-            peak = tl.max(zs[part], axis=2, keep_dims=True)
-        least = tl.where(_vectors(begin, part, LANES, VECTOR) < end, tl.maximum(least, peak), least)
+            least = tl.where(inside, tl.maximum(least, peak), least)
+        elif not CAUSAL:
+            least = tl.where(inside, tl.maximum(least, tl.max(zs[part], axis=2, keep_dims=True)), least)
+        elif _kept(begin, most, part, LANES, VECTOR):
+            least = tl.where(inside, tl.maximum(least, tl.max(zs[part], axis=2, keep_dims=True)), least)
     return least
 
 
 @jit
-def _sums(terms, begin, end, PARTS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+def _sums(
+    terms,
+    begin,
+    end,
+    most,  # as in `_kept`
+    CAUSAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """The sum of a tile over the vectors of each lane."""
-    sums = 0.0
+    sums = tl.zeros((terms[0].shape[0], LANES, 1), tl.float32)
     for part in tl.static_range(PARTS):
         inside = _vectors(begin, part, LANES, VECTOR) < end
-        sums += tl.where(inside, tl.sum(terms[part], axis=2, keep_dims=True), 0.0)
+        if not CAUSAL:
+            sums += tl.where(inside, tl.sum(terms[part], axis=2, keep_dims=True), 0.0)
+        elif _kept(begin, most, part, LANES, VECTOR):
+            sums += tl.where(inside, tl.sum(terms[part], axis=2, keep_dims=True), 0.0)
     return sums
 
 
 @jit
-def _exponentials(zs, top, PARTS: tl.constexpr):
+def _exponentials(
+    zs,
+    top,
+    begin,
+    most,  # as in `_kept`
+    CAUSAL: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     """exp(z - top) of a tile."""
     es = ()
     for part in tl.static_range(PARTS):
-        es += (tl.exp(zs[part] - top),)  # type: ignore[assignment]
+        if not CAUSAL:
+            e = exponential(zs[part] - top)
+        elif _kept(begin, most, part, LANES, VECTOR):
+            e = exponential(zs[part] - top)
+        else:
+            e = zs[part]  # not looked at
+        es += (e,)  # type: ignore[assignment]
     return es
 
 
@@ -176,17 +222,25 @@ def _store(
     factor,  # 1 / sum
     begin,
     end,
+    most,  # as in `_kept`
+    CAUSAL: tl.constexpr,
     LOG: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Write the result of a tile."""
+    form: tl.constexpr = y.dtype.scalar.element_ty
     for part in tl.static_range(PARTS):
-        result = zs[part] - top - shift if LOG else es[part] * factor
         inside = _vectors(begin, part, LANES, VECTOR) < end
         into = y + _elements(begin, part, LANES, VECTOR)
-        tl.store(into, from_float32(result, y.dtype.scalar.element_ty), mask=inside)
+        if not CAUSAL:
+            tl.store(into, from_float32(zs[part] - top - shift if LOG else es[part] * factor, form), mask=inside)
+        elif _kept(begin, most, part, LANES, VECTOR):
+            tl.store(into, from_float32(zs[part] - top - shift if LOG else es[part] * factor, form), mask=inside)
+        else:
+            nothing = float("-inf") - top - shift if LOG else 0.0 * factor  # NaN if the row holds one
+            tl.store(into, tl.broadcast_to(from_float32(nothing, form), zs[part].shape), mask=inside)
 
 
 @jit
@@ -258,8 +312,13 @@ def forward_row_kernel(
         mask_row = _row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, FLAT)
     y_row = row.to(tl.int64) * columns
     limit = columns
+    most = 0
     if CAUSAL:
         limit = tl.minimum(columns, (row % queries + 1).to(tl.int32))
+        most = limit
+        if ROWS > 1:
+            # The last of the rows, unless another causal matrix begins among them: then it is among the longest.
+            most = tl.program_id(0) * ROWS % queries + ROWS
     head = 0
     body = columns
     if ENDS:
@@ -285,7 +344,7 @@ def forward_row_kernel(
     masks = xs
     if MASK != PLAIN:
         masks = _loaded(mask_body, mask_step, begin, seen, "", PARTS, LANES, VECTOR)
-    zs = _logits(xs, masks, begin, limit - head, scale, MASK, CAUSAL, PARTS, LANES, VECTOR)
+    zs = _logits(xs, masks, begin, limit - head, most, scale, MASK, CAUSAL, PARTS, LANES, VECTOR)
     if ENDS:
         with_ends = columns
         if STAGE != _WHOLE:  # the first piece of a row has both of its ends
@@ -304,12 +363,12 @@ def forward_row_kernel(
         pair = partial + 2 * (row * pieces + piece)
         tops = tl.load(pair, mask=piece < pieces, other=LOWEST)
         top = tl.max(tops, axis=0)
-        total = tl.sum(tl.load(pair + 1, mask=piece < pieces, other=0.0) * tl.exp(tops - top), axis=0)
-        es = _exponentials(zs, top, PARTS)
+        total = tl.sum(tl.load(pair + 1, mask=piece < pieces, other=0.0) * exponential(tops - top), axis=0)
+        es = _exponentials(zs, top, begin, most, CAUSAL, PARTS, LANES, VECTOR)
     else:
         # Maxima start from the lowest finite number: from -inf, -inf - -inf would make NaN.
         lowest = tl.full((ROWS, LANES, 1), LOWEST, tl.float32)
-        tops = _peaks(xs, zs, scale, begin, seen, lowest, OF_X, PARTS, LANES, VECTOR)
+        tops = _peaks(xs, zs, scale, begin, seen, most, lowest, OF_X, CAUSAL, PARTS, LANES, VECTOR)
         if ENDS:
             tops = tl.maximum(tops, z_end)
         if LOOP > 0:
@@ -320,19 +379,20 @@ def forward_row_kernel(
                 masks_ = xs_
                 if MASK != PLAIN:
                     masks_ = _loaded(mask_body, mask_step, start, seen, "", LOOP, LANES, VECTOR)
-                zs_ = _logits(xs_, masks_, start, limit - head, scale, MASK, CAUSAL, LOOP, LANES, VECTOR)
-                higher = _peaks(xs_, zs_, scale, start, seen, m[:, :, None], OF_X, LOOP, LANES, VECTOR)
-                more = _sums(_exponentials(zs_, higher, LOOP), start, seen, LOOP, LANES, VECTOR)
-                s = s * tl.exp(m - _per_lane(higher)) + _per_lane(more)
+                zs_ = _logits(xs_, masks_, start, limit - head, most, scale, MASK, CAUSAL, LOOP, LANES, VECTOR)
+                higher = _peaks(xs_, zs_, scale, start, seen, most, m[:, :, None], OF_X, CAUSAL, LOOP, LANES, VECTOR)
+                es_ = _exponentials(zs_, higher, start, most, CAUSAL, LOOP, LANES, VECTOR)
+                more = _sums(es_, start, seen, most, CAUSAL, LOOP, LANES, VECTOR)
+                s = s * exponential(m - _per_lane(higher)) + _per_lane(more)
                 m = _per_lane(higher)
             tops = tl.maximum(tops, m[:, :, None])
         top = tl.max(tops, axis=1, keep_dims=True)
-        es = _exponentials(zs, top, PARTS)
-        sums = _sums(es, begin, seen, PARTS, LANES, VECTOR)
+        es = _exponentials(zs, top, begin, most, CAUSAL, PARTS, LANES, VECTOR)
+        sums = _sums(es, begin, seen, most, CAUSAL, PARTS, LANES, VECTOR)
         if ENDS:
-            sums += tl.exp(z_end - top)
+            sums += exponential(z_end - top)
         if LOOP > 0:
-            sums += s[:, :, None] * tl.exp(m[:, :, None] - top)
+            sums += s[:, :, None] * exponential(m[:, :, None] - top)
         total = tl.sum(sums, axis=1, keep_dims=True)
     if STAGE == _PARTIAL:
         tl.store(partial + 2 * tl.program_id(0), tl.max(top))  # the one number that it holds
@@ -340,9 +400,9 @@ def forward_row_kernel(
     else:
         total = tl.where(total == 0.0, 1.0, total)  # asking total > 0 instead would hide a NaN
         shift, factor = tl.log(total), 1.0 / total
-        _store(y_body, zs, es, top, shift, factor, begin, last, LOG, PARTS, LANES, VECTOR)
+        _store(y_body, zs, es, top, shift, factor, begin, last, most, CAUSAL, LOG, PARTS, LANES, VECTOR)
         if ENDS:
-            result = z_end - top - shift if LOG else tl.exp(z_end - top) * factor
+            result = z_end - top - shift if LOG else exponential(z_end - top) * factor
             tl.store(y + (y_row + end), from_float32(result, y.dtype.element_ty), mask=there)
         if LOOP > 0:
             trips = tl.cdiv(last - rest, TRIP)
@@ -352,9 +412,9 @@ def forward_row_kernel(
                 masks_ = xs_
                 if MASK != PLAIN:
                     masks_ = _loaded(mask_body, mask_step, start, seen, "", LOOP, LANES, VECTOR)
-                zs_ = _logits(xs_, masks_, start, limit - head, scale, MASK, CAUSAL, LOOP, LANES, VECTOR)
-                es_ = _exponentials(zs_, top, LOOP)
-                _store(y_body, zs_, es_, top, shift, factor, start, last, LOG, LOOP, LANES, VECTOR)
+                zs_ = _logits(xs_, masks_, start, limit - head, most, scale, MASK, CAUSAL, LOOP, LANES, VECTOR)
+                es_ = _exponentials(zs_, top, start, most, CAUSAL, LOOP, LANES, VECTOR)
+                _store(y_body, zs_, es_, top, shift, factor, start, last, most, CAUSAL, LOG, LOOP, LANES, VECTOR)
 
 
 @jit
@@ -377,7 +437,7 @@ def _summed(
         if CAUSAL:
             term = tl.where(_elements(begin, part, LANES, VECTOR) < limit, term, 0.0)
         terms += (term,)  # type: ignore[assignment]
-    return _sums(terms, begin, end, PARTS, LANES, VECTOR)
+    return _sums(terms, begin, end, 0, False, PARTS, LANES, VECTOR)
 
 
 @jit

@@ -11,7 +11,7 @@ import torch
 
 from halfstep.kernels.backend import jit, most_warps, on_device, tl
 from halfstep.kernels.rounding import from_float32, to_float32
-from halfstep.kernels.softmax.blocks import LOWEST, PLAIN, gradient, logits, summand
+from halfstep.kernels.softmax.blocks import LOWEST, PLAIN, exponential, gradient, logits, summand
 from halfstep.kernels.softmax.layout import as_strided_rows, mask_operand
 
 # Elements of a tile: one that holds all columns of its sums, which stay in registers, and one of a loop over columns.
@@ -83,7 +83,7 @@ def forward_strided_kernel(
         mask_block = mask + (column * mask_column + mask_side)
         z = _logits(x + (column * x_column + x_side), mask_block, inside, scale, MASK, "")
         z -= tl.maximum(tl.max(z, axis=0), LOWEST)[None, :]
-        e = tl.exp(z)
+        e = exponential(z)
         s = tl.sum(e, axis=0)
         s = tl.where(s == 0.0, 1.0, s)[None, :]
         result = z - tl.log(s) if LOG else e * (1.0 / s)
@@ -97,10 +97,10 @@ def forward_strided_kernel(
             mask_block = mask + (column * mask_column + mask_side)
             z = _logits(x + (column * x_column + x_side), mask_block, inside, scale, MASK, "evict_last")
             higher = tl.maximum(m, z)
-            s = s * tl.exp(m - higher) + tl.exp(z - higher)
+            s = s * exponential(m - higher) + exponential(z - higher)
             m = higher
         top = tl.max(m, axis=0)[None, :]
-        total = tl.sum(s * tl.exp(m - top), axis=0)
+        total = tl.sum(s * exponential(m - top), axis=0)
         total = tl.where(total == 0.0, 1.0, total)[None, :]
         shift, factor = tl.log(total), 1.0 / total
         for start in range(0, columns, COLUMNS):
@@ -109,7 +109,7 @@ def forward_strided_kernel(
             mask_block = mask + (column * mask_column + mask_side)
             x_block = x + (column * x_column + x_side)
             z = _logits(x_block, mask_block, inside, scale, MASK, "evict_first") - top
-            result = z - shift if LOG else tl.exp(z) * factor
+            result = z - shift if LOG else exponential(z) * factor
             tl.store(y + (column * y_column + y_side), from_float32(result, y.dtype.element_ty), mask=inside)
 
 

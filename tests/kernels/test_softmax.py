@@ -332,6 +332,18 @@ def test_empty_and_tiny_shapes(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_dropped_parts_of_a_tile(name: str) -> None:
+    """Programs of eight rows, of which some hold the end of one causal matrix and the beginning of the next.
+
+    A row longer than the others of its program ends in another part of the tile in some of them.
+    """
+    x = normal(2, 301, 512, dtype=BF16)
+    x[1, 20, 3] = NAN  # also in the results that are not computed
+    for log in (False, True):
+        check(Case(x, causal=True, log=log), name)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_rectangular_causal_counts_from_the_upper_left_corner(name: str) -> None:
     for queries, keys in ((3, 7), (7, 3), (1, 5), (5, 1), (33, 20)):
         x = normal(2, queries, keys)
