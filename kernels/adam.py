@@ -516,7 +516,7 @@ def _pointer(address, dtype: tl.constexpr, HINT: tl.constexpr):
 @jit
 def _rounded(x, word, dtype: tl.constexpr, STOCHASTIC: tl.constexpr):
     if STOCHASTIC and dtype != tl.float32:
-        return stochastic_float32(x, word, dtype)
+        return stochastic_float32(x, word, dtype, True)
     else:
         return from_float32(x, dtype)
 
@@ -565,7 +565,7 @@ def _store_weight(
     at_param, at_extra, w, word, mask, PARAM_T: tl.constexpr, MASTER: tl.constexpr, STOCHASTIC: tl.constexpr
 ):
     if MASTER == _SPLIT_MASTER:
-        weight, remainder = split_float32(w)
+        weight, remainder = split_float32(w, True)
         tl.store(at_param, weight, mask=mask)
         tl.store(at_extra, remainder, mask=mask)
     elif MASTER == _SPLIT24_MASTER:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
@@ -38,6 +37,7 @@ from halfstep.kernels.backend import (
     tl,
     triton_dtype,
 )
+from halfstep.kernels.fp8_instructions import fp8_assembly, packed_assembly, stochastic_assembly
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -55,7 +55,7 @@ from halfstep.kernels.multi_tensor import (
     own_operations,
 )
 from halfstep.kernels.op import Op, batch_first
-from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_runs
+from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_groups
 from halfstep.kernels.rounding import (
     FORMATS,
     NEAREST,
@@ -64,6 +64,7 @@ from halfstep.kernels.rounding import (
     from_float32,
     reference_round,
     round_float32,
+    stochastic_float32,
     to_float32,
 )
 
@@ -110,45 +111,18 @@ def _reference(
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 
-def _fp8_assembly(name: str, tie: float, saturate: bool) -> str:
-    """PTX that converts four fp32 numbers ($1 to $4) to four FP8 codes ($0).
-
-    `tie` is the number halfway between the largest finite one and the next, which to nearest even overflows in E5M2
-    but not in E4M3.
-    """
-    beyond = "gt" if name == "e4m3" else "ge"
-    lines = [
-        ".reg .pred %over;",
-        ".reg .b16 %lower, %upper;",
-        ".reg .b32 %codes, %size, %signs;",
-        f"cvt.rn.satfinite.{name}x2.f32 %lower, $2, $1;",
-        f"cvt.rn.satfinite.{name}x2.f32 %upper, $4, $3;",
-        "mov.b32 %codes, {%lower, %upper};",
-    ]
-    for place in () if saturate else range(4):
-        lines += [
-            f"abs.f32 %size, ${place + 1};",
-            f"setp.{beyond}.f32 %over, %size, 0f{struct.pack('>f', tie).hex()};",
-            f"@%over add.u32 %codes, %codes, {1 << 8 * place};",
-        ]
-    lines += [
-        "prmt.b32 %size, $1, $2, 0x0073;",  # the upper bytes of the first two numbers
-        "prmt.b32 %signs, $3, $4, 0x0073;",
-        "prmt.b32 %signs, %size, %signs, 0x5410;",
-        "and.b32 %signs, %signs, 0x80808080;",
-        "or.b32 $0, %codes, %signs;",
-    ]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
 if tl is not None:
     _ROUND_NEAREST, _ROUND_STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
     _OF_FP16, _OF_BF16 = tl.constexpr(FORMATS[torch.float16]), tl.constexpr(FORMATS[torch.bfloat16])
     _OF_E4M3, _OF_E5M2 = tl.constexpr(FORMATS[torch.float8_e4m3fn]), tl.constexpr(FORMATS[torch.float8_e5m2])
     _SLOW_BLOCK = tl.constexpr(SLOW_BLOCK)
     _SOURCE_ROW, _TARGET_ROW, _STREAM_ROW, _OFFSET_ROW = (tl.constexpr(ADDRESSES + operand) for operand in range(4))
-    _E4M3, _E4M3_SATURATED = (tl.constexpr(_fp8_assembly("e4m3", 464.0, saturate)) for saturate in (False, True))
-    _E5M2, _E5M2_SATURATED = (tl.constexpr(_fp8_assembly("e5m2", 61440.0, saturate)) for saturate in (False, True))
+    _E4M3, _E4M3_SATURATED = (tl.constexpr(fp8_assembly("e4m3", 464.0, saturate)) for saturate in (False, True))
+    _E5M2, _E5M2_SATURATED = (tl.constexpr(fp8_assembly("e5m2", 61440.0, saturate)) for saturate in (False, True))
+    _E4M3_SUM, _E4M3_SATURATED_SUM, _E5M2_SUM, _E5M2_SATURATED_SUM = (
+        tl.constexpr(stochastic_assembly(FORMATS[dtype], saturate)) for dtype in FP8 for saturate in (False, True)
+    )
+    _PACKED_16, _PACKED_32 = (tl.constexpr(packed_assembly(bits)) for bits in (16, 32))
     _FP16_OF_E4M3 = tl.constexpr(
         "{\n.reg .b16 %lower, %upper;\nmov.b32 {%lower, %upper}, $2;\n"
         "cvt.rn.f16x2.e4m3x2 $0, %lower;\ncvt.rn.f16x2.e4m3x2 $1, %upper;\n}"
@@ -188,6 +162,27 @@ def _fp8_by_instructions(x, TARGET: tl.constexpr, SATURATE: tl.constexpr):
 
 
 @jit
+def _stochastic_fp8(x, noise, SOURCE: tl.constexpr, TARGET: tl.constexpr, SATURATE: tl.constexpr):
+    """`round_float32` of a block of fp32, fp16 or bf16 to FP8 codes; `noise` is a word moved down by a byte."""
+    if TARGET == tl.float8e4nv:
+        SUM: tl.constexpr = _E4M3_SATURATED_SUM if SATURATE else _E4M3_SUM
+    else:
+        SUM: tl.constexpr = _E5M2_SATURATED_SUM if SATURATE else _E5M2_SUM
+    value = _widened(x, SOURCE)
+    sums = tl.inline_asm_elementwise(SUM, "=r,r,r", [value, noise], tl.uint32, is_pure=True, pack=1)
+    if TARGET == tl.float8e5 or SATURATE:  # otherwise overflow gives NaN already
+        sums = tl.where(value == value, sums, 0x7F000000)
+    if SOURCE == tl.float32:
+        ALL: tl.constexpr = _PACKED_32
+        bits = x.to(tl.uint32, bitcast=True)
+        return tl.inline_asm_elementwise(ALL, "=r,r,r,r,r,r,r,r,r", [sums, bits], tl.uint8, is_pure=True, pack=4)
+    else:
+        HALF: tl.constexpr = _PACKED_16
+        bits = x.to(tl.uint16, bitcast=True)
+        return tl.inline_asm_elementwise(HALF, "=r,r,r,r,r,r,r", [sums, bits], tl.uint8, is_pure=True, pack=4)
+
+
+@jit
 def _rounded(x, word, FORM: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
     return round_float32(x, word, FORM[0], FORM[1], FORM[2], FORM[3], FORM[4], FORM[5], ROUNDING, SATURATE)
 
@@ -200,6 +195,8 @@ def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl
     elif TARGET == tl.float8e4nv or TARGET == tl.float8e5:
         if ROUNDING == _ROUND_NEAREST and cuda_capability_geq(8, 9):
             code = _fp8_by_instructions(_widened(x, SOURCE), TARGET, SATURATE)
+        elif ROUNDING == _ROUND_STOCHASTIC and SOURCE.primitive_bitwidth > 8 and cuda_capability_geq(8, 0):
+            code = _stochastic_fp8(x, word, SOURCE, TARGET, SATURATE)
         else:
             FORM: tl.constexpr = _OF_E4M3 if TARGET == tl.float8e4nv else _OF_E5M2
             code = _rounded(_widened(x, SOURCE), word, FORM, ROUNDING, SATURATE).to(tl.uint8)
@@ -221,6 +218,8 @@ def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl
     elif TARGET == tl.float16:
         code = _rounded(_widened(x, SOURCE), word, _OF_FP16, ROUNDING, SATURATE)
         return code.to(tl.uint16).to(tl.float16, bitcast=True)
+    elif ROUNDING == _ROUND_STOCHASTIC and not SATURATE:
+        return stochastic_float32(_widened(x, SOURCE), word, tl.bfloat16, False)
     else:
         code = _rounded(_widened(x, SOURCE), word, _OF_BF16, ROUNDING, SATURATE)
         return code.to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -267,21 +266,25 @@ def _cast_chunk(
     EACH: tl.constexpr = 16 // (IN if IN > OUT else OUT)
     # The number of them that share a call of Philox, at most eight.
     RUN: tl.constexpr = EACH if EACH < 8 else 8
+    # Words of `_stochastic_fp8` are moved down by a byte.
+    DOWN: tl.constexpr = 8 if OUT == 1 and IN > 1 and cuda_capability_geq(8, 0) else 0
     wide = (source | target) % 16 == 0
     if RANDOM:
-        wide = wide & (index % RUN == 0)
+        wide = wide & (index % 8 == 0)
     if wide:
         read = tl.multiple_of(source.to(tl.pointer_type(READ)), EACH * IN)
         write = tl.multiple_of(target.to(tl.pointer_type(WRITE)), EACH * OUT)
         # The mask's bound is a multiple of 16, or it would undo the hints.
         bulk = (left // 16) * 16
         offsets = tl.arange(0, CHUNK)
-        first_of_run = index + tl.arange(0, CHUNK // RUN) * RUN
+        first_of_run = tl.arange(0, CHUNK // RUN) * RUN
         _cast_block(
             read + offsets,
             write + offsets,
             offsets < bulk,
-            words_of_runs(first_of_run, seed, 0, stream, 1, RUN, CHUNK)[0] if RANDOM else 0,
+            words_of_groups((index >> 3) + (first_of_run >> 3), first_of_run, seed, 0, stream, 1, RUN, CHUNK, DOWN)[0]
+            if RANDOM
+            else 0,
             SOURCE,
             TARGET,
             ROUNDING,
@@ -293,7 +296,7 @@ def _cast_chunk(
                 source.to(tl.pointer_type(READ)) + tail,
                 target.to(tl.pointer_type(WRITE)) + tail,
                 tail < left,
-                words_of(index + tail, seed, 0, stream, 1)[0] if RANDOM else 0,
+                words_of(index + tail, seed, 0, stream, 1)[0] >> DOWN if RANDOM else 0,
                 SOURCE,
                 TARGET,
                 ROUNDING,
@@ -306,7 +309,7 @@ def _cast_chunk(
                 source.to(tl.pointer_type(READ)) + at,
                 target.to(tl.pointer_type(WRITE)) + at,
                 at < left,
-                words_of(index + at, seed, 0, stream, 1)[0] if RANDOM else 0,
+                words_of(index + at, seed, 0, stream, 1)[0] >> DOWN if RANDOM else 0,
                 SOURCE,
                 TARGET,
                 ROUNDING,
@@ -409,6 +412,11 @@ def _format(dtype: torch.dtype) -> Any:
     return triton_dtype(dtype)
 
 
+def _warps(source: torch.dtype, mode: int) -> int:
+    """Warps of a chunk: what a thread does once serves more elements in fewer of them, if its registers suffice."""
+    return 2 if mode == STOCHASTIC and source.itemsize == 2 else 4
+
+
 def _triton_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: bool, seed: int, offset: int) -> None:
     cast_kernel[((source.numel() + CHUNK - 1) // CHUNK,)](
         address(source),
@@ -422,7 +430,7 @@ def _triton_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate:
         ROUNDING=mode,
         SATURATE=saturate,
         CHUNK=CHUNK,
-        num_warps=4,
+        num_warps=_warps(source.dtype, mode),
         enable_fp_fusion=False,
     )
 
@@ -441,7 +449,7 @@ def _triton_list(
         ROUNDING=mode,
         SATURATE=saturate,
         CHUNK=CHUNK,
-        num_warps=4,
+        num_warps=_warps(source, mode),
         enable_fp_fusion=False,
     )
 

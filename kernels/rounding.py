@@ -51,7 +51,7 @@ from typing import NamedTuple
 
 import torch
 
-from halfstep.kernels.backend import INTERPRET, jit, tl
+from halfstep.kernels.backend import INTERPRET, cuda_capability_geq, jit, tl
 
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 NEAREST, TOWARD_ZERO, STOCHASTIC = range(3)  # their numbers in kernels
@@ -277,11 +277,26 @@ def round_float32(
 
 
 @jit
-def stochastic_float32(x, word, dtype: tl.constexpr):
-    """A block of fp32 rounded stochastically to fp16 or bf16. A NaN's sign may be lost."""
+def _quiet_bits(x):
+    """The bits of a block of fp32 that arithmetic on an NVIDIA GPU gave, with 0x7FC00000 for NaN.
+
+    Arithmetic there gives 0x7FFFFFFF for every NaN, which as an integer is above all other numbers.
+    """
+    return tl.minimum(x.to(tl.int32, bitcast=True), 0x7FC00000).to(tl.uint32, bitcast=True)
+
+
+@jit
+def stochastic_float32(x, word, dtype: tl.constexpr, COMPUTED: tl.constexpr):
+    """A block of fp32 rounded stochastically to fp16 or bf16. A NaN's sign may be lost.
+
+    COMPUTED: `x` is what an arithmetic operation gave.
+    """
     if dtype == tl.bfloat16:
         # The sign bit need not be separated: only the magnitude of a NaN could carry into it.
-        bits = tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
+        if COMPUTED and cuda_capability_geq(8, 0):
+            bits = _quiet_bits(x)
+        else:
+            bits = tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
         code = (bits + (word >> 16)) >> 16
     else:
         code = round_float32(x, word, 16, 10, 15, 0x7BFF, 0x7C00, 0x7E00, 2, False)
@@ -289,12 +304,17 @@ def stochastic_float32(x, word, dtype: tl.constexpr):
 
 
 @jit
-def split_float32(x):
-    """A block of fp32 as (bf16 weight, int16 remainder); see the module's docstring."""
-    bits = x.to(tl.uint32, bitcast=True)
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    high = tl.where(nan, (bits >> 16) | 0x7FC0, (bits + 0x8000) >> 16)
-    low = tl.where(nan, 0, bits - (high << 16))
+def split_float32(x, COMPUTED: tl.constexpr):
+    """A block of fp32 as (bf16 weight, int16 remainder); see the module's docstring. COMPUTED as above."""
+    if COMPUTED and cuda_capability_geq(8, 0):
+        bits = _quiet_bits(x)
+        high = (bits + 0x8000) >> 16
+        low = bits - (high << 16)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        high = tl.where(nan, (bits >> 16) | 0x7FC0, (bits + 0x8000) >> 16)
+        low = tl.where(nan, 0, bits - (high << 16))
     return high.to(tl.uint16).to(tl.bfloat16, bitcast=True), low.to(tl.uint16).to(tl.int16, bitcast=True)
 
 
@@ -302,12 +322,15 @@ def split_float32(x):
 def split24_float32(x, word, STOCHASTIC: tl.constexpr):
     """A block of fp32, rounded to 24 bits, as (bf16 weight, int8 remainder). `word` holds random uint32 if STOCHASTIC.
 
-    NaNs in `x` must be quiet, as all results of arithmetic are.
+    `x` must be the result of arithmetic, whose NaNs are quiet.
     """
-    bits = x.to(tl.uint32, bitcast=True)
-    # The quiet NaN without a payload is less than all others, and a carry cannot leave it. A choice instead of the
-    # minimum would hold a mask per element, for which AMD's scalar registers do not suffice.
-    bits = tl.minimum(bits & 0x7FFFFFFF, 0x7FC00000) | (bits & 0x80000000)
+    if cuda_capability_geq(8, 0):
+        bits = _quiet_bits(x)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        # The quiet NaN without a payload is less than all others, and a carry cannot leave it. A choice instead of the
+        # minimum would hold a mask per element, for which AMD's scalar registers do not suffice.
+        bits = tl.minimum(bits & 0x7FFFFFFF, 0x7FC00000) | (bits & 0x80000000)
     if STOCHASTIC:
         rounded = (bits + (word >> 24)) >> 8
     else:
@@ -324,5 +347,5 @@ def join_float32(weight, remainder):
     low = remainder.to(tl.int32).to(tl.uint32, bitcast=True)
     if remainder.dtype == tl.int8:
         low = low << 8
-    bits = high + low
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, high, bits).to(tl.float32, bitcast=True)
+    joined = (high + low).to(tl.float32, bitcast=True)
+    return tl.where(joined == joined, joined, high.to(tl.float32, bitcast=True))

@@ -71,7 +71,7 @@ def load_casts(library: str) -> ctypes.CDLL:
 @jit
 def split_join_kernel(values, weights, remainders, back, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    weight, remainder = split_float32(tl.load(values + at, mask=at < n))
+    weight, remainder = split_float32(tl.load(values + at, mask=at < n), False)
     tl.store(weights + at, weight, mask=at < n)
     tl.store(remainders + at, remainder, mask=at < n)
     tl.store(back + at, join_float32(weight, remainder), mask=at < n)
