@@ -41,7 +41,7 @@ class Limits:
 
     Attributes:
         bytes: bytes of global memory per element, in whole sectors.
-        issue: time to issue the instructions over the time of memory.
+        issue: time to issue the instructions, as the machine code has them, over the time of memory.
         shared: time of shared memory over the time of memory.
         in_flight: bytes in flight over the product of bandwidth and latency.
         resident: blocks on a multiprocessor at a time.
@@ -116,8 +116,10 @@ def limits(counts: dict[str, Any], elements: int = ELEMENTS) -> Iterator[Limits]
                 moved = SECTOR * counted["sectors"]
                 if moved < 1:
                     continue
-                launch = predictor.scaled(counted, counted["elements"])
-                call = predictor.scaled(counted, elements)
+                # By the machine code. Times are predicted with the weights of PTX to which the model was fitted.
+                exact = {**counted, "issued": counted.get("machine", counted["issued"])}
+                launch = predictor.scaled(exact, counted["elements"])
+                call = predictor.scaled(exact, elements)
                 parts = predictor.parts(gpu, launch)
                 issue, shared = parts["issue"] / parts["memory"], parts["shared"] / parts["memory"]
                 yield Limits(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import instruction_bounds
 import pytest
 import torch
 import triton
-from software_gpu import snippets
-from software_gpu.counts import FILLING, MACHINE, TABLE, cases, class_of, counted, filling, markdown
+from software_gpu import sass, snippets
+from software_gpu.counts import FILLING, MACHINE, NEEDED, TABLE, cases, class_of, counted, filling, markdown
 from software_gpu.gpu import COUNTS, SoftwareGPU
 
-from halfstep.bench.audit.machine_code import sass
+from halfstep.bench.audit import machine_code
 from halfstep.bench.audit.markdown import between
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +36,23 @@ def test_every_case_is_recorded() -> None:
     assert all(set(recorded) == set(cases()) for recorded in RECORD["targets"].values())
 
 
-@pytest.mark.parametrize(("name", "table"), [(TABLE, markdown), (FILLING, filling)])
+@pytest.mark.parametrize(
+    ("name", "table"), [(TABLE, markdown), (FILLING, filling), (NEEDED, instruction_bounds.markdown)]
+)
 def test_a_table_in_the_documentation_is_that_of_the_record(name: str, table: Callable[[Any], str]) -> None:
     text = (ROOT / "docs" / "performance_tables.md").read_text()
     start, end = between(name, text)
     assert text[start:end] == table(RECORD), "make bounds writes it"
+
+
+@pytest.mark.parametrize("case", instruction_bounds.NEEDED)
+def test_what_is_needed_is_issued(case: str) -> None:
+    """In each group at least the instructions that are said to be needed; the sum is what the record says."""
+    kernels = RECORD["targets"][instruction_bounds.TARGET][case]
+    row = kernels[max(kernels, key=lambda name: kernels[name]["instructions"])]
+    needed, issued = instruction_bounds.needed(case), instruction_bounds.issued(row)
+    assert {group for group in needed if needed[group] > issued[group] + 0.01} == set()
+    assert sum(issued.values()) == pytest.approx(row["machine"], abs=0.1)  # classes are rounded
 
 
 def test_sectors_are_used() -> None:
@@ -120,13 +134,70 @@ def test_a_warp_is_slow_where_one_lane_is(
     assert found[instruction.split()[0]]["slow"] == slow
 
 
+def machine_counts(machine: SoftwareGPU, body: str, *tensors: torch.Tensor, grid: int = 1) -> Counter[str]:
+    """How often each machine instruction of a small kernel is issued to a warp."""
+    counts = counted_by_opcode(machine, body, *tensors, grid=grid)
+    assert counts
+    (launch,) = machine.launches
+    assert launch.counts is not None
+    warps = {
+        line: int(row[COUNTS.index("warps")])
+        for line, row in zip(launch.program.lines, launch.counts.tolist(), strict=True)
+    }
+    return sass.issued(sass.assembled(snippets.kernel(body), machine.target), warps)
+
+
+LOAD_TWO = """
+	ld.global.b32 { %r1 }, [ %rd11 + 0 ];
+	ld.global.b32 { %r2 }, [ %rd12 + 0 ];"""
+STORE = "\n\tst.global.b32 [ %rd10 + 0 ], { %r5 };"
+
+
+def test_what_ptxas_puts_together_is_counted_once(machine: SoftwareGPU) -> None:
+    """Two exclusive ors are one instruction, the halves of a product too; two warps of each block run all of it."""
+    body = LOAD_TWO + "\n\txor.b32 %r3, %r1, %r2;\n\txor.b32 %r5, %r3, %r10;" + STORE
+    tensors = [torch.ones(128, dtype=torch.int32) for _ in range(3)]
+    found = machine_counts(machine, body, *tensors, grid=4)
+    assert (found["LOP3.LUT"], found["LDG.E"], found["STG.E"]) == (4, 8, 4)
+
+
+def test_a_loop_is_counted_as_often_as_it_ran(machine: SoftwareGPU) -> None:
+    """Five trips, of which ptxas makes copies."""
+    body = (
+        LOAD_TWO
+        + """
+	mov.b32 %r5, %r2;
+	mov.b32 %r4, 0;
+$again:
+	ex2.approx.ftz.f32 %r5, %r5;
+	add.s32 %r4, %r4, 1;
+	setp.lt.s32 %p1, %r4, %r1;
+	@%p1 bra $again;"""
+        + STORE
+    )
+    given = [torch.full((32,), value, dtype=torch.int32) for value in (0, 5, 0)]
+    found = machine_counts(machine, body, *given)
+    assert found["MUFU.EX2"] == 5
+
+
+def test_subroutines_and_their_calls_are_left_out(machine: SoftwareGPU) -> None:
+    """With a zero or without one: what the subroutine takes is added from the table."""
+    body = LOAD_TWO + "\n\tdiv.rn.f32 %r5, %r1, %r2;" + STORE
+    ones, other = torch.ones(32), torch.zeros(32)
+    usual, zero = (machine_counts(machine, body, ones, value, ones) for value in (ones, other))
+    assert usual == zero and usual["FCHK"] == 1 and not any(name.startswith("CALL") for name in usual)
+    assert (usual["FFMA"], usual["MUFU.RCP"], usual["BRA"]) == (5, 1, 1)
+
+
 def instructions_run(ptx: str, target: str, folder: Path) -> int:
     """How many instructions run of what ptxas makes of a kernel whose conditional branches are all taken."""
     assembler = triton.knobs.nvidia.ptxas_blackwell if target == "sm_100" else triton.knobs.nvidia.ptxas
     (folder / "kernel.ptx").write_text(ptx.replace("sm_90a", target))
     command = [assembler.path, f"--gpu-name={target}", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
     subprocess.run(command, check=True)
-    lines = sass((folder / "kernel.cubin").read_bytes(), triton.knobs.nvidia.nvdisasm.path, folder).splitlines()
+    lines = machine_code.sass(
+        (folder / "kernel.cubin").read_bytes(), triton.knobs.nvidia.nvdisasm.path, folder
+    ).splitlines()
     lines = [re.sub(r"/\*\w+\*/", "", line).strip() for line in lines]
     ran, at = 0, lines.index(".text.tested:")
     while True:

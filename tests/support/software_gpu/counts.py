@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import instruction_bounds
 import torch
 
-from . import gpu
+from . import gpu, sass
 
 # Classes of instructions, by the beginning of their names. All others are arithmetic.
 CLASSES = {
@@ -58,10 +59,11 @@ MACHINE = {
 }
 LOADS = ("ld.global", "global_load", "buffer_load")
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+MACHINE_CODE = ("sm_90", "sm_100")  # for sm_80, ptxas takes loops apart in ways that sass.py does not tell from copies
 SIZE = 2**20
 SHOWN = "sm_90"  # whose counts the tables show
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-TABLE, FILLING = "executed counts", "how launches fill GPUs"
+TABLE, FILLING, NEEDED = "executed counts", "how launches fill GPUs", "instructions needed"
 
 
 def class_of(opcode: str) -> str:
@@ -310,6 +312,31 @@ def peer_cases() -> dict[str, tuple[str, Callable[[], Made]]]:
     }  # fmt: skip
 
 
+def machine_code(machine: gpu.SoftwareGPU, launches: Sequence[gpu.Launch], elements: int) -> dict[str, Any]:
+    """``machine``: machine instructions issued per element, times the lanes of a warp; and ``machine_classes`` of them.
+
+    Subroutines of divisions and roots are in the sum, but not in the classes. AMD's assembly is machine code already.
+    """
+    classes = dict.fromkeys([*sass.CLASSES, "other"], 0.0)
+    slow = 0
+    for launch in launches:
+        assert launch.counts is not None
+        program = launch.program
+        warps: dict[int, int] = {}
+        for opcode, line, row in zip(program.opcodes, program.lines, launch.counts.tolist(), strict=True):
+            of = dict(zip(gpu.COUNTS, row, strict=True))
+            warps[line] = max(warps.get(line, 0), of["warps"])
+            slow += program.lanes * of["slow"] * machine_instructions(opcode)[1]
+        listing = sass.assembled(machine.text(program), machine.target)
+        for opcode, times in sass.issued(listing, warps).items():
+            classes[sass.class_of(opcode)] += program.lanes * times
+    whole = round((sum(classes.values()) + slow) / elements, 2)
+    return {
+        "machine": whole,
+        "machine_classes": {name: round(count / elements, 2) for name, count in classes.items() if count},
+    }
+
+
 def _kernels(machine: gpu.SoftwareGPU, make: Callable[[], Made]) -> dict[str, dict[str, Any]]:
     elements, call = make()
     machine.launches.clear()
@@ -318,10 +345,12 @@ def _kernels(machine: gpu.SoftwareGPU, make: Callable[[], Made]) -> dict[str, di
     found: dict[str, list[gpu.Launch]] = {}
     for launch in machine.launches:
         found.setdefault(launch.program.name, []).append(launch)
-    return {
-        kernel: summary(launches, elements) | usage(machine.text(launches[0].program), machine.target)
-        for kernel, launches in sorted(found.items())
-    }
+    counted = {}
+    for kernel, launches in sorted(found.items()):
+        counted[kernel] = summary(launches, elements) | usage(machine.text(launches[0].program), machine.target)
+        if machine.target in MACHINE_CODE:
+            counted[kernel] |= machine_code(machine, launches, elements)
+    return counted
 
 
 def counted(machine: gpu.SoftwareGPU, name: str) -> dict[str, dict[str, Any]]:
@@ -382,18 +411,19 @@ def markdown(record: dict[str, Any]) -> str:
 
     lines = [
         f"Triton {record['triton']}, executed. Per element on {SHOWN}: thread instructions of PTX; machine",
-        "instructions that are issued for them, times the lanes of a warp; lanes of warps that took the subroutine of",
-        "a root or a quotient; 32-byte sectors of global memory, how much of them is of use, and wavefronts of shared",
-        "memory (128 bytes at a time). Then the predicted time to issue the instructions, as a part of the time of",
-        f"memory, on {', '.join(predict.SHOWN)}.",
+        "instructions issued for them, times the lanes of a warp, first by weights of PTX, then as ptxas makes them;",
+        "lanes of warps that took the subroutine of a root or a quotient; 32-byte sectors of global memory, how much",
+        "of them is of use, and wavefronts of shared memory (128 bytes at a time). Then the predicted time to issue",
+        f"these machine instructions, as a part of the time of memory, on {', '.join(predict.SHOWN)}.",
         "",
-        "| case | kernel | instructions | of them special, popc, shuffle | issued | slow | sectors | of use "
-        "| wavefronts | predicted issue / memory |",
-        f"|{'---|' * 10}",
+        "| case | kernel | instructions | of them special, popc, shuffle | weighted | machine | slow | sectors "
+        "| of use | wavefronts | predicted issue / memory |",
+        f"|{'---|' * 11}",
     ]
     for case, (kernel, row) in _limits(record).items():
         parts = ", ".join(f"{row['classes'].get(name, 0):.2g}" for name in ("special", "popc", "shuffle"))
-        figures = f"{row['instructions']:.1f} | {parts} | {row['issued']:.1f} | {row['slow']:.2g}"
+        machine = f"{row['machine']:.1f}" if "machine" in row else "-"
+        figures = f"{row['instructions']:.1f} | {parts} | {row['issued']:.1f} | {machine} | {row['slow']:.2g}"
         useful = f"{row['sectors']:.3f} | {100 * row['least'] / row['sectors']:.0f} %"
         issue = " / ".join(f"{100 * row['on'][gpu].issue:.0f} %" if gpu in row["on"] else "-" for gpu in predict.SHOWN)
         lines.append(f"| {case} | `{kernel}` | {figures} | {useful} | {row['wavefronts']:.3f} | {issue} |")
@@ -506,6 +536,7 @@ def main() -> int:
 
         write(TABLE, markdown(record), given.markdown)
         write(FILLING, filling(record), given.markdown)
+        write(NEEDED, instruction_bounds.markdown(record), given.markdown)
     return 0
 
 
