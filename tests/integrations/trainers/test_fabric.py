@@ -142,6 +142,14 @@ def test_other_calls_clip_in_place_as_fabric_does(precision: str, case: str) -> 
     optimizer.step()
 
 
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+def test_clipping_by_value_unscales(precision: str) -> None:
+    fabric, model, optimizer = ready(precision)
+    scaled = max(one.grad.abs().max().item() for one in model.parameters())
+    fabric.clip_gradients(model, optimizer, clip_val=1e3)
+    assert max(one.grad.abs().max().item() for one in model.parameters()) == pytest.approx(scaled / SCALE, rel=1e-3)
+
+
 def test_a_norm_that_is_not_finite_raises_as_in_fabric() -> None:
     """Without a scaler, which would skip the step."""
     fabric, model, optimizer = ready("bf16-mixed")
