@@ -183,7 +183,7 @@ TRAINED: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
 }
 
 
-class _Training(loop.Trainer):
+class _TrainingWith(loop.Trainer):
     """A run of ``halfstep train`` with a given optimizer."""
 
     def __init__(self, make: Callable[[Any, float], torch.optim.Optimizer], *arguments: Any) -> None:
@@ -213,7 +213,7 @@ def final_loss(
     lr, device = SIZES[size].lr, torch.device("cpu")
     settings = loop.Settings(size, steps, 16, seed, lr, 0.1, steps // 10, 1.0, 60)
     try:
-        training = _Training(
+        training = _TrainingWith(
             TRAINED[name], loop.Run(precision, precision), settings, corpus, ThisRank("single", device)
         )
     except Unavailable as reason:

@@ -164,10 +164,9 @@ def _fp8_by_instructions(x, TARGET: tl.constexpr, SATURATE: tl.constexpr):
 @jit
 def _stochastic_fp8(x, noise, SOURCE: tl.constexpr, TARGET: tl.constexpr, SATURATE: tl.constexpr):
     """`round_float32` of a block of fp32, fp16 or bf16 to FP8 codes; `noise` is a word moved down by a byte."""
-    if TARGET == tl.float8e4nv:
-        SUM: tl.constexpr = _E4M3_SATURATED_SUM if SATURATE else _E4M3_SUM
-    else:
-        SUM: tl.constexpr = _E5M2_SATURATED_SUM if SATURATE else _E5M2_SUM
+    E4M3: tl.constexpr = _E4M3_SATURATED_SUM if SATURATE else _E4M3_SUM
+    E5M2: tl.constexpr = _E5M2_SATURATED_SUM if SATURATE else _E5M2_SUM
+    SUM: tl.constexpr = E4M3 if TARGET == tl.float8e4nv else E5M2
     value = _widened(x, SOURCE)
     sums = tl.inline_asm_elementwise(SUM, "=r,r,r", [value, noise], tl.uint32, is_pure=True, pack=1)
     if TARGET == tl.float8e5 or SATURATE:  # otherwise overflow gives NaN already

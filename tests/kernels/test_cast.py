@@ -85,7 +85,7 @@ def test_the_oracles_agree_with_fractions(target: torch.dtype) -> None:
 def test_thresholds_are_complete(target: torch.dtype) -> None:
     """Between neighbouring probes the code takes one step at most, so a monotone rounding has no other place."""
     values = oracles.thresholds(target)
-    positive = np.unique(values[(values >= 0) & np.isfinite(values)])
+    positive = np.unique(np.abs(values[(values >= 0) & np.isfinite(values)]))  # -0 is among them
     codes = oracles.bits(oracles.round_to(positive, target)).astype(np.int64)
     steps, gaps = np.diff(codes), np.diff(positive.view(np.uint32).astype(np.int64))
     assert steps.min() >= 0 and steps.max() == 1
