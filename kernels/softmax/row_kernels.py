@@ -120,6 +120,7 @@ def _logits(
     scale,
     MASK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -127,8 +128,10 @@ def _logits(
     """z of a tile."""
     zs = ()
     for part in tl.static_range(PARTS):
-        if not CAUSAL:
+        if not DROPS:
             z = logits(xs[part], masks[part], scale, MASK)
+            if CAUSAL:
+                z = tl.where(_elements(begin, part, LANES, VECTOR) < limit, z, float("-inf"))
         elif _kept(begin, most, part, LANES, VECTOR):
             z = logits(xs[part], masks[part], scale, MASK)
             z = tl.where(_elements(begin, part, LANES, VECTOR) < limit, z, float("-inf"))
@@ -148,7 +151,7 @@ def _peaks(
     most,  # as in `_kept`
     least,  # where the maximum starts
     OF_X: tl.constexpr,  # the largest x makes the largest z, which saves multiplying all others
-    CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -159,7 +162,7 @@ def _peaks(
         if OF_X:
             peak = tl.max(to_float32(xs[part]), axis=2, keep_dims=True) * scale
             least = tl.where(inside, tl.maximum(least, peak), least)
-        elif not CAUSAL:
+        elif not DROPS:
             least = tl.where(inside, tl.maximum(least, tl.max(zs[part], axis=2, keep_dims=True)), least)
         elif _kept(begin, most, part, LANES, VECTOR):
             least = tl.where(inside, tl.maximum(least, tl.max(zs[part], axis=2, keep_dims=True)), least)
@@ -172,7 +175,7 @@ def _sums(
     begin,
     end,
     most,  # as in `_kept`
-    CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -181,7 +184,7 @@ def _sums(
     sums = tl.zeros((terms[0].shape[0], LANES, 1), tl.float32)
     for part in tl.static_range(PARTS):
         inside = _vectors(begin, part, LANES, VECTOR) < end
-        if not CAUSAL:
+        if not DROPS:
             sums += tl.where(inside, tl.sum(terms[part], axis=2, keep_dims=True), 0.0)
         elif _kept(begin, most, part, LANES, VECTOR):
             sums += tl.where(inside, tl.sum(terms[part], axis=2, keep_dims=True), 0.0)
@@ -194,7 +197,7 @@ def _exponentials(
     top,
     begin,
     most,  # as in `_kept`
-    CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -202,7 +205,7 @@ def _exponentials(
     """exp(z - top) of a tile."""
     es = ()
     for part in tl.static_range(PARTS):
-        if not CAUSAL:
+        if not DROPS:
             e = exponential(zs[part] - top)
         elif _kept(begin, most, part, LANES, VECTOR):
             e = exponential(zs[part] - top)
@@ -223,24 +226,24 @@ def _store(
     begin,
     end,
     most,  # as in `_kept`
-    CAUSAL: tl.constexpr,
+    DROPS: tl.constexpr,
     LOG: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Write the result of a tile."""
-    form: tl.constexpr = y.dtype.scalar.element_ty
     for part in tl.static_range(PARTS):
         inside = _vectors(begin, part, LANES, VECTOR) < end
         into = y + _elements(begin, part, LANES, VECTOR)
-        if not CAUSAL:
-            tl.store(into, from_float32(zs[part] - top - shift if LOG else es[part] * factor, form), mask=inside)
+        if not DROPS:
+            result = zs[part] - top - shift if LOG else es[part] * factor
         elif _kept(begin, most, part, LANES, VECTOR):
-            tl.store(into, from_float32(zs[part] - top - shift if LOG else es[part] * factor, form), mask=inside)
+            result = zs[part] - top - shift if LOG else es[part] * factor
         else:
             nothing = float("-inf") - top - shift if LOG else 0.0 * factor  # NaN if the row holds one
-            tl.store(into, tl.broadcast_to(from_float32(nothing, form), zs[part].shape), mask=inside)
+            result = tl.broadcast_to(nothing, zs[part].shape)
+        tl.store(into, from_float32(result, y.dtype.scalar.element_ty), mask=inside)
 
 
 @jit
@@ -313,6 +316,8 @@ def forward_row_kernel(
     y_row = row.to(tl.int64) * columns
     limit = columns
     most = 0
+    # More branches than in these programs take registers that there are not.
+    DROPS: tl.constexpr = CAUSAL and LOOP == 0 and STAGE == _WHOLE and not ENDS
     if CAUSAL:
         limit = tl.minimum(columns, (row % queries + 1).to(tl.int32))
         most = limit
@@ -344,7 +349,7 @@ def forward_row_kernel(
     masks = xs
     if MASK != PLAIN:
         masks = _loaded(mask_body, mask_step, begin, seen, "", PARTS, LANES, VECTOR)
-    zs = _logits(xs, masks, begin, limit - head, most, scale, MASK, CAUSAL, PARTS, LANES, VECTOR)
+    zs = _logits(xs, masks, begin, limit - head, most, scale, MASK, CAUSAL, DROPS, PARTS, LANES, VECTOR)
     if ENDS:
         with_ends = columns
         if STAGE != _WHOLE:  # the first piece of a row has both of its ends
@@ -364,11 +369,11 @@ def forward_row_kernel(
         tops = tl.load(pair, mask=piece < pieces, other=LOWEST)
         top = tl.max(tops, axis=0)
         total = tl.sum(tl.load(pair + 1, mask=piece < pieces, other=0.0) * exponential(tops - top), axis=0)
-        es = _exponentials(zs, top, begin, most, CAUSAL, PARTS, LANES, VECTOR)
+        es = _exponentials(zs, top, begin, most, DROPS, PARTS, LANES, VECTOR)
     else:
         # Maxima start from the lowest finite number: from -inf, -inf - -inf would make NaN.
         lowest = tl.full((ROWS, LANES, 1), LOWEST, tl.float32)
-        tops = _peaks(xs, zs, scale, begin, seen, most, lowest, OF_X, CAUSAL, PARTS, LANES, VECTOR)
+        tops = _peaks(xs, zs, scale, begin, seen, most, lowest, OF_X, DROPS, PARTS, LANES, VECTOR)
         if ENDS:
             tops = tl.maximum(tops, z_end)
         if LOOP > 0:
@@ -379,16 +384,16 @@ def forward_row_kernel(
                 masks_ = xs_
                 if MASK != PLAIN:
                     masks_ = _loaded(mask_body, mask_step, start, seen, "", LOOP, LANES, VECTOR)
-                zs_ = _logits(xs_, masks_, start, limit - head, most, scale, MASK, CAUSAL, LOOP, LANES, VECTOR)
-                higher = _peaks(xs_, zs_, scale, start, seen, most, m[:, :, None], OF_X, CAUSAL, LOOP, LANES, VECTOR)
-                es_ = _exponentials(zs_, higher, start, most, CAUSAL, LOOP, LANES, VECTOR)
-                more = _sums(es_, start, seen, most, CAUSAL, LOOP, LANES, VECTOR)
+                zs_ = _logits(xs_, masks_, start, limit - head, most, scale, MASK, CAUSAL, DROPS, LOOP, LANES, VECTOR)
+                higher = _peaks(xs_, zs_, scale, start, seen, most, m[:, :, None], OF_X, DROPS, LOOP, LANES, VECTOR)
+                es_ = _exponentials(zs_, higher, start, most, DROPS, LOOP, LANES, VECTOR)
+                more = _sums(es_, start, seen, most, DROPS, LOOP, LANES, VECTOR)
                 s = s * exponential(m - _per_lane(higher)) + _per_lane(more)
                 m = _per_lane(higher)
             tops = tl.maximum(tops, m[:, :, None])
         top = tl.max(tops, axis=1, keep_dims=True)
-        es = _exponentials(zs, top, begin, most, CAUSAL, PARTS, LANES, VECTOR)
-        sums = _sums(es, begin, seen, most, CAUSAL, PARTS, LANES, VECTOR)
+        es = _exponentials(zs, top, begin, most, DROPS, PARTS, LANES, VECTOR)
+        sums = _sums(es, begin, seen, most, DROPS, PARTS, LANES, VECTOR)
         if ENDS:
             sums += exponential(z_end - top)
         if LOOP > 0:
@@ -400,7 +405,7 @@ def forward_row_kernel(
     else:
         total = tl.where(total == 0.0, 1.0, total)  # asking total > 0 instead would hide a NaN
         shift, factor = tl.log(total), 1.0 / total
-        _store(y_body, zs, es, top, shift, factor, begin, last, most, CAUSAL, LOG, PARTS, LANES, VECTOR)
+        _store(y_body, zs, es, top, shift, factor, begin, last, most, DROPS, LOG, PARTS, LANES, VECTOR)
         if ENDS:
             result = z_end - top - shift if LOG else exponential(z_end - top) * factor
             tl.store(y + (y_row + end), from_float32(result, y.dtype.element_ty), mask=there)
@@ -412,9 +417,9 @@ def forward_row_kernel(
                 masks_ = xs_
                 if MASK != PLAIN:
                     masks_ = _loaded(mask_body, mask_step, start, seen, "", LOOP, LANES, VECTOR)
-                zs_ = _logits(xs_, masks_, start, limit - head, most, scale, MASK, CAUSAL, LOOP, LANES, VECTOR)
-                es_ = _exponentials(zs_, top, start, most, CAUSAL, LOOP, LANES, VECTOR)
-                _store(y_body, zs_, es_, top, shift, factor, start, last, most, CAUSAL, LOG, LOOP, LANES, VECTOR)
+                zs_ = _logits(xs_, masks_, start, limit - head, most, scale, MASK, CAUSAL, DROPS, LOOP, LANES, VECTOR)
+                es_ = _exponentials(zs_, top, start, most, DROPS, LOOP, LANES, VECTOR)
+                _store(y_body, zs_, es_, top, shift, factor, start, last, most, DROPS, LOG, LOOP, LANES, VECTOR)
 
 
 @jit
