@@ -65,7 +65,7 @@ def test_a_batch_script_starts_ranks_that_train_together(number: int, tmp_path: 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     done = subprocess.run(
-        ["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        ["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
