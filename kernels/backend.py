@@ -186,6 +186,11 @@ def _interpret_requested() -> bool:
 
 # Triton reads the variable when a kernel is decorated, at import. Later changes have no effect.
 INTERPRET = _interpret_requested()
+if INTERPRET:  # the interpreter compiles for no GPU, and Triton's function asks a driver that need not be there
+
+    def cuda_capability_geq(major: int, minor: int = 0) -> bool:
+        return False
+
 
 # Whether Triton kernels accept CPU tensors, as interpreted kernels do. Processes that replace the GPU's driver, such as
 # that of `bench/host_cost.py`, also set it for compiled kernels; `INTERPRET` keeps its value from the import.

@@ -221,6 +221,7 @@ def training(data: Data) -> Iterator[Any]:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         skipping = halfstep.SkipAwareScheduler(scheduler, scaler)
         monitor = halfstep.AmpMonitor(model, scaler, every=1)
+        yield halfstep.doctor(model, optimizer, scaler)
         for step in range(5):
             optimizer.zero_grad()
             loss = model(data.normal(4, 9, dtype=dtype)).float().square().mean()
