@@ -1,0 +1,234 @@
+"""torchtitan: `Trainer`, and its container of optimizers, with loss scaling, clipping and skipped steps of halfstep.
+
+torchtitan builds its optimizers from a list of names, has no loss scaling, and clips by writing gradients from within
+the training step. `OptimizersContainer` builds those of halfstep for the names of torch's. `Trainer` uses it, scales
+the loss where a scaler is configured, clips in the step, and holds schedules where a step was skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torchtitan import trainer as theirs
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.components.optimizer import LRSchedulersContainer as _LRSchedulersContainer
+from torchtitan.components.optimizer import OptimizersContainer as _OptimizersContainer
+
+from halfstep.integrations.optim import Adam, AdamW
+from halfstep.integrations.trainers.folding import (
+    SkipCount,
+    clip_in_next_step,
+    folds,
+    has_exactly,
+    scaler_metrics,
+)
+from halfstep.numerics.scaling.scaler import GradScaler
+
+REPLACED: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adam": Adam, "AdamW": AdamW}
+
+
+class OptimizersContainer(_OptimizersContainer):
+    """torchtitan's container, whose ``"Adam"`` and ``"AdamW"`` are those of halfstep.
+
+    ``optimizer_kwargs`` may have their options, such as ``"state_dtype"``. With
+    ``implementation="fused_opt_states_bf16"`` moments are in bf16; other implementations have no effect.
+
+    Attributes:
+        scaler: the scaler that steps the optimizers, or None. `Trainer` sets it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_OptimizersContainer.Config):
+        pass
+
+    scaler: GradScaler | None = None
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+        return REPLACED.get(name) or _OptimizersContainer._resolve_optimizer_factory(name)
+
+    @staticmethod
+    def _build_param_groups(model: Any, param_group_configs: Any, impl_kwargs: dict[str, Any]) -> Any:
+        groups, patterns = _OptimizersContainer._build_param_groups(model, param_group_configs, impl_kwargs)
+        for name in REPLACED.keys() & groups.keys():
+            for group in groups[name]:  # options of torch's that change nothing here
+                group.update(fused=None, foreach=None)
+        return groups, patterns
+
+    def _register_bf16_optimizer_state_hook(self) -> None:
+        """Called for ``"fused_opt_states_bf16"``, before any state exists."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups if folds(optimizer) else ():
+                group["state_dtype"] = torch.bfloat16
+
+    def step(self, closure: None = None) -> None:
+        """Step all optimizers. With a scaler, all of them are skipped together, and the scale is updated."""
+        if closure is not None:
+            raise ValueError(
+                "Expected closure to be None, but got one: torchtitan's containers do not support closures"
+            )
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, **options: Any) -> torch.Tensor:
+        """Clip as `torchtitan.distributed.utils.clip_grad_norm_` does, in the next step where that is possible.
+
+        It is with one optimizer of halfstep that has all `parameters`, without pipeline and expert parallelism. In
+        other cases gradients are unscaled and clipped in place.
+
+        Returns:
+            The norm of the unscaled gradients before clipping, over all ranks.
+        """
+        if len(self.optimizers) == 1 and not options.get("ep_enabled") and options.get("pp_mesh") is None:
+            (optimizer,) = self.optimizers
+            if folds(optimizer) and has_exactly(optimizer, parameters):
+                return clip_in_next_step(optimizer, max_norm, self.scaler)
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        norm: torch.Tensor = _clip_grad_norm_(parameters, max_norm, **options)
+        return norm
+
+
+class LRSchedulersContainer(_LRSchedulersContainer):
+    """torchtitan's container of schedules, which a skipped step does not advance."""
+
+    _skips: SkipCount | None = None
+
+    @classmethod
+    def adopt(cls, container: _LRSchedulersContainer, scaler: GradScaler) -> None:
+        """Make torchtitan's container into one of this class."""
+        container.__class__ = cls  # its configuration names torchtitan's class, and the checkpointer holds this object
+        container._skips = SkipCount(scaler)
+
+    def step(self) -> None:
+        """Step the schedules, unless the step of the optimizers was skipped."""
+        if self._skips is None or not self._skips.was_skipped():
+            super().step()
+
+
+class ScaledLoss(BaseLoss):
+    """A loss of torchtitan whose gradient is scaled. The loss that it returns, which is logged, is not."""
+
+    def __init__(self, inner: BaseLoss, scaler: GradScaler) -> None:
+        self.inner, self.scaler = inner, scaler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss and its metrics."""
+        loss, metrics = self.inner(*args, **kwargs)
+        if loss.requires_grad:
+            loss.register_hook(self.scaler.scale)
+        return loss, metrics
+
+
+@dataclass(kw_only=True, slots=True)
+class ScalerConfig:
+    """The options of the `halfstep.GradScaler` of a `Trainer`."""
+
+    init_scale: float = 2.0**16
+    """The initial scale."""
+
+    growth_factor: float = 2.0
+    """Factor by which the scale grows after growth_interval steps without overflow."""
+
+    backoff_factor: float = 0.5
+    """Factor by which the scale shrinks after an overflow."""
+
+    growth_interval: int = 2000
+    """Number of consecutive steps without overflow before the scale grows."""
+
+    hysteresis: int = 1
+    """Number of overflows before the scale shrinks."""
+
+
+class Trainer(theirs.Trainer):
+    """torchtitan's `Trainer` with halfstep: the same configuration, and `scaler`.
+
+    * Optimizers named ``"Adam"`` and ``"AdamW"`` are those of halfstep.
+    * ``training.max_norm`` clips in the step, where `OptimizersContainer.clip_grad_norm_` can.
+    * With `scaler`, for weights in fp16, the loss is scaled, overflows skip the step on all ranks, schedules hold, the
+      log has ``loss_scale`` and ``skipped_steps``, and checkpoints have the scale.
+
+    Raises:
+        ValueError: `scaler` was given with pipeline parallelism, whose schedules hold the loss.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(theirs.Trainer.Config):
+        scaler: ScalerConfig | None = field(default=None)
+        """The loss scaler, for training in fp16. None: the loss is not scaled."""
+
+    optimizers: OptimizersContainer
+    scaler: GradScaler | None = None
+
+    def __init__(self, config: Trainer.Config) -> None:
+        if config.scaler is not None and config.parallelism.pipeline_parallel_degree > 1:
+            raise ValueError(
+                "Expected pipeline_parallel_degree to be 1 with a scaler, but got "
+                f"{config.parallelism.pipeline_parallel_degree}: train in bf16, which needs no scaler"
+            )
+        given = config.optimizer
+        if type(given) is _OptimizersContainer.Config:
+            config.optimizer = OptimizersContainer.Config(
+                **{one.name: getattr(given, one.name) for one in fields(given)}
+            )
+        super().__init__(config)
+        if config.scaler is None:
+            return
+        self.scaler = self.optimizers.scaler = GradScaler(self.device.type, **asdict(config.scaler))
+        LRSchedulersContainer.adopt(self.lr_schedulers, self.scaler)
+        if isinstance(self.loss_fn, ChunkedLossWrapper):  # it runs a backward for each chunk
+            self.loss_fn.loss_fn = ScaledLoss(self.loss_fn.loss_fn, self.scaler)
+        else:
+            self.loss_fn = ScaledLoss(self.loss_fn, self.scaler)
+
+    def train_step(self, data_iterator: Any) -> None:
+        """One step; see `torchtitan.trainer.Trainer.train_step`."""
+        log = self.metrics_processor.log
+
+        def log_with_scaler(*args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            log(*args, extra_metrics={**(extra_metrics or {}), **scaler_metrics(self.scaler)}, **kwargs)
+
+        with (
+            _in_place_of(theirs.dist_utils, "clip_grad_norm_", self.optimizers.clip_grad_norm_),
+            _in_place_of(self.metrics_processor, "log", log_with_scaler),
+        ):
+            super().train_step(data_iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the trainer, with that of the scaler."""
+        state = super().state_dict()
+        return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of torchtitan's if there is no scaler."""
+        super().load_state_dict(state_dict)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
+
+
+_clip_grad_norm_ = theirs.dist_utils.clip_grad_norm_
+
+
+@contextmanager
+def _in_place_of(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Replace a function that a method of torchtitan calls, and for which it offers no hook."""
+    own = vars(owner)
+    before = own.get(name)
+    own[name] = replacement
+    try:
+        yield
+    finally:
+        if before is None:
+            del own[name]
+        else:
+            own[name] = before

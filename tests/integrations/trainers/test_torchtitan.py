@@ -1,0 +1,213 @@
+"""`halfstep.integrations.trainers.torchtitan` with the real library, on one rank and on two with FSDP2 and gloo."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+from trainer_tools import (
+    BROKEN,
+    LR,
+    MAX_NORM,
+    SAVED,
+    SCALE,
+    STEPS,
+    batch,
+    error,
+    gradients,
+    imported,
+    masters_of,
+    network,
+    page_block,
+    same_bits,
+    skip_without,
+    state_of,
+)
+
+import halfstep
+
+pytestmark = skip_without("torchtitan")
+torchtitan_ranks = imported("torchtitan_ranks")
+ours = imported("halfstep.integrations.trainers.torchtitan")
+optimizers = imported("torchtitan.components.optimizer")
+
+STRATEGIES = ("one process", "FSDP2")
+RUNS = [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("bf16", "fp16")]
+FP16, BF16 = RUNS[1::2], RUNS[::2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The results of each rank, by run."""
+    folder = str(tmp_path_factory.mktemp("torchtitan"))
+    ranks = rank_processes.run(torchtitan_ranks.run, 2, folder)
+    (alone,) = rank_processes.run(torchtitan_ranks.run, 1, folder)
+    kinds = ("bf16", "fp16")
+    return {
+        **{(f"one process {name}" if name in kinds else name): [one] for name, one in alone.items()},
+        **{f"FSDP2 {name}": [one[name] for one in ranks] for name in ranks[0]},
+    }
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert len(rank["losses"]) == STEPS and rank["losses"][-1] < 0.7 * rank["losses"][0]
+        assert rank["losses"] == found[run][0]["losses"]
+        assert rank["optimizer"] == "halfstep.integrations.optim.classes.AdamW"
+        split = 2 if run.startswith("FSDP2") else 1
+        assert all(own * split == whole for own, whole in rank["halves"].values())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_the_bits_are_those_of_a_loop_of_our_own(found: dict[str, list[Any]], kind: str) -> None:
+    (rank,) = found[f"one process {kind}"]
+    assert same_bits(rank["state"], rank["own"])
+
+
+@pytest.mark.parametrize("run", BF16)
+def test_masters_are_split(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["masters"] == ["torch.int16"] and rank["weights"] == ["torch.bfloat16"]
+
+
+@pytest.mark.parametrize("run", FP16)
+def test_the_scaler_scales(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["log"][0]["loss_scale"] == SCALE and rank["log"][-1]["loss_scale"] == SCALE / 2
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_clipping_writes_no_gradient(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["unwritten"] == [True] * STEPS
+        finite = [norm for norm in rank["norms"] if math.isfinite(norm)]
+        assert len(finite) == STEPS - run.endswith("fp16") and min(finite) > MAX_NORM
+        assert rank["norms"] == found[run][0]["norms"]
+
+
+@pytest.mark.parametrize("run", FP16)
+def test_all_ranks_skip_an_overflow(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["skipped"] == [step == BROKEN for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> None:
+    taken = [step + 1 - (run.endswith("fp16") and step >= BROKEN) for step in range(STEPS)]
+    for rank in found[run]:
+        assert rank["rates"] == pytest.approx([LR * (1 - count / (2 * STEPS)) for count in taken], abs=LR / 50)
+        assert len(set(rank["rates"])) == len(set(taken))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["resumed"] and rank["resumed_rest"]
+        assert rank["resumed_scale"] == [one.get("loss_scale") for one in rank["log"][SAVED:]]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_a_checkpoint_of_two_ranks_loads_on_one(found: dict[str, list[Any]], kind: str) -> None:
+    one = found[f"{kind} saved by two"]
+    for rank in found[f"FSDP2 {kind} saved by two"]:
+        assert same_bits(one[0], rank) and rank["step"] == SAVED
+        assert rank["scale"] == (SCALE / 2 if kind == "fp16" else None)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_export_has_the_weights(found: dict[str, list[Any]], run: str) -> None:
+    for rank in found[run]:
+        assert rank["exported"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_log_has_scale_and_skips(found: dict[str, list[Any]], run: str) -> None:
+    skips = [float(step >= BROKEN) for step in range(STEPS)]
+    wanted = [{"loss_scale": SCALE / 2**skip, "skipped_steps": skip} for skip in skips]
+    for rank in found[run]:
+        assert rank["log"] == (wanted if run.endswith("fp16") else [{}] * STEPS)
+
+
+def test_a_loss_in_chunks_is_scaled(found: dict[str, list[Any]]) -> None:
+    """Its gradients are computed within, by a backward for each chunk."""
+    (norms,) = found["chunked"]
+    for chunked, plain in zip(*norms, strict=True):
+        assert chunked == plain or 0.9 < chunked / plain < 1.1
+
+
+def test_the_container_alone_works_in_the_trainer_of_torchtitan(found: dict[str, list[Any]]) -> None:
+    assert found["container alone"] == [{"masters": ["torch.int16"], "type": True}]
+
+
+def container(model: torch.nn.Module, *groups: Any, **options: Any) -> Any:
+    named = [
+        optimizers.ParamGroupConfig(pattern=one, optimizer_name=name, optimizer_kwargs=given)
+        for one, name, given in groups
+    ]
+    return ours.OptimizersContainer.Config(param_groups=named, **options).build(model_parts=[model])
+
+
+def test_the_flat_state_has_the_master_in_fp32() -> None:
+    models = [network(seed).bfloat16() for seed in range(2)]
+    first, second = (container(model, (".*", "AdamW", {"lr": LR})) for model in models)
+    error(models[0](batch(0)[0].bfloat16()), batch(0)[1]).backward()
+    first.step()
+    state = first.state_dict()
+    assert state["state.0.weight.master"].dtype == torch.float32
+    assert masters_of(first.optimizers[0]) == ["torch.int16"]
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(state)
+    assert same_bits(state_of(first.optimizers[0]), state_of(second.optimizers[0]))
+
+
+def test_moments_in_bf16() -> None:
+    model = network().bfloat16()
+    made = container(model, (".*", "AdamW", {"lr": LR}), implementation="fused_opt_states_bf16")
+    made.state_dict()  # creates the state
+    assert {state["exp_avg"].dtype for state in made.optimizers[0].state.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_several_optimizers_clip_together_in_place(scaled: bool) -> None:
+    model, twin = network(), network()
+    made = container(model, ("bias", "Adam", {"lr": LR}), (".*", "AdamW", {"lr": LR}))
+    assert [type(one) for one in made] == [halfstep.Adam, halfstep.AdamW]
+    if scaled:
+        made.scaler = halfstep.GradScaler("cpu", init_scale=SCALE)
+    loss = error(model(batch(0)[0]), batch(0)[1])
+    (made.scaler.scale(loss) if scaled else loss).backward()
+    error(twin(batch(0)[0]), batch(0)[1]).backward()
+    norm = made.clip_grad_norm_(list(model.parameters()), MAX_NORM)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(twin.parameters(), MAX_NORM))
+    torch.testing.assert_close(gradients(model.parameters()), gradients(twin.parameters()))
+    made.step()
+    assert made.scaler is None or made.scaler._updates == 1
+
+
+def test_other_optimizers_stay() -> None:
+    with pytest.raises(NotImplementedError, match="Optimizer Lion not added"):
+        container(network(), (".*", "Lion", {"lr": LR}))
+
+
+def test_errors_name_the_argument_and_the_remedy() -> None:
+    made = container(network(), (".*", "AdamW", {"lr": LR}))
+    with pytest.raises(ValueError, match="Expected closure to be None, but got one"):
+        made.step(lambda: 0.0)
+    config = ours.Trainer.Config(scaler=ours.ScalerConfig())
+    config.parallelism.pipeline_parallel_degree = 2
+    with pytest.raises(
+        ValueError, match="Expected pipeline_parallel_degree to be 1 with a scaler, but got 2: train in"
+    ):
+        ours.Trainer(config)
+
+
+def test_the_lines_of_the_page_run() -> None:
+    names: dict[str, Any] = {"model_registry": lambda flavor: None}
+    exec(page_block("torchtitan"), names)
+    config = names["llama3_debugmodel"]()
+    assert type(config) is ours.Trainer.Config and config._owner is ours.Trainer
+    assert config.training.dtype == "bfloat16" and config.scaler is None
