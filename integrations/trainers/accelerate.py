@@ -31,6 +31,8 @@ from halfstep.numerics.scaling.verdict import parameters_of
 class SkipAwareOptimizer(AcceleratedOptimizer):
     """Accelerate's wrapper of an optimizer, whose `step_was_skipped` is that of the scaler."""
 
+    _loading = False  # whether the accelerator is loading a checkpoint
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: GradScaler | None = None
     ) -> None:
@@ -44,6 +46,11 @@ class SkipAwareOptimizer(AcceleratedOptimizer):
         """
         if self.scaler is None or not self.gradient_state.sync_gradients:
             super().step(closure)
+            return
+        if self._loading or (self.scaler._scale is None and all(group["lr"] == 0 for group in self.param_groups)):
+            # Before torch loads a checkpoint of FSDP2, it creates the state by a step with a learning rate of 0, of
+            # which the scaler must know nothing.
+            self.optimizer.step(closure)
             return
         self.scaler.step(self.optimizer, closure)
         if not awaits_step(self.scaler):
@@ -167,6 +174,17 @@ class Accelerator(accelerate.Accelerator):
         finally:
             self._clipped = None
         return norm
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` saved; see `accelerate.Accelerator.load_state`."""
+        wrappers = [one for one in self._optimizers if isinstance(one, SkipAwareOptimizer)]
+        for one in wrappers:
+            one._loading = True
+        try:
+            super().load_state(*args, **kwargs)
+        finally:
+            for one in wrappers:
+                one._loading = False
 
     def scaler_metrics(self) -> dict[str, float]:
         """``loss_scale`` and ``skipped_steps`` for `log`; empty without a scaler. Waits for the device."""

@@ -136,6 +136,7 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     found["weights"] = sorted({str(one.dtype) for one in model.parameters()})
     found["state"], found["log"] = state_of(optimizer.optimizer), json.dumps(tracker.kept)
     found["metrics"] = accelerator.scaler_metrics()
+    found["scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
     exported = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.save_model(model, place + "-export")
     accelerator.wait_for_everyone()
@@ -154,7 +155,7 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     again = steps(accelerator, model, optimizer, schedule, kind, range(SAVED, STEPS), None)
     found["resumed"] = same_bits(state_of(optimizer.optimizer), found["state"])
     found["resumed_rest"] = again == rest
-    found["resumed_metrics"] = accelerator.scaler_metrics()
+    found["resumed_scaler"] = None if accelerator.scaler is None else accelerator.scaler.state_dict()
     return found
 
 

@@ -105,7 +105,7 @@ def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> Non
 def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
     for rank in found[run]:
         assert rank["resumed"] and rank["resumed_rest"]
-        assert rank["resumed_metrics"].get("loss_scale") == rank["metrics"].get("loss_scale")
+        assert rank["resumed_scaler"] == rank["scaler"]
 
 
 @pytest.mark.parametrize("run", RUNS)
