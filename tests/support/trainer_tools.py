@@ -27,6 +27,7 @@ TRAINERS = {
     "torchtitan",
     "torchft",
     "safetensors",
+    "bitsandbytes",
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

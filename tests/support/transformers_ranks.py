@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 import transformers
 import trl
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from trainer_tools import (
@@ -25,6 +28,7 @@ from trainer_tools import (
     MAX_NORM,
     SAVED,
     STEPS,
+    break_gradient,
     broken_backward,
     gradients,
     masters_of,
@@ -37,11 +41,12 @@ import halfstep
 from halfstep.integrations.trainers.transformers import Trainer, TrainerMixin
 
 WORDS = 32
+SCHEMES = ("nf4", "int8")
 
 
-def language_model(seed: int = 0) -> Any:
+def language_model(seed: int = 0, width: int = 16) -> Any:
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 2}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **sizes))
 
 
@@ -99,8 +104,11 @@ class Breaking:
     def training_step(self: Any, model: Any, *args: Any, **given: Any) -> Any:
         breaks = self.state.global_step == self.broken and self.args.process_index == self.args.world_size - 1
         trained = [one for one in model.parameters() if one.requires_grad]
-        with broken_backward(trained[:1], breaks):
-            return super().training_step(model, *args, **given)
+        with broken_backward(trained[:1], breaks and not self.is_fsdp_enabled):
+            loss = super().training_step(model, *args, **given)
+        if breaks and self.is_fsdp_enabled and trained[0].grad is not None:  # there are none before the last batch
+            break_gradient(trained)
+        return loss
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
         before = gradients(model.parameters()) if grad_norm is None else self.unclipped
@@ -117,10 +125,21 @@ class Watched(Breaking, Trainer):
     pass
 
 
+class Sharded(Watched):
+    """A trainer with ``fsdp=True``. Accelerate shards on accelerators only; this is what its state does there."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        self.is_fsdp_enabled = True
+
+
 def trainer_of(folder: Path, kind: str, seed: int = 0, model: Any = None, cls: Any = Watched, **options: Any) -> Any:
     model = language_model(seed).to(DTYPES[kind]) if model is None else model
     scaler = scaler_for(kind)
-    if cls is Watched:
+    if cls in (Watched, Sharded):
         options = {"args": transformers.TrainingArguments(**arguments(folder, **options)), "train_dataset": sentences()}
     seen = Seen()
     trainer = cls(model=model, callbacks=[seen], scaler=scaler, **options)
@@ -132,9 +151,10 @@ def trainer_of(folder: Path, kind: str, seed: int = 0, model: Any = None, cls: A
 def result(trainer: Any, folder: Path, exported: Path) -> dict[str, Any]:
     """What the tests look at after a run."""
     history = [one for one in trainer.state.log_history if "loss" in one]
-    held = dict(sorted(trainer.model.state_dict().items()))
+    held = {name: full(one) for name, one in sorted(trainer.model.state_dict().items())}
     saved = load_file(exported)
     return {
+        "sharded": all(hasattr(one, "full_tensor") for one in trainer.model.parameters()),
         "losses": [one["loss"] for one in history],
         "norms": [float(one["grad_norm"]) for one in history],
         "log": [{name: one[name] for name in ("loss_scale", "skipped_steps") if name in one} for one in history],
@@ -150,18 +170,25 @@ def result(trainer: Any, folder: Path, exported: Path) -> dict[str, Any]:
     }
 
 
-def whole(folder: Path, kind: str) -> dict[str, Any]:
-    place = folder / kind
-    trainer = trainer_of(place, kind, weight_decay=0.1)
+def full(tensor: Any) -> torch.Tensor:
+    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach()
+
+
+def whole(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
+    place = folder / f"{kind}-{len(options)}"
+    trainer = trainer_of(place, kind, weight_decay=0.1, **options)
     trainer.train()
     trainer.save_model(str(place / "export"))
     trainer.accelerator.wait_for_everyone()
     found = result(trainer, place, place / "export" / "model.safetensors")
-    again = trainer_of(place / "again", kind, seed=1, weight_decay=0.1)
+    again = trainer_of(place / "again", kind, seed=1, weight_decay=0.1, **options)
     again.train(resume_from_checkpoint=str(place / f"checkpoint-{SAVED}"))
     found["resumed"] = same_bits(state_of(again.optimizer.optimizer), found["state"])
     rest = [one["loss"] for one in again.state.log_history if "loss" in one]
     found["resumed_rest"] = rest == found["losses"]
+    scalers = [one.accelerator.scaler for one in (trainer, again)]
+    found["scaler"], found["resumed_scaler"] = [None if one is None else one.state_dict() for one in scalers]
     found["resumed_log"] = [one.get("loss_scale") for one in again.state.log_history if "loss" in one][SAVED:]
     return found
 
@@ -170,24 +197,28 @@ def without_clipping(folder: Path, kind: str) -> dict[str, Any]:
     """``max_grad_norm=0``: the norm is logged, and nothing is clipped."""
     trainer = trainer_of(folder / f"none-{kind}", kind, max_grad_norm=0.0, save_steps=100)
     trainer.train()
-    found = result(trainer, folder, folder / kind / "export" / "model.safetensors")
+    found = result(trainer, folder, folder / f"{kind}-0" / "export" / "model.safetensors")
     trainer = trainer_of(folder / f"far-{kind}", kind, max_grad_norm=1e9, save_steps=100)
     trainer.train()
     found["as_far"] = same_bits(state_of(trainer.optimizer.optimizer), found["state"])
     return found
 
 
-def adapters(folder: Path, kind: str, autocast: bool) -> dict[str, Any]:
+def adapters(folder: Path, kind: str, autocast: bool, scheme: str | None = None) -> dict[str, Any]:
     """LoRA on frozen weights, with adapters in their dtype or, as PEFT does by default, in fp32."""
-    model = language_model().to(DTYPES[kind])
+    model = language_model().to(DTYPES[kind]) if scheme is None else quantized(folder, kind, scheme)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
-    place = folder / f"lora-{kind}-{autocast}"
+    if scheme is not None and not autocast:  # PEFT makes adapters of quantized weights in fp32 in any case
+        for one in filter(attrgetter("requires_grad"), model.parameters()):
+            one.data = one.data.to(DTYPES[kind])
+    place = folder / f"lora-{kind}-{autocast}-{scheme}"
     trainer = trainer_of(place, kind, model=model, optim_args="state_dtype=bfloat16, rounding=stochastic, seed=3")
     trainer.train()
     trainer.save_model(str(place / "export"))
     base = model.get_base_model().state_dict()
+    quantized_dtypes = {str(one.dtype) for name, one in base.items() if "mlp" in name and name.endswith("weight")}
     frozen = {name.replace(".base_layer", ""): one for name, one in base.items() if "lora" not in name}
     saved = load_file(place / "export" / "adapter_model.safetensors")
     held = {name.replace(".default", ""): one for name, one in model.state_dict().items() if "lora" in name}
@@ -196,6 +227,7 @@ def adapters(folder: Path, kind: str, autocast: bool) -> dict[str, Any]:
     return {
         "adapters": sorted({str(one.dtype) for one in model.parameters() if one.requires_grad}),
         "masters": masters_of(trainer.optimizer.optimizer),
+        "base": sorted(quantized_dtypes),
         "moments": sorted(moments),
         "trained": sum(one.requires_grad for one in model.parameters()) == len(trainer.optimizer.state),
         "moved": any(bool(one.ne(0).any()) for name, one in held.items() if "lora_B" in name),
@@ -207,14 +239,32 @@ def adapters(folder: Path, kind: str, autocast: bool) -> dict[str, Any]:
     }
 
 
-def loraplus(folder: Path) -> dict[str, Any]:
+def quantized(folder: Path, kind: str, scheme: str) -> Any:
+    """A model whose linear weights bitsandbytes keeps in 4 or 8 bits."""
+    language_model(width=64).to(DTYPES[kind]).save_pretrained(folder / f"base-{kind}")  # blocks have 64 weights
+    options = {
+        "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": DTYPES[kind]},
+        "int8": {"load_in_8bit": True},
+    }[scheme]
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder / f"base-{kind}",
+        quantization_config=transformers.BitsAndBytesConfig(**options),
+        device_map="cpu",
+        dtype=DTYPES[kind],
+    )
+
+
+def loraplus(folder: Path, scheme: str | None) -> dict[str, Any]:
     """PEFT's LoRA+ makes an optimizer of a class that it is given, with a higher rate for some matrices."""
-    model = peft.get_peft_model(language_model(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model = language_model() if scheme is None else quantized(folder, "bf16", scheme)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     optimizer = create_loraplus_optimizer(model=model, optimizer_cls=halfstep.AdamW, lr=LR, loraplus_lr_ratio=4.0)
-    trainer = trainer_of(folder / "plus", "bf16", model=model)
+    trainer = trainer_of(folder / f"plus-{scheme}", "bf16", model=model)
     trainer.optimizer = optimizer
     trainer.train()
-    return {"rates": sorted({group["initial_lr"] for group in optimizer.param_groups}), "states": len(optimizer.state)}
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    rates = sorted({group["initial_lr"] for group in optimizer.param_groups})
+    return {"rates": rates, "states": len(optimizer.state), "losses": losses}
 
 
 class WatchedSFT(Breaking, TrainerMixin, trl.SFTTrainer):
@@ -253,8 +303,18 @@ def run(rank: int, folder: str) -> dict[str, Any]:
             found.update(
                 {f"LoRA {kind} {fp32}": adapters(place, kind, fp32) for kind in DTYPES for fp32 in (True, False)}
             )
-            found["LoRA+"] = loraplus(place)
+            found.update(
+                {
+                    f"QLoRA {scheme} {kind} {fp32}": adapters(place, kind, fp32, scheme)
+                    for scheme in SCHEMES
+                    for kind in DTYPES
+                    for fp32 in (True, False)
+                }
+            )
+            found.update({f"LoRA+ {scheme}": loraplus(place, scheme) for scheme in (None, *SCHEMES)})
             found.update({f"SFT {kind}": fine_tuning(place, kind) for kind in DTYPES})
     if several:
+        sharded = {"cls": Sharded, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+        found.update({f"FSDP2 {kind}": whole(place, kind, **sharded) for kind in DTYPES})
         dist.barrier()
     return found

@@ -25,12 +25,12 @@ from trainer_tools import (
 
 import halfstep
 
-pytestmark = skip_without("transformers", "trl", "peft")
+pytestmark = skip_without("transformers", "trl", "peft", "bitsandbytes")
 transformers, trl = imported("transformers"), imported("trl")
 transformers_ranks = imported("transformers_ranks")
 ours = imported("halfstep.integrations.trainers.transformers")
 
-STRATEGIES = ("one process", "DDP", "SFT")
+STRATEGIES = ("one process", "DDP", "FSDP2", "SFT")
 RUNS = [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("bf16", "fp16")]
 FP16, BF16 = RUNS[1::2], RUNS[::2]
 SAVING = [run for run in RUNS if not run.startswith("SFT")]
@@ -45,7 +45,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     kinds = ("bf16", "fp16")
     return {
         **{(f"one process {name}" if name in kinds else name): [one] for name, one in alone.items()},
-        **{f"DDP {kind}": [one[kind] for one in ranks] for kind in kinds},
+        **{(f"DDP {name}" if name in kinds else name): [one[name] for one in ranks] for name in ranks[0]},
     }
 
 
@@ -54,7 +54,8 @@ def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
     losses = found[run][0]["losses"]  # the first rank logs
     assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0]
     for rank in found[run]:
-        assert same_bits(rank["state"], found[run][0]["state"])
+        assert rank["sharded"] == run.startswith("FSDP2")
+        assert rank["sharded"] or same_bits(rank["state"], found[run][0]["state"])
         assert rank["optimizer"] == "halfstep.integrations.optim.classes.AdamW"
 
 
@@ -101,7 +102,7 @@ def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> Non
 def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
     scales = [one.get("loss_scale") for one in found[run][0]["log"][SAVED:]]
     for number, rank in enumerate(found[run]):
-        assert rank["resumed"] and rank["resumed_rest"]
+        assert rank["resumed"] and rank["resumed_rest"] and rank["resumed_scaler"] == rank["scaler"]
         assert number > 0 or rank["resumed_log"] == scales
 
 
@@ -125,9 +126,14 @@ def test_groups_are_those_of_the_trainer(found: dict[str, list[Any]]) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("fp32", [True, False])
-def test_adapters_train_on_frozen_weights(found: dict[str, list[Any]], kind: str, fp32: bool) -> None:
-    (rank,) = found[f"LoRA {kind} {fp32}"]
+@pytest.mark.parametrize("scheme", [None, "nf4", "int8"])
+def test_adapters_train_on_frozen_weights(
+    found: dict[str, list[Any]], kind: str, fp32: bool, scheme: str | None
+) -> None:
+    """Also on weights that bitsandbytes keeps in 4 and 8 bits."""
+    (rank,) = found[f"LoRA {kind} {fp32}" if scheme is None else f"QLoRA {scheme} {kind} {fp32}"]
     own = {"bf16": ("torch.bfloat16", "torch.int16"), "fp16": ("torch.float16", "torch.float32")}[kind]
+    assert rank["base"] == [{None: own[0], "nf4": "torch.uint8", "int8": "torch.int8"}[scheme]]
     assert rank["adapters"] == ["torch.float32" if fp32 else own[0]]
     assert rank["masters"] == ([] if fp32 else [own[1]])
     assert rank["trained"] and rank["moved"] and rank["frozen"] and rank["exported"]
@@ -137,9 +143,11 @@ def test_adapters_train_on_frozen_weights(found: dict[str, list[Any]], kind: str
     assert rank["losses"][-1] < rank["losses"][0]
 
 
-def test_loraplus_makes_our_optimizer(found: dict[str, list[Any]]) -> None:
-    (rank,) = found["LoRA+"]
+@pytest.mark.parametrize("scheme", [None, "nf4", "int8"])
+def test_loraplus_makes_our_optimizer(found: dict[str, list[Any]], scheme: str | None) -> None:
+    (rank,) = found[f"LoRA+ {scheme}"]
     assert rank["rates"][-2:] == [LR, pytest.approx(4 * LR)] and rank["states"] == 4
+    assert rank["losses"][-1] < rank["losses"][0]
 
 
 @pytest.mark.parametrize(
