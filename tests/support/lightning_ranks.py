@@ -12,9 +12,12 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision as TheirMixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from trainer_tools import (
     BROKEN,
     LR,
@@ -23,6 +26,7 @@ from trainer_tools import (
     SCALE,
     STEPS,
     batch,
+    break_gradient,
     broken_backward,
     error,
     gradients,
@@ -105,6 +109,20 @@ class Regression(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Sharded(Regression):
+    """Under FSDP2, which Lightning leaves to the module."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.network, FSDPModule):
+            fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        lightning.LightningModule.backward(self, loss, *args, **kwargs)
+        if self.current_epoch == BROKEN and rank() == world() - 1 and self.kind.startswith("16"):
+            break_gradient(self.parameters())
+        self.before = gradients(self.parameters())
+
+
 class Watching(Regression):
     """Looks at gradients between the backward and the step, which are then unscaled."""
 
@@ -147,20 +165,37 @@ def fit_of(model: Any, dtype: torch.dtype) -> list[float]:
     return [error(one(inputs), targets).item() for one in (network().to(dtype), model)]
 
 
-def whole(folder: Path, kind: str) -> dict[str, Any]:
-    trainer, model = trainer_of(folder, plugin_for(kind)), Regression(kind)
+def strategy_for(cls: type) -> dict[str, Any]:
+    return {"strategy": ModelParallelStrategy(world(), 1)} if cls is Sharded else {}
+
+
+def full(tensor: Any) -> torch.Tensor:
+    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach()
+
+
+def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
+    trainer, model = trainer_of(folder, plugin_for(kind), **strategy_for(cls)), cls(kind)
     trainer.fit(model, loader())
     place = folder / f"epoch={SAVED - 1}.ckpt"
     trainer.save_checkpoint(folder / "last.ckpt")
-    saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
-    again, resumed = trainer_of(folder / "again", plugin_for(kind)), Regression(kind, seed=1)
+    held = {name: full(one) for name, one in model.state_dict().items()}
+    if cls is Sharded:
+        saved = {name: torch.zeros_like(one) for name, one in held.items()}
+        dcp.load({"state_dict": saved}, checkpoint_id=str(folder / "last.ckpt"), no_dist=True)
+    else:
+        saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+    trained = network().to(WEIGHTS.get(kind, torch.float32))
+    trained.load_state_dict({name.removeprefix("network."): one for name, one in held.items()})
+    again, resumed = trainer_of(folder / "again", plugin_for(kind), **strategy_for(cls)), cls(kind, seed=1)
     again.fit(resumed, loader(), ckpt_path=str(place), weights_only=False)
     logged = [one for one in trainer.logger.kept if "loss" in one or "loss_scale" in one]
     merged = [
         {key: value for one in logged if one["epoch"] == epoch for key, value in one.items()} for epoch in range(STEPS)
     ]
     return {
-        "fit": fit_of(model.network, WEIGHTS.get(kind, torch.float32)),
+        "fit": fit_of(trained, WEIGHTS.get(kind, torch.float32)),
+        "sharded": all(hasattr(one, "full_tensor") for one in model.parameters()),
         "rates": model.rates,
         "skipped": model.skipped,
         "unwritten": model.unwritten,
@@ -168,11 +203,12 @@ def whole(folder: Path, kind: str) -> dict[str, Any]:
         "weights": sorted({str(one.dtype) for one in model.parameters()}),
         "state": state_of(trainer.optimizers[0]),
         "log": [{key: one[key] for key in ("loss_scale", "skipped_steps") if key in one} for one in merged],
-        "exported": same_bits(dict(saved), dict(model.state_dict())),
+        "exported": same_bits(dict(saved), held),
         "resumed": same_bits(state_of(again.optimizers[0]), state_of(trainer.optimizers[0])),
         "resumed_rest": resumed.losses == model.losses[2 * SAVED :] and resumed.rates == model.rates[SAVED:],
         "resumed_scale": again.precision_plugin.state_dict().get("scale"),
         "scale": trainer.precision_plugin.state_dict().get("scale"),
+        "resumed_scaler": again.precision_plugin.state_dict() == trainer.precision_plugin.state_dict(),
         "steps": trainer.global_step,
     }
 
@@ -302,5 +338,7 @@ def run(number: int, folder: str, library: str) -> dict[str, Any]:
             found["hooks"] = hooks_see_unscaled(place)
             found["by value"] = by_value(place)
     if dist.is_initialized():
+        if library == "lightning":
+            found.update({f"FSDP2 {kind}": whole(place / f"fsdp2-{kind}", kind, Sharded) for kind in KINDS})
         dist.barrier()
     return found
