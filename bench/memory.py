@@ -158,7 +158,7 @@ def measured(name: str, parameters: int, width: int) -> dict[str, Any]:
     return {
         "parameters": sum(one.numel() for one in own),
         "counted": counted,
-        # Linux counts pages per thread and adds them up late, so that a peak may read some pages below what it began at.
+        # Linux counts pages per thread and adds them up late, so that a peak may read below what it began at.
         "process": max(peak - before, 0) if cleared and peak is not None and before is not None else None,
         "planned": planned,
     }
