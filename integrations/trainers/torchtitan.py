@@ -168,6 +168,7 @@ class Trainer(theirs.Trainer):
         """The loss scaler, for training in fp16. None: the loss is not scaled."""
 
     optimizers: OptimizersContainer
+    loss_fn: Any
     scaler: GradScaler | None = None
 
     def __init__(self, config: Trainer.Config) -> None:
