@@ -75,7 +75,7 @@ def fitting(width: int, memory: int) -> int:
     return blocks
 
 
-def train(width: int, blocks: int, steps: int) -> list[float]:
+def train(width: int, blocks: int, steps: int, batch: int) -> list[float]:
     torch.manual_seed(0)
     model = GPT(width, blocks)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, state_dtype="8bit", max_grad_norm=1.0)
@@ -83,9 +83,9 @@ def train(width: int, blocks: int, steps: int) -> list[float]:
     text = torch.tensor(list(Path(os.__file__).read_bytes()))
     losses = []
     for step in range(steps):
-        starts = torch.randint(len(text) - SEQUENCE, (4,), generator=torch.Generator().manual_seed(step))
-        batch = torch.stack([text[start : start + SEQUENCE + 1] for start in starts])
-        loss = model(batch[:, :-1], batch[:, 1:])
+        starts = torch.randint(len(text) - SEQUENCE, (batch,), generator=torch.Generator().manual_seed(step))
+        rows = torch.stack([text[start : start + SEQUENCE + 1] for start in starts])
+        loss = model(rows[:, :-1], rows[:, 1:])
         loss.backward()  # steps
         optimizer.step()
         losses.append(loss.item())
@@ -104,15 +104,16 @@ def main() -> int:
     parser.add_argument("--memory", type=float, default=1.0, help="GiB (default: 1)")
     parser.add_argument("--width", type=int, default=512, help="a multiple of 64 (default: 512)")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of 128 bytes per step (default: 4)")
     options = parser.parse_args()
 
     blocks = fitting(options.width, int(options.memory * 2**30))
     made = planned(options.width, blocks)
     print(f"{blocks} blocks, {made.parameters:,} parameters; planned: {made.totals.peak / 2**20:,.0f} MiB")
 
-    train(64, 1, 1)  # loads what the first step needs
+    train(64, 1, 1, 1)  # loads what the first step needs
     before = resident("VmRSS")
-    losses = train(options.width, blocks, options.steps)
+    losses = train(options.width, blocks, options.steps, options.batch)
     taken = resident("VmHWM") - before
     print(f"the process took {taken / 2**20:,.0f} MiB, with activations")
     print(f"largest: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")

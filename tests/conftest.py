@@ -18,7 +18,7 @@ import quick_interpreter
 import torch
 import torch.distributed as dist
 
-pytest_plugins = ["durations"]  # tests/support/durations.py
+pytest_plugins = ["durations", "sampling"]  # in tests/support
 
 # A shell makes background processes ignore Ctrl-C, and Python then does not raise KeyboardInterrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

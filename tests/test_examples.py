@@ -78,16 +78,17 @@ def test_it_fails_where_training_does_not_work(tmp_path: Path) -> None:
 
 def test_the_largest_model_takes_what_is_planned() -> None:
     assert "\npython examples/largest.py --memory 4\n" in LARGEST.read_text().partition('"""\n')[0]
-    words = [sys.executable, str(LARGEST), "--memory", "0.2", "--width", "256", "--steps", "4"]
+    # Few elements: a CPU without instructions for bf16 takes a hundred times as long for its products.
+    words = [sys.executable, str(LARGEST), "--memory", "0.1", "--width", "256", "--steps", "2", "--batch", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     told = re.fullmatch(
-        r"35 blocks, 27,740,416 parameters; planned: (\d+) MiB\n"
+        r"17 blocks, 13,524,736 parameters; planned: (\d+) MiB\n"
         r"the process took (\d+) MiB, with activations\n"
         r"largest: loss ([0-9.]+) before, ([0-9.]+) after\n",
         done.stdout,
     )
     assert told is not None, done.stdout
     planned, taken = int(told[1]), int(told[2])  # 0 where it is not known
-    assert planned == 161 and (taken == 0 or planned <= taken < 1.5 * planned)
+    assert planned == 79 and (taken == 0 or planned <= taken < 1.5 * planned)

@@ -55,7 +55,7 @@ def environment(folder: Path, *install: object) -> Path:
     return folder / "bin"
 
 
-@pytest.fixture(scope="module", params=["wheel", "regular", "editable"])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("regular", marks=pytest.mark.exhaustive), "editable"])
 def installed(request: pytest.FixtureRequest, tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     what = {
         "wheel": lambda: [request.getfixturevalue("wheel")],

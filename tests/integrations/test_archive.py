@@ -24,6 +24,8 @@ from hypothesis.extra import numpy as hypothesis_numpy
 
 from halfstep.integrations import archive, checkpoint, pickle_data
 
+pytestmark = pytest.mark.sample(3)
+
 
 class Colour(enum.Enum):
     RED = 1

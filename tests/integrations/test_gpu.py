@@ -15,6 +15,8 @@ from devices import WHERE, assert_same_bits, interpreted, kernels_on, normal, pa
 
 import halfstep
 
+pytestmark = pytest.mark.sample(3)
+
 SIZES = (1, 15, 16, 17, 0, 1000, 2048, 4097)
 OFFSETS = (0, 1, 0, 3, 0, 1, 0, 8)
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

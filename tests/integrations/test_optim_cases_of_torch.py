@@ -24,6 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import halfstep
 
+pytestmark = pytest.mark.sample(3)
+
 common = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
 
 INFOS = {info.optim_cls.__name__: info for info in common.optim_db if info.optim_cls.__name__ in ("Adam", "AdamW")}

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import halfstep
 from halfstep.kernels import block_codes
 
+pytestmark = pytest.mark.sample(3)
+
 SHAPES = ((40, 130), (16, 9, 32), (4096,), (63, 65), (8, 512), (5, 7, 0), ())
 CODED = (True, True, False, False, True, False, False)
 LAYOUTS = {

@@ -17,6 +17,8 @@ from tolerances import ADAM_ERROR_AGAINST_TORCH, ADAM_RUN_UNITS, STOCHASTIC_SIGM
 
 import halfstep
 
+pytestmark = pytest.mark.sample(3)
+
 KEPT = {"fp32": (FP32, "auto"), "split": (BF16, "split"), "full bf16": (BF16, "full"), "full fp16": (FP16, "full")}
 STEPS = 8
 

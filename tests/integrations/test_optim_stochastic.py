@@ -21,6 +21,8 @@ import halfstep
 from halfstep.bench.audit.families import adam as audited_adam
 from halfstep.integrations.optim.state import WHOLE
 
+pytestmark = pytest.mark.sample(3)
+
 BF16 = torch.bfloat16
 LEAST = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic"}
 LAYOUTS = {

@@ -13,6 +13,8 @@ from torch._dynamo.utils import counters
 
 import halfstep
 
+pytestmark = pytest.mark.sample(3)
+
 KINDS = {
     "fp32": (FP32, "auto"),
     "split": (BF16, "split"),

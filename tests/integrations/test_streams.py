@@ -16,6 +16,8 @@ from stream_training import BF16, FP16, FP32
 import halfstep
 from halfstep.integrations.release import step_in_backward
 
+pytestmark = pytest.mark.sample(3)
+
 KERNELS = ["native", "triton"]
 LR = 0.1
 

@@ -18,7 +18,10 @@ from tolerances import ADAM_STEP_UNITS, ROUNDOFF
 from halfstep.kernels import adam
 from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, Layout
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, on overflow and NaN
+]
 
 INF, NAN = float("inf"), float("nan")
 

@@ -17,7 +17,10 @@ from oracles import BF16, FP16, FP32, NUMPY, AdamTensor
 
 from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, on overflow and NaN
+]
 
 INF, NAN = float("inf"), float("nan")
 SPLIT = Layout(BF16, BF16, CODED, SPLIT_MASTER, False, False)

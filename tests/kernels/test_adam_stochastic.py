@@ -18,7 +18,10 @@ from oracles import BF16, FP16, FP32, NUMPY, AdamTensor
 from halfstep.kernels import adam
 from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, on overflow and NaN
+]
 
 INF, NAN = float("inf"), float("nan")
 PLAIN = Layout(BF16, BF16, FP32, NO_MASTER, False, False, True)  # 22 bytes

@@ -17,7 +17,10 @@ from halfstep.kernels import block_codes, native
 from halfstep.kernels.backend import INTERPRET, jit, tl, triton
 from halfstep.kernels.block_codes import SPAN, blocks_per_row
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on the hostile patterns
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, on the hostile patterns
+]
 
 DEVICE = torch.device("cpu" if INTERPRET or not torch.cuda.is_available() else "cuda")
 # Encode fp32 numbers of shape (rows, columns), with random words or None, signed or positive; and decode.

@@ -25,7 +25,10 @@ from halfstep.kernels import cast as module
 from halfstep.kernels import native
 from halfstep.kernels.multi_tensor import TableCache, is_flat
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on overflow and NaN
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, on overflow and NaN
+]
 
 PAIRS = [(source, target) for source in DTYPES for target in DTYPES]
 HALVES = (FP16, BF16)

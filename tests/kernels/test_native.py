@@ -18,7 +18,7 @@ import pytest
 
 from halfstep.kernels import adam, cast, native
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
+pytestmark = [pytest.mark.sample(3), pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")]
 
 # The header would take most of the compilation; every family of the package includes it.
 SOURCE = 'extern "C" int answer() { return 42; }\n'

@@ -16,6 +16,8 @@ from halfstep.kernels.backend import INTERPRET, jit, tl, triton
 from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_runs
 from halfstep.kernels.rounding import FORMATS, STOCHASTIC, reference_round
 
+pytestmark = pytest.mark.sample(3)
+
 DEVICE = torch.device("cpu" if INTERPRET or not torch.cuda.is_available() else "cuda")
 
 # Counter, key and result of philox4x32 with 7 rounds, from the file kat_vectors of Random123, the authors' own.

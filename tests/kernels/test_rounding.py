@@ -23,7 +23,10 @@ from halfstep.kernels.backend import INTERPRET, jit, tl, triton
 from halfstep.kernels.multi_tensor import TensorTable
 from halfstep.kernels.rounding import exact_sqrt, from_float32, join_float32, join_master, split_master, to_float32
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, on the specials
+pytestmark = [
+    pytest.mark.sample(3),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, on the specials
+]
 
 # A function from fp32 patterns (int32) to (bf16 codes, remainders, fp32 patterns joined again), all as torch integers.
 RoundTrip = Callable[[torch.Tensor], walks.Parts]

@@ -21,7 +21,7 @@ from halfstep.kernels.backend import INTERPRET, jit, tl, triton
 from halfstep.kernels.philox import reference_words
 from halfstep.kernels.rounding import FORMATS, ROUNDINGS, STOCHASTIC, TOWARD_ZERO, reference_round, round_float32
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 
 DEVICE = torch.device("cpu" if INTERPRET or not torch.cuda.is_available() else "cuda")
 Round = Callable[[torch.Tensor, torch.dtype, int, bool, torch.Tensor], torch.Tensor]

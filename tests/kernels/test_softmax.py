@@ -20,6 +20,8 @@ import halfstep
 from halfstep.kernels.backend import MOST_THREADS, most_warps
 from halfstep.kernels.softmax import dispatch, row_launches, strided
 
+pytestmark = pytest.mark.sample(3)
+
 INF, NAN = math.inf, math.nan
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)

@@ -14,6 +14,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import halfstep
 
+pytestmark = pytest.mark.sample(3)
+
 FUNCTIONS = pytest.mark.parametrize("function", [halfstep.softmax, halfstep.log_softmax])
 Function = Callable[..., torch.Tensor]
 

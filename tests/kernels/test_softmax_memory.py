@@ -18,6 +18,8 @@ import halfstep
 from halfstep.kernels import backend
 from halfstep.kernels.softmax import dispatch, row_launches, strided
 
+pytestmark = pytest.mark.sample(3)
+
 INTERPRETED = pytest.mark.skipif(
     backend.triton is None or not backend.interpreting(), reason="needs TRITON_INTERPRET=1"
 )

@@ -15,6 +15,8 @@ from matplotlib.figure import Figure
 from halfstep.cli.formats import pictures
 from halfstep.numerics.formats.table import Format, formats
 
+pytestmark = pytest.mark.sample(3)
+
 ALL = list(formats.values())
 
 

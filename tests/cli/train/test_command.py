@@ -26,6 +26,8 @@ from halfstep.cli.train.precision import Precision
 from halfstep.integrations import checkpoint
 from halfstep.numerics.scaling.overflow import Overflow
 
+pytestmark = pytest.mark.sample(3)
+
 TEXT = Path(os.__file__).read_bytes()  # some 40 kB of Python
 KEYS = {
     "name",

@@ -63,7 +63,7 @@ def _resumed_has_the_same_bits(text: Path, out: Path, precision: str, strategy: 
     return uninterrupted
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16", "fp16"])
 def test_one_process_resumes_to_the_same_bits(text: Path, tmp_path: Path, precision: str) -> None:
     _start(text, tmp_path, precision, "single")
     state = _resumed_has_the_same_bits(text, tmp_path, precision, "single")

@@ -25,6 +25,8 @@ from halfstep.cli.train import data, loop, model
 from halfstep.cli.train.world import ExecutionOptions, LaunchError, ThisRank, shard_size
 from halfstep.integrations import ddp, fsdp
 
+pytestmark = pytest.mark.sample(3)
+
 # From this scale it grows twice without reaching the limit, next to which the order of sums would decide.
 OPTIONS = "--size nano --steps 6 --batch 8 --init-scale 4096 --growth-interval 2 --save-every 2".split()
 STEP = "checkpoints/{precision}/step-00000004.pt"

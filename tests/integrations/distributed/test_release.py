@@ -11,6 +11,8 @@ import torch
 
 from halfstep.numerics.planning import plan, unit
 
+pytestmark = pytest.mark.sample(3)
+
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:

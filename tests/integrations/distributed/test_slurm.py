@@ -49,7 +49,9 @@ def _program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["torchrun", "one task per GPU"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, id="torchrun", marks=pytest.mark.exhaustive), pytest.param(1, id="one task per GPU")]
+)
 def test_a_batch_script_starts_ranks_that_train_together(number: int, tmp_path: Path) -> None:
     assert len(SCRIPTS) == 2
     port = next(port for port in free_ports(100) if FIRST <= port < 2 * FIRST)

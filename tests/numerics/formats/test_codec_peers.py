@@ -19,6 +19,8 @@ from halfstep.kernels.philox import reference_words
 from halfstep.numerics.formats import bitwise, codec, philox_words
 from halfstep.numerics.formats.table import formats
 
+pytestmark = pytest.mark.sample(3)
+
 gfloat = pytest.importorskip("gfloat", reason="needs gfloat")
 _of = pytest.importorskip("gfloat.formats")
 

@@ -23,6 +23,8 @@ from halfstep.numerics.formats import codec, exact, philox_words
 from halfstep.numerics.formats.bitwise import BLOCK_ELEMENTS
 from halfstep.numerics.formats.table import custom, formats
 
+pytestmark = pytest.mark.sample(3)
+
 ALL = tuple(oracle.SPECS)
 SEED, OFFSET = 12345678901234567, 3
 

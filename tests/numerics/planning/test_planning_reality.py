@@ -18,6 +18,8 @@ from halfstep.cli.train.precision import DTYPES, Precision
 from halfstep.numerics.planning import MODELS, Plan, Transformer, plan, unit, work
 from halfstep.numerics.planning.layouts import INT8_GROUPS, LAYOUTS
 
+pytestmark = pytest.mark.sample(3)
+
 CPU = torch.device("cpu")
 
 

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from halfstep.numerics.planning import MODELS, Plan, Unit, plan, unit
 
+pytestmark = pytest.mark.sample(3)
+
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
