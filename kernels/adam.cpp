@@ -7,8 +7,8 @@ using namespace halfstep;
 
 namespace {
 
-constexpr int64_t CHUNK = 2048;        // elements per table chunk ...
-constexpr int64_t CODED_CHUNK = 8192;  // ... and with moments in 8 bits
+constexpr int64_t CHUNK = 2048;       // elements per table chunk ...
+constexpr int64_t LONG_CHUNK = 8192;  // ... and with moments in 8 bits or stochastic rounding
 constexpr int64_t BLOCK = 256;   // elements converted and updated at a time: all local arrays fit the first-level cache
 constexpr float MAX = 3.4028234663852886e38f;
 
@@ -434,11 +434,12 @@ void spread(int64_t size, const int64_t* rows, const int32_t* chunk_tensor, int6
 template <bool AMSGRAD, bool L2>
 void run(const Layout& layout, const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
          const Hyper* hyper, int32_t threads) {
+    const int64_t size = layout.state == CODED || layout.stochastic ? LONG_CHUNK : CHUNK;
     const bool usual = with_usual(layout, [&](auto* weight, auto* grad, auto* state) {
         using Weight = std::remove_pointer_t<decltype(weight)>;
         using G = std::remove_pointer_t<decltype(grad)>;
         using S = std::remove_pointer_t<decltype(state)>;
-        spread(CHUNK, rows, chunk_tensor, tensors, chunks, hyper, threads,
+        spread(size, rows, chunk_tensor, tensors, chunks, hyper, threads,
                [=](const int64_t* table, int64_t start, int64_t n, const Hyper& h) {
                    const auto at = [&](Operand operand) { return table[operand * tensors]; };
                    const auto moment = [&](Operand operand) { return (S*)at(operand) + start; };
@@ -447,7 +448,7 @@ void run(const Layout& layout, const int64_t* rows, const int32_t* chunk_tensor,
                });
     });
     if (usual) return;
-    spread(layout.state == CODED ? CODED_CHUNK : CHUNK, rows, chunk_tensor, tensors, chunks, hyper, threads,
+    spread(size, rows, chunk_tensor, tensors, chunks, hyper, threads,
            [=](const int64_t* table, int64_t start, int64_t n, const Hyper& h) {
                if (layout.state == CODED) coded_step<AMSGRAD, L2>(layout, table, tensors, start, n, h);
                else if (layout.stochastic && layout.state == BF16)

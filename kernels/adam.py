@@ -103,9 +103,9 @@ from halfstep.kernels.rounding import (
     to_float32,
 )
 
-CHUNK = 2048  # elements per program; with moments in 8 bits four times as many, which share more numbers ...
-CODED_CHUNK = 8192
-BLOCK = 1024  # ... and per trip of its loop: eight per thread, in few enough registers that nothing is spilled
+CHUNK = 2048  # elements per program; with moments in 8 bits or random bits four times as many, which share more numbers
+LONG_CHUNK = 8192
+BLOCK = 1024  # elements per trip of its loop: eight per thread, in few enough registers that nothing is spilled
 LANES = 256  # tensors per program of the prepare kernel
 MAX = torch.finfo(torch.float32).max
 STATE_CODES = {**DTYPE_CODES, torch.uint8: 3}  # the dtypes of moments in C++
@@ -169,7 +169,7 @@ class Layout:
     @property
     def chunk(self) -> int:
         """Elements per program."""
-        return CODED_CHUNK if self.coded else CHUNK
+        return LONG_CHUNK if self.coded or self.stochastic else CHUNK
 
     def sizes(self, shapes: Sequence[torch.Size | tuple[int, ...]]) -> list[int]:
         """The sizes that the table of tensors of these shapes is built for: with codes, those of whole blocks."""

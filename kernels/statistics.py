@@ -352,6 +352,15 @@ def _count_apart(x, apart, row, factor, shift, dropped, emin, emax, overflow, ER
 
 
 @jit
+def _magnitudes(x, factor, POWER: tl.constexpr):
+    """The bit patterns of |x * factor|, of which only those of zeros are zero. POWER: the factor is 1."""
+    given = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if not POWER:
+        given = tl.maximum(tl.abs(x * factor).to(tl.int32, bitcast=True), tl.minimum(given, 1))
+    return given
+
+
+@jit
 def _count_outside(
     data,  # address of the first element; not known to be aligned, since loads here need not be wide
     begin,  # first element to look at
@@ -364,6 +373,7 @@ def _count_outside(
     emin,
     emax,
     overflow,
+    POWER: tl.constexpr,  # whether the factor is 1
     ERRORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -376,12 +386,73 @@ def _count_outside(
     biggest = tl.full((), 0, tl.int32)
     for first in range(begin, end, BLOCK):
         x = to_float32(tl.load(data + first + at, mask=first + at < end, other=0.0))
-        given = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        outside = (given != 0) & ((given - base).to(tl.uint32, bitcast=True) >= _WINDOW)
+        distance = _magnitudes(x, factor, POWER) - base
+        outside = (x.to(tl.int32, bitcast=True) << 1 != 0) & (distance.to(tl.uint32, bitcast=True) >= _WINDOW)
         found, largest = _count_apart(x, outside, row, factor, shift, dropped, emin, emax, overflow, ERRORS, FEW=4)
         number += found
         biggest = tl.maximum(biggest, largest)
     return number, biggest
+
+
+@jit
+def _count_block(
+    cells,  # what is known so far: see `count_kernel`
+    errors_0,
+    errors_1,
+    errors_2,
+    biggest,
+    apart,
+    data,  # the first element of those loaded by vectors
+    begin,  # of the block, from there
+    bulk,  # their number
+    base,  # and what follows: see `_count_errors`
+    limit,
+    lowest,
+    normal,
+    unaligned,  # `data`, of which nothing else is known, and what follows: see `_count_outside`
+    row,
+    factor,
+    shift,
+    dropped,
+    emin,
+    emax,
+    overflow,
+    POWER: tl.constexpr,
+    ERRORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SMALL: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Count a block of elements."""
+    LANES: tl.constexpr = BLOCK // (16 if ERRORS else 32)
+    at = begin + tl.arange(0, BLOCK)
+    given = _magnitudes(to_float32(tl.load(data + at, mask=at < bulk, other=0.0)), factor, POWER)
+    above = (2 << 23) + 1 - overflow
+    zero = tl.zeros((LANES,), tl.int64)
+    if ERRORS:
+        cells, carry = _count_cells(cells, given, base, above, VECTOR)
+        cells = _add_carries(cells, carry, zero)
+        errors_0, errors_1, errors_2, largest = _count_errors(
+            errors_0, errors_1, errors_2, given, base, limit, lowest << 23, normal, dropped << 23, WORDS, VECTOR
+        )
+        biggest = tl.maximum(biggest, largest)
+    else:
+        front, back = tl.split(tl.trans(tl.reshape(given, (2, BLOCK // 2))))
+        cells, carry = _count_cells(cells, front, base, above, VECTOR)
+        cells, other = _count_cells(cells, back, base, above, VECTOR)
+        cells = _add_carries(cells, carry, other)
+    # As unsigned numbers, distances below the window are larger than that of zero; above, the signed ones are.
+    distance = given - base
+    below = tl.max(distance.to(tl.uint32, bitcast=True), axis=0) > (-base).to(tl.uint32, bitcast=True)
+    if below | (tl.max(distance, axis=0) >= _WINDOW):
+        end = tl.minimum(begin + BLOCK, bulk)
+        number, largest = _count_outside(
+            unaligned, begin, end, base, row, factor, shift, dropped, emin, emax, overflow, POWER, ERRORS, SMALL
+        )
+        apart += number
+        biggest = tl.maximum(biggest, largest)
+    return cells, errors_0, errors_1, errors_2, biggest, apart
 
 
 @functools.partial(jit, do_not_specialize=["tensors", "dropped", "emin", "emax", "overflow"])
@@ -413,6 +484,7 @@ def count_kernel(
     # With errors, 32 elements per lane at a time would need more registers than there are.
     BLOCK: tl.constexpr = LANES * (16 if ERRORS else 32)
     SMALL: tl.constexpr = 128 if LANES <= 64 else LANES
+    # An error of an fp16 number is at least 2^-11 of it, of a bf16 number 2^-8.
     WORDS: tl.constexpr = 3 if DTYPE == tl.float32 else 2 if DTYPE == tl.float16 else 1
 
     factor = tl.load(scale)
@@ -430,14 +502,14 @@ def count_kernel(
     lane = tl.arange(0, LANES)
     first = address.to(tl.pointer_type(DTYPE)) + start
     step = tl.maximum(left // LANES, 1)
-    sample = to_float32(tl.load(first + lane * step, mask=lane * step < left, other=0.0)).to(tl.int32, bitcast=True)
-    sample = (sample >> 23) & 0xFF
+    sample = to_float32(tl.load(first + lane * step, mask=lane * step < left, other=0.0)) * factor
+    sample = (sample.to(tl.int32, bitcast=True) >> 23) & 0xFF
     top = tl.max(tl.where(sample == 0xFF, 0, sample), axis=0)
     lowest = tl.minimum(tl.maximum(top - _BELOW, _FIRST_FIELD), _LAST_FIELD + 1 - _SPAN)
     base = (lowest << 23) + 1
     normal = emin + 127 - shift
-    if (not power) | (ERRORS and (dropped == 0) | (normal + dropped > 254)):
-        base = -0x80000000  # all elements but zeros lie outside: products, and errors that `_count_errors` cannot find
+    if ERRORS and (dropped == 0) | (normal + dropped > 254):
+        base = -0x80000000  # all elements but zeros lie outside, because `_count_errors` cannot find their errors
     normal = tl.maximum(normal, 0) << 23
     largest_field = emax + 127 - shift
     limit = tl.where(largest_field > 254, 0x7F800000, (tl.maximum(largest_field, 0) << 23) + overflow)
@@ -448,37 +520,22 @@ def count_kernel(
     bulk = (left - head) // VECTOR * VECTOR
     # The hint must come after the cast, or the compiler loses it.
     data = tl.multiple_of((address + (start + head) * BYTES).to(tl.pointer_type(DTYPE)), 16)
-    at = tl.arange(0, BLOCK)
     zero = tl.zeros((LANES,), tl.int64)
     cells = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
     errors_0, errors_1, errors_2 = cells, cells, cells
     biggest = tl.full((), 0, tl.int32)
     apart = tl.full((), 0, tl.int32)
-    for begin in range(0, bulk, BLOCK):
-        x = to_float32(tl.load(data + begin + at, mask=begin + at < bulk, other=0.0))
-        given = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if ERRORS:
-            cells, carry = _count_cells(cells, given, base, (2 << 23) + 1 - overflow, VECTOR)
-            cells = _add_carries(cells, carry, zero)
-            errors_0, errors_1, errors_2, largest = _count_errors(
-                errors_0, errors_1, errors_2, given, base, limit, lowest << 23, normal, dropped << 23, WORDS, VECTOR
-            )
-            biggest = tl.maximum(biggest, largest)
-        else:
-            front, back = tl.split(tl.trans(tl.reshape(given, (2, BLOCK // 2))))
-            cells, carry = _count_cells(cells, front, base, (2 << 23) + 1 - overflow, VECTOR)
-            cells, other = _count_cells(cells, back, base, (2 << 23) + 1 - overflow, VECTOR)
-            cells = _add_carries(cells, carry, other)
-        # As unsigned numbers, distances below the window are larger than that of zero; above, the signed ones are.
-        distance = given - base
-        below = tl.max(distance.to(tl.uint32, bitcast=True), axis=0) > (-base).to(tl.uint32, bitcast=True)
-        if below | (tl.max(distance, axis=0) >= _WINDOW):
-            end = tl.minimum(begin + BLOCK, bulk)
-            number, largest = _count_outside(
-                first + head, begin, end, base, row, factor, shift, dropped, emin, emax, overflow, ERRORS, SMALL
-            )
-            apart += number
-            biggest = tl.maximum(biggest, largest)
+    # One loop runs. The other is for products, which need more operations and have smaller errors.
+    for begin in range(0, bulk if power else 0, BLOCK):
+        cells, errors_0, errors_1, errors_2, biggest, apart = _count_block(
+            cells, errors_0, errors_1, errors_2, biggest, apart, data, begin, bulk, base, limit, lowest, normal,
+            first + head, row, factor, shift, dropped, emin, emax, overflow, True, ERRORS, BLOCK, SMALL, VECTOR, WORDS,
+        )  # fmt: skip
+    for begin in range(0, 0 if power else bulk, BLOCK):
+        cells, errors_0, errors_1, errors_2, biggest, apart = _count_block(
+            cells, errors_0, errors_1, errors_2, biggest, apart, data, begin, bulk, base, limit, lowest, normal,
+            first + head, row, factor, shift, dropped, emin, emax, overflow, False, ERRORS, BLOCK, SMALL, VECTOR, 3,
+        )  # fmt: skip
     if bulk < left:
         there = lane < left - bulk
         x = to_float32(tl.load(first + tl.where(lane < head, lane, lane + bulk), mask=there, other=0.0))
@@ -506,12 +563,13 @@ def count_kernel(
         place = (place + 8) & 63
         found -= tl.where(place == 0, flushed, 0)
         exact -= tl.sum(found, axis=0)
-        if WORDS > 1:
+        more = tl.zeros_like(found)
+        if (WORDS > 1) | (not power):
             _, more = _gather(errors_1, LANES)
             more -= tl.where(place == 0, flushed, 0) + found
             tl.atomic_add(row + 64 + place, more.to(tl.int64), mask=more != 0)
             exact -= tl.sum(more, axis=0)
-        if WORDS > 2:
+        if (WORDS > 2) | (not power):
             _, most = _gather(errors_0, LANES)
             most -= tl.where(place == 0, flushed, 0) + found + more
             tl.atomic_add(row + place, most.to(tl.int64), mask=most != 0)

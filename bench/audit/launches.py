@@ -31,6 +31,7 @@ class Variant:
         tile: constants of the kernel whose product is the number of elements that the bulk path handles per program,
             or per iteration of its loop. If empty, the largest tile that the kernel loads or stores is used, which is
             wrong only if a tile is moved in parts.
+        loops: the number of loops of the bulk path, of which one runs. All must have the same accesses.
         index: the index of the launch among the launches of `kernel` by `launch`; -1 is the last.
     """
 
@@ -41,6 +42,7 @@ class Variant:
     bytes_written: float = 0.0
     exact: bool = True
     tile: tuple[str, ...] = ()
+    loops: int = 1
     index: int = 0
 
 

@@ -142,7 +142,9 @@ def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> 
     elements = math.prod(map(launch.constant, variant.tile)) if variant.tile else machine_code.tile_elements(ttgir)
     if elements:
         row.bytes_read, row.bytes_written = (
-            sum(access.bits // 8 for access in counted if access.writes is writes) * threads / elements
+            sum(access.bits // 8 for access in counted if access.writes is writes)
+            * threads
+            / (elements * variant.loops)
             for writes in (False, True)
         )
     if emitted:

@@ -30,7 +30,7 @@ from halfstep.kernels.statistics import (
 )
 from halfstep.numerics.formats.table import formats
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on overflow and NaN
+pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy, on overflow and NaN
 
 # What `numerics.statistics.counts.grid_of` makes of a format, written out by hand from the format's specification.
 GRIDS = {
@@ -228,10 +228,20 @@ def distributions(dtype: torch.dtype) -> list[torch.Tensor]:
         (FP16, "e5m2", 2.0**-126, False),
         (BF16, "e4m3fn", 2.0**-12, False),
         (BF16, "fp16", 2.0**126, False),
+        (FP16, "fp16", 1000.0, True),
+        (BF16, "fp16", 0.3, False),
+        (BF16, "e4m3fn", 3e-39, False),  # products of zero and below the normal numbers
     ],
 )
 def test_every_distribution(dtype: torch.dtype, name: str, scale: float | None, inverted: bool) -> None:
     examine(distributions(dtype), name, scale, inverted)
+
+
+def test_a_scale_that_is_nan_makes_no_number_of_a_zero() -> None:
+    values = torch.cat([torch.zeros(700), torch.ones(800), torch.tensor([torch.inf, torch.nan])])
+    expected, *others = (count_by(one, [values], GRIDS["fp16"], float("nan")) for one in ALL)
+    assert all(torch.equal(found, expected) for found in others)
+    assert expected[0][ZERO * CLASSES].item() == 700
 
 
 def test_ends_that_fill_no_line_of_16_bytes() -> None:

@@ -42,13 +42,6 @@ UPDATE = Part(
     "weights and its comparison",
     {"fp32": 7, "minimum": 2, "choice": 4},
 )
-DRAWS = Part(
-    "random bits, for eight elements: 13 products, 14 exclusive ors of three, 8 for the second and third draw",
-    {"integer": 35 / 8},
-)
-MOMENTS = Part(
-    "three stochastic roundings: NaN, noise of 16 bits, sum; two to a register", {"minimum": 3, "integer": 7.5}
-)
 NEAREST = Part("two roundings to nearest, two elements at a time", {"integer": 1})
 UNPACK = Part("four 16-bit values to fp32", {"integer": 4})
 WINDOW = Part(
@@ -56,23 +49,13 @@ WINDOW = Part(
     "outside",
     {"integer": 8, "minimum": 2},
 )
+JOIN = Part("join: remainder to its place, sum, NaN with a choice", {"integer": 2, "choice": 2})
+SPLIT = Part("split: NaN, sum, difference, two to a register twice", {"minimum": 1, "integer": 3})
 COUNTERS = Part("one bit into two words of 32 places: its shift 2, two additions of three bits 4", {"integer": 6})
 
 NEEDED: dict[str, tuple[Part, ...]] = {
-    "AdamW bf16 no master, stochastic": (
-        *(UNPACK, UPDATE, ROOT, QUOTIENT, DRAWS, MOMENTS),
-        Part("4 loads and 3 stores of 16 bytes, for eight elements", {"memory": 7 / 8}),
-    ),
-    "AdamW bf16 split24, bf16 moments, stochastic": (
-        *(UNPACK, UPDATE, ROOT, QUOTIENT, DRAWS, MOMENTS),
-        Part("join: byte to its place, sum, NaN with a choice", {"integer": 2, "choice": 2}),
-        Part("split: sum for the weight, four bytes to a register", {"integer": 1.75}),
-        Part("loads and stores of 16 and 8 bytes, for eight elements", {"memory": 9 / 8}),
-    ),
     "AdamW bf16 split, bf16 moments, zero gradients and moments": (
-        *(UNPACK, UPDATE, ROOT, QUOTIENT, NEAREST),
-        Part("join: remainder to fp32, sum, NaN with a choice", {"integer": 2, "choice": 2}),
-        Part("split: NaN, sum, difference, two to a register twice", {"minimum": 1, "integer": 3}),
+        *(UNPACK, UPDATE, ROOT, QUOTIENT, NEAREST, JOIN, SPLIT),
         Part("5 loads and 4 stores of 16 bytes, for eight elements", {"memory": 9 / 8}),
         Part("the subroutines of a root and of a quotient of zero", {"subroutines": 41}),
     ),
