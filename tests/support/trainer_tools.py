@@ -28,6 +28,8 @@ TRAINERS = {
     "torchft",
     "safetensors",
     "bitsandbytes",
+    "deepspeed",
+    "fairscale",
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
