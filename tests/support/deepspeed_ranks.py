@@ -18,7 +18,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 
 IN_BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-RUNS = {"ZeRO-1": (1, IN_BF16), "ZeRO-1 with copies": (1, {"enabled": True}), "ZeRO-3": (3, {"enabled": True})}
+RUNS = {**{f"ZeRO-{stage}": (stage, IN_BF16) for stage in (1, 2, 3)}, "with copies": (1, {"enabled": True})}
 
 
 def engine_of(name: str, seed: int) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from trainer_tools import STEPS, imported, skip_without
 pytestmark = skip_without("deepspeed")
 deepspeed_ranks = imported("deepspeed_ranks")
 
-RUNS = ("ZeRO-1", "ZeRO-1 with copies", "ZeRO-3")
+RUNS = ("ZeRO-1", "ZeRO-2", "ZeRO-3", "with copies")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_it_trains_and_resumes(found: list[dict[str, Any]], run: str) -> None:
 def test_two_entries_of_the_configuration_make_masters_split(found: list[dict[str, Any]]) -> None:
     """Otherwise the optimizer gets copies in fp32, which have no masters."""
     for rank in found:
-        assert rank["ZeRO-1"]["weights"] == ["torch.bfloat16"] and rank["ZeRO-1"]["masters"] == ["torch.int16"]
-        copies = rank["ZeRO-1 with copies"]
-        assert copies["weights"] == ["torch.float32"] and copies["masters"] == []
-        assert rank["ZeRO-1"]["elements"] == copies["elements"] == (8 * 16 + 16 + 16 * 4 + 4) // 2
+        assert [rank[f"ZeRO-{stage}"]["masters"] for stage in (1, 2, 3)] == [["torch.int16"]] * 3
+        assert rank["ZeRO-1"]["weights"] == ["torch.bfloat16"] and rank["with copies"]["weights"] == ["torch.float32"]
+        assert rank["with copies"]["masters"] == []
+        assert rank["ZeRO-1"]["elements"] == rank["with copies"]["elements"] == (8 * 16 + 16 + 16 * 4 + 4) // 2
