@@ -165,6 +165,12 @@ def fit_of(model: Any, dtype: torch.dtype) -> list[float]:
     return [error(one(inputs), targets).item() for one in (network().to(dtype), model)]
 
 
+def scaler_state(trainer: Any) -> dict[str, Any]:
+    """That of the scaler itself, not what the plugin gives to checkpoints."""
+    scaler = trainer.precision_plugin.scaler
+    return {} if scaler is None else scaler.state_dict()
+
+
 def strategy_for(cls: type) -> dict[str, Any]:
     return {"strategy": ModelParallelStrategy(world(), 1)} if cls is Sharded else {}
 
@@ -206,9 +212,9 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
         "exported": same_bits(dict(saved), held),
         "resumed": same_bits(state_of(again.optimizers[0]), state_of(trainer.optimizers[0])),
         "resumed_rest": resumed.losses == model.losses[2 * SAVED :] and resumed.rates == model.rates[SAVED:],
-        "resumed_scale": again.precision_plugin.state_dict().get("scale"),
-        "scale": trainer.precision_plugin.state_dict().get("scale"),
-        "resumed_scaler": again.precision_plugin.state_dict() == trainer.precision_plugin.state_dict(),
+        "resumed_scale": scaler_state(again).get("scale"),
+        "scale": scaler_state(trainer).get("scale"),
+        "resumed_scaler": scaler_state(again) == scaler_state(trainer),
         "steps": trainer.global_step,
     }
 
