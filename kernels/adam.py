@@ -66,18 +66,33 @@ import numpy as np
 import torch
 
 from halfstep.kernels import block_codes, native
-from halfstep.kernels.backend import MOST_THREADS, jit, most_warps, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import (
+    MOST_THREADS,
+    cuda_capability_geq,
+    jit,
+    most_warps,
+    on_device,
+    resolve,
+    tl,
+    triton_dtype,
+)
 from halfstep.kernels.block_codes import (
     LARGEST_POSITIVE,
     SPAN,
     blocks_per_row,
     decode_positive_block,
+    decode_positive_packed,
     decode_signed_block,
+    decode_signed_packed,
     encode_positive_block,
+    encode_positive_packed,
     encode_signed_block,
+    encode_signed_packed,
+    largest_packed,
     power_of_exponents,
     rows_and_columns,
 )
+from halfstep.kernels.block_instructions import constraints, update_assembly
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -87,7 +102,7 @@ from halfstep.kernels.multi_tensor import (
     has_memory,
     own_operations,
 )
-from halfstep.kernels.philox import reference_words, words_of, words_of_runs
+from halfstep.kernels.philox import reference_words, words_of, words_of_groups, words_of_runs
 from halfstep.kernels.rounding import (
     FORMATS,
     STOCHASTIC,
@@ -429,6 +444,16 @@ if tl is not None:  # what stands above, as kernels read it
     _M_EXPONENTS, _V_EXPONENTS, _TOP_EXPONENTS, _COLUMNS = map(
         tl.constexpr, (M_EXPONENTS, V_EXPONENTS, TOP_EXPONENTS, COLUMNS)
     )
+    _REMAINDERS = ((0, False), (8, False), (16, False), (8, True))  # bits, and whether they are rounded at random
+    _UPDATE_0, _UPDATE_8, _UPDATE_16, _UPDATE_8_WORDS = (
+        tl.constexpr(update_assembly(*of, paired=False)[0]) for of in _REMAINDERS
+    )
+    _PAIRED_0, _PAIRED_8, _PAIRED_16, _PAIRED_8_WORDS = (
+        tl.constexpr(update_assembly(*of, paired=True)[0]) for of in _REMAINDERS
+    )
+    _OPERANDS_0, _OPERANDS_8, _OPERANDS_16, _OPERANDS_8_WORDS = (
+        tl.constexpr(constraints(*update_assembly(*of)[1:])) for of in _REMAINDERS
+    )
     _MAX, _LARGEST_POSITIVE, _SPAN, _HALF = map(tl.constexpr, (MAX, LARGEST_POSITIVE, SPAN, block_codes.HALF))
 
 
@@ -637,6 +662,49 @@ def _adam_block(
 
 
 @jit
+def _updated(
+    m,
+    v,
+    weight,
+    rest,
+    word,
+    decay,
+    root,
+    eps,
+    step_size,
+    least,
+    REMAINDER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """New weights and remainders, or fp32 weights if REMAINDER is 0, as update_assembly says."""
+    PAIRED: tl.constexpr = cuda_capability_geq(10, 0)
+    if REMAINDER == 16:
+        ASM_16: tl.constexpr = _PAIRED_16 if PAIRED else _UPDATE_16
+        return tl.inline_asm_elementwise(
+            ASM_16, _OPERANDS_16, [m, v, weight, rest, decay, root, eps, step_size, least],
+            (tl.bfloat16, tl.int16), is_pure=True, pack=8,
+        )  # fmt: skip
+    elif REMAINDER == 8 and STOCHASTIC:
+        ASM_8_WORDS: tl.constexpr = _PAIRED_8_WORDS if PAIRED else _UPDATE_8_WORDS
+        return tl.inline_asm_elementwise(
+            ASM_8_WORDS, _OPERANDS_8_WORDS, [m, v, weight, rest, word, decay, root, eps, step_size, least],
+            (tl.bfloat16, tl.int8), is_pure=True, pack=8,
+        )  # fmt: skip
+    elif REMAINDER == 8:
+        ASM_8: tl.constexpr = _PAIRED_8 if PAIRED else _UPDATE_8
+        return tl.inline_asm_elementwise(
+            ASM_8, _OPERANDS_8, [m, v, weight, rest, decay, root, eps, step_size, least],
+            (tl.bfloat16, tl.int8), is_pure=True, pack=8,
+        )  # fmt: skip
+    else:
+        ASM_0: tl.constexpr = _PAIRED_0 if PAIRED else _UPDATE_0
+        return tl.inline_asm_elementwise(
+            ASM_0, _OPERANDS_0, [m, v, weight, decay, root, eps, step_size, least],
+            tl.float32, is_pure=True, pack=8,
+        )  # fmt: skip
+
+
+@jit
 def _store_exponents(at, exponents, here, HINT: tl.constexpr):
     """Store the exponents of some blocks, where `here` says that they exist."""
     if HINT:
@@ -690,21 +758,47 @@ def _coded_block(
     of_second = second_exponents.to(tl.pointer_type(tl.uint8)) + block
     of_top = top_exponents.to(tl.pointer_type(tl.uint8)) + block
     gscale, decay, f1, f2, root, eps, step_size = hyper
-    w = _weight(at_param, at_extra, mask, MASTER)
-    g = to_float32(tl.load(at_grad, mask=mask)) * gscale
+    PACKED: tl.constexpr = HINT != 0 and cuda_capability_geq(8, 0)
+    REMAINDER: tl.constexpr = 16 if MASTER == _SPLIT_MASTER else 8 if MASTER == _SPLIT24_MASTER else 0
+    weight, rest = 0.0, 0
+    if PACKED and REMAINDER:
+        weight, rest = tl.load(at_param, mask=mask), tl.load(at_extra, mask=mask)
+        w = join_float32(weight, rest) if L2 else 0.0
+    else:
+        w = _weight(at_param, at_extra, mask, MASTER)
+    if PACKED and SHORT:
+        # Elements that do not exist have moments of 0 then, or make a NaN of a block that is one.
+        g = to_float32(tl.load(at_grad, mask=mask, other=0)) * tl.where(mask, gscale, 0.0)
+    else:
+        g = to_float32(tl.load(at_grad, mask=mask)) * gscale
     if L2:
-        g = g + decay * w
-    power_m = power_of_exponents(tl.load(of_first, mask=here, other=0))
-    power_v = power_of_exponents(tl.load(of_second, mask=here, other=0))
-    m = decode_signed_block(tl.load(at_first, mask=mask), power_m[:, None])
-    v = decode_positive_block(tl.load(at_second, mask=mask), power_v[:, None])
+        g = g + (tl.where(mask, decay * w, 0.0) if SHORT else decay * w)
+    power_m = power_of_exponents(tl.load(of_first, mask=here, other=0))[:, None]
+    power_v = power_of_exponents(tl.load(of_second, mask=here, other=0))[:, None]
+    if PACKED:
+        m = decode_signed_packed(tl.load(at_first, mask=mask, other=0), power_m)
+        v = decode_positive_packed(tl.load(at_second, mask=mask, other=0), power_v)
+    else:
+        m = decode_signed_block(tl.load(at_first, mask=mask), power_m)
+        v = decode_positive_block(tl.load(at_second, mask=mask), power_v)
     square = tl.minimum(g * g, _LARGEST_POSITIVE, propagate_nan=tl.PropagateNan.ALL)
     # As in `_adam_block`. A branch for the usual case, without a choice per element, compiles to two more choices.
     m = tl.where(f1 > 0.0, m, g) + f1 * (g - m)
     v = tl.where(f2 > 0.0, v, square) + f2 * (square - v)
-    if SHORT:
+    if SHORT and not PACKED:
         m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
-    if STOCHASTIC:
+    if PACKED:
+        EACH: tl.constexpr = HINT // 2
+        if STOCHASTIC:
+            patterns = v.to(tl.uint32, bitcast=True) + (word_v >> 4)
+            rounded = tl.abs(m).to(tl.uint32, bitcast=True) + (word_m >> 4)
+            largest = largest_packed(rounded, patterns, EACH)
+            codes_v, exponents_v = encode_positive_packed(patterns, largest >> 16, 0)
+        else:
+            largest = largest_packed(tl.abs(m), v, EACH) + ((_HALF >> 16) * 0x10001)
+            codes_v, exponents_v = encode_positive_packed(v.to(tl.uint32, bitcast=True), largest >> 16, _HALF)
+        codes_m, exponents_m = encode_signed_packed(m, largest & 0xFFFF, word_m, STOCHASTIC)
+    elif STOCHASTIC:
         codes_m, exponents_m = encode_signed_block(m, word_m >> 12)
         codes_v, exponents_v = encode_positive_block(v, word_v >> 12)
     else:
@@ -724,8 +818,22 @@ def _coded_block(
         codes_top, exponents_top = encode_positive_block(v, 0)
         tl.store(at_top, codes_top, mask=mask)
         _store_exponents(of_top, exponents_top, here, HINT)
-    w = _new_weight(w, m, v, decay, root, eps, step_size, L2)
-    _store_weight(at_param, at_extra, w, word, mask, PARAM_T, MASTER, STOCHASTIC)
+    if PACKED and not L2:
+        # Beyond these bounds the shorter way to root and quotient could round wrongly.
+        usual = (root >= 1.0) & (root < 2.0**60) & (eps >= 0.0) & (eps < 2.0**60)
+        least = tl.where(usual, 2.0**-49, float("inf"))
+        if REMAINDER:
+            weight, rest = _updated(m, v, weight, rest, word, decay, root, eps, step_size, least, REMAINDER, STOCHASTIC)
+            tl.store(at_param, weight, mask=mask)
+            tl.store(at_extra, rest, mask=mask)
+        else:
+            w = _updated(m, v, w, 0, 0, decay, root, eps, step_size, least, REMAINDER, False)
+            _store_weight(at_param, at_extra, w, word << 8, mask, PARAM_T, MASTER, STOCHASTIC)
+    else:
+        w = _new_weight(w, m, v, decay, root, eps, step_size, L2)
+        if PACKED:
+            word = word << 8
+        _store_weight(at_param, at_extra, w, word, mask, PARAM_T, MASTER, STOCHASTIC)
 
 
 @jit
@@ -833,6 +941,35 @@ def adam_kernel(
                 )  # fmt: skip
 
 
+@jit
+def _block_of_row(block, count, place, blocks, columns, ALIGNED: tl.constexpr):
+    """Where blocks of a chunk begin, in elements from its first one, and how many elements they have.
+
+    The chunk's first block is number `place` of its row, and a row has `blocks` blocks and `columns` elements. ALIGNED:
+    `columns` is a multiple of 16.
+    """
+    # Where a second row begins, 32 bits hold the product of rows and columns.
+    further = (place + block) // blocks.to(tl.int32)  # rows
+    in_row = place + block - further * blocks.to(tl.int32)
+    at = further * columns.to(tl.int32) + (in_row - place) * _SPAN
+    size = tl.minimum(columns.to(tl.int32) - in_row * _SPAN, _SPAN)
+    size = tl.where(block < count, size, 0)
+    if ALIGNED:  # the hint must stand beside what computes the number, or it is lost
+        at, size = tl.multiple_of(at, 16), tl.multiple_of(size, 16)
+    return at, size
+
+
+@jit
+def _words_of_blocks(firsts, seed, step, stream, EACH: tl.constexpr, BLOCK: tl.constexpr, DOWN: tl.constexpr):
+    """The random words of all three draws for whole blocks, from the places of runs of EACH elements."""
+    word, word_m, word_v = words_of_groups(firsts >> 3, firsts, seed, step, stream, 3, EACH, BLOCK, DOWN)
+    return (
+        tl.reshape(word, (BLOCK // _SPAN, _SPAN)),
+        tl.reshape(word_m, (BLOCK // _SPAN, _SPAN)),
+        tl.reshape(word_v, (BLOCK // _SPAN, _SPAN)),
+    )
+
+
 @partial(jit, do_not_specialize=["tensors"])
 def coded_adam_kernel(
     rows,  # int64 (2 + operands, tensors): see multi_tensor.py. The number of elements is that of whole blocks.
@@ -880,7 +1017,7 @@ def coded_adam_kernel(
             place = (number - row * blocks).to(tl.int32)
             start = row * columns + place * _SPAN
         every = grad | param | extra | first | second | top
-        wide = full & (every % 16 == 0)
+        wide = (columns % 16 == 0) & (every % 16 == 0)
         EACH: tl.constexpr = HINT // 2  # elements that a thread holds side by side
         if STOCHASTIC:
             # As in adam_kernel. Where blocks are short, a chunk has fewer elements than `left`.
@@ -899,10 +1036,13 @@ def coded_adam_kernel(
             to_end = tl.minimum(inner - column, 2 * CHUNK).to(tl.int32)
             run = tl.minimum(inner, 2 * CHUNK).to(tl.int32)
             wide = wide & (index % EACH == 0) & ((to_end >= left) | ((to_end | run | jump) % EACH == 0))
-        if wide:
+        TILE: tl.constexpr = BLOCK // _SPAN
+        DOWN: tl.constexpr = 8 if cuda_capability_geq(8, 0) else 0
+        # Both this and random bits for masters of 24 bits do not fit AMD's registers.
+        WIDE_ROWS: tl.constexpr = DOWN == 8 or not STOCHASTIC or MASTER != _SPLIT24_MASTER
+        if wide & full:
             numbers = _numbers(hyper)
             seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-            TILE: tl.constexpr = BLOCK // _SPAN
             for begin in range(0, count, TILE):
                 block = begin + tl.arange(0, TILE)
                 offsets = block[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
@@ -910,25 +1050,36 @@ def coded_adam_kernel(
                 if STOCHASTIC:
                     runs = begin * _SPAN + tl.arange(0, BLOCK // EACH) * EACH
                     firsts = _places(index, runs, left, to_end, run, jump)
-                    word, word_m, word_v = words_of_runs(firsts, seed, step, stream, 3, EACH, BLOCK)
-                    word = tl.reshape(word, (TILE, _SPAN))
-                    word_m = tl.reshape(word_m, (TILE, _SPAN))
-                    word_v = tl.reshape(word_v, (TILE, _SPAN))
+                    word, word_m, word_v = _words_of_blocks(firsts, seed, step, stream, EACH, BLOCK, DOWN)
                 _coded_block(
                     grad, param, extra, first, second, top, first_exponents, second_exponents, top_exponents,
                     number * _SPAN, offsets, block[:, None] < count, block, block < count, word, word_m, word_v,
                     numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, False,
                 )  # fmt: skip
+        elif wide and WIDE_ROWS:
+            # The rows' last blocks are short, but all begin and end at multiples of 16 elements.
+            for begin in range(0, count, TILE):
+                block = begin + tl.arange(0, TILE)
+                at, size = _block_of_row(block, count, place, blocks, columns, True)
+                offsets = at[:, None] + tl.arange(0, _SPAN)[None, :]
+                numbers = _numbers(hyper)
+                seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
+                word, word_m, word_v = 0, 0, 0
+                if STOCHASTIC:
+                    runs = at[:, None] + tl.arange(0, _SPAN // EACH)[None, :] * EACH
+                    firsts = _places(index, tl.reshape(runs, (BLOCK // EACH,)), left, to_end, run, jump)
+                    word, word_m, word_v = _words_of_blocks(firsts, seed, step, stream, EACH, BLOCK, DOWN)
+                _coded_block(
+                    grad, param, extra, first, second, top, first_exponents, second_exponents, top_exponents,
+                    (start // 16) * 16, offsets, tl.arange(0, _SPAN)[None, :] < size[:, None], block,
+                    block < count, word, word_m, word_v,
+                    numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, True,
+                )  # fmt: skip
         else:
             FEW: tl.constexpr = 2
             for begin in range(0, count, FEW):
                 block = begin + tl.arange(0, FEW)
-                # Where a second row begins, 32 bits hold the product of rows and columns.
-                further = (place + block) // blocks.to(tl.int32)  # rows
-                in_row = place + block - further * blocks.to(tl.int32)
-                at = further * columns.to(tl.int32) + (in_row - place) * _SPAN
-                size = tl.minimum(columns.to(tl.int32) - in_row * _SPAN, _SPAN)
-                size = tl.where(block < count, size, 0)
+                at, size = _block_of_row(block, count, place, blocks, columns, False)
                 offsets = at[:, None] + tl.arange(0, _SPAN)[None, :]
                 # Again and again: AMD's scalar registers do not suffice to keep them.
                 numbers = _numbers(hyper)

@@ -32,7 +32,14 @@ from __future__ import annotations
 
 import torch
 
-from halfstep.kernels.backend import jit, tl
+from halfstep.kernels.backend import cuda_capability_geq, jit, tl
+from halfstep.kernels.block_instructions import (
+    constraints,
+    decode_positive_assembly,
+    decode_signed_assembly,
+    encode_positive_assembly,
+    encode_signed_assembly,
+)
 
 SPAN = 128  # elements of a block
 DROPPED = 20  # bits that rounding drops from an fp32 pattern
@@ -167,6 +174,13 @@ def decode(codes: torch.Tensor, exponents: torch.Tensor, signed: bool) -> torch.
 if tl is not None:
     _DROPPED, _NOTHING = tl.constexpr(DROPPED), tl.constexpr(NOTHING)
     _LEAST_SIGNED, _LEAST_POSITIVE = tl.constexpr(LEAST_SIGNED), tl.constexpr(LEAST_POSITIVE)
+    _HALF, _SPAN = tl.constexpr(HALF), tl.constexpr(SPAN)
+    _DECODE_SIGNED, _DECODE_POSITIVE = tl.constexpr(decode_signed_assembly()), tl.constexpr(decode_positive_assembly())
+    _ENCODE_SIGNED, _ENCODE_SIGNED_STOCHASTIC = (tl.constexpr(encode_signed_assembly(one)) for one in (False, True))
+    _ENCODE_POSITIVE = tl.constexpr(encode_positive_assembly())
+    _DECODE, _ENCODE, _ENCODE_WITH_WORDS, _ENCODE_PATTERNS = (
+        tl.constexpr(constraints(*counts)) for counts in ((4, 5), (1, 8), (1, 12), (1, 8))
+    )
 
 
 @jit
@@ -220,3 +234,86 @@ def encode_positive_block(x, noise):
     lowest = tl.where((exponent > 0) & (exponent < 255), (exponent - 31) << 3, 1 << 12)
     code = tl.maximum((rounded >> _DROPPED).to(tl.int32) - lowest, 0)
     return code.to(tl.uint8), tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
+
+
+# As the functions above, four codes in a register, on NVIDIA GPUs. `x` must be what arithmetic gave there: then no NaN
+# has a sign, and no positive number either.
+
+
+@jit
+def decode_signed_packed(codes, power):
+    """`decode_signed_block`."""
+    return tl.inline_asm_elementwise(_DECODE_SIGNED, _DECODE, [codes, power], tl.float32, is_pure=True, pack=4)
+
+
+@jit
+def decode_positive_packed(codes, power):
+    """`decode_positive_block`."""
+    return tl.inline_asm_elementwise(_DECODE_POSITIVE, _DECODE, [codes, power], tl.float32, is_pure=True, pack=4)
+
+
+@jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def _larger_halves(a, b):
+    """The larger of two 16-bit numbers each."""
+    if cuda_capability_geq(9, 0):
+        return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
+    else:
+        return tl.maximum(a & 0xFFFF0000, b & 0xFFFF0000) | tl.maximum(a & 0xFFFF, b & 0xFFFF)
+
+
+@jit
+def _of_threads(x, EACH: tl.constexpr):
+    """The largest of the elements that a thread holds side by side, of shape (blocks, threads)."""
+    by_thread = tl.reshape(x, (x.shape[0], _SPAN // EACH, EACH))
+    if x.dtype == tl.float32:
+        return tl.reduce(by_thread, 2, _larger).to(tl.uint32, bitcast=True)
+    else:
+        return tl.max(by_thread, 2)
+
+
+@jit
+def largest_packed(x, y, EACH: tl.constexpr):
+    """The upper halves of the largest patterns of two blocks' rows, that of `y` above: uint32 of shape (blocks, 1).
+
+    Numbers of fp32 without a sign, or patterns; what exponents are made of is in the upper halves. EACH elements lie
+    side by side in a thread.
+    """
+    both = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [_of_threads(x, EACH), _of_threads(y, EACH)], tl.uint32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    return tl.reduce(both, 1, _larger_halves, keep_dims=True)
+
+
+@jit
+def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
+    """`encode_signed_block`; `largest` has the upper half of the largest rounded pattern, `word` is moved down by 8."""
+    exponent = tl.minimum(largest >> 7, 255)
+    usable = (exponent >= _LEAST_SIGNED) & (exponent < 255)
+    factor = tl.where(usable, (511 - exponent) << 23, 0).to(tl.uint32).to(tl.float32, bitcast=True)  # 2^(128 - E)
+    if STOCHASTIC:
+        codes = tl.inline_asm_elementwise(
+            _ENCODE_SIGNED_STOCHASTIC, _ENCODE_WITH_WORDS, [x, factor, word], tl.uint8, is_pure=True, pack=4
+        )
+    else:
+        codes = tl.inline_asm_elementwise(_ENCODE_SIGNED, _ENCODE, [x, factor], tl.uint8, is_pure=True, pack=4)
+    exponent = tl.where(exponent < _LEAST_SIGNED, 0, exponent)
+    return codes, tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
+
+
+@jit
+def encode_positive_packed(patterns, largest, NOISE: tl.constexpr):
+    """`encode_positive_block`, of patterns to which NOISE is to be added; `largest` as in `encode_signed_packed`."""
+    exponent = tl.where(largest < (_NOTHING >> 16), 0, tl.minimum(tl.maximum(largest >> 7, _LEAST_POSITIVE), 255))
+    usable = (exponent > 0) & (exponent < 255)
+    # Where there are no numbers, what is added makes every pattern negative, or less than 2^20 with the noise.
+    added = tl.where(usable, (31 - exponent.to(tl.int32)) << 23, -0x80000000).to(tl.int32) + NOISE
+    codes = tl.inline_asm_elementwise(
+        _ENCODE_POSITIVE, _ENCODE_PATTERNS, [patterns, added], tl.uint8, is_pure=True, pack=4
+    )
+    return codes, tl.reshape(exponent, (patterns.shape[0],)).to(tl.uint8)

@@ -51,7 +51,7 @@ def test_rows_of_every_length(name: str, layout: Layout, offset: int) -> None:
     """Several rows in a block of the kernel, several chunks in a row, blocks of one element; aligned or not."""
     rng = np.random.default_rng(0)
     shapes = [(18, 1), (9, 2), (19, 27), (3, 127), (17, 128), (5, 129), (9, 256), (6, 300), (2, 1600), (2, 2304)]
-    shapes += [(1, 2500), (0, 128), (9, 131), (9, 144)]
+    shapes += [(1, 2500), (0, 128), (9, 131), (9, 144), (3, 3088), (40, 16), (2, 272)]
     tensors = [matrix(layout, rows, columns, rng, step=3) for rows, columns in shapes]
     examine((name,), layout, tensors, [Step([gradient(layout, t.param.size, rng) for t in tensors])], offset)
 
@@ -134,6 +134,36 @@ def test_huge_and_tiny_gradients_make_no_nan(name: str, stochastic: bool) -> Non
     after = examine((name,), layout, [tensor], [Step([grad]), Step([grad / 2]), Step([grad])])
     assert np.isfinite(after[0].param).all() and (after[0].v_exponents < 255).all()
     assert after[0].v[0] == 255 and after[0].v_exponents[0, 0] == 254
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "layout", [SPLIT, SPLIT24, Layout(BF16, BF16, CODED, FULL_MASTER, False, False, True), ALONE], ids=label
+)
+def test_roots_and_quotients_of_every_size(name: str, layout: Layout) -> None:
+    """Kernels have a short way for the usual sizes, which is not exact for others, nor for weights that are no numbers.
+
+    Each row has gradients of one power of two: second moments from 0 to beyond the largest fp32 number, with quotients
+    from 0 up. A sum of root and epsilon is large or infinite in the last tensors.
+    """
+    rng = np.random.default_rng(6)
+    columns = 48
+    sizes = np.float64(2.0) ** np.concatenate([np.arange(-148.0, 128.0, 7.0), np.linspace(-59, -46, 40)])
+    rows = len(sizes)
+    options: list[dict[str, Any]] = [{}, {"eps": 0.0}, {"eps": 1e-30, "beta2": 0.0}, {"eps": 2.0**100}, {"eps": 3e38}]
+    tensors, grads = [], []
+    for index, given in enumerate(options):
+        weights = rng.standard_normal(rows * columns).astype(np.float32)
+        weights[::2] = 0.0  # where every bit of an update shows
+        weights[::35] = np.resize(np.array([INF, -INF, NAN, 0.0, -0.0, 3e38, 1e-44], np.float32), len(weights[::35]))
+        tensors.append(make(layout, weights, rng, step=0.0, columns=columns, **given))
+        grad = rng.standard_normal((rows, columns)) * (1 if index == 4 else sizes[:, None])
+        # With some elements small beside the others of a block, and zeros.
+        grad *= np.where(rng.random(grad.shape) < 0.1, 2.0 ** rng.integers(-30, 0, grad.shape), 1.0)
+        grads.append(np.where(rng.random(grad.shape) < 0.01, 0, grad).reshape(-1).astype(np.float32))
+    first = [grad.astype(NUMPY[layout.grad]) for grad in grads]
+    second = [grad[::-1].copy() for grad in first]
+    examine((name,), layout, tensors, [Step(first), Step(first), Step(second)])
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from fractions import Fraction
 
 import ml_dtypes
@@ -144,6 +145,29 @@ def test_byte_permutation(machine: SoftwareGPU, selector: int) -> None:
         picked = [pool[k & 7] if k < 8 else 255 * (pool[k & 7] >> 7) for k in chosen]
         expected.append(int.from_bytes(bytes(picked), "little"))
     assert apply(machine, "prmt.b32", np.dtype("u4"), a, b, constant=hex(selector) + "U").tolist() == expected
+
+
+@pytest.mark.parametrize("distance", [0, 1, 4, 31, 36])
+def test_funnel_shifts(machine: SoftwareGPU, distance: int) -> None:
+    low, high = integers("u4", 7), integers("u4", 8)
+    pairs = [int(y) << 32 | int(x) for x, y in zip(low, high, strict=True)]
+    found = apply(machine, "shf.r.wrap.b32", np.dtype("u4"), low, high, constant=str(distance))
+    assert found.tolist() == [pair >> distance % 32 & 0xFFFFFFFF for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("values", "function"),
+    [
+        (0xEA, lambda a, b, c: a & b | c),
+        (0xE4, lambda a, b, c: a & c | b & ~c),
+        (0x96, lambda a, b, c: a ^ b ^ c),
+        (0x40, lambda a, b, c: a & b & ~c),
+    ],
+)
+def test_functions_of_three_bits(machine: SoftwareGPU, values: int, function: Callable[..., np.ndarray]) -> None:
+    a, b, c = integers("u4", 7), integers("u4", 8), integers("u4", 9)
+    found = apply(machine, "lop3.b32", np.dtype("u4"), a, b, c, constant=str(values))
+    assert (found == function(a, b, c)).all()
 
 
 @pytest.mark.parametrize(("begin", "count"), [(0, 32), (3, 4), (31, 1), (5, 0), (28, 10), (2, 1), (0, 1), (40, 3)])
@@ -461,12 +485,22 @@ def test_fma_of_halves_rounds_once(machine: SoftwareGPU, name: str, kind: type) 
     assert (pairs.view("u2") == sums).all()
 
 
+@pytest.mark.parametrize("name", ["max.f32", "min.f32", "max.NaN.f32"])
+def test_the_largest_of_three(machine: SoftwareGPU, name: str) -> None:
+    rng = np.random.default_rng(12)
+    a, b, c = (rng.choice(np.array([-1.5, 0.0, 2.0, 3.0, math.inf, math.nan], "f4"), 256) for _ in range(3))
+    with np.errstate(invalid="ignore"):
+        chosen = {"max.f32": np.fmax, "min.f32": np.fmin, "max.NaN.f32": np.maximum}[name]
+        assert_same(apply(machine, name, np.dtype("f4"), a, b, c), chosen(chosen(a, b), c))
+
+
 def test_reciprocal_roots_and_logarithms(machine: SoftwareGPU) -> None:
     values = np.array([0.25, 1.0, 4.0, 2.0**-126, 2.0**100, 9.0, 2.0**-130, 0.0] * 4, "f4")
     with np.errstate(divide="ignore"):
         roots, flushed = 1 / np.sqrt(values.astype("f8")), np.where(values < 2.0**-126, 0, values.astype("f8"))
         assert_same(apply(machine, "rsqrt.approx.f32", np.dtype("f4"), values), roots.astype("f4"))
         assert_same(apply(machine, "rsqrt.approx.ftz.f32", np.dtype("f4"), values), (1 / np.sqrt(flushed)).astype("f4"))
+        assert_same(apply(machine, "rcp.approx.ftz.f32", np.dtype("f4"), values), (1 / flushed).astype("f4"))
         assert_same(apply(machine, "sqrt.approx.ftz.f32", np.dtype("f4"), values), np.sqrt(flushed).astype("f4"))
         assert_same(apply(machine, "lg2.approx.ftz.f32", np.dtype("f4"), values), np.log2(flushed).astype("f4"))
 

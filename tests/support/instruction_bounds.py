@@ -53,11 +53,52 @@ JOIN = Part("join: remainder to its place, sum, NaN with a choice", {"integer": 
 SPLIT = Part("split: NaN, sum, difference, two to a register twice", {"minimum": 1, "integer": 3})
 COUNTERS = Part("one bit into two words of 32 places: its shift 2, two additions of three bits 4", {"integer": 6})
 
+# Moments in 8 bits, whose kernel checks and branches once per thread, which holds eight elements.
+CODED_UPDATE = Part(
+    "14 separate fp32 operations, two elements at a time; a cap; a choice for each moving average",
+    {"fp32": 7, "minimum": 1, "choice": 2},
+)
+CODED_ROOT = Part(
+    "root: reciprocal root 1, 2 products and 2 corrections two elements at a time; quotient: reciprocal 1, 5 others "
+    "two elements at a time",
+    {"fp32": 1 + 2 + 1 + 2.5},
+)
+CODED_CHECK = Part(
+    "ranges, for eight elements: 4 minima of three numbers for each of 3 bounds, 3 comparisons, a branch",
+    {"minimum": 12 / 8, "choice": 3 / 8, "branch": 1 / 8},
+)
+CODED_DECODE = Part(
+    "gradient to fp32 1; signed codes, for two: spread, move, sign 3, to fp32 2; positive codes: move 1, exponent 1; "
+    "products of both with their powers, two at a time",
+    {"integer": 1 + 2.5 + 2, "fp32": 1},
+)
+CODED_ENCODE = Part(
+    "maxima of three numbers twice; signed codes: 2 products two at a time, move and round 1, sign 1, pack 3 for four; "
+    "positive codes: subtraction with a maximum 1, pack 4 for four",
+    {"fp32": 1, "integer": 1 + 1 + 3 / 4 + 1, "minimum": 1 + 1},
+)
+CODED_WORDS = Part(
+    "random words of two moments to their places 2; patterns rounded for the maxima: sign 1, sums 2", {"integer": 5}
+)
+CODED_MEMORY = Part(
+    "3 loads and 2 stores of 16 bytes (8 for bytes), 2 and 2 of codes, 2 and 2 of exponents, for eight elements",
+    {"memory": 13 / 8},
+)
+CODED = (CODED_UPDATE, CODED_ROOT, CODED_CHECK, CODED_DECODE, CODED_ENCODE, CODED_MEMORY)
+CODED_SPLIT = Part("join: remainder, sum; split: sum 1, two to a register twice", {"integer": 2 + 2})
+
 NEEDED: dict[str, tuple[Part, ...]] = {
     "AdamW bf16 split, bf16 moments, zero gradients and moments": (
         *(UNPACK, UPDATE, ROOT, QUOTIENT, NEAREST, JOIN, SPLIT),
         Part("5 loads and 4 stores of 16 bytes, for eight elements", {"memory": 9 / 8}),
         Part("the subroutines of a root and of a quotient of zero", {"subroutines": 41}),
+    ),
+    "AdamW bf16 split, 8-bit moments": (*CODED, CODED_SPLIT),
+    "AdamW bf16 split, 8-bit moments, stochastic": (*CODED, CODED_SPLIT, DRAWS, CODED_WORDS),
+    "AdamW bf16 split24, 8-bit moments, stochastic": (
+        *(*CODED, DRAWS, CODED_WORDS),
+        Part("join: byte with its sign 1, weight to its place 0.5, sum 1", {"integer": 2.5}),
+        Part("split: word 1, sums 2, two to a register, four to a register", {"integer": 3 + 0.5 + 3 / 4}),
     ),
     "statistics bf16": (WINDOW, COUNTERS, Part("a load of 16 bytes, for eight elements", {"memory": 1 / 8})),
     "statistics fp32": (

@@ -106,7 +106,7 @@ def _adam(dtype: torch.dtype, kind: str = "AdamW", **options: object) -> Run:
 
 def _coded(dtype: torch.dtype, **options: object) -> Run:
     """Moments in 8 bits: rows of whole and of short blocks, several chunks per row and several rows per chunk."""
-    shapes = ((40, 128), (32, 144), (3, 2500), (4096, 1), (17, 20, 13), (70,))
+    shapes = ((40, 128), (32, 144), (3, 2500), (4096, 1), (17, 20, 13), (70,), (4, 3088))
 
     def run(seed: int) -> list[torch.Tensor]:
         parameters = [

@@ -147,12 +147,17 @@ def _adam(
     zero: bool = False,
     cls: str = "AdamW",
     state_dtype: Any = FP32,
+    columns: int = 1024,
     **options: Any,
 ) -> Made:
     import halfstep
 
     size = SIZE if tensors == 1 else 1000
-    shape = (1024, size // 1024) if state_dtype == "8bit" else (size,)  # moments of vectors stay in fp32
+    if state_dtype == "8bit":  # moments of vectors stay in fp32
+        size -= size % columns
+        shape: tuple[int, ...] = (size // columns, columns)
+    else:
+        shape = (size,)
     parameters = [torch.nn.Parameter(_values(dtype, *shape)) for _ in range(tensors)]
     for parameter in parameters:
         parameter.grad = _values(dtype, *shape) * (not zero)
@@ -227,6 +232,12 @@ def cases() -> dict[str, Callable[[], Made]]:
         ),
         "AdamW bf16 split, 8-bit moments": partial(_adam, BF16, state_dtype="8bit", rounding="nearest"),
         "AdamW bf16 split, 8-bit moments, stochastic": partial(_adam, BF16, state_dtype="8bit", **random),
+        "AdamW bf16 split, 8-bit moments, rows of 1,040": partial(
+            _adam, BF16, state_dtype="8bit", rounding="nearest", columns=1040
+        ),
+        "AdamW bf16 split, 8-bit moments, stochastic, rows of 1,040": partial(
+            _adam, BF16, state_dtype="8bit", columns=1040, **random
+        ),
         "AdamW bf16 split24, 8-bit moments, stochastic": partial(
             _adam, BF16, state_dtype="8bit", master_weights="split24", **random
         ),

@@ -327,6 +327,9 @@ template <class T> void floats(const std::string &t) {
     op("min." + t, [](T a, T b) -> T { return smaller(a, b); });
     op("max." + t + ".of3", [](T a, T b, T c) -> T { return greater(greater(a, b), c); });
     op("min." + t + ".of3", [](T a, T b, T c) -> T { return smaller(smaller(a, b), c); });
+    op("max.NaN." + t + ".of3", [](T a, T b, T c) -> T {
+        return canonical(a != a || b != b || c != c ? a + b + c : greater(greater(a, b), c));
+    });
     op("max.NaN." + t, [](T a, T b) -> T { return canonical(a != a || b != b ? a + b : greater(a, b)); });
     op("min.NaN." + t, [](T a, T b) -> T { return canonical(a != a || b != b ? a + b : smaller(a, b)); });
     op("abs." + t, [](T a) -> T { return std::fabs(a); });
@@ -514,6 +517,15 @@ void fill() {
         }
         return result;
     });
+    op("lop3.b32", [](u32 a, u32 b, u32 c, u32 values) -> u32 {
+        u32 result = 0;
+        for (int k = 0; k < 8; k++)
+            if (values >> k & 1) result |= (k & 4 ? a : ~a) & (k & 2 ? b : ~b) & (k & 1 ? c : ~c);
+        return result;
+    });
+    op("shf.r.wrap.b32", [](u32 low, u32 high, u32 places) -> u32 {
+        return u32((u64(high) << 32 | low) >> (places & 31));
+    });
 
     op("mov.pred", [](pred a) -> pred { return a; });
     op("and.pred", [](pred a, pred b) -> pred { return {u8(a.on & b.on)}; });
@@ -558,6 +570,7 @@ void fill() {
     op("sqrt.approx.ftz.f32", [](f32 a) -> f32 { return flushed(approximation(std::sqrt(f64(flushed(a))))); });
     op("rsqrt.approx.f32", [](f32 a) -> f32 { return approximation(1 / std::sqrt(f64(a))); });
     op("rsqrt.approx.ftz.f32", [](f32 a) -> f32 { return flushed(approximation(1 / std::sqrt(f64(flushed(a))))); });
+    op("rcp.approx.ftz.f32", [](f32 a) -> f32 { return flushed(approximation(1 / f64(flushed(a)))); });
     op("ex2.approx.f32", [](f32 a) -> f32 { return approximation(std::exp2(f64(a))); });
     op("ex2.approx.ftz.f32", [](f32 a) -> f32 { return flushed(approximation(std::exp2(f64(flushed(a))))); });
     op("lg2.approx.f32", [](f32 a) -> f32 { return approximation(std::log2(f64(a))); });

@@ -1,0 +1,323 @@
+"""PTX for blocks of 8-bit codes, for ``tl.inline_asm_elementwise`` in block_codes.py and adam.py. NVIDIA's GPUs only.
+
+Four codes stand in a register of 32 bits. What the compiler makes of separate bytes moves each one apart and together
+again; here four are decoded and encoded together.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+# Functions of three bits, by the values that they have for 0xF0, 0xCC and 0xAA. Written as separate operations with two
+# constants, they compile to two instructions.
+_AND_OR = 0xF0 & 0xCC | 0xAA
+_CHOICE = 0xF0 & 0xAA | 0xCC & 0x55  # the third one chooses between the others
+
+
+def _hex(x: float) -> str:
+    return "0f" + struct.pack(">f", x).hex().upper()
+
+
+def _body(lines: list[str]) -> str:
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def constraints(outputs: int, inputs: int) -> str:
+    """The constraints of assembly whose operands are registers of 32 bits."""
+    return ",".join(["=r"] * outputs + ["r"] * inputs)
+
+
+def decode_signed_assembly() -> str:
+    """PTX that makes four fp32 numbers ($0 to $3) of signed codes ($4) and the powers of their blocks ($5 to $8)."""
+    lines = [".reg .b16 %even, %odd;", ".reg .b32 %pair;"]
+    for pair, selector in enumerate(("0x9180", "0xB3A2")):  # bytes, and their signs above them
+        lines += [
+            f"prmt.b32 %pair, $4, 0, {selector};",
+            "shl.b32 %pair, %pair, 7;",
+            # Two fp16 numbers. The sign was in both upper bits of each, of which the second must go.
+            "and.b32 %pair, %pair, 0xBF80BF80;",
+            "mov.b32 {%even, %odd}, %pair;",
+            f"cvt.f32.f16 ${2 * pair}, %even;",
+            f"cvt.f32.f16 ${2 * pair + 1}, %odd;",
+            f"mul.rn.f32 ${2 * pair}, ${2 * pair}, ${5 + 2 * pair};",
+            f"mul.rn.f32 ${2 * pair + 1}, ${2 * pair + 1}, ${6 + 2 * pair};",
+        ]
+    return _body(lines)
+
+
+def decode_positive_assembly() -> str:
+    """As `decode_signed_assembly`, for positive codes."""
+    lines = [".reg .b32 %pattern;"]
+    for place, shift in enumerate(("shl.b32 %pattern, $4, 20;", "shl.b32 %pattern, $4, 12;",
+                                   "shl.b32 %pattern, $4, 4;", "shr.u32 %pattern, $4, 4;")):  # fmt: skip
+        lines += [
+            shift,
+            f"lop3.b32 %pattern, %pattern, 0x0FF00000, 0x30000000, {_AND_OR};",
+            f"mul.rn.f32 ${place}, %pattern, ${5 + place};",
+        ]
+    return _body(lines)
+
+
+def encode_signed_assembly(stochastic: bool) -> str:
+    """PTX that makes signed codes ($0) of four fp32 numbers ($1 to $4).
+
+    The other operands, four each: factors of their blocks, negative, or 0 where all codes are 0; and, if `stochastic`,
+    random words moved down by a byte.
+    """
+    lines = [".reg .b32 %scaled, %s0, %s1, %s2, %s3, %upper;"]
+    for place in range(4):
+        noise = f"${9 + place}" if stochastic else str(1 << 23)
+        lines += [
+            # A zero keeps its sign because the product of its negative and the factor is added to a zero that is
+            # negative with the factor. Without a factor, the sum is 0, or NaN, whose pattern 0x7FFFFFFF overflows to 0
+            # below with every noise.
+            f"mul.rn.f32 %upper, ${5 + place}, {_hex(0.0)};",
+            f"neg.f32 %scaled, ${1 + place};",
+            f"fma.rn.f32 %scaled, %scaled, ${5 + place}, %upper;",
+            f"mul.rn.f32 %scaled, %scaled, {_hex(2.0**-113)};",
+            f"shl.b32 %s{place}, %scaled, 4;",
+            f"add.u32 %s{place}, %s{place}, {noise};",
+            f"lop3.b32 %s{place}, %s{place}, %scaled, 0x7FFFFFFF, {_CHOICE};",
+        ]
+    lines += [
+        "prmt.b32 %s0, %s0, %s1, 0x0073;",
+        "prmt.b32 %upper, %s2, %s3, 0x0073;",
+        "prmt.b32 $0, %s0, %upper, 0x5410;",
+    ]
+    return _body(lines)
+
+
+def encode_positive_assembly() -> str:
+    """PTX that makes positive codes ($0) of the patterns of four numbers ($1 to $4) and what is added ($5 to $8)."""
+    lines = [".reg .b32 %s0, %s1, %s2, %s3;"]
+    for place in range(4):
+        lines += [
+            f"add.s32 %s{place}, ${1 + place}, ${5 + place};",
+            f"max.s32 %s{place}, %s{place}, 0;",
+        ]
+    lines += [  # the codes are bits 20 to 27
+        "prmt.b32 %s0, %s0, %s2, 0x7632;",
+        "prmt.b32 %s1, %s1, %s3, 0x6327;",
+        f"lop3.b32 %s0, %s0, %s1, 0x0FF00FF0, {_CHOICE};",
+        "shf.r.wrap.b32 $0, %s0, %s0, 4;",
+    ]
+    return _body(lines)
+
+
+def _single_update(m: str, v: str, new: str, decay: str, root: str, eps: str, step_size: str) -> list[str]:
+    """The new weight of one element, whose weight is in %w; its quotient is in %q and the number of `new`."""
+    quotient = f"%q{new[2:]}"
+    return [
+        f"rsqrt.approx.ftz.f32 %r, {v};",
+        f"mul.rn.f32 %s, {v}, %r;",
+        f"mul.rn.f32 %h, %r, {_hex(0.5)};",
+        "neg.f32 %t, %s;",
+        f"fma.rn.f32 %t, %t, %s, {v};",
+        "fma.rn.f32 %s, %t, %h, %s;",
+        f"mul.rn.f32 %s, %s, {root};",
+        f"add.rn.f32 %s, %s, {eps};",
+        "rcp.approx.ftz.f32 %r, %s;",
+        "neg.f32 %s, %s;",
+        f"fma.rn.f32 %t, %s, %r, {_hex(1.0)};",
+        "fma.rn.f32 %r, %r, %t, %r;",
+        f"mul.rn.f32 %q, %r, {m};",
+        f"fma.rn.f32 %t, %s, %q, {m};",
+        f"fma.rn.f32 {quotient}, %r, %t, %q;",
+        f"mul.rn.f32 %t, {decay}, %w;",
+        f"mul.rn.f32 %s, {step_size}, {quotient};",
+        "add.rn.f32 %s, %s, %t;",
+        f"sub.rn.f32 {new}, %w, %s;",
+    ]
+
+
+def _paired_update(
+    place: int, joined: Callable[[int], list[str]], m: list[str], v: list[str], names: list[str]
+) -> list[str]:
+    """As `_single_update`, of two elements, with the instructions for two numbers that GPUs have from sm_100 on.
+
+    These negate nothing, so that signs are chosen where they cost least: all are exact.
+    """
+    after = place + 1
+    return [
+        *joined(place),
+        "mov.b32 %u, %w;",
+        *joined(after),
+        "mov.b64 %ww, {%u, %w};",
+        f"mov.b64 %vv, {{{v[place]}, {v[after]}}};",
+        f"mov.b64 %mm, {{{m[place]}, {m[after]}}};",
+        f"rsqrt.approx.ftz.f32 %r, {v[place]};",
+        f"rsqrt.approx.ftz.f32 %t, {v[after]};",
+        "mov.b64 %rr, {%r, %t};",
+        "mul.rn.f32x2 %ss, %vv, %rr;",
+        "mul.rn.f32x2 %hh, %rr, %halves;",
+        "mul.rn.f32x2 %vv, %vv, %minus;",
+        "fma.rn.f32x2 %tt, %ss, %ss, %vv;",
+        "fma.rn.f32x2 %ss, %tt, %hh, %ss;",
+        "mul.rn.f32x2 %ss, %ss, %roots;",
+        "add.rn.f32x2 %bb, %ss, %epss;",
+        "mov.b64 {%r, %t}, %bb;",
+        "neg.f32 %r, %r;",
+        "neg.f32 %t, %t;",
+        "rcp.approx.ftz.f32 %r, %r;",
+        "rcp.approx.ftz.f32 %t, %t;",
+        "mov.b64 %rr, {%r, %t};",
+        "fma.rn.f32x2 %tt, %bb, %rr, %ones;",
+        "fma.rn.f32x2 %rr, %rr, %tt, %rr;",
+        "mul.rn.f32x2 %qq, %rr, %mm;",
+        "fma.rn.f32x2 %tt, %bb, %qq, %mm;",
+        "fma.rn.f32x2 %qq, %rr, %tt, %qq;",
+        f"mov.b64 {{%q{place}, %q{after}}}, %qq;",
+        "mul.rn.f32x2 %tt, %decays, %ww;",
+        "mul.rn.f32x2 %qq, %steps, %qq;",
+        "add.rn.f32x2 %qq, %qq, %tt;",
+        "sub.rn.f32x2 %qq, %ww, %qq;",
+        f"mov.b64 {{{names[place]}, {names[after]}}}, %qq;",
+    ]
+
+
+WEIGHTS = 8  # elements that `update_assembly` takes at a time
+
+
+def update_assembly(remainder: int, stochastic: bool, paired: bool = False) -> tuple[str, int, int]:
+    """PTX that makes the new weights of eight elements: w - (step_size * (m / (sqrt(v) * root + eps)) + decay * w).
+
+    The operands are moments, v, then what holds the weights: fp32 numbers if `remainder` is 0, else bf16 numbers and
+    remainders of as many bits, of which the new ones are given; then random words moved down by a byte if `stochastic`,
+    and, each of them as often as there are elements: decay, root, eps, step_size and the least quotient.
+
+    Root and quotient are the sequences that ptxas makes of sqrt.rn and div.rn for numbers that are not too large or
+    small. The compiler checks and branches twice per element; here all of a thread are checked and branch together: to
+    where everything is computed again with those instructions, and with what else is rare, weights that are infinite or
+    NaN. The bounds: from a v of 2^-101 on, the remainder of the root is exact; with a sum of root and epsilon from
+    2^-51 to 2^125 and a quotient of 2^-49, no part of the quotient is subnormal or overflows. `paired`: with the
+    instructions for two numbers that GPUs have from sm_100 on.
+
+    Returns:
+        The assembly, and the numbers of its outputs and inputs.
+    """
+    n = WEIGHTS
+    of_weights = n if remainder == 0 else n // 2
+    of_rests = n * remainder // 32
+    outputs = of_weights + of_rests
+    at = iter(range(outputs, 1000))
+
+    def take(count: int) -> list[str]:
+        return [f"${next(at)}" for _ in range(count)]
+
+    m, v, weights, rests = take(n), take(n), take(of_weights), take(of_rests)
+    words = take(n if stochastic else 0)
+    decay, root, eps, step_size, least = (take(n)[0] for _ in range(5))
+    inputs = next(at) - outputs
+
+    def joined(place: int) -> list[str]:
+        """The weight in %w, its bf16 part in %high."""
+        if remainder == 0:
+            return [f"mov.b32 %w, {weights[place]};"]
+        pair = weights[place // 2]
+        high = f"and.b32 %high, {pair}, 0xFFFF0000;" if place % 2 else f"shl.b32 %high, {pair}, 16;"
+        if remainder == 16:
+            rest = rests[place // 2]
+            low = f"shr.s32 %low, {rest}, 16;" if place % 2 else f"prmt.b32 %low, {rest}, 0, 0x9910;"
+        else:
+            byte = place % 4
+            # The byte one place up, and its sign above.
+            low = f"prmt.b32 %low, {rests[place // 4]}, 0, 0x{8 | byte:X}{8 | byte:X}{byte}4;"
+        return [high, low, "add.u32 %w, %high, %low;"]
+
+    names = [f"%n{place}" for place in range(n)]
+    lines = [
+        ".reg .pred %bad, %here;",
+        f".reg .b32 %w, %high, %low, %r, %s, %h, %q, %t, %u, {', '.join(names)};",
+        f".reg .b32 {', '.join(f'%{kind}{place}' for kind in 'qa' for place in range(n))};",
+        "setp.ne.u32 %bad, 0, 0;",
+    ]
+    if paired:
+        lines += [".reg .b64 %rr, %ss, %hh, %vv, %mm, %bb, %qq, %tt, %ww, %ones, %halves, %minus;"]
+        lines += [".reg .b64 %roots, %epss, %decays, %steps;"]
+        for name, value in (("ones", 1.0), ("halves", -0.5), ("minus", -1.0)):
+            lines += [f"mov.b32 %t, {_hex(value)};", f"mov.b64 %{name}, {{%t, %t}};"]
+        for name, value in (("roots", root), ("epss", eps)):
+            lines += [f"neg.f32 %t, {value};", f"mov.b64 %{name}, {{%t, %t}};"]
+        for name, value in (("decays", decay), ("steps", step_size)):
+            lines += [f"mov.b64 %{name}, {{{value}, {value}}};"]
+    if paired:
+        for place in range(0, n, 2):
+            lines += _paired_update(place, joined, m, v, names)
+    else:
+        for place, new in enumerate(names):
+            lines += joined(place) + _single_update(m[place], v[place], new, decay, root, eps, step_size)
+    quotients = [f"%q{place}" for place in range(n)]
+    if paired:
+        # Of three numbers one instruction gives the least. A NaN is in the new weight, however it came about.
+        lines += [f"abs.f32 {quotient}, {quotient};" for quotient in quotients]
+        lines += [f"abs.f32 %a{place}, {new};" for place, new in enumerate(names)]
+        for name, of, result in (
+            ("min.f32", v, "%s"),
+            ("min.f32", quotients, "%q"),
+            ("max.NaN.f32", [f"%a{place}" for place in range(n)], "%t"),
+        ):
+            lines += [f"{name} {result}, {', '.join(of[:3])};"]
+            lines += [f"{name} {result}, {result}, {', '.join(of[at : at + 2])};" for at in range(3, n, 2)]
+        checks = [("%s", "%q", "%t")]
+    else:
+        checks = list(zip(v, quotients, names, strict=True))
+    for radicand, quotient, new in checks:
+        lines += [
+            f"setp.ltu.f32 %here, {radicand}, {_hex(2.0**-101)};",
+            "or.pred %bad, %bad, %here;",
+            f"abs.f32 %u, {quotient};",
+            f"setp.ltu.f32 %here, %u, {least};",
+            "or.pred %bad, %bad, %here;",
+            f"abs.f32 %u, {new};",
+            f"setp.geu.f32 %here, %u, {_hex(float('inf'))};",
+            "or.pred %bad, %bad, %here;",
+        ]
+    lines += ["@!%bad bra USUAL_${:uid};"]
+    for place, new in enumerate(names):
+        lines += joined(place)
+        if remainder:
+            lines += ["setp.neu.f32 %here, %w, %w;", "@%here mov.b32 %w, %high;"]
+        lines += [
+            f"sqrt.rn.f32 %s, {v[place]};",
+            f"mul.rn.f32 %s, %s, {root};",
+            f"add.rn.f32 %s, %s, {eps};",
+            f"div.rn.f32 %q, {m[place]}, %s;",
+            f"mul.rn.f32 %q, {step_size}, %q;",
+            f"mul.rn.f32 %t, {decay}, %w;",
+            "abs.f32 %s, %w;",
+            f"setp.eq.f32 %here, %s, {_hex(float('inf'))};",
+            f"selp.f32 %t, {_hex(0.0)}, %t, %here;",
+            "add.rn.f32 %q, %q, %t;",
+            f"sub.rn.f32 {new}, %w, %q;",
+        ]
+        if remainder:
+            lines += [f"min.s32 {new}, {new}, 0x7FC00000;"]
+    lines += ["USUAL_${:uid}:"]
+    if remainder == 0:
+        lines += [f"mov.b32 ${place}, {new};" for place, new in enumerate(names)]
+    if remainder == 8:
+        for place, new in enumerate(names):
+            if stochastic:
+                lines += [f"shr.u32 %t, {words[place]}, 16;", f"add.u32 {new}, {new}, %t;"]
+            else:
+                lines += [f"shr.u32 %t, {new}, 8;", "and.b32 %t, %t, 1;", "add.u32 %t, %t, 0x7F;",
+                          f"add.u32 {new}, {new}, %t;"]  # fmt: skip
+        for four in range(n // 4):
+            a, b, c, d = names[4 * four : 4 * four + 4]
+            lines += [
+                f"prmt.b32 %s, {a}, {b}, 0x0051;",
+                f"prmt.b32 %t, {c}, {d}, 0x0051;",
+                f"prmt.b32 ${of_weights + four}, %s, %t, 0x5410;",
+            ]
+    if remainder == 16:
+        for pair in range(n // 2):
+            lines += [f"prmt.b32 ${of_weights + pair}, {names[2 * pair]}, {names[2 * pair + 1]}, 0x5410;"]
+    if remainder:
+        for pair in range(n // 2):
+            lines += [
+                f"add.u32 %s, {names[2 * pair]}, 0x8000;",
+                f"add.u32 %t, {names[2 * pair + 1]}, 0x8000;",
+                f"prmt.b32 ${pair}, %s, %t, 0x7632;",
+            ]
+    return _body(lines), outputs, inputs
