@@ -75,6 +75,7 @@ from halfstep.kernels.backend import (
     resolve,
     tl,
     triton_dtype,
+    triton_version,
 )
 from halfstep.kernels.block_codes import (
     LARGEST_POSITIVE,
@@ -449,7 +450,7 @@ if tl is not None:  # what stands above, as kernels read it
         tl.constexpr(update_assembly(*of, paired=False)[0]) for of in _REMAINDERS
     )
     _PAIRED_0, _PAIRED_8, _PAIRED_16, _PAIRED_8_WORDS = (
-        tl.constexpr(update_assembly(*of, paired=True)[0]) for of in _REMAINDERS
+        tl.constexpr(update_assembly(*of, paired=True, threes=triton_version() >= (3, 7))[0]) for of in _REMAINDERS
     )
     _OPERANDS_0, _OPERANDS_8, _OPERANDS_16, _OPERANDS_8_WORDS = (
         tl.constexpr(constraints(*update_assembly(*of)[1:])) for of in _REMAINDERS

@@ -180,6 +180,14 @@ def triton_dtype(dtype: torch.dtype) -> Any:
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
 
 
+def triton_version() -> tuple[int, int]:
+    """Triton's major and minor version; (0, 0) without Triton."""
+    if triton is None:
+        return 0, 0
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def _interpret_requested() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
@@ -204,7 +212,7 @@ def _warn_of_flushed_subnormals() -> None:
     """
     if triton is None or INTERPRET or torch.version.cuda is None:
         return
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6) and torch.cuda.device_count() > 0:
+    if triton_version() < (3, 6) and torch.cuda.device_count() > 0:
         warnings.warn(
             f"triton {triton.__version__} flushes subnormal numbers to zero in division and square root on NVIDIA GPUs,"
             " so halfstep.Adam and AdamW give other bits there than elsewhere where a moment or an update is below "

@@ -179,7 +179,9 @@ def _paired_update(
 WEIGHTS = 8  # elements that `update_assembly` takes at a time
 
 
-def update_assembly(remainder: int, stochastic: bool, paired: bool = False) -> tuple[str, int, int]:
+def update_assembly(
+    remainder: int, stochastic: bool, paired: bool = False, threes: bool = False
+) -> tuple[str, int, int]:
     """PTX that makes the new weights of eight elements: w - (step_size * (m / (sqrt(v) * root + eps)) + decay * w).
 
     The operands are moments, v, then what holds the weights: fp32 numbers if `remainder` is 0, else bf16 numbers and
@@ -191,7 +193,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False) -> t
     where everything is computed again with those instructions, and with what else is rare, weights that are infinite or
     NaN. The bounds: from a v of 2^-101 on, the remainder of the root is exact; with a sum of root and epsilon from
     2^-51 to 2^125 and a quotient of 2^-49, no part of the quotient is subnormal or overflows. `paired`: with the
-    instructions for two numbers that GPUs have from sm_100 on.
+    instructions for two numbers that GPUs have from sm_100 on. `threes`: with their minima of three numbers (PTX 8.8).
 
     Returns:
         The assembly, and the numbers of its outputs and inputs.
@@ -248,8 +250,8 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False) -> t
         for place, new in enumerate(names):
             lines += joined(place) + _single_update(m[place], v[place], new, decay, root, eps, step_size)
     quotients = [f"%q{place}" for place in range(n)]
-    if paired:
-        # Of three numbers one instruction gives the least. A NaN is in the new weight, however it came about.
+    if threes:
+        # A NaN is in the new weight, however it came about.
         lines += [f"abs.f32 {quotient}, {quotient};" for quotient in quotients]
         lines += [f"abs.f32 %a{place}, {new};" for place, new in enumerate(names)]
         for name, of, result in (
