@@ -9,6 +9,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
+# Begins assembly that has the bits of separate operations although it fuses or approximates some, for the audit.
+EXACT = "// exact: the bits of separate operations"
+
 # Functions of three bits, by the values that they have for 0xF0, 0xCC and 0xAA. Written as separate operations with two
 # constants, they compile to two instructions.
 _AND_OR = 0xF0 & 0xCC | 0xAA
@@ -85,7 +88,7 @@ def encode_signed_assembly(stochastic: bool) -> str:
         "prmt.b32 %upper, %s2, %s3, 0x0073;",
         "prmt.b32 $0, %s0, %upper, 0x5410;",
     ]
-    return _body(lines)
+    return _body([EXACT, *lines])
 
 
 def encode_positive_assembly() -> str:
@@ -237,8 +240,8 @@ def update_assembly(
     if paired:
         lines += [".reg .b64 %rr, %ss, %hh, %vv, %mm, %bb, %qq, %tt, %ww, %ones, %halves, %minus;"]
         lines += [".reg .b64 %roots, %epss, %decays, %steps;"]
-        for name, value in (("ones", 1.0), ("halves", -0.5), ("minus", -1.0)):
-            lines += [f"mov.b32 %t, {_hex(value)};", f"mov.b64 %{name}, {{%t, %t}};"]
+        for name, number in (("ones", 1.0), ("halves", -0.5), ("minus", -1.0)):
+            lines += [f"mov.b32 %t, {_hex(number)};", f"mov.b64 %{name}, {{%t, %t}};"]
         for name, value in (("roots", root), ("epss", eps)):
             lines += [f"neg.f32 %t, {value};", f"mov.b64 %{name}, {{%t, %t}};"]
         for name, value in (("decays", decay), ("steps", step_size)):
@@ -322,4 +325,4 @@ def update_assembly(
                 f"add.u32 %t, {names[2 * pair + 1]}, 0x8000;",
                 f"prmt.b32 ${pair}, %s, %t, 0x7632;",
             ]
-    return _body(lines), outputs, inputs
+    return _body([EXACT, *lines]), outputs, inputs

@@ -32,6 +32,7 @@ class Variant:
             or per iteration of its loop. If empty, the largest tile that the kernel loads or stores is used, which is
             wrong only if a tile is moved in parts.
         loops: the number of loops of the bulk path, of which one runs. All must have the same accesses.
+        one_loop: targets on which it has one loop all the same.
         index: the index of the launch among the launches of `kernel` by `launch`; -1 is the last.
     """
 
@@ -43,6 +44,7 @@ class Variant:
     exact: bool = True
     tile: tuple[str, ...] = ()
     loops: int = 1
+    one_loop: tuple[str, ...] = ()
     index: int = 0
 
 

@@ -75,6 +75,9 @@ def variants() -> Iterator[Variant]:
         ]
         launch = partial(_step, layout)
         kernel = adam.coded_adam_kernel if layout.coded else adam.adam_kernel
-        yield Variant(kernel, name(layout), launch, g + weight[0] + state, weight[1] + state)
+        one = ("gfx942",) if layout.stochastic and layout.master == SPLIT24_MASTER else ()
+        loops = 2 if layout.coded else 1  # for rows of whole blocks, and of multiples of 16
+        read, written = g + weight[0] + state, weight[1] + state
+        yield Variant(kernel, name(layout), launch, read, written, loops=loops, one_loop=one)
     yield Variant(adam.prepare_kernel, "prepare", partial(_amp_step, False))
     yield Variant(adam.prepare_kernel, "prepare, clip", partial(_amp_step, True))

@@ -12,6 +12,7 @@ from halfstep.bench import predict
 from halfstep.bench.audit import command, machine_code, rows
 from halfstep.bench.audit.machine_code import Access
 from halfstep.cli.roofline_picture import family
+from halfstep.kernels.block_instructions import EXACT
 
 
 @pytest.mark.parametrize("target", ["sm_9", "sm_75", "H100", "gfx", "sm_90; rm"])
@@ -177,6 +178,16 @@ def test_each_line_of_inline_assembly_may_have_a_debug_line_of_its_own() -> None
 )
 def test_ptx_that_breaks_the_bits(line: str, found: list[str]) -> None:
     assert machine_code.ptx_inexact(f"\t{line}\n") == found
+
+
+def test_assembly_that_says_so_keeps_the_bits_although_it_fuses() -> None:
+    def assembly(first: str) -> str:
+        return f"// begin inline asm\n{{\n{first}\nfma.rn.f32 %r1, %r2, %r3, %r4;\n}}\n// end inline asm\n"
+
+    said, unsaid = assembly(EXACT), assembly("// exactly")
+    assert machine_code.ptx_inexact(said) == []
+    assert machine_code.ptx_inexact(unsaid) == ["1x fma.rn.f32"]
+    assert machine_code.ptx_inexact(said + "fma.rn.f32 %r1, %r2, %r3, %r4;\n" + said) == ["1x fma.rn.f32"]
 
 
 AMD = """
