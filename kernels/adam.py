@@ -823,6 +823,8 @@ def _coded_block(
         # Beyond these bounds the shorter way to root and quotient could round wrongly.
         usual = (root >= 1.0) & (root < 2.0**60) & (eps >= 0.0) & (eps < 2.0**60)
         least = tl.where(usual, 2.0**-49, float("inf"))
+        if SHORT:  # zeros of elements that do not exist would make their warp take the longer way
+            m, v = tl.where(mask, m, 1.0), tl.where(mask, v, 1.0)
         if REMAINDER:
             weight, rest = _updated(m, v, weight, rest, word, decay, root, eps, step_size, least, REMAINDER, STOCHASTIC)
             tl.store(at_param, weight, mask=mask)
