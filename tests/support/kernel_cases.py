@@ -91,8 +91,10 @@ def _unscale(dtype: torch.dtype) -> Run:
 
 
 def _adam(dtype: torch.dtype, kind: str = "AdamW", **options: object) -> Run:
+    sizes = (1, 17, 8300 if options.get("rounding") == "stochastic" else 2500, 64)  # one of more than a chunk
+
     def run(seed: int) -> list[torch.Tensor]:
-        parameters = [torch.nn.Parameter(normal(n, dtype, n + seed)) for n in (1, 17, 2500, 64)]
+        parameters = [torch.nn.Parameter(normal(n, dtype, n + seed)) for n in sizes]
         optimizer = getattr(halfstep, kind)(parameters, lr=1e-2, weight_decay=0.1, **options)
         for step in range(2):
             for parameter in parameters:
