@@ -2,7 +2,8 @@
 
 Only lines that run are changed. Kinds of which some can change nothing in a kernel are not asked of it: the guard of a
 store or load of shared memory that all threads make with one value, a barrier that Triton puts twice, a maximum or a
-flag of which half is enough, a comparison with a bound that no number here meets.
+flag of which half is enough, a comparison with a bound that no number here meets, the address of a sample by which the
+statistics choose what they count fast.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "adam split": ("adam_kernel", (*GUARDS, *PLACES, *SUMS, "branch turned round")),
     "adam full fp16": ("adam_kernel", (*GUARDS, *PLACES)),
     "adam stochastic": ("adam_kernel", (*GUARDS, *PLACES)),
-    "statistics with errors": ("count_kernel", ("atomic operation left out", "stride doubled")),
+    "statistics with errors": ("count_kernel", ("atomic operation left out", "parameter of the neighbour")),
     "softmax masked": ("forward_row_kernel", PLACES),
     "softmax strided": ("forward_strided_kernel", ("barrier removed", *PLACES[:3])),
 }
