@@ -427,7 +427,12 @@ def _count_block(
     """Count a block of elements."""
     LANES: tl.constexpr = BLOCK // (16 if ERRORS else 32)
     at = begin + tl.arange(0, BLOCK)
-    given = _magnitudes(to_float32(tl.load(data + at, mask=at < bulk, other=0.0)), factor, POWER)
+    # A masked load sets its registers to zero before.
+    if begin + BLOCK <= bulk:
+        x = tl.load(data + at)
+    else:
+        x = tl.load(data + at, mask=at < bulk, other=0.0)
+    given = _magnitudes(to_float32(x), factor, POWER)
     above = (2 << 23) + 1 - overflow
     zero = tl.zeros((LANES,), tl.int64)
     if ERRORS:
@@ -442,10 +447,11 @@ def _count_block(
         cells, carry = _count_cells(cells, front, base, above, VECTOR)
         cells, other = _count_cells(cells, back, base, above, VECTOR)
         cells = _add_carries(cells, carry, other)
-    # As unsigned numbers, distances below the window are larger than that of zero; above, the signed ones are.
-    distance = given - base
-    below = tl.max(distance.to(tl.uint32, bitcast=True), axis=0) > (-base).to(tl.uint32, bitcast=True)
-    if below | (tl.max(distance, axis=0) >= _WINDOW):
+    pattern = given.to(tl.uint32, bitcast=True)
+    outside = tl.max(pattern, axis=0) >= (base + _WINDOW).to(tl.uint32, bitcast=True)
+    if tl.min(pattern, axis=0) < base.to(tl.uint32, bitcast=True):  # a zero, or a number below the window
+        outside |= tl.min(pattern - 1, axis=0) < (base - 1).to(tl.uint32, bitcast=True)
+    if outside:
         end = tl.minimum(begin + BLOCK, bulk)
         number, largest = _count_outside(
             unaligned, begin, end, base, row, factor, shift, dropped, emin, emax, overflow, POWER, ERRORS, SMALL
@@ -506,7 +512,8 @@ def count_kernel(
     sample = (sample.to(tl.int32, bitcast=True) >> 23) & 0xFF
     top = tl.max(tl.where(sample == 0xFF, 0, sample), axis=0)
     lowest = tl.minimum(tl.maximum(top - _BELOW, _FIRST_FIELD), _LAST_FIELD + 1 - _SPAN)
-    base = (lowest << 23) + 1
+    # Adding 0 keeps it out of the uniform registers, which the machine instruction of a sum and a minimum cannot read.
+    base = (lowest << 23) + 1 + (tensor >> 31)
     normal = emin + 127 - shift
     if ERRORS and (dropped == 0) | (normal + dropped > 254):
         base = -0x80000000  # all elements but zeros lie outside, because `_count_errors` cannot find their errors

@@ -592,6 +592,7 @@ void fill() {
     table["vote.sync.ballot.b32"] = {ballot, {4, 1, 4}};
     op_reduce<i32>("redux.sync.max.s32", [](i32 a, i32 b) { return std::max(a, b); });
     op_reduce<u32>("redux.sync.max.u32", [](u32 a, u32 b) { return std::max(a, b); });
+    op_reduce<u32>("redux.sync.min.u32", [](u32 a, u32 b) { return std::min(a, b); });
     op_reduce<u32>("redux.sync.or.b32", [](u32 a, u32 b) { return a | b; });
     op_reduce<u32>("redux.sync.add.s32", [](u32 a, u32 b) { return a + b; });
     op_reduce<f32>("redux.sync.max.f32", [](f32 a, f32 b) { return greater(a, b); });
