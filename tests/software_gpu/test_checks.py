@@ -181,6 +181,11 @@ def test_shared_memory_ends(machine: SoftwareGPU) -> None:
         run(machine, "\tld.shared.b32 \t%r5, [global_smem];", tensor, shared_bytes=128)
 
 
+def test_a_loop_that_does_not_end(machine: SoftwareGPU) -> None:
+    with pytest.raises(RuntimeError, match="a loop that does not end"):
+        run(machine, "$L__BB0_1:\n\tbra \t$L__BB0_1;", torch.zeros(1))
+
+
 def test_barriers_that_some_miss(machine: SoftwareGPU) -> None:
     tensor = torch.zeros(64, dtype=torch.int32)
     lanes = "\tsetp.lt.s32 \t%p1, %r10, 5;\n\t@%p1 bra \t$L__BB0_2;\n\tbar.sync \t0;\n$L__BB0_2:"

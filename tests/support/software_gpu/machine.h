@@ -52,6 +52,9 @@ struct Instruction {
 // lane's division or root takes the subroutine that ptxas calls where its short sequence does not hold.
 enum Count { THREADS, WARPS, DIVERGED, REQUESTS, SECTORS, LEAST, LINES, WAVEFRONTS, FRESH, SLOW, COUNTS };
 
+// Instructions of a warp or wave between two barriers; a loop that does not end has more.
+constexpr u64 MOST_STEPS = 1ull << 24;
+
 struct Settings {
     i32 inexact;      // approximations: 0 correctly rounded, 1 and -1 the ends of their error, 2 anywhere between
     i32 races;        // look for races in global memory too

@@ -44,7 +44,8 @@ u32 guarded(Warp &w, const Instruction &i) {
 // Until the warp is done or waits at a barrier.
 void run_warp(Warp &w, const Program &program, u64 *counts) {
     w.waiting = false;
-    while (w.alive && !w.waiting) {
+    for (u64 steps = 0; w.alive && !w.waiting;) {
+        if (steps > MOST_STEPS) fail(w, 0, "a loop that does not end");
         i32 pc = program.length, limit = program.length;
         u32 group = 0;
         for (int l = 0; l < LANES; l++)
@@ -57,6 +58,7 @@ void run_warp(Warp &w, const Program &program, u64 *counts) {
                     limit = std::min(limit, w.at[l]);  // from here on others may come along
             }
         bool jumped = false;
+        steps -= pc;
         for (; pc < limit && !jumped; pc++) {
             const Instruction &i = program.code[pc];
             w.pc = pc;
@@ -73,6 +75,7 @@ void run_warp(Warp &w, const Program &program, u64 *counts) {
             if (w.mask) runs[i.operation](w, i);
             jumped = control;
         }
+        steps += pc;
         if (!jumped)
             for (int l = 0; l < LANES; l++)
                 if (group >> l & 1) w.at[l] = pc;

@@ -6,8 +6,6 @@
 
 namespace {
 
-constexpr u64 MOST_STEPS = 1ull << 26;  // instructions of a wave; a loop that does not end has more
-
 std::map<std::string, WaveOperation> table;
 
 // ------------------------------------------------------------------------------------------------------------- memory
