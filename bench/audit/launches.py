@@ -9,9 +9,9 @@ launcher's decisions that could become outdated.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -31,8 +31,8 @@ class Variant:
         tile: constants of the kernel whose product is the number of elements that the bulk path handles per program,
             or per iteration of its loop. If empty, the largest tile that the kernel loads or stores is used, which is
             wrong only if a tile is moved in parts.
-        loops: the number of loops of the bulk path, of which one runs. All must have the same accesses.
-        one_loop: targets on which it has one loop all the same.
+        copies: the number of copies of the bulk path, of which one runs. All must have the same accesses.
+        copies_on: targets on which there are more or fewer of them.
         index: the index of the launch among the launches of `kernel` by `launch`; -1 is the last.
     """
 
@@ -43,8 +43,8 @@ class Variant:
     bytes_written: float = 0.0
     exact: bool = True
     tile: tuple[str, ...] = ()
-    loops: int = 1
-    one_loop: tuple[str, ...] = ()
+    copies: int = 1
+    copies_on: Mapping[str, int] = field(default_factory=dict)
     index: int = 0
 
 

@@ -141,7 +141,7 @@ def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> 
         row.occupancy = machine_code.amd_occupancy(text, compiled.metadata.shared, warps)
     elements = math.prod(map(launch.constant, variant.tile)) if variant.tile else machine_code.tile_elements(ttgir)
     if elements:
-        elements *= 1 if row.target in variant.one_loop else variant.loops
+        elements *= variant.copies_on.get(row.target, variant.copies)
         row.bytes_read, row.bytes_written = (
             sum(access.bits // 8 for access in counted if access.writes is writes) * threads / elements
             for writes in (False, True)
