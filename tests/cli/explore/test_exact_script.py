@@ -185,10 +185,10 @@ def test_the_fields_that_the_script_derives_are_those_of_the_table(tmp_path: Pat
     answer(Object.values(formats).map((f) => [f.name, ...[f.bits, f.signBit, f.largest, f.infinityCode, f.nanCode,
       f.emin].map(text), f.negativeZero, f.subnormals]));
     """
-    rows = [formats[name] for name in formats]
-    fields = ("bits", "sign_bit", "largest_code", "infinity_code", "nan_code", "emin")
-    assert run_script("node", body, None, tmp_path) == [
-        [f.name, *(None if (x := getattr(f, field)) is None else str(x) for field in fields)]
-        + [f.has_negative_zero, f.has_subnormals]
-        for f in rows
-    ]
+
+    def row(form: Format) -> list[Any]:
+        derived = [getattr(form, field) for field in ("bits", "sign_bit", "largest_code", "infinity_code", "nan_code")]
+        texts = [None if number is None else str(number) for number in (*derived, form.emin)]
+        return [form.name, *texts, form.has_negative_zero, form.has_subnormals]
+
+    assert run_script("node", body, None, tmp_path) == [row(formats[name]) for name in formats]
