@@ -6,10 +6,7 @@ options of overflow from the codec.
 
 from __future__ import annotations
 
-import json
-from importlib.resources import files
-from typing import Any
-
+from halfstep.cli.pages.html import html, literal, text
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS
 from halfstep.numerics.formats.table import formats
 
@@ -20,21 +17,12 @@ def script_of_formats() -> str:
     """exact.mjs, and ``formats``: an object of formats by name, in the order of the table."""
     rows = [{field: getattr(form, field) for field in _FIELDS} for form in formats.values()]
     return (
-        f"{_text('exact.mjs')}\n"
-        f"export const formats = Object.fromEntries({_literal(rows)}.map((row) => [row.name, format(row)]));\n"
-        f"export const modes = {_literal(ENCODE_ROUNDINGS)};\nexport const overflows = {_literal(OVERFLOWS)};\n"
+        f"{text(__package__, 'exact.mjs')}\n"
+        f"export const formats = Object.fromEntries({literal(rows)}.map((row) => [row.name, format(row)]));\n"
+        f"export const modes = {literal(ENCODE_ROUNDINGS)};\nexport const overflows = {literal(OVERFLOWS)};\n"
     )
 
 
 def explorer_page() -> str:
     """The HTML of the explorer."""
-    script = script_of_formats() + _text("explorer.mjs")
-    return _text("page.html").replace("{{css}}", _text("page.css")).replace("{{script}}", script)
-
-
-def _text(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _literal(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("</", "<\\/")  # "</" would end the script of the page
+    return html(__package__, script_of_formats() + text(__package__, "explorer.mjs"))

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import json
-import os
-import re
-import shutil
-import subprocess
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -15,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import run_script
 
-from halfstep.cli.explore.page import script_of_formats
+from halfstep.cli.pages.explorer.page import script_of_formats
 from halfstep.numerics.formats.codec import encode
 from halfstep.numerics.formats.exact import (
     ENCODE_ROUNDINGS,
@@ -28,8 +23,6 @@ from halfstep.numerics.formats.exact import (
 )
 from halfstep.numerics.formats.table import Format, formats
 
-NODE = shutil.which("node")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SMALL = [name for name in formats if formats[name].bits <= 16]
 SEED = 20_201_117_000_000_003
 
@@ -61,27 +54,9 @@ answer(out);
 """
 
 
-def run_script(engine: str, body: str, given: Any, folder: Path) -> Any:
+def answers_of(engine: str, body: str, given: Any, folder: Path) -> Any:
     """What the script answers."""
-    source = f"{script_of_formats()}\nconst input = {json.dumps(given)};\n"
-    if engine == "node":
-        if NODE is None:
-            pytest.skip("node is not installed")
-        script = folder / "script.mjs"
-        script.write_text(f"{source}const answer = (out) => process.stdout.write(JSON.stringify(out));\n{body}")
-        return json.loads(subprocess.run([NODE, script], check=True, capture_output=True, timeout=600).stdout)
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    page = folder / "page.html"
-    answer = "const answer = (out) => { document.querySelector('pre').textContent = JSON.stringify(out); };"
-    page.write_text(f'<meta charset="utf-8"><pre></pre><script type="module">{source}{answer}\n{body}</script>')
-    sandbox = ["--no-sandbox"] if os.getuid() == 0 else []  # Chromium refuses root inside its sandbox
-    words = [CHROMIUM, "--headless", "--disable-gpu", "--disable-dev-shm-usage", *sandbox]
-    words += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
-    shown = subprocess.run(words, check=True, capture_output=True, text=True, timeout=600).stdout
-    found = re.search(r"<pre>(.+?)</pre>", shown, re.DOTALL)
-    assert found, shown[:1000]
-    return json.loads(html.unescape(found[1]))
+    return run_script(engine, script_of_formats(), body, given, folder)
 
 
 def written(value: Any) -> str:
@@ -102,7 +77,7 @@ def kind_of(code: int, form: Format) -> str:
 
 
 def check_codes(engine: str, names: list[str], folder: Path) -> int:
-    answers = run_script(engine, CODES, names, folder)
+    answers = answers_of(engine, CODES, names, folder)
     for name in names:
         form = formats[name]
         assert len(answers[name]) == form.codes
@@ -153,7 +128,7 @@ def check_numbers(engine: str, floats: int, fractions: int, folder: Path) -> int
                     expected.append([str(code) for code in encode(near, name, rounding, **options).tolist()])
                     expected.append([str(encode_exact(x, form, rounding, **options, offset=i))
                                      for i, x in enumerate(exact)])  # fmt: skip
-    answers = run_script(engine, NUMBERS, {"runs": runs, "values": values}, folder)
+    answers = answers_of(engine, NUMBERS, {"runs": runs, "values": values}, folder)
     for run, ours, theirs in zip(runs, answers, expected, strict=True):
         wrong = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
         assert not wrong, (run, values[run["values"]][wrong[0]], ours[wrong[0]], theirs[wrong[0]])
@@ -191,4 +166,4 @@ def test_the_fields_that_the_script_derives_are_those_of_the_table(tmp_path: Pat
         texts = [None if number is None else str(number) for number in (*derived, form.emin)]
         return [form.name, *texts, form.has_negative_zero, form.has_subnormals]
 
-    assert run_script("node", body, None, tmp_path) == [row(formats[name]) for name in formats]
+    assert answers_of("node", body, None, tmp_path) == [row(formats[name]) for name in formats]
