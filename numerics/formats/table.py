@@ -370,7 +370,7 @@ _ROWS = (
 )  # fmt: skip
 
 # Names that several formats share.
-_AMBIGUOUS = {
+AMBIGUOUS = {
     "fp8": ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"),
     "float8": ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"),
     "fp6": ("e2m3fn", "e3m2fn"),
@@ -416,7 +416,7 @@ class _Formats(Mapping[str, Format]):
         plain = _plain(str(text))
         if plain in self._names:
             return self._names[plain]
-        fields = re.fullmatch(r"(?:float\d+)?e(\d+)m(\d+)(?:b(\d+))?(ieee|fn|fnuz|finite)?(nan)?", plain)
+        fields = re.fullmatch(r"(?:float[0-9]+)?e([0-9]+)m([0-9]+)(?:b([0-9]+))?(ieee|fn|fnuz|finite)?(nan)?", plain)
         if fields and (not fields[5] or fields[4] == "fn"):
             kind: Any = fields[4] or "ieee"
             return self._known(custom(int(fields[1]), int(fields[2]), kind, bias=int(fields[3]) if fields[3] else None))
@@ -443,7 +443,7 @@ class _Formats(Mapping[str, Format]):
         )
 
     def _unknown(self, text: str, plain: str) -> str:
-        for prefix, meant in _AMBIGUOUS.items():
+        for prefix, meant in AMBIGUOUS.items():
             if plain == prefix:
                 return f"format {text!r} is ambiguous: choose {_either(meant)}"
         near = difflib.get_close_matches(plain, self._names, n=1, cutoff=0.6)
