@@ -25,7 +25,9 @@ def run_script(engine: str, module: str, body: str, given: Any, folder: Path) ->
             pytest.skip("node is not installed")
         script = folder / "script.mjs"
         script.write_text(f"{source}const answer = (out) => process.stdout.write(JSON.stringify(out));\n{body}")
-        return json.loads(subprocess.run([NODE, script], check=True, capture_output=True, timeout=600).stdout)
+        done = subprocess.run([NODE, script], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout)
     page = folder / "page.html"
     answer = "const answer = (out) => { document.querySelector('pre').textContent = JSON.stringify(out); };"
     page.write_text(f'<meta charset="utf-8"><pre></pre><script type="module">{source}{answer}\n{body}</script>')

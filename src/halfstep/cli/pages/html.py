@@ -19,4 +19,6 @@ def text(package: str, name: str) -> str:
 
 def literal(value: Any) -> str:
     """`value` as an expression of JavaScript inside HTML."""
-    return json.dumps(value, ensure_ascii=False).replace("</", "<\\/")  # "</" would end the script of the page
+    return json.dumps(value, ensure_ascii=False).replace(
+        "<", "\\u003c"
+    )  # "</" would end the script, "<!--" hide its end

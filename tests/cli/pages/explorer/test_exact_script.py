@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from browser import run_script
 
+from halfstep.cli.formats import number_text
 from halfstep.cli.pages.explorer.page import script_of_formats
 from halfstep.numerics.formats.codec import encode
 from halfstep.numerics.formats.exact import (
@@ -27,13 +27,16 @@ SMALL = [name for name in formats if formats[name].bits <= 16]
 SEED = 20_201_117_000_000_003
 
 CODES = """
+const texts = (x) => x.type === "finite" ? decimal(x) : specialText(x);
 const out = {};
 for (const name of input) {
   const f = formats[name];
   out[name] = [];
   for (let code = 0n; code < 1n << f.bits; code++) {
-    const around = [next(code, f, -1n), next(code, f, 1n)].map((c) => (c === null ? null : decimal(decode(c, f))));
-    out[name].push([decimal(decode(code, f)), classify(code, f), ...around]);
+    const value = decode(code, f);
+    const around = [-1n, 1n].map((step) => nextCode(value, f, step))
+      .map((c) => (c === null ? null : texts(decode(c, f))));
+    out[name].push([texts(value), classify(code, f), ...around]);
   }
 }
 answer(out);
@@ -60,11 +63,12 @@ def answers_of(engine: str, body: str, given: Any, folder: Path) -> Any:
 
 
 def written(value: Any) -> str:
-    """The exact decimal expansion, from Python's decimal module."""
+    """The exact decimal expansion."""
     if isinstance(value, float) and value - value != 0:
         return "nan" if value != value else str(value)
-    text = format(Decimal(float(value)), "f")
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    if isinstance(value, Fraction) and value != 0:
+        return str(number_text.decimal(value))
+    return "-0" if str(value) == "-0.0" else "0"
 
 
 def kind_of(code: int, form: Format) -> str:
@@ -156,14 +160,14 @@ def test_100_000_numbers_in_every_mode_in_chromium(tmp_path: Path) -> None:
 
 def test_the_fields_that_the_script_derives_are_those_of_the_table(tmp_path: Path) -> None:
     body = """
-    const text = (x) => (x === null ? null : x.toString());
+    const number = (x) => (x === null ? null : x.toString());
     answer(Object.values(formats).map((f) => [f.name, ...[f.bits, f.signBit, f.largest, f.infinityCode, f.nanCode,
-      f.emin].map(text), f.negativeZero, f.subnormals]));
+      f.emin, f.emax].map(number), f.negativeZero, f.subnormals]));
     """
 
     def row(form: Format) -> list[Any]:
         derived = [getattr(form, field) for field in ("bits", "sign_bit", "largest_code", "infinity_code", "nan_code")]
-        texts = [None if number is None else str(number) for number in (*derived, form.emin)]
+        texts = [None if number is None else str(number) for number in (*derived, form.emin, form.emax)]
         return [form.name, *texts, form.has_negative_zero, form.has_subnormals]
 
     assert answers_of("node", body, None, tmp_path) == [row(formats[name]) for name in formats]

@@ -1,17 +1,20 @@
 // Exact arithmetic of number formats, as numerics/formats/{table,exact}.py, which specify it. The facts of the formats
 // come from Python when the page is written; here are only rules. Numbers are
-//   { type: "nan" | "inf" | "zero" | "finite", negative, n, d }   with the magnitude n / d in positive BigInts.
+//   { type: "nan" | "inf" | "zero" | "finite", negative, n, d, payload }
+// with the magnitude n / d in positive BigInts, and the lower 52 bits of a NaN in float64.
+
+const QUIET = 1n << 51n;
 
 const bitLength = (x) => BigInt(x.toString(16).length * 4 - Math.clz32(parseInt(x.toString(16)[0], 16)) + 28);
 const times2 = (x, power) => (power >= 0n ? [x << power, 1n] : [x, 1n << -power]);
 
-export const nan = (negative = false) => ({ type: "nan", negative });
-export const infinity = (negative = false) => ({ type: "inf", negative });
-export const zero = (negative = false) => ({ type: "zero", negative });
-export const finite = (negative, n, d = 1n) => (n ? { type: "finite", negative, n, d } : zero(negative));
+const nan = (negative = false, payload = QUIET) => ({ type: "nan", negative, payload });
+const infinity = (negative = false) => ({ type: "inf", negative });
+const zero = (negative = false) => ({ type: "zero", negative });
+const finite = (negative, n, d = 1n) => (n ? { type: "finite", negative, n, d } : zero(negative));
 
 // A row of the table with the codes that follow from it.
-export function format(row) {
+function format(row) {
   const [e, m, bias] = [BigInt(row.exponent), BigInt(row.mantissa), BigInt(row.bias)];
   const { kind } = row;
   const signed = kind !== "scale";
@@ -27,14 +30,18 @@ export function format(row) {
   else if (kind === "fnuz") nanCode = signBit;
   else if (kind === "fn" || kind === "scale") nanCode = largest + 1n;
   const emin = kind === "integer" ? 0n : (kind === "scale" ? 0n : 1n) - bias;
+  const emax = kind === "integer" ? m - 1n : (largest >> m) - bias;
   const negativeZero = kind === "ieee" || kind === "fn" || kind === "finite";
   const subnormals = kind !== "scale" && kind !== "integer" && m > 0n;
-  return { ...row, e, m, bits, signBit, infinityCode, largest, nanCode, emin, negativeZero, subnormals, signed };
+  return { ...row, e, m, bits, signBit, infinityCode, largest, nanCode, emin, emax, negativeZero, subnormals, signed };
 }
 
-// The value of a code: the sign, the fields and, for a NaN, nothing more.
-export function decode(code, f) {
-  if (code < 0n || code >= 1n << f.bits) throw new RangeError(`${f.name} has codes of ${f.bits} bits`);
+// The value of a code.
+function decode(code, f) {
+  if (code < 0n || code >= 1n << f.bits) {
+    const last = ((1n << f.bits) - 1n).toString(16);
+    throw new RangeError(`Expected a code of ${f.name} to be from 0 to 0x${last}, but got 0x${code.toString(16)}`);
+  }
   if (f.kind === "integer") {
     const value = code & f.signBit ? code - (1n << f.bits) : code;
     return finite(value < 0n, value < 0n ? -value : value);
@@ -42,14 +49,17 @@ export function decode(code, f) {
   const negative = (code & f.signBit) !== 0n;
   const magnitude = code & ~f.signBit;
   if (f.kind === "fnuz" && code === f.signBit) return nan();
-  if (magnitude > f.largest) return magnitude === f.infinityCode ? infinity(negative) : nan(negative);
+  if (magnitude > f.largest) {
+    if (magnitude === f.infinityCode) return infinity(negative);
+    return nan(negative, QUIET | (f.kind === "ieee" ? (magnitude & ((1n << f.m) - 1n)) << (52n - f.m) : 0n));
+  }
   if (f.kind === "scale") return finite(false, ...times2(1n, magnitude + f.emin));
   const field = magnitude >> f.m;
   const units = (magnitude & ((1n << f.m) - 1n)) + (field ? 1n << f.m : 0n);
   return finite(negative, ...times2(units, (field > 1n ? field : 1n) - 1n + f.emin - f.m));
 }
 
-export function classify(code, f) {
+function classify(code, f) {
   const value = decode(code, f);
   if (value.type !== "finite") return { nan: "NaN", inf: "infinity", zero: "zero" }[value.type];
   return f.subnormals && (code & ~f.signBit) < 1n << f.m ? "subnormal" : "normal";
@@ -62,7 +72,7 @@ function exponentOf(n, d) {
 }
 
 // k, and d as the fraction rest / whole, and the exponent of the unit: the magnitude is (k + d) units.
-export function units(number, f) {
+function units(number, f) {
   const exponent = exponentOf(number.n, number.d);
   const floor = exponent > f.emin ? exponent : f.emin;
   const power = f.kind === "integer" ? 0n : f.kind === "scale" ? floor : floor - f.m;
@@ -78,22 +88,21 @@ const codeOf = (k, power, f) => {
 };
 const largestMagnitude = (negative, f) => f.largest + BigInt(f.kind === "integer" && negative);
 
-export function signedCode(magnitude, negative, f) {
+function signedCode(magnitude, negative, f) {
   if (!negative || (magnitude === 0n && !f.negativeZero)) return magnitude;
   return f.kind === "integer" ? (1n << f.bits) - magnitude : magnitude | f.signBit;
 }
 
-export function beyondCode(negative, f, overflow) {
+function beyondCode(negative, f, overflow) {
   if (overflow === "saturate" || (overflow === "inf" && f.infinityCode === null && f.nanCode === null)) {
     return f.kind === "scale" && negative ? 0n : signedCode(largestMagnitude(negative, f), negative, f);
   }
   if (overflow === "inf" && f.infinityCode !== null) return signedCode(f.infinityCode, negative, f);
-  if (f.nanCode === null) throw new RangeError(`${f.name} has no NaN`);
   return f.nanCode;
 }
 
 // The 16 random bits of an element, a one and 15 zeros: Philox4x32-7, as numerics/formats/philox_words.py.
-export function word(index, seed) {
+function word(index, seed) {
   const mask = 0xffffffffn;
   const group = index / 8n;
   let [c0, c1, c2, c3] = [group & mask, (group >> 32n) & mask, 0n, 0n];
@@ -125,14 +134,30 @@ function away({ below, rest, whole }, rounding, negative, random, f) {
   return rest > 0n && rounding === (negative ? "down" : "up");
 }
 
-// The code of a number. Options: rounding, overflow and subnormals as of halfstep.encode; seed and offset in BigInts.
-export function encode(number, f, rounding = "nearest", options = {}) {
-  const { overflow = "inf", subnormals = true, seed = 0n, offset = 0n } = options;
-  const { negative } = number;
-  if (number.type === "nan") {
-    if (f.nanCode === null) throw new RangeError(`${f.name} has no NaN`);
-    return f.nanCode;
+function nanCode(number, f, choice) {
+  if (choice === "zero") return 0n;
+  if (choice === "raise") {
+    const instead = "pass nan='canonical', 'payload' or 'zero'";
+    throw new RangeError(`Expected values without NaN with nan='raise', but got one: ${instead}`);
   }
+  if (f.nanCode === null) {
+    const instead = "pass nan='zero', or replace it before";
+    throw new RangeError(`Expected values without NaN for ${f.name}, which has none, but got one: ${instead}`);
+  }
+  if (choice === "canonical" || (f.kind !== "ieee" && f.kind !== "fn")) return f.nanCode;
+  return f.nanCode | (f.kind === "ieee" ? number.payload >> (52n - f.m) : 0n) | (number.negative ? f.signBit : 0n);
+}
+
+// The code of a number. Options: overflow, nan and subnormals as of halfstep.encode; seed and offset in BigInts.
+function encode(number, f, rounding = "nearest", options = {}) {
+  const { overflow = "inf", nan: choice = "canonical", subnormals = true, seed = 0n, offset = 0n } = options;
+  const { negative } = number;
+  if (overflow === "nan" && f.nanCode === null) {
+    throw new RangeError(
+      `Expected overflow to be 'inf' or 'saturate' for ${f.name}, which has no NaN, but got 'nan'`,
+    );
+  }
+  if (number.type === "nan") return nanCode(number, f, choice);
   if (number.type === "inf" || (number.type === "finite" && f.kind === "scale" && negative)) {
     return beyondCode(negative, f, overflow);
   }
@@ -150,33 +175,88 @@ export function encode(number, f, rounding = "nearest", options = {}) {
   return signedCode(code, negative, f);
 }
 
-// The code of the next number of the format above (step 1n) or below (-1n) a code that is a number of it.
-export function next(code, f, step) {
-  const value = decode(code, f);
-  if (value.type === "nan") return null;
-  const lowest = f.kind === "scale" ? 0n : -largestMagnitude(true, f);
-  const magnitude = f.kind === "integer" && value.negative ? (1n << f.bits) - code : code & ~f.signBit;
-  let place = value.negative ? -magnitude : magnitude;
-  if (value.type === "inf") place = value.negative ? lowest - 1n : f.largest + 1n;
-  // An infinity's next number away from zero is itself.
-  place += step;
-  if (place < lowest - 1n) place = lowest - 1n;
-  if (place > f.largest + 1n) place = f.largest + 1n;
-  if (place < lowest || place > f.largest) return f.kind === "scale" ? f.nanCode : beyondCode(place < lowest, f, "inf");
-  const minusZero = place === 0n && step === 1n && f.kind !== "scale";
-  return signedCode(place < 0n ? -place : place, place < 0n || minusZero, f);
+// The place of a number is its position in the order of the format's numbers: 0 is zero (in E8M0 the least number), the
+// largest finite numbers are at the ends, and places beyond them stand for overflow.
+const ends = (f) => [f.kind === "scale" ? 0n : -largestMagnitude(true, f), f.largest];
+
+// The place of the greatest number not above `number`; one below the lowest place if there is none.
+function floorPlace(number, f) {
+  const [lowest, highest] = ends(f);
+  if (number.type === "inf") return number.negative ? lowest - 1n : highest + 1n;
+  if (number.type === "zero") return f.kind === "scale" ? -1n : 0n;
+  if (f.kind === "scale" && number.negative) return -1n;
+  const { below, rest, power } = units(number, f);
+  if (f.kind === "scale" && below === 0n) return -1n;
+  const code = codeOf(below, power, f);
+  const place = number.negative ? -(code + BigInt(rest > 0n)) : code;
+  if (place < lowest) return lowest - 1n;
+  return place > highest ? highest + 1n : place;
 }
 
-// The decimal expansion of a number whose denominator is a power of two: exact, so without rounding.
-export function decimal(number) {
-  if (number.type === "nan") return "nan";
-  const sign = number.negative ? "-" : "";
-  if (number.type === "inf") return `${sign}inf`;
-  if (number.type === "zero") return `${sign}0`;
-  const places = bitLength(number.d) - 1n;
-  if (number.d !== 1n << places) return `${sign}${number.n}/${number.d}`;
-  const digits = (number.n * 5n ** places).toString().padStart(Number(places) + 1, "0");
-  const at = digits.length - Number(places);
-  const part = digits.slice(at).replace(/0+$/, "");
-  return sign + digits.slice(0, at) + (part && `.${part}`);
+// The place of the least number not below `number`; one above the highest place if there is none.
+function ceilingPlace(number, f) {
+  const floor = floorPlace(number, f);
+  const [lowest, highest] = ends(f);
+  if (number.type === "inf") return floor;
+  if (floor >= lowest && floor <= highest && compare(decode(placeCode(floor, f, false), f), number) === 0) return floor;
+  return floor + 1n;
+}
+
+// The code at a place. At place 0 it is that of -0 if `rising` and the format has a negative zero.
+function placeCode(place, f, rising) {
+  const [lowest, highest] = ends(f);
+  if (place < lowest || place > highest) {
+    return f.kind === "scale" ? f.nanCode : beyondCode(place < lowest, f, "inf");
+  }
+  const negative = place < 0n || (place === 0n && rising && f.kind !== "scale");
+  return signedCode(place < 0n ? -place : place, negative, f);
+}
+
+// The code of the least number of the format above (step 1n) or the greatest below (-1n) a number; null for NaN.
+function nextCode(number, f, step) {
+  if (number.type === "nan") return null;
+  return step > 0n ? placeCode(floorPlace(number, f) + 1n, f, true) : placeCode(ceilingPlace(number, f) - 1n, f, false);
+}
+
+// --------------------------------------------------------------------------------------------------------- fractions
+
+const top = (x) => (x.type === "zero" ? 0n : x.negative ? -x.n : x.n);
+const under = (x) => (x.type === "zero" ? 1n : x.d);
+const isFinite = (x) => x.type === "finite" || x.type === "zero";
+
+// n / d in lowest terms; `d` may be negative.
+function fraction(n, d = 1n) {
+  if (n === 0n) return zero();
+  let [a, b] = [n < 0n ? -n : n, d < 0n ? -d : d];
+  while (b) [a, b] = [b, a % b];
+  const magnitude = [n / a, d / a].map((x) => (x < 0n ? -x : x));
+  return finite(n < 0n !== d < 0n, ...magnitude);
+}
+const reduced = (x) => (x.type === "finite" ? fraction(x.negative ? -x.n : x.n, x.d) : x);
+const powerOf2 = (power) => finite(false, ...times2(1n, power));
+const plus = (a, b) => fraction(top(a) * under(b) + top(b) * under(a), under(a) * under(b));
+const minus = (a, b) => fraction(top(a) * under(b) - top(b) * under(a), under(a) * under(b));
+const times = (a, b) => fraction(top(a) * top(b), under(a) * under(b));
+const over = (a, b) => fraction(top(a) * under(b), under(a) * top(b));
+const absolute = (x) => ({ ...x, negative: false });
+
+// -1, 0 or 1 for two numbers of which none is NaN.
+function compare(a, b) {
+  const rank = (x) => (x.type === "inf" ? (x.negative ? -1 : 1) : 0);
+  if (rank(a) || rank(b)) return Math.sign(rank(a) - rank(b));
+  const [left, right] = [top(a) * under(b), top(b) * under(a)];
+  return left < right ? -1 : left > right ? 1 : 0;
+}
+
+// The greatest integer not above a finite number.
+function floor(x) {
+  const whole = top(x) / under(x);
+  return top(x) < 0n && whole * under(x) !== top(x) ? whole - 1n : whole;
+}
+
+// The distance between the format's numbers around a finite number, as if the exponent had no upper limit.
+function ulp(number, f) {
+  if (f.kind === "integer") return finite(false, 1n);
+  const exponent = number.type === "zero" ? f.emin : exponentOf(number.n, number.d);
+  return powerOf2((exponent > f.emin ? exponent : f.emin) - f.m);
 }
