@@ -66,13 +66,13 @@ def installed(request: pytest.FixtureRequest, tree: Path, tmp_path_factory: pyte
 
 
 def sources() -> list[Path]:
-    """Modules and C++ of the package's folders, by their paths in an installation."""
+    """Modules, C++ and parts of pages of the package's folders, by their paths in an installation."""
     homes = {**{folder: ROOT / folder for folder in FOLDERS}, "cli": ROOT / "src" / "halfstep" / "cli"}
     return [
         Path("halfstep") / name / path.relative_to(home)
         for name, home in homes.items()
         for path in home.rglob("*")
-        if path.suffix in (".py", ".cpp", ".h")
+        if path.suffix in (".py", ".cpp", ".h", ".html", ".css", ".mjs")
     ]
 
 
@@ -122,7 +122,7 @@ if "{take}" == "import_module":
 
 
 def test_the_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
-    """Modules, and the C++ that is compiled on the user's machine."""
+    """Modules, the C++ that is compiled on the user's machine, and the parts of pages."""
     wanted = {file.as_posix() for file in sources()}
     wanted |= {f"halfstep/{name}" for name in ("__init__.py", "__main__.py", "_version.py", "py.typed")}
     with zipfile.ZipFile(wheel) as archive:

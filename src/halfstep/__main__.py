@@ -30,6 +30,11 @@ COMMANDS = (
     _Command(("why",), "halfstep.cli.formats.why", "explain how a number is rounded"),
     _Command(("compare",), "halfstep.cli.formats.compare", "compare formats, and count the values that they share"),
     _Command(("ladder",), "halfstep.cli.formats.ladder", "draw range, density and codes of formats"),
+    _Command(
+        ("explore",),
+        "halfstep.cli.pages.explorer.command",
+        "open a page on which to click bits, type numbers and compare formats",
+    ),
     _Command(("plan",), "halfstep.cli.plan", "plan a training: bytes by part, messages and FLOPs of each GPU"),
     _Command(("inspect",), "halfstep.cli.inspect", "count the values of a checkpoint by their class in a format"),
     _Command(("doctor",), "halfstep.cli.doctor", "find what is wrong with a checkpoint, or with this machine"),

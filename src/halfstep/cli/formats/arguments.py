@@ -89,7 +89,7 @@ def add_formats(parser: LookupParser, help: str) -> None:
     )
 
 
-def add_overflow(parser: LookupParser) -> None:
+def add_overflow(parser: command_line.Parser) -> None:
     """Add the option --overflow."""
     parser.add_argument(
         "--overflow",
