@@ -104,5 +104,5 @@ def test_what_is_refused(opened: list[str], tmp_path: Path, words: tuple[str, ..
 def test_texts_do_not_end_the_script() -> None:
     """A number or a name cannot close the script element, or open another."""
     page = explorer_page({"x": "</script><script>alert(1)</script><!--"})
-    assert page.count("<script") == page.count("</script") == 1
+    assert page.count("<script") == page.count("</script") == explorer_page().count("<script") == 2
     assert "<!--" not in page

@@ -119,8 +119,8 @@ def test_a_visit(tmp_path: Path) -> None:
         ["stochastic", "0.10009765625", "0x3dcd", "+0.2", "with 80 %"],
     ]
     assert at[0]["pair"] == "bf16 and fp16"
-    assert ["0.1", "→ 0.10009765625", "→ 0.0999755859375", "neither"] in at[0]["around"]
-    assert ["0.0999755859375", "-", "0x2e66", "only fp16"] in at[0]["around"]
+    assert ["0.1", "neither", "→ 0.10009765625", "→ 0.0999755859375"] in at[0]["around"]
+    assert ["0.0999755859375", "only fp16", "-", "0x2e66"] in at[0]["around"]
 
     assert (at[1]["code"], at[1]["bits"], at[1]["number"]) == ("0x3dcc", "0011110111001100", "0.099609375")
     assert at[1]["focus"] == "mantissa bit 0: 0"

@@ -232,6 +232,22 @@ def test_numbers_are_written_as_in_python(tmp_path: Path) -> None:
         assert ours == [decimal, forms["hex"], forms["fraction"], *rounded, distance(exact)], text
 
 
+def test_the_greatest_common_divisor(tmp_path: Path) -> None:
+    """Of numbers of few and of many bits, with and without a large divisor, and of those that are nearly equal."""
+    draw = random.Random(7)
+    pairs = [(1, 1), (2**64, 2**64), (2**64 - 1, 2**64), (3**4000, 7**2000), (2**4000, 2**3999 + 1)]
+    for bits in (1, 8, 60, 64, 65, 70, 128, 200, 1000, 3000):
+        for common in (0, 1, 50, 900):
+            pairs += [(draw.getrandbits(bits) + 1 << 0, draw.getrandbits(bits) + 1) for _ in range(4)]
+            pairs += [tuple(x * (draw.getrandbits(common) | 1) for x in pairs[-1])]
+            big = draw.getrandbits(common) | 1 << common
+            pairs += [((draw.getrandbits(bits) | 1) * big, (draw.getrandbits(bits) | 1) * big) for _ in range(4)]
+    pairs += [(x, x + 1) for x, _ in pairs] + [(x, 2 * x) for x, _ in pairs]
+    body = "answer(input.map(([a, b]) => divisor(BigInt(a), BigInt(b)).toString(16)));"
+    answers = run(body, [[hex(one), hex(other)] for one, other in pairs], tmp_path)
+    assert answers == [f"{math.gcd(*pair):x}" for pair in pairs]
+
+
 def test_nans_keep_what_python_keeps(tmp_path: Path) -> None:
     """Codes of NaN encoded again, with every choice of `nan`."""
     body = """

@@ -126,9 +126,9 @@ function showBits(code, f) {
   });
   for (const button of place.querySelectorAll("button")) {
     const bit = bits[bits.length - 1 - button.dataset.bit];
-    if (button.textContent === bit && button.ariaLabel) continue;
+    if (button.textContent === bit) continue;
     button.textContent = bit;
-    button.ariaLabel = `${button.className} bit ${button.dataset.bit}: ${bit}`;
+    button.setAttribute("aria-label", `${button.className} bit ${button.dataset.bit}: ${bit}`);
   }
 }
 
@@ -194,18 +194,21 @@ function facts(number, found, f) {
   ];
   if (value.type === "finite") {
     lines.push(["shortest", shortest(code, f)], ["hexadecimal", hexFloat(value)]);
-    lines.push(["fraction", ratioText(value) ?? "too long"]);
+    const { n, d } = reduced(value);
+    const sign = value.negative ? "-" : "";
+    lines.push(["fraction", d > 1n << 30n ? `${sign}${n}/2^${bitLength(d) - 1n}` : ratioText(value)]);
   }
   if (found.error) {
     const ulps = found.error.type === "zero" ? "" : ` = ${ulpsText(found)} ulp`;
     lines.push(["error", `${cut(writtenWhole(found.error), 60)}${ulps}`]);
   }
-  if (isFinite(value)) lines.push(["ulp", `2^${floorLog2(ulp(value, f))} = ${brief(ulp(value, f))}`]);
+  if (isFinite(value)) lines.push(["ulp", power(ulp(value, f))]);
   lines.push(["previous", side(nextCode(value, f, -1n))], ["next", side(nextCode(value, f, 1n))]);
   lines.push(["class", classify(code, f)]);
   return lines;
 }
 
+const opened = new Set(); // facts whose long texts are shown whole
 function showOne(number, f) {
   const found = result(number, f, state.r);
   if (found.code === null) throw new RangeError(found.refusal);
@@ -218,7 +221,15 @@ function showOne(number, f) {
   showBits(code, f);
   showLine(found, number, f);
   paragraphs($("why"), state.c && !isFinite(number) ? [`The code is that of ${specialText(number)}.`] : reasons(found));
-  const pair = ([term, text]) => [make("dt", term), make("dd", text)];
+  const pair = ([term, text]) => {
+    const whole = make("dd", text.length > 100 ? "" : text);
+    if (text.length > 100) {
+      const details = whole.appendChild(make("details", "", { open: opened.has(term) }));
+      details.append(make("summary", `${text.slice(0, 30)}…, ${text.length} characters`), text);
+      details.addEventListener("toggle", () => (details.open ? opened.add(term) : opened.delete(term)));
+    }
+    return [make("dt", term), whole];
+  };
   $("facts").replaceChildren(...facts(number, found, f).flatMap(pair));
   const stochastic = chances(number, f, optionsOf()).map(([share, one]) => {
     const error = one.error && isFinite(number) ? minus(one.value, number) : null;
@@ -263,13 +274,13 @@ function showPair(number, f) {
   $("around-section").hidden = !number || !isFinite(number);
   if ($("around-section").hidden) return;
   $("around-title").textContent = `Numbers around ${state.c ? "it" : cut(state.x.trim(), 40)}`;
-  fillHead($("around-head"), ["Number", `Code in ${f.name}`, `Code in ${g.name}`, "Which has it"]);
+  fillHead($("around-head"), ["Number", "Which has it", `Code in ${f.name}`, `Code in ${g.name}`]);
   const rows = valuesAround(number, f, g).map(({ value, codes }) => {
     const held = [f, g].filter((_, i) => codes[i] !== null).map((each) => each.name);
     const texts = [f, g].map((each, i) => (codes[i] === null ? "-" : codeText(codes[i], each)));
     const whole = value.type === "finite" ? decimal(value) : "0";
     const text = whole.length <= 24 ? whole : `≈${rounded(value, Math.max(maxDigits10(f), maxDigits10(g)) + 2)}`;
-    return { value, cells: [text, ...texts, held.length === 2 ? "both" : `only ${held[0]}`] };
+    return { value, cells: [text, held.length === 2 ? "both" : `only ${held[0]}`, ...texts] };
   });
   const at = rows.findIndex(({ value }) => compare(value, number) >= 0);
   const exact = at >= 0 && compare(rows[at].value, number) === 0;
@@ -277,7 +288,7 @@ function showPair(number, f) {
   else {
     const stored = [f, g].map((each) => result(number, each, state.r))
       .map((one) => (one.code === null ? "refused" : `→ ${valueText(one.code, one.f, 20)}`));
-    const cells = [cut(state.x.trim(), 24), ...stored, "neither"];
+    const cells = [cut(state.x.trim(), 24), "neither", ...stored];
     rows.splice(at < 0 ? rows.length : at, 0, { cells, here: true });
   }
   fill($("around"), rows);

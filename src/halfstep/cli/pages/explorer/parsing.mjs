@@ -70,7 +70,8 @@ function parseNumber(text) {
     if (isFinite(value)) return value;
     throw wrong(`${repr(operator)} is not defined here for infinities and NaN, which stand alone`);
   };
-  const limited = (value) => {
+  const limited = (unreduced) => {
+    const value = reduced(unreduced);
     if (value.type !== "finite") return value;
     const [numerator, denominator] = [bitLength(value.n), bitLength(value.d)];
     const apart = numerator > denominator ? numerator - denominator : denominator - numerator;

@@ -37,6 +37,7 @@ function floorLog10(x) {
 // All decimal digits of a finite number; null if there are infinitely many, as for 1/3, or too many to read.
 function decimal(number) {
   if (number.type === "zero") return "0";
+  if ((number.n * 10n ** BigInt(LONGEST)) % number.d) return null;
   const x = reduced(number);
   if (bitLength(x.n) > 4 * LONGEST || bitLength(x.d) > 4 * LONGEST) return null;
   let [rest, twos, fives] = [x.d, 0, 0];
@@ -66,7 +67,7 @@ function hexFloat(number) {
   const x = reduced(number);
   if (x.d & (x.d - 1n)) return null;
   const exponent = floorLog2(x);
-  const part = minus(times(absolute(x), powerOf2(-exponent)), finite(false, 1n));
+  const part = reduced(minus(times(absolute(x), powerOf2(-exponent)), finite(false, 1n)));
   const digits = (bitLength(under(part)) + 2n) / 4n;
   const text = digits ? `.${(top(part) * 16n ** digits / under(part)).toString(16).padStart(Number(digits), "0")}` : "";
   return `${sign}0x1${text}p${exponent < 0n ? "" : "+"}${exponent}`;
