@@ -1,4 +1,4 @@
-"""What the tests of trainers share: a small model, its batches, its gradients and its bits. See docs/trainers.md."""
+"""What the tests of trainers share: a small model, its batches, its gradients and its bits. See docs/trainers/."""
 
 from __future__ import annotations
 
@@ -158,9 +158,10 @@ def own_loop(kind: str, broken: int | None = BROKEN, steps: int = STEPS, micro: 
 
 
 def page_block(heading: str) -> str:
-    """The first lines of Python under a heading of docs/trainers.md."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
-    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    """The first lines of Python under a heading of docs/trainers/."""
+    folder = Path(__file__).resolve().parents[2] / "docs" / "trainers"
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(folder.glob("*.md")))
+    section = re.split(rf"^##? {re.escape(heading)}$", pages, flags=re.MULTILINE)[-1]
     return re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
 
 

@@ -126,7 +126,7 @@ def test_the_log_has_scale_and_skips(found: dict[str, list[Any]], run: str) -> N
 
 
 def test_fsdp2_with_mixed_precision_upcasts_weights(found: dict[str, list[Any]]) -> None:
-    """What docs/trainers.md says of it, and of the way round."""
+    """What docs/trainers/accelerate.md says of it, and of the way round."""
     for rank in found["upcast"]:
         assert rank == {"bf16": [["torch.float32"], []], "no": [["torch.bfloat16"], ["torch.int16"]]}
 

@@ -1,4 +1,4 @@
-"""fairscale's OSS with `halfstep.AdamW`, as docs/trainers.md says: two ranks with gloo."""
+"""fairscale's OSS with `halfstep.AdamW`, as docs/trainers/others.md says: two ranks with gloo."""
 
 from __future__ import annotations
 

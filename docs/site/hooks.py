@@ -1,0 +1,37 @@
+"""Hooks of mkdocs: links to files outside of docs/ lead to the repository, and docstrings are read from a copy."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+
+
+def on_startup(command: str, dirty: bool) -> None:
+    """Copy the package: mkdocstrings follows neither links nor folders without ``__init__.py``."""
+    copy = _ROOT / "out" / "source" / "halfstep"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(_ROOT / "src" / "halfstep", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in {path.parent for path in copy.rglob("*.py")}:
+        (folder / "__init__.py").touch()
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Replace relative links that leave docs/."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def replaced(found: re.Match[str]) -> str:
+        begin, target, anchor, end = found[1], found[2], found[3] or "", found[4]
+        path = posixpath.normpath(posixpath.join("docs", folder, target))
+        if path == "README.md":
+            return begin + posixpath.relpath("index.md", folder or ".") + anchor + end
+        if path.startswith("docs/"):
+            return found[0]
+        return f"{begin}{config.repo_url}/blob/main/{path}{anchor}{end}"
+
+    return _LINK.sub(replaced, markdown)

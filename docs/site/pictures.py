@@ -1,0 +1,140 @@
+"""The pictures of docs/concepts.md, computed with halfstep. Run as a program, it writes them to docs/images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.integrations.release import step_in_backward
+
+IMAGES = Path(__file__).resolve().parents[1] / "images"
+COLORS = {"exact": "#444444", "ours": "#1565c0", "lost": "#c62828", "random": "#2e7d32"}
+
+
+def weights(steps: int, lr: float = 1e-4) -> dict[str, list[float]]:
+    """A weight of 1 that Adam moves down by `lr` in each step, by the way in which it is kept."""
+    ways: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+        "fp32": (torch.float32, {}),
+        "bf16, split master: the master": (torch.bfloat16, {}),
+        "bf16, split master: the weight": (torch.bfloat16, {}),
+        "bf16 without a master, nearest": (torch.bfloat16, {"master_weights": None}),
+        "bf16 without a master, stochastic": (torch.bfloat16, {"master_weights": None, "rounding": "stochastic"}),
+    }
+    found = {}
+    for name, (dtype, options) in ways.items():
+        weight = torch.nn.Parameter(torch.ones(1, dtype=dtype, device="cpu"))
+        optimizer = halfstep.AdamW([weight], lr=lr, weight_decay=0.0, **options)
+        found[name] = [1.0]
+        for _ in range(steps):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            shown = optimizer.masters()[weight] if name.endswith("the master") else weight
+            found[name].append(shown.detach().item())
+    return found
+
+
+def rounded(points: int, draws: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(numbers between two neighbors in bf16, each rounded to nearest, the mean of its stochastic roundings)."""
+    x = torch.linspace(1.0, 1.0 + 2.0**-7, points, dtype=torch.float32, device="cpu")
+    nearest = halfstep.cast(x, torch.bfloat16).float()
+    every = [halfstep.cast(x, torch.bfloat16, rounding="stochastic", seed=seed).float() for seed in range(draws)]
+    return x, nearest, torch.stack(every).mean(0)
+
+
+def second_moments(steps: int) -> dict[str, list[float]]:
+    """The mean of exp_avg_sq over a row, divided by its exact value, for equal gradients, by how it is kept."""
+    ways: dict[str, dict[str, Any]] = {
+        "bf16, nearest": {"state_dtype": torch.bfloat16, "rounding": "nearest"},
+        "bf16, stochastic": {"state_dtype": torch.bfloat16, "rounding": "stochastic"},
+        "8 bits, stochastic (default)": {"state_dtype": "8bit"},
+    }
+    gradient = torch.linspace(0.5, 1.0, 4096, dtype=torch.float32, device="cpu").view(1, -1)
+    exact = gradient.double().square()
+    found = {}
+    for name, options in ways.items():
+        weight = torch.nn.Parameter(torch.zeros(1, 4096, dtype=torch.float32, device="cpu"))
+        optimizer = halfstep.AdamW([weight], lr=1e-3, **options)
+        found[name] = []
+        for step in range(1, steps + 1):
+            weight.grad = gradient.clone()
+            optimizer.step()
+            moment = optimizer.state_dict()["state"][0]["exp_avg_sq"].double()
+            found[name].append(float((moment / (exact * (1 - 0.999**step))).mean()))
+    return found
+
+
+def gradient_bytes(layers: int, width: int) -> dict[str, list[float]]:
+    """MiB of gradients that exist after each gradient of a backward: with a step after it, and with steps inside it."""
+    found: dict[str, list[float]] = {}
+    for name in ("step after the backward", "steps inside the backward"):
+        blocks = [torch.nn.Linear(width, width, bias=False, device="cpu", dtype=torch.bfloat16) for _ in range(layers)]
+        model = torch.nn.Sequential(*blocks)
+        optimizer = halfstep.AdamW(model.parameters(), lr=1e-3)
+        seen: list[float] = []
+
+        def count(_: torch.Tensor, model: torch.nn.Module = model, seen: list[float] = seen) -> None:
+            seen.append(sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) / 2**20)
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(count)
+        if name.startswith("steps"):
+            step_in_backward(model, optimizer, bucket_bytes=4 * width * width)
+        model(torch.ones(1, width, dtype=torch.bfloat16, device="cpu")).float().sum().backward()
+        found[name] = seen
+    return found
+
+
+def main() -> None:
+    """Draw all pictures."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "halfstep", "font.size": 9, "savefig.facecolor": "white"})
+    matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    from matplotlib import pyplot
+
+    def axes(x: str, y: str) -> Any:
+        _, made = pyplot.subplots(figsize=(6.4, 3.0), layout="constrained")
+        made.set(xlabel=x, ylabel=y)
+        return made
+
+    def keep(name: str) -> None:
+        pyplot.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
+        pyplot.close()
+
+    one = axes("step", "weight")
+    styles = ({"lw": 5, "color": "#bbbbbb"}, {"color": COLORS["ours"]}, {"color": COLORS["ours"], "ls": ":"})
+    for (name, values), style in zip(
+        weights(200).items(), (*styles, {"color": COLORS["lost"]}, {"color": COLORS["random"]}), strict=True
+    ):
+        one.plot(values, label=name, **style)
+    one.legend(frameon=False, fontsize=8)
+    keep("concept_masters")
+
+    x, nearest, mean = rounded(65, 200)
+    one = axes("x, from a bf16 number to the next", "x rounded to bf16")
+    one.plot(x, x, color="#bbbbbb", lw=5, label="x")
+    one.plot(x, nearest, color=COLORS["lost"], drawstyle="steps-mid", label="to nearest")
+    one.plot(x, mean, ".", color=COLORS["ours"], label="stochastic, mean of 200")
+    one.legend(frameon=False, fontsize=8)
+    keep("concept_rounding")
+
+    one = axes("step", "second moment / exact")
+    for (name, values), color in zip(second_moments(3000).items(), ("lost", "random", "ours"), strict=True):
+        one.plot(values, color=COLORS[color], label=name, lw=4 if color == "random" else 1.5)
+    one.set_ylim(0, 1.1)
+    one.legend(frameon=False, fontsize=8)
+    keep("concept_moments")
+
+    one = axes("gradients computed", "MiB of gradients")
+    for (name, values), color in zip(gradient_bytes(16, 512).items(), ("lost", "ours"), strict=True):
+        one.plot(range(1, len(values) + 1), values, color=COLORS[color], marker=".", label=name)
+    one.legend(frameon=False, fontsize=8)
+    keep("concept_release")
+
+
+if __name__ == "__main__":
+    main()

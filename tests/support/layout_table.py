@@ -1,0 +1,50 @@
+"""The table of docs/layouts.md: the largest model of each layout on a card. Run as a program, it writes it there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from halfstep.numerics.planning import card, fit, layout, usable
+from halfstep.numerics.planning.plans import Card
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
+BEGIN, END = "<!-- largest models: generated -->", "<!-- largest models: end -->"
+
+# What is trained with, and the layout and precision of `halfstep plan`.
+ROWS = {
+    "torch's AdamW, fp32 weights, autocast": ("torch", "amp-bf16"),
+    "the default": ("halfstep-split", "bf16"),
+    '`state_dtype=torch.bfloat16, rounding="stochastic"`': ("halfstep-split-bf16", "bf16"),
+    '`state_dtype="8bit"`': ("halfstep-split-8bit", "bf16"),
+    '`state_dtype="8bit", master_weights="split24"`': ("halfstep-split24-8bit", "bf16"),
+}
+MEMORIES = {"24 GB": "rtx4090", "80 GB": "h100", "141 GB": "h200", "192 GB": "b200"}
+
+
+def _largest(optimizer: str, precision: str, gpu: Card, gpus: int) -> str:
+    where = {"gpus": gpus, "strategy": "fsdp"} if gpus > 1 else {}
+    found = fit("params", usable(gpu), optimizer=optimizer, precision=precision, **where)
+    assert found is not None
+    return f"{found.parameters / 1e9:.2g}" if found.parameters < 1e10 else f"{found.parameters / 1e9:.0f}"
+
+
+def table() -> str:
+    """The rows, in thousand millions of parameters."""
+    cards = [card(name) for name in MEMORIES.values()]
+    heads = ["options of `halfstep.AdamW`", *MEMORIES, *(f"8 of {memory}, FSDP2" for memory in MEMORIES)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for title, (optimizer, precision) in ROWS.items():
+        layout(optimizer, precision)  # refuses a name that is none
+        cells = [_largest(optimizer, precision, gpu, gpus) for gpus in (1, 8) for gpu in cards]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def written(page: str) -> str:
+    """The page with the table between its two marks."""
+    head, rest = page.split(BEGIN)
+    return f"{head}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

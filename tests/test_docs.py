@@ -1,0 +1,164 @@
+"""The site: every page is in its navigation, tables agree with what they are made of, and Python blocks run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import error_texts
+import layout_table
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep
+from halfstep.numerics import planning
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, DOCS / "site" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_the_navigation_has_every_page() -> None:
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    assert sorted(re.findall(r": ([\w/]+\.md)$", CONFIG, flags=re.MULTILINE)) == sorted(pages)
+
+
+def test_links_out_of_the_folder_lead_to_the_repository() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="trainers/others.md"))
+    config = SimpleNamespace(repo_url="https://example.org/us")
+    text = "[a](../../tests/x.py) [b](../optimizer.md#state) [c](../../README.md) [d](https://a.org/b) [e](#here)"
+    found = module("hooks").on_page_markdown(text, page, config, None)
+    assert found == (
+        "[a](https://example.org/us/blob/main/tests/x.py) [b](../optimizer.md#state) [c](../index.md) "
+        "[d](https://a.org/b) [e](#here)"
+    )
+
+
+def test_all_messages_are_listed() -> None:
+    page = error_texts.PAGE.read_text(encoding="utf-8")
+    assert error_texts.written(page) == page, "run tests/support/error_texts.py"
+
+
+def test_messages_that_are_explained_exist() -> None:
+    explained, listed = error_texts.PAGE.read_text(encoding="utf-8").split(error_texts.BEGIN)
+    rows = re.findall(r"^\| (`.+?`) \|", explained, flags=re.MULTILINE)
+    assert len(rows) >= 8
+    for text in re.findall(r"`([^`]+)`", " ".join(rows)):
+        assert text == "Attempting to unscale FP16 gradients." or text.strip("… ") in listed, text
+
+
+def test_a_message_is_read_from_the_source() -> None:
+    source = (
+        'def f(x):\n    raise ValueError(f"Expected x to be {x!r}, but got " + str(x))\nraise other(1)\nraise KeyError'
+    )
+    assert error_texts.messages(source) == [("ValueError", "Expected x to be …, but got …")]
+
+
+def test_the_largest_models_are_those_of_the_planner() -> None:
+    page = layout_table.PAGE.read_text(encoding="utf-8")
+    assert layout_table.written(page) == page, "run tests/support/layout_table.py"
+
+
+def test_bytes_of_the_layouts() -> None:
+    """The columns of bytes in docs/layouts.md are those of the planner, to the digits shown."""
+    text = layout_table.PAGE.read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n\n")[2].splitlines()[2:]]
+    for options, (optimizer, precision) in list(layout_table.ROWS.items())[2:]:
+        (row,) = [row for row in rows if row[1] == options]
+        made = planning.plan(10**9, optimizer=optimizer, precision=precision)
+        held, moved = made.totals.peak / 1e9, made.step_traffic / 1e9
+        assert [float(cell) for cell in row[2:5]] == pytest.approx([held, held - 2, moved], abs=0.006), options
+
+
+def test_the_pictures_show_what_the_page_says() -> None:
+    pictures = module("pictures")
+    weights = pictures.weights(40)
+    assert weights["bf16 without a master, nearest"] == [1.0] * 41
+    assert weights["bf16, split master: the master"] == weights["fp32"]
+    assert weights["fp32"][-1] == pytest.approx(1 - 40e-4, rel=1e-5)
+    x, nearest, mean = pictures.rounded(9, 50)
+    assert set(nearest.tolist()) == {1.0, 1.0 + 2.0**-7}
+    assert float((mean - x).abs().max()) < 5 * 2.0**-8 / 50**0.5  # five standard deviations
+    moments = pictures.second_moments(600)
+    assert moments["bf16, nearest"][-1] < 0.9
+    assert abs(moments["8 bits, stochastic (default)"][-1] - 1) < 0.02
+    held = pictures.gradient_bytes(6, 64)
+    all_of_them = 6 * 64 * 64 * 2 / 2**20
+    assert max(held["step after the backward"]) == pytest.approx(all_of_them)
+    assert max(held["steps inside the backward"]) == pytest.approx(all_of_them / 3)
+
+
+# ------------------------------------------------------------------------------------------------------ Python blocks
+
+
+def python_blocks(page: Path) -> Iterator[str]:
+    """Each block, after the imports of those before it."""
+    imports = ""
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        yield imports + block
+        imports += "".join(re.findall(r"^from .*\n", block, flags=re.MULTILINE))
+
+
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in sorted(DOCS.glob("*.md"))
+    for number, block in enumerate(python_blocks(page), 1)
+]
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block: str, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With names that the pages take for granted: a model, its batches, an optimizer, a scaler, a schedule."""
+    monkeypatch.chdir(tmp_path)
+    from halfstep.integrations import checkpoint
+
+    torch.manual_seed(0)
+    half = "checkpoint" not in block and "GradScaler" not in block
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)).to(torch.bfloat16 if half else None)
+    model.add_module("head", torch.nn.Linear(2, 2, dtype=model[0].weight.dtype))
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3)
+    scaler = halfstep.GradScaler("cpu", init_scale=2.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    batches = [torch.ones(4, 8, dtype=model[0].weight.dtype) for _ in range(2)]
+
+    def train_step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    train_step(batches[0])
+    names: dict[str, Any] = {
+        **{"halfstep": halfstep, "torch": torch, "checkpoint": checkpoint, "fully_shard": fully_shard},
+        **{"MixedPrecisionPolicy": MixedPrecisionPolicy, "DistributedDataParallel": DistributedDataParallel},
+        **{"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler, "batches": batches},
+        **{"some_batches": batches, "inputs": batches[0], "train_step": train_step},
+        **{"step": 1, "tokens": 7, "decay": 0.9},
+    }
+    if "scaler.scale(loss)" in block:  # the pages begin a loop there
+        block = block.replace("...\n", "loss = model(batches[0]).sum()\n", 1)
+    if "# after sharding" in block or "clipping=" in block or "Offloaded" in block:
+        optimizer.zero_grad()
+    exec(compile(block.replace('"cuda"', '"cpu"'), "block", "exec"), names)
