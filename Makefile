@@ -10,6 +10,7 @@ WORKERS := auto
 # No `python -m pytest`: it would put this folder on Python's path, and with it a bare `kernels`, `numerics` and so on.
 BIN := $(VENV)/bin
 TRAINERS := .venv-trainers
+DOCS := .venv-docs
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
 TESTS := $(BIN)/pytest -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile \
@@ -21,12 +22,13 @@ ON_GPU := $(BIN)/pytest -q --numprocesses $(WORKERS) --maxprocesses 2 --dist loa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test trainers software-gpu quick durations coverage exhaustive soak versions lint audit bounds clean
+.PHONY: help demo test trainers docs software-gpu quick durations coverage exhaustive soak versions lint audit bounds clean
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
 	@echo "make test        the tests, without the ones that walk all 2^32 inputs: under nine minutes on two cores"
 	@echo "make trainers    the tests inside Accelerate, transformers, Lightning and others, installed into $(TRAINERS)"
+	@echo "make docs        the documentation site, out/site/index.html, with its links checked"
 	@echo "make software-gpu  the kernels as compiled for four GPU generations, executed on the CPU: some six minutes"
 	@echo "make quick       of them what covers most in the time: under two minutes on two cores"
 	@echo "make durations   record how long each test file takes; make test fails where one outgrows that"
@@ -37,7 +39,7 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make audit       compile every kernel for four GPU generations, without a GPU"
 	@echo "make bounds      record what they compile to as bounds for the tests, and in docs/performance_tables.md"
-	@echo "make clean       delete build products and caches; leaves $(VENV), $(TRAINERS) and out"
+	@echo "make clean       delete build products and caches; leaves $(VENV), $(TRAINERS), $(DOCS) and out"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -77,6 +79,17 @@ $(TRAINERS)/.installed: pyproject.toml constraints.txt
 
 trainers: $(TRAINERS)/.installed
 	$(TRAINERS)/bin/pytest -q -p no:benchmark tests/integrations/trainers
+
+# What the site needs is no part of halfstep, so it has an environment of its own, without torch.
+$(DOCS)/.installed: docs/site/requirements.txt
+	@echo "Installing what the site needs into $(DOCS) ..."
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --disable-pip-version-check --quiet -r $<
+	@touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	@echo "The site is out/site/index.html."
 
 # Every kernel as compiled for each target, and what the software GPU itself must get right.
 software-gpu: $(VENV)/.test

@@ -47,7 +47,7 @@ def test_workflows_run_what_is_there() -> None:
         assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE), target
     tests = re.findall(r"tests/[\w/]+\.py", "\n".join(commands))
     assert tests and all((ROOT / test).exists() for test in tests), tests
-    assert {"make lint", "make test", "make trainers", "make software-gpu", "make audit"} <= set(commands)
+    assert {"make lint", "make test", "make trainers", "make docs", "make software-gpu", "make audit"} <= set(commands)
 
 
 def test_actions_are_pinned_by_major_version() -> None:
@@ -59,6 +59,7 @@ def test_only_what_publishes_may_write() -> None:
     for path in WORKFLOWS:
         assert parsed(path)["permissions"] == {"contents": "read"}, path
     assert {name: job["permissions"] for name, job in jobs().items() if "permissions" in job} == {
+        "docs/publish": {"pages": "write", "id-token": "write"},
         "release/publish": {"id-token": "write"},
         "release/announce": {"contents": "write"},
     }

@@ -1,10 +1,12 @@
-"""Hooks of mkdocs: links to files outside of docs/ lead to the repository, and docstrings are read from a copy."""
+"""Hooks of mkdocs: links to files outside of docs/ lead to the repository, docstrings are read from a copy, and the
+explorer of formats is a page of the site."""
 
 from __future__ import annotations
 
 import posixpath
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,17 @@ def on_startup(command: str, dirty: bool) -> None:
     shutil.copytree(_ROOT / "src" / "halfstep", copy, ignore=shutil.ignore_patterns("__pycache__"))
     for folder in {path.parent for path in copy.rglob("*.py")}:
         (folder / "__init__.py").touch()
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that need no server."""
+    from mkdocs.structure.files import File
+
+    sys.path.insert(0, str(_ROOT / "src"))
+    from halfstep.cli.pages.explorer.page import explorer_page
+
+    files.append(File.generated(config, "explorer.html", content=explorer_page()))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
