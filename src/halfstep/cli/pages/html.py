@@ -19,6 +19,5 @@ def text(package: str, name: str) -> str:
 
 def literal(value: Any) -> str:
     """`value` as an expression of JavaScript inside HTML."""
-    return json.dumps(value, ensure_ascii=False).replace(
-        "<", "\\u003c"
-    )  # "</" would end the script, "<!--" hide its end
+    # "</" would end the script of the page, and "<!--" hide its end.
+    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 import json
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import CHROMIUM, chromium
 
+from halfstep.cli.formats import number_text
 from halfstep.cli.pages.explorer.page import explorer_page
 from halfstep.numerics.formats.table import formats
 
@@ -21,7 +23,7 @@ const done = [];
 const shown = () => ({
   answer: $("answer").textContent, error: $("error").textContent, hidden: $("results").hidden,
   why: [...$("why").children].map((each) => each.textContent), line: $("line").hidden ? null : $("line").textContent,
-  code: $("c").value, number: $("x").value,
+  code: $("c").value, number: $("x").value, overflow: $("o").value,
   bits: [...$("bits").querySelectorAll("button")].map((b) => b.textContent).join(""),
   all: [...$("all").rows].map((row) => [...row.cells].map((cell) => cell.textContent)),
   modes: [...$("modes").rows].map((row) => [...row.cells].map((cell) => cell.textContent)),
@@ -101,6 +103,12 @@ def test_a_visit(tmp_path: Path) -> None:
     done.push(shown());                                   // 18: the other theme
     await pause(300);
     done.push({ hash: location.hash });                   // 19: the address that was written
+    type("x", "5e-324"); type("f", "fp64"); $("f").blur();
+    const whole = () => document.querySelector("#facts details");
+    whole().open = true;
+    await pause(50);
+    type("x", "1e-323");
+    done.push([whole().open, whole().textContent]); // 20: what is unfolded stays so
     """
     at = visit(steps, tmp_path)
 
@@ -151,7 +159,9 @@ def test_a_visit(tmp_path: Path) -> None:
     assert (at[15]["answer"], at[15]["error"]) == ("0.1 in fp64 is ≈0.1: rounded, +0.4 ulp", "")
     assert at[16]["answer"] == "1e-40 in bf16 is 0: underflow, -1.089 ulp"
     assert at[16]["why"][-1] == "Subnormal results are flushed to zero: 0x0000 is stored."
-    assert at[16]["pair"] == "bf16 and e5m7"
+    assert (at[16]["pair"], at[16]["overflow"]) == ("bf16 and e5m7", "inf")  # zzz is no choice
     assert (at[17]["code"], at[17]["number"], at[17]["answer"]) == ("0x7fc1", "nan", "0x7fc1 in bf16 is nan: exact")
     assert {at[17]["theme"], at[18]["theme"]} == {"light", "dark"}
+    whole = str(number_text.decimal(Fraction(1, 2**1073)))
+    assert at[20] == [True, f"{whole[:30]}…, {len(whole)} characters{whole}"]
     assert at[19]["hash"] == "#c=0x7fc1&f=bf16&g=fp16&r=nearest&o=inf&n=canonical&s=1"

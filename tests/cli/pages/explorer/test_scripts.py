@@ -232,6 +232,17 @@ def test_numbers_are_written_as_in_python(tmp_path: Path) -> None:
         assert ours == [decimal, forms["hex"], forms["fraction"], *rounded, distance(exact)], text
 
 
+def test_the_shortest_decimals_of_small_formats(tmp_path: Path) -> None:
+    """Of every code: 0.2 and 0.3 both round to 0.25 of e2m3fn, and are as near to it."""
+    body = """
+    const codes = (f) => Array.from({ length: Number(1n << f.bits) }, (_, code) => shortest(BigInt(code), f));
+    answer(input.map((name) => codes(formatNamed(name))));
+    """
+    names = ["e2m3fn", "e3m2fn", "e2m1fn", "e3m2fnuz", "e1m4finite", "e8m0fnu"]
+    for name, ours in zip(names, run(body, names, tmp_path), strict=True):
+        assert ours == [Stored(code, formats[name]).shortest for code in range(formats[name].codes)], name
+
+
 def test_the_greatest_common_divisor(tmp_path: Path) -> None:
     """Of numbers of few and of many bits, with and without a large divisor, and of those that are nearly equal."""
     draw = random.Random(7)

@@ -213,7 +213,7 @@ function showOne(number, f) {
   const found = result(number, f, state.r);
   if (found.code === null) throw new RangeError(found.refusal);
   const { code } = found;
-  if (document.activeElement !== $("c")) $("c").value = codeText(code, f);
+  texts.c = codeText(code, f);
   const name = state.c ? codeText(code, f) : cut(state.x.trim(), 40);
   const error = ulpsText(found);
   $("answer").textContent = `${name} in ${f.name} is ${valueText(code, f, 24)}: ${outcomeText(found)}` +
@@ -336,14 +336,20 @@ function showDensity(f, g) {
 
 // ---------------------------------------------------------------------------------------------------------- together
 
+// The texts of the fields. The one that is typed in keeps its text until it is left.
+const texts = {};
+function showFields() {
+  for (const [id, text] of Object.entries(texts)) if (document.activeElement !== $(id)) $(id).value = text;
+}
+
 function show() {
   toAddress();
-  for (const id of ["x", "f", "g", "r", "o", "n", "s"]) if (document.activeElement !== $(id)) $(id).value = state[id];
+  Object.assign(texts, state);
   let [number, f] = [null, null];
   try {
     f = formatNamed(state.f);
     number = given(f);
-    if (state.c && document.activeElement !== $("x")) $("x").value = writtenWhole(number);
+    if (state.c) texts.x = writtenWhole(number);
     $("error").textContent = "";
     $("results").hidden = false;
     showAll(number, f);
@@ -353,6 +359,7 @@ function show() {
     $("error").textContent = error.message;
     $("results").hidden = true;
   }
+  showFields();
   try {
     if (f) showPair(number, f);
   } catch (error) {
@@ -396,7 +403,7 @@ for (const [id, names] of Object.entries(CHOICES)) {
 $("names").replaceChildren(...Object.values(formats).map((f) => new Option(f.title, f.name)));
 for (const id of ["x", "f", "g", "c", "r", "o", "n", "s"]) {
   $(id).addEventListener("input", () => change({ [id]: $(id).value }));
-  $(id).addEventListener("blur", show);
+  $(id).addEventListener("blur", showFields);
 }
 $("fields").addEventListener("submit", (event) => event.preventDefault());
 $("previous").addEventListener("click", () => step(-1n));
