@@ -273,7 +273,7 @@ function showPair(number, f) {
   }
   $("around-section").hidden = !number || !isFinite(number);
   if ($("around-section").hidden) return;
-  $("around-title").textContent = `Numbers around ${state.c ? "it" : cut(state.x.trim(), 40)}`;
+  $("around-title").textContent = `Numbers around ${state.c ? shown(number, f) : cut(state.x.trim(), 40)}`;
   fillHead($("around-head"), ["Number", "Which has it", `Code in ${f.name}`, `Code in ${g.name}`]);
   const rows = valuesAround(number, f, g).map(({ value, codes }) => {
     const held = [f, g].filter((_, i) => codes[i] !== null).map((each) => each.name);
