@@ -21,7 +21,7 @@ VISIT = """
 const $ = (id) => document.getElementById(id);
 const done = [];
 const shown = () => ({
-  answer: $("answer").textContent, error: $("error").textContent, hidden: $("results").hidden,
+  answer: $("answer").textContent, error: $("error").textContent, hidden: [$("results").hidden, $("one").hidden],
   why: [...$("why").children].map((each) => each.textContent), line: $("line").hidden ? null : $("line").textContent,
   code: $("c").value, number: $("x").value, overflow: $("o").value,
   bits: [...$("bits").querySelectorAll("button")].map((b) => b.textContent).join(""),
@@ -143,16 +143,20 @@ def test_a_visit(tmp_path: Path) -> None:
         "Ties go to even: 0 1111 110 ends in 0 and is taken, 0 1111 111 ends in 1.",
     ]
     assert at[5]["line"].startswith("4480x7e480not in e4m3fn464 lies 50 %")
-    assert at[6]["hidden"] and at[6]["error"] == (
+    assert at[6]["hidden"] == [False, True] and at[6]["error"] == (
         "Expected overflow to be 'inf' or 'saturate' for e2m1fn, which has no NaN, but got 'nan'"
     )
-    assert at[7]["hidden"] and at[7]["error"] == (
+    assert ["int8", at[7]["error"], "", "", "no NaN"] in at[7]["all"]  # the other formats stay in sight
+    assert at[7]["hidden"] == [False, True] and at[7]["error"] == (
         "Expected values without NaN for int8, which has none, but got one: pass nan='zero', or replace it before"
     )
     assert (at[8]["code"], at[8]["why"]) == ("0x00", ["NaN is not rounded.", "Zero is stored: 0x00."])
-    assert at[9]["error"].startswith("'1/0' is not a number: it divides by zero")
+    assert at[8]["hidden"] == [False, False]
+    assert at[9]["hidden"][0] and at[9]["error"].startswith("'1/0' is not a number: it divides by zero")
     assert at[10]["error"].startswith("Expected exponent to be from 1 to 11 bits, so that float64 holds every value")
-    assert not at[11]["hidden"] and at[11]["pairError"].startswith("unknown format 'bogus'; choose from fp64, fp32")
+    assert not any(at[11]["hidden"]) and at[11]["pairError"].startswith(
+        "unknown format 'bogus'; choose from fp64, fp32"
+    )
     assert at[12]["pairError"] == "Both are fp16: choose another format under “Compare with”."
     assert at[13]["pair"] is None
     assert at[14]["error"] == "Expected a code of fp16 to be from 0 to 0xffff, but got 0x10000"

@@ -209,9 +209,10 @@ function facts(number, found, f) {
 }
 
 const opened = new Set(); // facts whose long texts are shown whole
+// Shows the number in one format; returns why the format refuses it, if it does.
 function showOne(number, f) {
   const found = result(number, f, state.r);
-  if (found.code === null) throw new RangeError(found.refusal);
+  if (found.code === null) return found.refusal;
   const { code } = found;
   texts.c = codeText(code, f);
   const name = state.c ? codeText(code, f) : cut(state.x.trim(), 40);
@@ -238,6 +239,7 @@ function showOne(number, f) {
   });
   fill($("modes"), [...CHOICES.r.map((mode) => resultRow(mode, result(number, f, mode), { here: mode === state.r })),
     ...stochastic]);
+  return "";
 }
 
 function showAll(number, f) {
@@ -350,10 +352,11 @@ function show() {
     f = formatNamed(state.f);
     number = given(f);
     if (state.c) texts.x = writtenWhole(number);
-    $("error").textContent = "";
-    $("results").hidden = false;
     showAll(number, f);
-    showOne(number, f);
+    const refusal = showOne(number, f);
+    $("error").textContent = refusal;
+    $("one").hidden = refusal !== "";
+    $("results").hidden = false;
   } catch (error) {
     if (!(error instanceof RangeError)) throw error;
     $("error").textContent = error.message;
