@@ -49,6 +49,14 @@ def test_links_out_of_the_folder_lead_to_the_repository() -> None:
     )
 
 
+def test_docstrings_that_are_put_together_are_written_out() -> None:
+    source = '_REST = " of {name}."\nclass A:\n    x = 1\n    __doc__ = "The doc" + _REST.format(name="A")\n'
+    names: dict[str, Any] = {}
+    exec(module("hooks").with_docstrings(source).replace("__doc__ =", "other ="), names)
+    assert names["A"].__doc__ == "The doc of A."
+    assert module("hooks").with_docstrings("x = 1  # kept\n") == "x = 1  # kept\n"
+
+
 def test_all_messages_are_listed() -> None:
     page = error_texts.PAGE.read_text(encoding="utf-8")
     assert error_texts.written(page) == page, "run tests/support/error_texts.py"

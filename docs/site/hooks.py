@@ -3,6 +3,7 @@ explorer of formats is a page of the site."""
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 import shutil
@@ -19,8 +20,29 @@ def on_startup(command: str, dirty: bool) -> None:
     copy = _ROOT / "out" / "source" / "halfstep"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(_ROOT / "src" / "halfstep", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in {path.parent for path in copy.rglob("*.py")}:
-        (folder / "__init__.py").touch()
+    for path in list(copy.rglob("*.py")):
+        (path.parent / "__init__.py").touch()
+        path.write_text(with_docstrings(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_docstrings(source: str) -> str:
+    """A module in which the docstrings that classes put together of strings of the module are written out."""
+    tree = ast.parse(source)
+    texts = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    changed = False
+    for one in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for node in one.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__doc__":
+                text = eval(compile(ast.Expression(node.value), "docstring", "eval"), texts)
+                one.body = [ast.Expr(ast.Constant(text)), *one.body]
+                changed = True
+    return ast.unparse(ast.fix_missing_locations(tree)) if changed else source
 
 
 def on_files(files: Any, config: Any) -> Any:

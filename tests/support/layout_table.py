@@ -14,9 +14,9 @@ BEGIN, END = "<!-- largest models: generated -->", "<!-- largest models: end -->
 ROWS = {
     "torch's AdamW, fp32 weights, autocast": ("torch", "amp-bf16"),
     "the default": ("halfstep-split", "bf16"),
-    '`state_dtype=torch.bfloat16, rounding="stochastic"`': ("halfstep-split-bf16", "bf16"),
+    '`state_dtype=torch.bfloat16`, `rounding="stochastic"`': ("halfstep-split-bf16", "bf16"),
     '`state_dtype="8bit"`': ("halfstep-split-8bit", "bf16"),
-    '`state_dtype="8bit", master_weights="split24"`': ("halfstep-split24-8bit", "bf16"),
+    '`state_dtype="8bit"`, `master_weights="split24"`': ("halfstep-split24-8bit", "bf16"),
 }
 MEMORIES = {"24 GB": "rtx4090", "80 GB": "h100", "141 GB": "h200", "192 GB": "b200"}
 

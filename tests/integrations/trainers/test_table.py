@@ -14,8 +14,8 @@ PAGE = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
 
 def cells(page: str) -> list[tuple[str, str, list[str]]]:
     """(file, test, ways of training) of each cell of the table that is not a dash."""
-    table = page.split("\n| | test |")[1].split("\n\n")[0]
-    lines = [[one.strip() for one in line.strip("|").split("|")] for line in f"| | test |{table}".splitlines()]
+    table = page.split("\n| what | test |")[1].split("\n\n")[0]
+    lines = [[one.strip() for one in line.strip("|").split("|")] for line in f"| what | test |{table}".splitlines()]
     head, _, *rows = lines
     files = [re.search(r"\(\.\./(tests/[\w/]+\.py)\)", title) for title in head]
     found = []
