@@ -345,7 +345,10 @@ def test_every_part_has_its_colour() -> None:
             content = command.content_of([("one", made)])["plans"][0]
             assert sum(plan_picture.stack(content).values()) == made.totals.peak
             drawn |= {part.name for part in made.parts}
-    assert drawn == coloured
+    adapters = plan(model=model, gpus=8, strategy="fsdp", lora=8)
+    content = command.content_of([("one", adapters)])["plans"][0]
+    assert sum(plan_picture.stack(content).values()) == adapters.totals.peak
+    assert drawn | {part.name for part in adapters.parts} == coloured
     hosted = plan(7e9, gpus=8, strategy="zero2", offload=True)
     shown = plan_picture.stack(command.content_of([("one", hosted)])["plans"][0])
     assert sum(shown.values()) == hosted.totals.peak and "moments" not in shown

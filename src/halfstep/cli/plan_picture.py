@@ -14,7 +14,7 @@ from halfstep.numerics.planning.plans import GIB
 
 # Colours of Okabe and Ito, which colour-blind readers can tell apart. Adjacent kinds also differ in lightness.
 MEMORY_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("weights", "#0072b2", ("weights",)),
+    ("weights", "#0072b2", ("weights", "frozen weights")),
     ("gradients", "#e69f00", ("gradients", "accumulated gradients")),
     ("master or remainder", "#56b4e9", ("master", "remainder")),
     ("moments", "#004d40", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "scalars")),
