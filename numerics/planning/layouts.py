@@ -61,6 +61,7 @@ FP8 = StoredFormat("fp8", 1)
 INT16, INT8 = StoredFormat("int16", 2), StoredFormat("int8", 1)
 INT8_GROUPS = StoredFormat("int8 in groups of 32", 1, group=32, scale=2)
 CODES = StoredFormat("8bit", 1, group=128, scale=1, without_rows=FP32)  # kernels/block_codes.py
+REMAINDERS = (INT16, INT8)  # formats of the bits that extend a 16-bit weight to its master
 STORED_FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8, CODES)}
 
 PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
@@ -112,7 +113,7 @@ class Layout:
     @property
     def master_name(self) -> str:
         """``"master"``, or ``"remainder"`` for the bits that extend a 16-bit weight to its master."""
-        return "remainder" if self.master in (INT16, INT8) else "master"
+        return "remainder" if self.master in REMAINDERS else "master"
 
     @property
     def autocast(self) -> bool:
@@ -261,9 +262,10 @@ LAYOUTS = _under_autocast(
 
 OPTIMIZERS = tuple(dict.fromkeys(row.optimizer for row in LAYOUTS))
 _ROWS = {(row.optimizer, row.precision): row for row in LAYOUTS}
+GRADIENTS = ("fp32", "bf16", "fp16")  # formats of gradients, of their sums, and of what is sent
 # Bytes of the scales that TransformerEngine stores for each tensor of a state: one scale, and for fp8 also the scale,
 # largest magnitude and inverse scale of the fp8 tensor.
-_TE_SCALES = {"fp32": 0, "fp16": 4, "bf16": 4, "fp8": 16}
+TE_SCALES = {"fp32": 0, "fp16": 4, "bf16": 4, "fp8": 16}
 
 
 def layout(
@@ -302,7 +304,7 @@ def layout(
         )
     row = _ROWS[optimizer, precision]
     if gradients is not None:
-        one_of("gradients", gradients, ("fp32", "bf16", "fp16"))
+        one_of("gradients", gradients, GRADIENTS)
         row = replace(row, gradients=STORED_FORMATS[gradients])
     if moments is not None:
         row = _with_moments(row, moments)
@@ -338,6 +340,6 @@ def _scaled(row: Layout) -> Layout:
     states = [row.exp_avg, row.exp_avg_sq] + ([] if row.master in (None, INT16) else [row.master])
     return replace(
         row,
-        scalars=sum(_TE_SCALES[state.name] for state in states if state is not None),
+        scalars=sum(TE_SCALES[state.name] for state in states if state is not None),
         temporary=4 * sum(state in (FP16, FP8) for state in states),
     )

@@ -13,6 +13,9 @@ from functools import partial
 from halfstep.numerics.messages import divides, whole
 
 
+NORMS = ("layer", "rms")
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One parameter.
@@ -138,7 +141,7 @@ class Transformer:
         for name in ("layers", "hidden", "heads", "vocab", "seq", "ffn", "kv_heads"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(name, getattr(self, name)))
-        if self.norm not in ("layer", "rms"):
+        if self.norm not in NORMS:
             raise ValueError(f"Expected norm to be 'layer' or 'rms', but got {self.norm!r}")
         divides("heads", self.heads, "hidden", self.hidden, "every head needs the same width")
         divides("kv_heads", self.kv, "heads", self.heads, "every key needs the same number of queries")

@@ -10,7 +10,7 @@ from typing import Any
 
 from halfstep.numerics.messages import divides, one_of, whole
 from halfstep.numerics.planning import sharding, work
-from halfstep.numerics.planning.layouts import STORED_FORMATS, Layout, StoredFormat, layout
+from halfstep.numerics.planning.layouts import GRADIENTS, STORED_FORMATS, Layout, StoredFormat, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
 from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, Shards, Strategy, elements, keeps_rows
 
@@ -21,7 +21,11 @@ MIRRORED = ("single", "ddp")  # the strategies whose offloaded weights also stay
 USUAL_BUCKET = 25 * 2**20  # bytes, of `halfstep.integrations.offload`
 WITH_ADAPTERS = ("single", "ddp", "fsdp", "hsdp")
 STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
-_DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
+DDP_BUCKET = 25 * 2**20  # bytes; torch's default: 1 MiB for the first bucket and 25 MiB for the others
+DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
+# What `step` allocates, by optimizer.
+TEMPORARIES = {"torch": "square root of exp_avg_sq", "apex-o2": "fp32 gradients"}
+OTHER_TEMPORARIES = "fp32 copies of smaller states"
 
 
 @dataclass(frozen=True)
@@ -307,7 +311,7 @@ def plan(
         _check_step_in_backward(how, optimizer, accumulate, accumulator, compress)
     for name, value in (("accumulator", accumulator), ("compress", compress)):
         if value is not None:
-            one_of(name, value, ("fp32", "bf16", "fp16"))
+            one_of(name, value, GRADIENTS)
     held = everything = _units_of(params, model, units, t)
     if lora is not None:
         lora = whole("lora", lora)
@@ -564,7 +568,7 @@ def _buckets(inputs: _Inputs) -> Iterator[Part]:
     if inputs.ranks == 1:
         return
     if how.by == "flat":
-        size = min(_DEEPSPEED_BUCKET, local) * width
+        size = min(DEEPSPEED_BUCKET, local) * width
         yield Part("buckets", size, None, 1, BACKWARD, False, GPU, "5e8 gradients, DeepSpeed's default")
     if inputs.bucket_bytes is not None:
         return
@@ -572,8 +576,8 @@ def _buckets(inputs: _Inputs) -> Iterator[Part]:
         note = "DDP's copy of the gradients"
         yield Part("buckets", local * width, Fraction(width), 1, ALWAYS, True, GPU, note)
     if how.buckets and inputs.sent.width < width:
-        # torch's default: 1 MiB for the first bucket and 25 MiB for the others, counted before compression.
-        size = min(25 * 2**20, local * width) * inputs.sent.width // width
+        # The size of a bucket is counted before compression.
+        size = min(DDP_BUCKET, local * width) * inputs.sent.width // width
         yield Part("compressed bucket", size, None, 1, BACKWARD, False, GPU, "one of 25 MiB on its way")
 
 
@@ -631,8 +635,7 @@ def _temporaries(inputs: _Inputs) -> Iterator[Part]:
     row = inputs.row
     if row.temporary:
         size, divisor = row.temporary * elements(inputs.mine.states), inputs.ways if inputs.how.states else 1
-        notes = {"torch": "square root of exp_avg_sq", "apex-o2": "fp32 gradients"}
-        note = notes.get(row.optimizer, "fp32 copies of smaller states")
+        note = TEMPORARIES.get(row.optimizer, OTHER_TEMPORARIES)
         yield Part(
             *("step temporaries", size, Fraction(row.temporary), divisor, STEP, False, inputs.states_at), note=note
         )

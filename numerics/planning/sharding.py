@@ -26,6 +26,9 @@ from halfstep.numerics.planning.models import Transformer, Unit, parameters_of, 
 # Elements of the smallest parameter whose moments integrations/optim keeps in 8 bits.
 LEAST_CODED = 4096
 
+# How strategies divide that leave rows whole, or do not divide.
+WHOLE_ROWS = ("nothing", "parameters", "rows")
+
 # Local tensors: the number of elements of a tensor, and the number of such tensors.
 Locals = tuple[tuple[int, int], ...]
 
@@ -161,7 +164,7 @@ def shard(units: Sequence[Unit], strategy: Strategy, ways: int, rank: int | None
 
 def keeps_rows(strategy: Strategy) -> bool:
     """Whether states are divided by whole rows of parameters, or not at all."""
-    return strategy.by in ("nothing", "parameters", "rows")
+    return strategy.by in WHOLE_ROWS
 
 
 def elements(held: Iterable[tuple[int, int]]) -> int:

@@ -227,6 +227,12 @@ def lines(content: dict[str, Any], screen: Terminal, shape_over_params: int | No
         return _comparison(content, screen)
     (made,) = content["plans"]
     tables = [*_parts(made, screen), *(_messages(made, screen) if made["communication"] else []), ""]
+    return [*tables, *(line for said in sentences(content, shape_over_params) for line in screen.wrap(said))]
+
+
+def sentences(content: dict[str, Any], shape_over_params: int | None = None) -> list[str]:
+    """What is said of a plan below its tables. The arguments are those of `lines`."""
+    (made,) = content["plans"]
     notes = [f"{each['what'].capitalize()}: {each['note']}." for each in made["communication"] if each["note"]]
     said = [*notes, *_work(made), *_card(made), *_fit(content["fit"])]
     if shape_over_params is not None and shape_over_params != made["parameters"]:
@@ -235,4 +241,4 @@ def lines(content: dict[str, Any], screen: Terminal, shape_over_params: int | No
         said.append(f"{made['layout']['name']}: {made['layout']['note']}.")
     if made["settings"]["model"] is None:
         said.append("Activations and gathered units are not included: they are unknown without a shape.")
-    return [*tables, *(line for sentence in said for line in screen.wrap(sentence))]
+    return said
