@@ -687,7 +687,7 @@ def fit(what: str, memory: int, **arguments: Any) -> Plan | None:
         arguments: the other arguments of `plan`.
 
     Raises:
-        ValueError: `plan` refuses an argument, or the model is missing.
+        ValueError: `plan` refuses an argument, the model is missing, or the size needs no memory of the GPU.
 
     Examples:
         >>> from halfstep.numerics.planning import card, fit, usable
@@ -720,17 +720,25 @@ def fit(what: str, memory: int, **arguments: Any) -> Plan | None:
         def at(size: int) -> Plan:
             return plan(**{**arguments, "batch": size})
 
-    return _largest(at, memory)
+    return _largest(what, at, memory)
 
 
-def _largest(at: Callable[[int], Plan], memory: int) -> Plan | None:
-    """The plan of the largest size whose peak is at most `memory`. The peak must grow with the size."""
+_ENDLESS = 2**70  # a size that no card holds: its memory does not grow
+
+
+def _largest(what: str, at: Callable[[int], Plan], memory: int) -> Plan | None:
+    """The plan of the largest size whose peak is at most `memory`."""
     low, best = 1, at(1)
     if best.totals.peak > memory:
         return None
     high = 2
     while (more := at(high)).totals.peak <= memory:
         low, best, high = high, more, 2 * high
+        if high > _ENDLESS:
+            raise ValueError(
+                f"Expected strategy not to offload everything that grows with what={what!r}, but got "
+                f"{best.strategy.name!r} with offload=True: leave offload out, or fit 'batch' of a model"
+            )
     while high - low > 1:
         middle = (low + high) // 2
         if (tried := at(middle)).totals.peak <= memory:

@@ -80,6 +80,11 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
             ["--params", "1e9", "--card", "h100", "--fit", "batch"],
             "Expected model to be a Transformer with what='batch', but got none",
         ),
+        (
+            [*("--params", "1e9", "--gpus", "8", "--strategy", "zero3", "--offload"), "--card", "h100", "--fit", "params"],
+            "Expected strategy not to offload everything that grows with what='params', but got 'zero3' with offload=True: "
+            "leave offload out, or fit 'batch' of a model",
+        ),
         (["--params", "1e9", "--step-ms", "10"], "--step-ms without a card"),
         (["--params", "1e9", "--step-ms", "10", "--card", "h100"], "--step-ms with --params only; give --batch and"),
         (
