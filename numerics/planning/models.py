@@ -12,7 +12,6 @@ from functools import partial
 
 from halfstep.numerics.messages import divides, whole
 
-
 NORMS = ("layer", "rms")
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,9 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
             "Expected model to be a Transformer with what='batch', but got none",
         ),
         (
-            [*("--params", "1e9", "--gpus", "8", "--strategy", "zero3", "--offload"), "--card", "h100", "--fit", "params"],
-            "Expected strategy not to offload everything that grows with what='params', but got 'zero3' with offload=True: "
-            "leave offload out, or fit 'batch' of a model",
+            "--params 1e9 --gpus 8 --strategy zero3 --offload --card h100 --fit params".split(),
+            "Expected strategy not to offload everything that grows with what='params', but got 'zero3' with "
+            "offload=True: leave offload out, or fit 'batch' of a model",
         ),
         (["--params", "1e9", "--step-ms", "10"], "--step-ms without a card"),
         (["--params", "1e9", "--step-ms", "10", "--card", "h100"], "--step-ms with --params only; give --batch and"),
@@ -377,19 +378,23 @@ def test_neither_torch_nor_matplotlib_is_loaded() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_the_page_can_be_typed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_page_can_be_typed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(webbrowser, "open", lambda address: True)
     page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     (python,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     names: dict[str, Any] = {"model": torch.nn.Linear(3, 5)}
     exec(python, names)
     assert names["best"].settings["batch"] > 2 and names["made"].totals.peak < 80 * 2**30
-    (shell,) = re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL)
+    shell = "".join(re.findall(r"```sh\n(.*?)```", page, flags=re.DOTALL))
     commands = shell.replace("\\\n", " ").splitlines()
-    assert len(commands) == 3
+    assert len(commands) == 4
     for line in commands:
-        words = line.replace("plan.png", str(tmp_path / "plan.png")).split()
+        words = line.split()
         assert words[:2] == ["halfstep", "plan"] and run(capsys, *words[2:])
-    assert (tmp_path / "plan.png").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["halfstep_plan.html", "plan.png"]
 
 
 def test_the_page_on_8_64_and_1024_gpus_shows_what_is_printed(

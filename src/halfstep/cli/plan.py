@@ -2,7 +2,8 @@
 
 The command prints bytes by part, messages per step and FLOPs and, with ``--card``, whether the training fits. ``--fit``
 finds the largest model or batch that fits, ``--compare`` plans all layouts or strategies, ``--json`` prints JSON, and
-``--out`` draws stacked bars. ``numerics/planning`` and docs/planning.md describe what is counted, and how.
+``--out`` draws stacked bars. ``--page`` writes and ``--open`` opens the planner for the browser. ``numerics/planning``
+and docs/planning.md describe what is counted, and how.
 
 Exit status: 0, also if nothing fits; 2 for wrong arguments.
 """
@@ -15,10 +16,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from halfstep._version import __version__
-from halfstep.cli.command_line import Parser, picture, run
+from halfstep.cli.command_line import Parser, output_file, picture, run
 from halfstep.cli.numbers import above_zero, count, counts, share_or_bytes, whole
 from halfstep.cli.terminal import terminal
 from halfstep.numerics.messages import one_of
@@ -44,17 +46,21 @@ from halfstep.numerics.planning.sharding import keeps_rows
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 FITS = ("none", "params", "layers", "batch")
+# In the working directory, since browsers that are installed as a snap or flatpak read neither /tmp nor hidden folders.
+PAGE = "halfstep_plan.html"
+OF_THE_PAGE = ("help", "page", "open")
 COMPARISONS = ("layouts", "strategies")
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def parser() -> Parser:
+    """The parser of the command line."""
+    made = Parser(
         "plan",
         usage="halfstep plan (--params N | --model NAME | --layers N --hidden N --heads N --vocab N --seq N) [OPTIONS]",
         description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. Give --params, --model "
         "or the shape of a transformer; activations and gathered units are counted only for a shape.",
     )
-    model = parser.add_argument_group("model")
+    model = made.add_argument_group("model")
     model.add_argument(
         *("--params",),
         type=count(", such as 7e9, 7B or 350M"),
@@ -81,7 +87,7 @@ def _parser() -> Parser:
     model.add_argument("--no-dropout", action="store_true", help="no dropout, and no dropout masks")
     model.add_argument("--flash", action="store_true", help="attention that does not store its scores")
 
-    where = parser.add_argument_group("GPUs")
+    where = made.add_argument_group("GPUs")
     where.add_argument(
         *("--gpus",),
         type=counts,
@@ -105,7 +111,7 @@ def _parser() -> Parser:
     where.add_argument("--compress", metavar="FORMAT", help="send gradients in bf16, fp16 or fp32")
     where.add_argument("--rank", type=whole(0), metavar="R", help="rank to plan (default: the one that holds most)")
 
-    kept = parser.add_argument_group("layout")
+    kept = made.add_argument_group("layout")
     kept.add_argument("--precision", metavar="NAME", default="bf16", help=f"{', '.join(PRECISIONS)} (default: bf16)")
     kept.add_argument(
         "--optimizer", metavar="NAME", default="halfstep", help=f"{', '.join(OPTIMIZERS)} (default: halfstep)"
@@ -119,7 +125,7 @@ def _parser() -> Parser:
     kept.add_argument("--amsgrad", action="store_true", help="also store max_exp_avg_sq")
 
     kept.add_argument("--lora", type=count(), metavar="R", help="train adapters of R rows beside frozen weights")
-    step = parser.add_argument_group("step")
+    step = made.add_argument_group("step")
     step.add_argument("--batch", type=count(), metavar="N", help="sequences of one micro-batch on one GPU (default: 1)")
     step.add_argument("--accumulate", type=count(), default=1, metavar="N", help="micro-batches in a step (default: 1)")
     step.add_argument(
@@ -140,7 +146,7 @@ def _parser() -> Parser:
     )
     step.add_argument("--step-ms", type=above_zero, metavar="MS", help="measured time of a step, for MFU and HFU")
 
-    fits = parser.add_argument_group("card")
+    fits = made.add_argument_group("card")
     fits.add_argument("--card", metavar="NAME", help=f"{', '.join(CARDS)}")
     fits.add_argument(
         *("--reserve",),
@@ -151,11 +157,18 @@ def _parser() -> Parser:
     )
     fits.add_argument("--fit", metavar="WHAT", default="none", help=f"find the largest that fits: {', '.join(FITS)}")
 
-    told = parser.add_argument_group("output")
+    told = made.add_argument_group("output")
     told.add_argument("--compare", metavar="WHAT", help=f"plan all {' or all '.join(COMPARISONS)}")
     told.add_argument("--json", action="store_true", help="print JSON instead of tables")
     told.add_argument("--out", type=picture, metavar="FILE", help="draw stacked bars: .png, .svg or .pdf")
-    return parser
+    told.add_argument(
+        *("--page",),
+        type=output_file,
+        metavar="FILE",
+        help="write the planner as a page for the browser, which begins with these settings",
+    )
+    told.add_argument("--open", action="store_true", help=f"open that page, without --page {PAGE}")
+    return made
 
 
 def _model(given: argparse.Namespace) -> Transformer | None:
@@ -335,7 +348,13 @@ def _several(given: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
     return gpus, strategies
 
 
-def _plan(given: argparse.Namespace) -> int:
+def planned(given: argparse.Namespace) -> dict[str, Any]:
+    """The content of ``--json`` for the options of the command.
+
+    Raises:
+        ValueError: an option is refused.
+    """
+    given = argparse.Namespace(**vars(given))
     gpus, strategies = _several(given)
     arguments = _arguments(given)
     gpu = None if given.card is None else card(given.card)
@@ -356,21 +375,45 @@ def _plan(given: argparse.Namespace) -> int:
         if given.compare is not None:
             raise ValueError("--fit with --compare; give one of them")
         largest = (given.fit, fit(given.fit, usable(gpu, given.reserve), **arguments))
-    content = content_of(plans, given.compare, gpu, given.reserve, given.step_ms, largest)
+    return content_of(plans, given.compare, gpu, given.reserve, given.step_ms, largest)
+
+
+def _plan(given: argparse.Namespace) -> int:
+    wants_page = given.page is not None or given.open
+    if wants_page and all(getattr(given, a.dest) == a.default for a in parser()._actions if a.dest not in OF_THE_PAGE):
+        _page(given)
+        return 0
+    content = planned(given)
     if given.json:
         print(json.dumps(content, indent=2, ensure_ascii=False))
     else:
         from halfstep.cli import plan_tables
 
         screen = terminal()
-        screen.show(plan_tables.lines(content, screen, given.params if "model" in arguments else None), sys.stdout)
+        screen.show(plan_tables.lines(content, screen, shape_over_params(given)), sys.stdout)
     if given.out is not None:
         from halfstep.cli import plan_picture
 
         plan_picture.draw(given.out, content)
+    if wants_page:
+        _page(given)
     return 0
+
+
+def _page(given: argparse.Namespace) -> None:
+    """Write the planner for the browser with the given settings, and open it with ``--open``."""
+    from halfstep.cli.pages.html import write
+    from halfstep.cli.pages.planner.planner import planner_page, settings
+
+    said = write(Path(given.page or PAGE), planner_page(settings(given)), given.open)
+    print(said, file=sys.stderr if given.json else sys.stdout)
+
+
+def shape_over_params(given: argparse.Namespace) -> int | None:
+    """The number of parameters that was given in addition to a shape."""
+    return None if _model(given) is None else given.params
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``halfstep plan`` with the arguments `argv`. Returns the exit status."""
-    return run(_parser(), argv, _plan, (ValueError, ImportError))
+    return run(parser(), argv, _plan, (ValueError, ImportError))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +10,7 @@ from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats import arguments
 from halfstep.cli.pages.explorer.page import explorer_page
+from halfstep.cli.pages.html import write
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS
 
 # In the working directory, since browsers that are installed as a snap or flatpak read neither /tmp nor hidden folders.
@@ -56,13 +54,6 @@ def _parser() -> command_line.Parser:
     return parser
 
 
-def _has_screen() -> bool:
-    """Whether a browser could show a page: without a screen, Linux would start one in the terminal, without scripts."""
-    if not sys.platform.startswith("linux"):
-        return True
-    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
-
-
 def _start(options: argparse.Namespace) -> dict[str, str]:
     """What the page begins with, by the keys of its address."""
     if len(options.formats) > 2:
@@ -77,15 +68,7 @@ def _start(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _explore(options: argparse.Namespace) -> int:
-    path = Path(options.out)
-    path.write_text(explorer_page(_start(options)), encoding="utf-8")
-    address = path.resolve().as_uri()
-    if options.no_open:
-        print(f"wrote {path}: open {address} in a browser")
-    elif _has_screen() and webbrowser.open(address):
-        print(f"wrote {path}, opened in the browser: {address}")
-    else:
-        print(f"wrote {path}; no browser was found here: open {address} in one")
+    print(write(Path(options.out), explorer_page(_start(options)), opens=not options.no_open))
     return 0
 
 
