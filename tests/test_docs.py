@@ -14,6 +14,7 @@ import layout_table
 import pytest
 import torch
 import torch.distributed as dist
+from browser import run_script
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,6 +61,30 @@ def test_docstrings_that_are_put_together_are_written_out() -> None:
 def test_all_messages_are_listed() -> None:
     page = error_texts.PAGE.read_text(encoding="utf-8")
     assert error_texts.written(page) == page, "run tests/support/error_texts.py"
+
+
+def test_a_pasted_error_is_found(tmp_path: Path) -> None:
+    listed = error_texts.table()
+    messages = [text.strip("` ") for text in re.findall(r"^- \w+: (`.+`)$", listed, flags=re.MULTILINE)]
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    pasted = []
+    for wrong in (
+        lambda: halfstep.AdamW([parameter], master_weights="split"),
+        lambda: halfstep.AdamW([parameter], betas=(0.9, 1.5)),
+        lambda: halfstep.GradScaler("cpu", hysteresis_refill="never"),
+        lambda: halfstep.AdamW([parameter]).load_state_dict({"state": {}, "param_groups": []}),
+    ):
+        with pytest.raises(Exception) as raised:
+            wrong()
+        pasted.append(f"Traceback (most recent call last):\n  File x\n{raised.type.__name__}: {raised.value}")
+    body = "answer(input.pasted.map((text) => ranked(text, input.messages)));"
+    module_text = (DOCS / "find_error.mjs").read_text(encoding="utf-8")
+    given = {"pasted": [*pasted, "expected betas between 0 and 1", "segmentation fault"], "messages": messages}
+    *found, near, none = run_script("node", module_text, body, given, tmp_path)
+    for text, indices in zip(pasted, found, strict=True):
+        parts = [re.escape(part) for part in messages[indices[0]].split("…")]
+        assert re.search(".*?".join(parts), text), (text, messages[indices[0]])
+    assert "betas" in messages[near[0]] and none == []
 
 
 def test_messages_that_are_explained_exist() -> None:

@@ -1,5 +1,5 @@
 """Hooks of mkdocs: links to files outside of docs/ lead to the repository, docstrings are read from a copy, and the
-explorer of formats is a page of the site."""
+explorer of formats and the planner are pages of the site."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def on_files(files: Any, config: Any) -> Any:
 
     sys.path.insert(0, str(_ROOT / "src"))
     from halfstep.cli.pages.explorer.page import explorer_page
+    from halfstep.cli.pages.planner.planner import planner_page
 
-    files.append(File.generated(config, "explorer.html", content=explorer_page()))
+    for name, page in (("explorer", explorer_page()), ("planner", planner_page({}))):
+        files.append(File.generated(config, f"{name}.html", content=page))
     return files
 
 
