@@ -33,12 +33,13 @@ SHUTS_DOWN = "import atexit, runpy, sys; atexit.register(print, 'shut down'); ru
 def _forked(script: Path, ranks: int) -> str:
     words = ["-c", SHUTS_DOWN.format(str(script))]
     # With a thread for each core, the threads of two ranks mostly wait for one another's time slices.
-    programs = [
-        forks.Program(words, {**environment, "OMP_NUM_THREADS": "1"})
-        for environment in rank_processes.environments(ranks)
-    ]
-    said = "".join(program.stdout.read() for program in programs)
-    statuses = [program.wait() for program in programs]
+    with rank_processes.ports(1) as (port,):
+        programs = [
+            forks.Program(words, {**environment, "OMP_NUM_THREADS": "1"})
+            for environment in rank_processes.environments(ranks, port)
+        ]
+        said = "".join(program.stdout.read() for program in programs)
+        statuses = [program.wait() for program in programs]
     assert statuses == [0] * ranks, f"ended with {statuses}"
     return _without_gloo(said)
 

@@ -306,4 +306,5 @@ def run(rank: int, ports: list[int]) -> dict[str, Any]:
 
 def measured() -> list[dict[str, Any]]:
     """The counts of each of the four ranks."""
-    return rank_processes.run(run, 2 * WORLD, rank_processes.free_ports(2), join=False)
+    with rank_processes.ports(2) as ports:
+        return rank_processes.run(run, 2 * WORLD, ports, join=False)

@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,24 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 
-def free_ports(count: int) -> list[int]:
+@contextmanager
+def ports(count: int) -> Iterator[list[int]]:
+    """Ports on which ranks can listen, and which the system gives to nobody else meanwhile.
+
+    A socket that is bound but does not listen keeps each. torch's stores can listen beside it since both set
+    SO_REUSEADDR.
+    """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        yield [one.getsockname()[1] for one in sockets]
 
 
-def environments(world: int) -> list[dict[str, str]]:
+def environments(world: int, port: int) -> list[dict[str, str]]:
     """The environment of each rank: that of this process and the variables of torchrun."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_ports(1)[0], "WORLD_SIZE": world}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": world}
     places = [{**place, "LOCAL_WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
     return [{**os.environ, **{name: str(value) for name, value in one.items()}} for one in places]
 
@@ -47,10 +54,11 @@ def run(function: Callable[..., Any], world: int, *arguments: Any, join: bool = 
     """
     if not fresh:
         forks.serve()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ports(1) as (port,):
+        places = environments(world, port)
         torch.multiprocessing.start_processes(
             _rank,
-            (environments(world), function.__module__, function.__qualname__, arguments, world if join else 0, folder),
+            (places, function.__module__, function.__qualname__, arguments, world if join else 0, folder),
             nprocs=world,
             start_method="spawn" if fresh else "forkserver",
         )

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import rank_processes
 import torch
-from rank_processes import free_ports
 
 from halfstep.__main__ import main
 from halfstep.cli.train import loop
@@ -63,8 +62,9 @@ def train_together(ranks: int, runs: Sequence[Sequence[object]], small: bool = T
     Raises:
         torch.multiprocessing.ProcessRaisedException: one failed; with what was printed.
     """
-    orders = [(port, list(map(str, words))) for port, words in zip(free_ports(len(runs)), runs, strict=True)]
-    return rank_processes.run(_train, ranks, orders, small, join=False)
+    with rank_processes.ports(len(runs)) as ports:
+        orders = [(port, list(map(str, words))) for port, words in zip(ports, runs, strict=True)]
+        return rank_processes.run(_train, ranks, orders, small, join=False)
 
 
 def _train(rank: int, orders: list[tuple[int, list[str]]], small: bool) -> str:

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import forks
+import pytest
 import save_shards_forever
 import torch
-from rank_processes import free_ports
+from rank_processes import ports
 
 import halfstep
 from halfstep.integrations import checkpoint
 
 
-def _job(folder: Path) -> list[forks.Program]:
-    (port,) = free_ports(1)
-    return [forks.Program([save_shards_forever.__file__, rank, port, folder]) for rank in range(2)]
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[list[tuple[Path, list[forks.Program]]]]:
+    """Two jobs: the folder that each saves to, and its two ranks."""
+    with ports(2) as kept:
+        yield [
+            (folder, [forks.Program([save_shards_forever.__file__, rank, port, folder]) for rank in range(2)])
+            for port, folder in zip(kept, (tmp_path / "first", tmp_path / "second"), strict=True)
+        ]
 
 
-def test_the_last_good_one_loads_and_the_other_rank_does_not_hang(tmp_path: Path) -> None:
-    jobs = [(tmp_path / str(killed), killed, _job(tmp_path / str(killed))) for killed in (0, 1)]
-    for number, (folder, killed, ranks) in enumerate(jobs):
+def test_the_last_good_one_loads_and_the_other_rank_does_not_hang(
+    jobs: list[tuple[Path, list[forks.Program]]],
+) -> None:
+    for killed, (folder, ranks) in enumerate(jobs):
         announced = -1
         for _ in range(3):  # both kinds of save have been seen, the next is under way
             announced = int(
                 next(line for line in ranks[killed].stdout if not line.startswith("[Gloo]"))
             )  # torch 2.8's own
-        time.sleep(0.013 * number)
+        time.sleep(0.013 * killed)
         ranks[killed].send_signal(signal.SIGKILL)
         ended = ranks[1 - killed].stdout.read().splitlines()[-1]
         ranks[killed].wait()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_processes import free_ports
+from rank_processes import ports
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "docs" / "distributed.md").read_text(), re.S)
@@ -50,26 +50,30 @@ def _program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def _submit(script: str, port: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The batch script of a job whose number makes it use `port`, run in `folder`."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("job.sh", script)):
+        _program(folder / name, text)
+    (folder / "train.py").write_text(TRAIN)
+    for name in ("python", "torchrun"):
+        words = ["-m", "torch.distributed.run"] if name == "torchrun" else []
+        _program(folder / name, f'#!/bin/bash\nexec "{sys.executable}" {" ".join(words)} "$@"\n')
+    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": str(port - FIRST), "SLURM_NNODES": "2"}
+    tasks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "1"}
+    environment = {**os.environ, **slurm, **tasks, "PATH": f"{folder}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    return subprocess.run(["bash", "job.sh"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.parametrize(
     "number", [pytest.param(0, id="torchrun", marks=pytest.mark.exhaustive), pytest.param(1, id="one task per GPU")]
 )
 def test_a_batch_script_starts_ranks_that_train_together(number: int, tmp_path: Path) -> None:
     assert len(SCRIPTS) == 2
-    port = next(port for port in free_ports(100) if FIRST <= port < 2 * FIRST)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("job.sh", SCRIPTS[number])):
-        _program(tmp_path / name, text)
-    (tmp_path / "train.py").write_text(TRAIN)
-    for name in ("python", "torchrun"):
-        words = ["-m", "torch.distributed.run"] if name == "torchrun" else []
-        _program(tmp_path / name, f'#!/bin/bash\nexec "{sys.executable}" {" ".join(words)} "$@"\n')
-    slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": str(port - FIRST), "SLURM_NNODES": "2"}
-    tasks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "1"}
-    environment = {**os.environ, **slurm, **tasks, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    done = subprocess.run(
-        ["bash", "job.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    with ports(100) as kept:
+        port = next(port for port in kept if FIRST <= port < 2 * FIRST)
+        done = _submit(SCRIPTS[number], port, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert [line.split(" grad")[0] for line in lines] == ["rank 0 of 2", "rank 1 of 2"]
