@@ -1,14 +1,22 @@
 // Finds the messages of errors.md that a pasted error text is one of, or comes near to.
 
-const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+// Whether the parts of a message are in a text, one after the other.
+function contains(text, parts) {
+  let at = 0;
+  return parts.every((part) => {
+    const found = text.indexOf(part, at);
+    at = found + part.length;
+    return found >= 0;
+  });
+}
+
 const words = (text) => new Set(text.toLowerCase().match(/[a-z_]{3,}/g) ?? []);
 
 // Indices of messages, best first: those that the text contains, with anything for "…"; otherwise those that share most
 // of their words with it.
 export function ranked(text, messages, most = 5) {
   const flat = text.replace(/\s+/g, " ").trim();
-  const exact = messages.flatMap((message, i) =>
-    new RegExp(message.split("…").map(escaped).join(".*?")).test(flat) ? [i] : []);
+  const exact = messages.flatMap((message, i) => contains(flat, message.split("…")) ? [i] : []);
   const literal = (i) => messages[i].replaceAll("…", "").length;
   if (exact.length) return exact.sort((a, b) => literal(b) - literal(a)).slice(0, most);
   const given = words(flat);

@@ -85,7 +85,7 @@ def check(name: str, path: Path) -> tuple[str, str]:
         ValueError: the file cannot be read, or does not contain the block.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         start, end = between(name, text)
     except (OSError, ValueError) as error:
         raise ValueError(f"--markdown {path}: {error}") from error
@@ -99,4 +99,4 @@ def write(name: str, content: str, path: Path) -> None:
         ValueError: the file cannot be read, or does not contain the block.
     """
     before, after = check(name, path)
-    path.write_text(before + content + after)
+    path.write_text(before + content + after, encoding="utf-8")

@@ -11,7 +11,7 @@ import halfstep
 from halfstep.integrations.release import step_in_backward
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
-COLORS = {"exact": "#444444", "ours": "#1565c0", "lost": "#c62828", "random": "#2e7d32"}
+COLORS = {"exact": "#bbbbbb", "ours": "#1565c0", "lost": "#c62828", "random": "#2e7d32"}
 
 
 def weights(steps: int, lr: float = 1e-4) -> dict[str, list[float]]:
@@ -106,7 +106,7 @@ def main() -> None:
         pyplot.close()
 
     one = axes("step", "weight")
-    styles = ({"lw": 5, "color": "#bbbbbb"}, {"color": COLORS["ours"]}, {"color": COLORS["ours"], "ls": ":"})
+    styles = ({"lw": 5, "color": COLORS["exact"]}, {"color": COLORS["ours"]}, {"color": COLORS["ours"], "ls": ":"})
     for (name, values), style in zip(
         weights(200).items(), (*styles, {"color": COLORS["lost"]}, {"color": COLORS["random"]}), strict=True
     ):
@@ -116,7 +116,7 @@ def main() -> None:
 
     x, nearest, mean = rounded(65, 200)
     one = axes("x, from a bf16 number to the next", "x rounded to bf16")
-    one.plot(x, x, color="#bbbbbb", lw=5, label="x")
+    one.plot(x, x, color=COLORS["exact"], lw=5, label="x")
     one.plot(x, nearest, color=COLORS["lost"], drawstyle="steps-mid", label="to nearest")
     one.plot(x, mean, ".", color=COLORS["ours"], label="stochastic, mean of 200")
     one.legend(frameon=False, fontsize=8)

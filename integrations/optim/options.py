@@ -84,8 +84,9 @@ def check_options(group: dict[str, Any]) -> None:
                 )
             if beta.numel() != 1:
                 raise ValueError(f"Tensor betas[{index}] must be 1-element; its shape is {tuple(beta.shape)}")
-        message = f"Invalid beta parameter at index {index}"
-        check_number(beta, message, "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0)
+        check_number(
+            beta, f"Invalid beta parameter at index {index}", "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0
+        )
     check_number(lr, "Invalid learning rate", "a finite number of at least 0", lambda x: x >= 0)
     check_number(group["eps"], "Invalid epsilon value", "a finite number of at least 0", lambda x: x >= 0)
     check_number(group["weight_decay"], "Invalid weight_decay value", "a finite number of at least 0", lambda x: x >= 0)

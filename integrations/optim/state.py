@@ -348,7 +348,7 @@ class OptimizerState(StepsOnVerdict, Optimizer):
                 self._agreed[id(parameter)] = Agreed.now(parameter)
             state = {**self._new_state(parameter, group), **state}
         if not isinstance(state["step"], torch.Tensor) or state["step"].dtype != torch.float32:
-            state["step"] = step_count(state["step"], "a parameter's state").to(parameter.device)
+            state["step"] = step_count(state["step"], "state of a parameter").to(parameter.device)
         self.state[parameter] = state
         return state
 

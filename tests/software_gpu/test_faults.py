@@ -2,7 +2,8 @@
 
 Only lines that run are changed. Kinds of which some can change nothing in a kernel are not asked of it: the guard of a
 store or load of shared memory that all threads make with one value, a barrier that Triton puts twice, a maximum or a
-flag of which half is enough, a comparison with a bound that no number here meets. Lines of `SHOWS_NOTHING` are left out.
+flag of which half is enough, a comparison with a bound that no number here meets. The line
+`SHOWS_NOTHING` is left out.
 """
 
 from __future__ import annotations

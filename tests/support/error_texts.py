@@ -1,16 +1,21 @@
 """Every message with which the library refuses something. Run as a program, it writes them to docs/errors.md.
 
-The messages are read from the source: the first argument of what is raised, with "…" where a value is put in.
+The messages are read from the source: the first argument of what is raised, with "…" where a value is put in. Where it
+is an argument of the function that raises, the texts that callers pass are put in.
 """
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
+
+from halfstep.bench.audit import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "errors.md"
-BEGIN, END = "<!-- messages: generated -->", "<!-- messages: end -->"
+FOLDERS = ("kernels", "numerics", "integrations")
+BLOCK = "messages"  # of the page, as halfstep.bench.audit.markdown marks it
 
 # Title of each part: the files whose messages it lists. The first that fits counts.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -37,27 +42,66 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _text(node: ast.expr) -> str | None:
+Names = dict[str, ast.expr]  # what names stand for
+
+
+def _text(node: ast.expr, names: Names) -> str | None:
     """What a string expression says, with "…" for every value; None for another expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
+    if isinstance(node, ast.Name) and node.id in names:
+        return _text(names[node.id], {})
+    if isinstance(node, ast.FormattedValue):
+        return _text(node.value, names) if node.conversion == -1 else None
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part) or "…" for part in node.values)
+        return "".join(_text(part, names) or "…" for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = _text(node.left), _text(node.right)
+        left, right = _text(node.left, names), _text(node.right, names)
         return None if left is None and right is None else f"{left or '…'}{right or '…'}"
     return None
 
 
-def messages(source: str) -> list[tuple[str, str]]:
-    """(class of the exception, message) of each ``raise`` whose message is written there, in the order of the file."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
+def _called(tree: ast.AST) -> str:
+    return ast.unparse(tree).split(".")[-1]
+
+
+def calls(*sources: str) -> dict[str, list[ast.Call]]:
+    """The calls of each function in modules, by its name; without functions that several of them define."""
+    found: dict[str, list[ast.Call]] = {}
+    defined: Counter[str] = Counter()
+    for tree in map(ast.parse, sources):
+        defined.update({node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)})
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                found.setdefault(_called(node.func), []).append(node)
+    return {name: made for name, made in found.items() if defined[name] == 1}
+
+
+def _arguments(function: ast.FunctionDef, call: ast.Call) -> Names:
+    """The parameters of a function and what a call passes for them."""
+    names = [parameter.arg for parameter in function.args.posonlyargs + function.args.args]
+    return dict(zip(names, call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
+
+
+def messages(source: str, callers: dict[str, list[ast.Call]]) -> list[tuple[str, str]]:
+    """(class of the exception, message) of each ``raise`` whose message is written there, in the order of the file.
+
+    Args:
+        source: a module.
+        callers: the calls of its functions, see `calls`.
+    """
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    found = set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            name = ast.unparse(node.exc.func).split(".")[-1]
-            text = _text(node.exc.args[0])
-            if text and name[0].isupper() and name != "AssertionError" and len(text.strip("…")) > 8:
-                found.append((node.lineno, name, " ".join(text.split())))
+            name = _called(node.exc.func)
+            around = [one for one in functions if node in ast.walk(one)]
+            passed = [_arguments(one, call) for one in around for call in callers.get(one.name, [])]
+            for names in passed or [{}]:
+                text = _text(node.exc.args[0], names)
+                if text and name[0].isupper() and name != "AssertionError" and len(text.strip("…")) > 8:
+                    found.add((node.lineno, name, " ".join(text.split())))
     return [(name, text) for _, name, text in sorted(found)]
 
 
@@ -68,11 +112,12 @@ def _part(path: str) -> str:
 def table() -> str:
     """The list of all messages, by part."""
     parts: dict[str, dict[str, str]] = {title: {} for title in PARTS}
-    for folder in ("kernels", "numerics", "integrations"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            for kind, text in messages(path.read_text(encoding="utf-8")):
-                parts[_part(name)].setdefault(text, kind)
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    everywhere = calls(*sources.values())
+    for name, source in sources.items():
+        for kind, text in messages(source, {**calls(source), **everywhere}):
+            parts[_part(name)].setdefault(text, kind)
     lines: list[str] = []
     for title, found in parts.items():
         if found:
@@ -85,11 +130,5 @@ def _code(text: str) -> str:
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-def written(page: str) -> str:
-    """The page with the list between its two marks."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
-
-
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    markdown.write(BLOCK, table(), PAGE)

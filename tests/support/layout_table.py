@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from halfstep.bench.audit import markdown
 from halfstep.numerics.planning import card, fit, layout, usable
 from halfstep.numerics.planning.plans import Card
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
-BEGIN, END = "<!-- largest models: generated -->", "<!-- largest models: end -->"
+BLOCK = "largest models"  # of the page, as halfstep.bench.audit.markdown marks it
 
 # What is trained with, and the layout and precision of `halfstep plan`.
 ROWS = {
@@ -40,11 +41,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def written(page: str) -> str:
-    """The page with the table between its two marks."""
-    head, rest = page.split(BEGIN)
-    return f"{head}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
-
-
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    markdown.write(BLOCK, table(), PAGE)
