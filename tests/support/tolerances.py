@@ -42,3 +42,7 @@ ADAM_RUN_UNITS = 48.0
 # A mean over random bits may be this many standard deviations off. The bits follow from fixed seeds, so a test that
 # passes always passes; 5 sigma is one in 1.7 million, so a test that fails found a bias.
 STOCHASTIC_SIGMAS = 5.0
+
+# The standard deviation of an 8-bit second moment of constant gradients, of itself: stochastic rounding errs by at most
+# 2^-3, and what a step adds, 2^-10, moves it by less than a code: 0.037 after 10,000 steps (docs/optimizer.md).
+CODED_SCATTER = 0.05
