@@ -51,10 +51,11 @@ def on_files(files: Any, config: Any) -> Any:
 
     sys.path.insert(0, str(_ROOT / "src"))
     from halfstep.cli.pages.explorer.page import explorer_page
+    from halfstep.cli.pages.html import DOCUMENTATION
     from halfstep.cli.pages.planner.planner import planner_page
 
     for name, page in (("explorer", explorer_page()), ("planner", planner_page({}))):
-        files.append(File.generated(config, f"{name}.html", content=page))
+        files.append(File.generated(config, f"{name}.html", content=page.replace(DOCUMENTATION, "index.html")))
     return files
 
 

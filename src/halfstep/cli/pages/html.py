@@ -10,10 +10,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+DOCUMENTATION = "https://github.com/halfstep/halfstep/tree/main/docs"  # to which the pages link
+
 
 def html(package: str, script: str) -> str:
-    """page.html of `package` with the shared style and with `script`, an ES module."""
-    return text(package, "page.html").replace("{{css}}", text(__package__, "page.css")).replace("{{script}}", script)
+    """page.html of `package` with the head that all pages share and with `script`, an ES module."""
+    head = text(__package__, "head.html").replace("{{css}}", text(__package__, "page.css"))
+    page = text(package, "page.html").replace("{{head}}", head).replace("{{documentation}}", DOCUMENTATION)
+    return page.replace("{{script}}", script)
 
 
 def text(package: str, name: str) -> str:

@@ -15,7 +15,7 @@ from plan_settings import Settings, answer, settings, words
 from halfstep.__main__ import main as halfstep_main
 from halfstep.cli import plan as command
 from halfstep.cli.command_line import UsageError
-from halfstep.cli.pages.html import text
+from halfstep.cli.pages.html import DOCUMENTATION, text
 from halfstep.cli.pages.planner import planner
 from halfstep.cli.plan_picture import MEMORY_KINDS
 
@@ -39,11 +39,9 @@ def test_the_page_is_one_file_with_the_settings(tmp_path: Path, capsys: pytest.C
     assert initial(written) == (
         '{"params": "7000000000", "gpus": "8", "strategy": "zero2", "offload": "", "reserve": "12.5%"}'
     )
-    assert (
-        "{{css}}" not in written
-        and "{{script}}" not in written
-        and not re.search(r'(src|href)="|import |url\(|fetch\(', written)
-    )
+    assert "{{" not in written.partition("<script type")[0]
+    assert not re.search(r'src="|<link|import |url\(|fetch\(', written)
+    assert re.findall(r'href="(.*?)"', written) == [DOCUMENTATION]
 
 
 def test_several_numbers_of_gpus_reach_the_page(tmp_path: Path) -> None:
