@@ -237,6 +237,17 @@ def test_every_distribution(dtype: torch.dtype, name: str, scale: float | None, 
     examine(distributions(dtype), name, scale, inverted)
 
 
+def test_one_element_at_an_edge_of_the_window() -> None:
+    tensors = []
+    for edge in torch.tensor([2.0**-20, 2.0**-19, 2.0**-18, 2.0, 4.0, 8.0]):
+        for value in (edge.nextafter(torch.tensor(0.0)), edge, edge.nextafter(torch.tensor(torch.inf))):
+            for others in (torch.ones(1100), torch.arange(1100).remainder(2).float()):
+                values = others.clone()
+                values[5] = value  # which the sample does not contain
+                tensors.append(values)
+    examine(tensors, "fp32")
+
+
 def test_a_scale_that_is_nan_makes_no_number_of_a_zero() -> None:
     values = torch.cat([torch.zeros(700), torch.ones(800), torch.tensor([torch.inf, torch.nan])])
     expected, *others = (count_by(one, [values], GRIDS["fp16"], float("nan")) for one in ALL)
