@@ -1,51 +1,56 @@
-"""The emulated fp16 products against a float64 oracle; the model starts the same in every precision."""
+"""The emulated products against a float64 oracle; the model starts the same in every precision."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from tolerances import ROUNDOFF
 
 from halfstep.cli.train.model import GPT, SIZES
 from halfstep.cli.train.precision import Precision
 
 CPU = torch.device("cpu")
 FP16 = Precision.on("fp16", CPU)
+EMULATED = [FP16, Precision("bf16", torch.bfloat16, emulated=True)]
+each = pytest.mark.parametrize("precision", EMULATED, ids=lambda precision: precision.name)
 
 
-def _random(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).half()
+def _random(precision: Precision, *shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(precision.dtype).requires_grad_()
 
 
 def _is_product(value: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `value` is a·b rounded to fp16: within half an fp16 ulp, plus what an fp32 sum may be off."""
-    exact = a.double() @ b.double()
-    magnitude = a.double().abs() @ b.double().abs()
-    ulp = torch.maximum(exact.abs() * 2.0**-11, torch.tensor(2.0**-25, dtype=torch.float64))
+    """Whether `value` is a·b rounded to its dtype: within half an ulp, plus what an fp32 sum may be off."""
+    exact = a.detach().double() @ b.detach().double()
+    magnitude = a.detach().double().abs() @ b.detach().double().abs()
+    least = torch.tensor(torch.finfo(value.dtype).smallest_normal, dtype=torch.float64)
+    ulp = torch.maximum(exact.abs(), least) * ROUNDOFF[value.dtype]
     slack = magnitude * a.shape[-1] * 2.0**-24
-    return value.dtype == torch.float16 and bool(((value.double() - exact).abs() <= ulp * 1.0001 + slack).all())
+    return value.dtype == a.dtype and bool(((value.double() - exact).abs() <= ulp * 1.0001 + slack).all())
 
 
-def test_linear_forward_and_backward_are_products_rounded_once() -> None:
-    x, w = _random(3, 5, 17, seed=0).requires_grad_(), _random(11, 17, seed=1).requires_grad_()
-    grad = _random(3, 5, 11, seed=2)
-    y = FP16.linear(x, w)
+@each
+def test_linear_forward_and_backward_are_products_rounded_once(precision: Precision) -> None:
+    x, w = _random(precision, 3, 5, 17, seed=0), _random(precision, 11, 17, seed=1)
+    grad = _random(precision, 3, 5, 11, seed=2).detach()
+    y = precision.linear(x, w)
     y.backward(grad)
     assert x.grad is not None and w.grad is not None and x.grad.shape == x.shape
-    assert _is_product(y, x.detach(), w.detach().t())
-    assert _is_product(x.grad, grad, w.detach())
-    assert _is_product(w.grad, grad.flatten(0, 1).t(), x.detach().flatten(0, 1))
+    assert _is_product(y, x, w.t())
+    assert _is_product(x.grad, grad, w)
+    assert _is_product(w.grad, grad.flatten(0, 1).t(), x.flatten(0, 1))
 
 
-def test_matmul_forward_and_backward_of_transposed_views() -> None:
-    a = _random(2, 3, 7, 5, seed=0).requires_grad_()
-    b = _random(2, 3, 9, 5, seed=1).requires_grad_()
-    grad = _random(2, 3, 7, 9, seed=2)
-    c = FP16.matmul(a, b.transpose(-2, -1))
+@each
+def test_matmul_forward_and_backward_of_transposed_views(precision: Precision) -> None:
+    a, b = _random(precision, 2, 3, 7, 5, seed=0), _random(precision, 2, 3, 9, 5, seed=1)
+    grad = _random(precision, 2, 3, 7, 9, seed=2).detach()
+    c = precision.matmul(a, b.transpose(-2, -1))
     c.backward(grad)
     assert a.grad is not None and b.grad is not None
-    assert _is_product(c, a.detach(), b.detach().mT)
-    assert _is_product(a.grad, grad, b.detach())
-    assert _is_product(b.grad, grad.mT, a.detach())
+    assert _is_product(c, a, b.mT)
+    assert _is_product(a.grad, grad, b)
+    assert _is_product(b.grad, grad.mT, a)
 
 
 def test_products_overflow_and_underflow_as_fp16_does() -> None:
@@ -60,10 +65,11 @@ def test_products_overflow_and_underflow_as_fp16_does() -> None:
     assert w.grad is not None
 
 
-def test_the_sum_inside_a_product_is_not_fp16() -> None:
-    # 4096 terms of 1 stop at 2048 in an fp16 accumulator
-    ones = torch.ones(1, 4096).half()
-    assert FP16.linear(ones, ones).item() == 4096
+@each
+def test_the_sum_inside_a_product_is_in_fp32(precision: Precision) -> None:
+    # 4096 terms of 1 stop at 2048 in an fp16 accumulator, at 256 in one of bf16.
+    ones = torch.ones(1, 4096, dtype=precision.dtype)
+    assert precision.linear(ones, ones).item() == 4096
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -77,10 +83,14 @@ def test_the_embedding_gradient_is_summed_in_fp32(name: str) -> None:
     assert not table.grad[1:].any()
 
 
-def test_fp16_is_emulated_on_the_cpu_only() -> None:
-    assert FP16.emulated
-    assert not Precision.on("fp16", torch.device("cuda")).emulated
-    assert not Precision.on("bf16", CPU).emulated
+def test_fp16_is_emulated_on_the_cpu_only_and_bf16_on_cpus_without_avx_512(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, there in (("AVX2", True), ("AVX512", False), ("DEFAULT", False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert Precision.on("bf16", CPU).emulated == there
+        assert Precision.on("fp16", CPU).emulated
+        assert not Precision.on("fp32", CPU).emulated
+        for name in ("bf16", "fp16"):
+            assert not Precision.on(name, torch.device("cuda")).emulated
     with pytest.raises(ValueError, match=r"Expected precision to be one of 'fp32'"):
         Precision.on("fp8", CPU)
 

@@ -3,10 +3,12 @@
 * fp32: everything in fp32.
 * bf16: weights, activations and gradients in bf16. Matrix products use the bf16 units of the machine, which accumulate
   in fp32.
-* fp16: the same in fp16, with a loss scale. On CPUs, torch's fp16 matrix product has about 1/40 of the speed of fp32,
-  so there it is **emulated**: fp16 operands are multiplied and accumulated in fp32, and the result is rounded to fp16
-  once, in the forward and in the backward. A tensor core computes the same, except for the order of the sum, so
-  gradients underflow and overflow as on a GPU.
+* fp16: the same in fp16, with a loss scale.
+
+On CPUs, torch's fp16 matrix product has about 1/40 of the speed of fp32, and its bf16 product has too where there is no
+AVX-512. There they are **emulated**: 16-bit operands are multiplied and accumulated in fp32, and the result is rounded
+once, in the forward and in the backward. A tensor core computes the same, except for the order of the sum, so gradients
+underflow and overflow as on a GPU.
 
 The loss is always computed in fp32, since an fp16 loss of 1 would be infinite with a loss scale of 65536.
 """
@@ -25,9 +27,9 @@ import halfstep
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product of two fp16 matrices that were converted to fp32, rounded to fp16."""
-    return halfstep.cast(torch.matmul(a, b), torch.float16)
+def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product of two matrices of `dtype` that were converted to fp32, rounded to `dtype`."""
+    return halfstep.cast(torch.matmul(a, b), dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -39,15 +41,15 @@ class _EmulatedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, b)  # in fp16, since fp32 copies would double the activations
-        return _product(_wide(a), _wide(b))
+        ctx.save_for_backward(a, b)  # in 16 bits, since fp32 copies would double the activations
+        return _product(_wide(a), _wide(b), a.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = ctx.saved_tensors
         wide = _wide(grad)
-        return _product(wide, _wide(b).mT), _product(_wide(a).mT, wide)
+        return _product(wide, _wide(b).mT, a.dtype), _product(_wide(a).mT, wide, b.dtype)
 
 
 class _EmulatedLinear(torch.autograd.Function):
@@ -56,7 +58,7 @@ class _EmulatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(_wide(x), _wide(weight).t())
+        return _product(_wide(x), _wide(weight).t(), x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -64,7 +66,8 @@ class _EmulatedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wide = _wide(grad)
         tokens = wide.flatten(0, -2)
-        return _product(wide, _wide(weight)), _product(tokens.t(), _wide(x).flatten(0, -2))
+        to_input = _product(wide, _wide(weight), x.dtype)
+        return to_input, _product(tokens.t(), _wide(x).flatten(0, -2), weight.dtype)
 
 
 class _Embedding(torch.autograd.Function):
@@ -89,6 +92,11 @@ class _Embedding(torch.autograd.Function):
         return (table if ctx.dtype == torch.float32 else halfstep.cast(table, ctx.dtype)), None
 
 
+def emulated() -> tuple[str, ...]:
+    """The precisions whose matrix products are emulated on this machine's CPU."""
+    return ("bf16", "fp16") if torch.backends.cpu.get_cpu_capability() == "AVX2" else ("fp16",)
+
+
 @dataclass(frozen=True)
 class Precision:
     """The arithmetic of one run.
@@ -108,7 +116,7 @@ class Precision:
         """The precision `name` on `device`."""
         if name not in DTYPES:
             raise ValueError(f"Expected precision to be one of {', '.join(map(repr, DTYPES))}, but got {name!r}")
-        return cls(name, DTYPES[name], emulated=name == "fp16" and device.type == "cpu")
+        return cls(name, DTYPES[name], emulated=device.type == "cpu" and name in emulated())
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return _EmulatedLinear.apply(x, weight) if self.emulated else F.linear(x, weight)

@@ -24,6 +24,7 @@ from halfstep.cli.terminal import Terminal, ruled
 from halfstep.cli.train.data import Corpus
 from halfstep.cli.train.loop import RunResult, Settings
 from halfstep.cli.train.model import SIZES
+from halfstep.cli.train.precision import emulated
 from halfstep.cli.train.world import ThisRank, restarts, shard_size
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
@@ -33,9 +34,9 @@ from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 RUN_COLOURS = {"fp32": "#4c566a", "bf16": "#0072b2", "fp16": "#009e73", "bf16 without master": "#d55e00"}
 SPARE = ("#cc79a7", "#56b4e9")
 EMULATED = (
-    "On this CPU the fp16 matrix products were emulated: fp16 operands are multiplied and accumulated in fp32, and the "
-    "result is rounded to fp16, in the forward and in the backward. This is the arithmetic of a tensor core, including "
-    "underflow and overflow, but the fp16 times say nothing about a GPU."
+    "On this CPU the {names} matrix products were emulated: {names} operands are multiplied and accumulated in fp32, "
+    "and the result is rounded once, in the forward and in the backward. This is the arithmetic of a tensor core, with "
+    "its underflow and overflow, but these times say nothing about a GPU."
 )
 
 
@@ -70,7 +71,8 @@ def report(results: Sequence[RunResult], settings: Settings, corpus: Corpus) -> 
     """The content of report.json."""
     size = SIZES[settings.size]
     device = results[0].world.device
-    emulated = device.type == "cpu" and any(result.run.precision == "fp16" for result in results)
+    used = {result.run.precision for result in results}
+    slow = [name for name in emulated() if name in used] if device.type == "cpu" else []
     return {
         "machine": machine(device),
         "versions": versions(),
@@ -104,7 +106,7 @@ def report(results: Sequence[RunResult], settings: Settings, corpus: Corpus) -> 
         "layout": layout(results[0].world),
         "data": {"name": corpus.name, "files": corpus.files, "bytes": corpus.size, "sha256": corpus.sha256},
         "unigram_entropy": corpus.unigram_entropy,
-        "notes": [EMULATED] if emulated else [],
+        "notes": [EMULATED.format(names=" and ".join(slow))] if slow else [],
         "runs": [result.row() for result in results],
     }
 
