@@ -66,6 +66,7 @@ class Fabric(theirs.Fabric):
     * ``precision="16-mixed"``, ``"bf16-mixed"``, ``"16-true"`` and ``"bf16-true"`` make the plugins of this module,
       also on a CPU.
     * `clip_gradients` with ``max_norm`` returns the norm without writing gradients; the next step clips.
+    * `load` loads scalers and schedules under FSDP2 too.
 
     Args:
         scaler: a `halfstep.GradScaler` for fp16. Default: one with its defaults on the device of `accelerator`.
@@ -130,6 +131,20 @@ class Fabric(theirs.Fabric):
             module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite and self.scaler is None
         )
         return clipped
+
+    def load(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
+        """Load a checkpoint into the objects in `state`; see `lightning.fabric.Fabric.load`.
+
+        Under FSDP2, Fabric loads models and optimizers only, and puts what was saved of scalers and schedules in their
+        place into `state`. Here they are loaded too.
+        """
+        objects = dict(state or {})
+        rest: dict[str, Any] = super().load(path, state, strict, **options)
+        for name, one in objects.items():
+            if isinstance(state[name], dict) and hasattr(one, "load_state_dict"):
+                one.load_state_dict(state[name])
+                state[name] = one
+        return rest
 
     def scaler_metrics(self) -> dict[str, float]:
         """``loss_scale`` and ``skipped_steps`` for `log_dict`; empty without a scaler. Waits for the device."""

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import lightning
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision as TheirMixedPrecision
@@ -269,20 +271,42 @@ def by_value(folder: Path) -> dict[str, Any]:
     return found
 
 
-def fabric_run(folder: Path, kind: str) -> dict[str, Any]:
-    """The same training in a loop with Fabric."""
+def sharded_over(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def weights_in(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint of Fabric, with the names and shapes of `like`."""
+    if folder.is_file():
+        weights: dict[str, torch.Tensor] = torch.load(folder, weights_only=True)["model"]
+        return weights
+    saved = {name: torch.zeros_like(one) for name, one in like.items()}
+    dcp.load({"model": saved}, checkpoint_id=str(folder), no_dist=True)
+    return saved
+
+
+def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]:
+    """The same training in a loop with Fabric, with `sharded` under FSDP2."""
     found: dict[str, Any] = {name: [] for name in ("norms", "rates", "skipped", "unwritten", "log")}
 
     def made(seed: int) -> tuple[Any, ...]:
-        strategy = "auto" if world() == 1 else "ddp"
+        strategy: Any = "auto" if world() == 1 else "ddp"
+        if sharded:
+            strategy = FabricModelParallelStrategy(sharded_over, world(), 1)
         fabric = Fabric(accelerator="cpu", devices=world(), strategy=strategy, precision=kind, scaler=scaler_for(kind))
         fabric.launch()
-        model = network(seed)
-        optimizer = halfstep.AdamW(model.to(WEIGHTS.get(kind, torch.float32)).parameters(), lr=LR)
+        model = network(seed).to(WEIGHTS.get(kind, torch.float32))
+        if sharded:
+            model = fabric.setup_module(model)  # its parameters are others after that
+        optimizer = halfstep.AdamW(model.parameters(), lr=LR)
         schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         if fabric.scaler is not None:
             schedule = halfstep.SkipAwareScheduler(schedule, fabric.scaler)
-        model, optimizer = fabric.setup(model, optimizer)
+        if sharded:
+            optimizer = fabric.setup_optimizers(optimizer)
+        else:
+            model, optimizer = fabric.setup(model, optimizer)
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
         if fabric.scaler is not None:
             state["scaler"] = fabric.scaler
@@ -295,8 +319,10 @@ def fabric_run(folder: Path, kind: str) -> dict[str, Any]:
                 with fabric.no_backward_sync(model, enabled=part == 0):
                     loss = error(model(inputs), targets) / 2
                     breaks = step == broken and rank() == world() - 1 and kind.startswith("16")
-                    with broken_backward(list(model.parameters())[:1], breaks):
+                    with broken_backward(list(model.parameters())[:1], breaks and not sharded):
                         fabric.backward(loss)
+            if breaks and sharded:
+                break_gradient(model.parameters())
             before = gradients(model.parameters())
             found["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM).item())
             optimizer.step()
@@ -312,17 +338,22 @@ def fabric_run(folder: Path, kind: str) -> dict[str, Any]:
     fabric.save(folder / "fabric.ckpt", state)
     train(fabric, model, optimizer, schedule, range(SAVED, STEPS), None)
     inner = optimizer.optimizer
+    held = {name: full(one) for name, one in model.state_dict().items()}
+    trained = network().to(WEIGHTS.get(kind, torch.float32))
+    trained.load_state_dict(held)
     found.update(
-        state=state_of(inner), masters=masters_of(inner), fit=fit_of(model.module, WEIGHTS.get(kind, torch.float32))
+        state=state_of(inner), masters=masters_of(inner), fit=fit_of(trained, WEIGHTS.get(kind, torch.float32))
     )
     found["weights"] = sorted({str(one.dtype) for one in model.parameters()})
+    found["sharded"] = all(hasattr(one, "full_tensor") for one in model.parameters())
     fabric.save(folder / "fabric-last.ckpt", state)
-    saved = torch.load(folder / "fabric-last.ckpt", weights_only=True)["model"]
-    found["exported"] = same_bits(dict(saved), dict(model.state_dict()))
+    found["exported"] = same_bits(dict(weights_in(folder / "fabric-last.ckpt", held)), held)
     norms, rates = found["norms"][SAVED:], found["rates"][SAVED:]
     scale = fabric.scaler_metrics().get("loss_scale")
     fabric, model, optimizer, schedule, state = made(1)
+    objects = dict(state)
     fabric.load(folder / "fabric.ckpt", state)
+    found["kept"] = all(state[name] is one for name, one in objects.items())
     kept = {name: list(value) for name, value in found.items() if isinstance(value, list)}
     train(fabric, model, optimizer, schedule, range(SAVED, STEPS), None)
     found["resumed"] = same_bits(state_of(optimizer.optimizer), found["state"])
@@ -344,7 +375,7 @@ def run(number: int, folder: str, library: str) -> dict[str, Any]:
             found["hooks"] = hooks_see_unscaled(place)
             found["by value"] = by_value(place)
     if dist.is_initialized():
-        if library == "lightning":
-            found.update({f"FSDP2 {kind}": whole(place / f"fsdp2-{kind}", kind, Sharded) for kind in KINDS})
+        shard = partial(whole, cls=Sharded) if library == "lightning" else partial(fabric_run, sharded=True)
+        found.update({f"FSDP2 {kind}": shard(place / f"fsdp2-{kind}", kind) for kind in KINDS})
         dist.barrier()
     return found
