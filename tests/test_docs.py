@@ -142,6 +142,7 @@ def test_the_pictures_show_what_the_page_says() -> None:
     weights = pictures.weights(40)
     assert weights["bf16 without a master, nearest"] == [1.0] * 41
     assert weights["bf16, split master: the master"] == weights["fp32"]
+    # Each of 40 steps rounds the weight; what an update of 10^-4 errs is far less.
     assert abs(weights["fp32"][-1] - (1 - 40e-4)) < 40 * tolerances.ROUNDOFF[torch.float32]
     x, nearest, mean = pictures.rounded(9, 50)
     assert set(nearest.tolist()) == {1.0, 1.0 + 2.0**-7}

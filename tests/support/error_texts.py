@@ -96,7 +96,7 @@ def messages(source: str, callers: dict[str, list[ast.Call]]) -> list[tuple[str,
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             name = _called(node.exc.func)
-            around = [one for one in functions if node in ast.walk(one)]
+            around = [one for one in functions if one.lineno <= node.lineno <= (one.end_lineno or 0)]
             passed = [_arguments(one, call) for one in around for call in callers.get(one.name, [])]
             for names in passed or [{}]:
                 text = _text(node.exc.args[0], names)

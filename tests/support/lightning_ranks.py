@@ -276,13 +276,13 @@ def sharded_over(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     return model
 
 
-def weights_in(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint of Fabric, with the names and shapes of `like`."""
-    if folder.is_file():
-        weights: dict[str, torch.Tensor] = torch.load(folder, weights_only=True)["model"]
+def weights_in(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint of Fabric, a file or a folder, with the names and shapes of `like`."""
+    if path.is_file():
+        weights: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
         return weights
     saved = {name: torch.zeros_like(one) for name, one in like.items()}
-    dcp.load({"model": saved}, checkpoint_id=str(folder), no_dist=True)
+    dcp.load({"model": saved}, checkpoint_id=str(path), no_dist=True)
     return saved
 
 

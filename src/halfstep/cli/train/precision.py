@@ -5,10 +5,10 @@
   in fp32.
 * fp16: the same in fp16, with a loss scale.
 
-On CPUs, torch's fp16 matrix product has about 1/40 of the speed of fp32, and its bf16 product has too where there is no
-AVX-512. There they are **emulated**: 16-bit operands are multiplied and accumulated in fp32, and the result is rounded
-once, in the forward and in the backward. A tensor core computes the same, except for the order of the sum, so gradients
-underflow and overflow as on a GPU.
+On CPUs, torch's fp16 matrix product has about 1/40 of the speed of fp32, and without AVX-512 the bf16 product of the
+backward, dy·w, has too. There they are **emulated**: 16-bit operands are multiplied and accumulated in fp32, and the
+result is rounded once, in the forward and in the backward. A tensor core computes the same, except for the order of the
+sum, so gradients underflow and overflow as on a GPU.
 
 The loss is always computed in fp32, since an fp16 loss of 1 would be infinite with a loss scale of 65536.
 """
@@ -92,11 +92,6 @@ class _Embedding(torch.autograd.Function):
         return (table if ctx.dtype == torch.float32 else halfstep.cast(table, ctx.dtype)), None
 
 
-def emulated() -> tuple[str, ...]:
-    """The precisions whose matrix products are emulated on this machine's CPU."""
-    return ("bf16", "fp16") if torch.backends.cpu.get_cpu_capability() == "AVX2" else ("fp16",)
-
-
 @dataclass(frozen=True)
 class Precision:
     """The arithmetic of one run.
@@ -116,7 +111,8 @@ class Precision:
         """The precision `name` on `device`."""
         if name not in DTYPES:
             raise ValueError(f"Expected precision to be one of {', '.join(map(repr, DTYPES))}, but got {name!r}")
-        return cls(name, DTYPES[name], emulated=device.type == "cpu" and name in emulated())
+        slow = ("bf16", "fp16") if torch.backends.cpu.get_cpu_capability() == "AVX2" else ("fp16",)
+        return cls(name, DTYPES[name], emulated=device.type == "cpu" and name in slow)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return _EmulatedLinear.apply(x, weight) if self.emulated else F.linear(x, weight)

@@ -24,7 +24,7 @@ from halfstep.cli.terminal import Terminal, ruled
 from halfstep.cli.train.data import Corpus
 from halfstep.cli.train.loop import RunResult, Settings
 from halfstep.cli.train.model import SIZES
-from halfstep.cli.train.precision import emulated
+from halfstep.cli.train.precision import Precision
 from halfstep.cli.train.world import ThisRank, restarts, shard_size
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
@@ -71,8 +71,8 @@ def report(results: Sequence[RunResult], settings: Settings, corpus: Corpus) -> 
     """The content of report.json."""
     size = SIZES[settings.size]
     device = results[0].world.device
-    used = {result.run.precision for result in results}
-    slow = [name for name in emulated() if name in used] if device.type == "cpu" else []
+    used = dict.fromkeys(result.run.precision for result in results)
+    emulated = [name for name in used if Precision.on(name, device).emulated]
     return {
         "machine": machine(device),
         "versions": versions(),
@@ -106,7 +106,7 @@ def report(results: Sequence[RunResult], settings: Settings, corpus: Corpus) -> 
         "layout": layout(results[0].world),
         "data": {"name": corpus.name, "files": corpus.files, "bytes": corpus.size, "sha256": corpus.sha256},
         "unigram_entropy": corpus.unigram_entropy,
-        "notes": [EMULATED.format(names=" and ".join(slow))] if slow else [],
+        "notes": [EMULATED.format(names=" and ".join(emulated))] if emulated else [],
         "runs": [result.row() for result in results],
     }
 
