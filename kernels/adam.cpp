@@ -111,22 +111,24 @@ void random_words_of(const int64_t* table, int64_t tensors, int64_t start, int64
 
 // Where the fp32 weight is kept: in the parameter itself, in a master beside it, or half in it and half in a remainder.
 template <typename T> struct Alone {
+    using Held = T;
     T* param;
     static Alone at(int64_t param, int64_t, int64_t start) { return {(T*)param + start}; }
-    V get(int64_t i) const { return halfstep::get(param + i); }
+    template <Order O> HALFSTEP_INLINE Pair get_two(int64_t i) const { return halfstep::get_two<O>(param + i); }
     V get_some(int64_t i, int64_t k) const { return halfstep::get_some(param + i, k); }
-    void put(int64_t i, V w) const { halfstep::put(param + i, w); }
+    template <Order O> HALFSTEP_INLINE void put_two(int64_t i, Pair w) const { halfstep::put_two<O>(param + i, w); }
     void put_some(int64_t i, V w, int64_t k) const { halfstep::put_some(param + i, w, k); }
 };
 template <typename T> struct Full {
+    using Held = float;
     T* param;
     float* master;
     static Full at(int64_t param, int64_t extra, int64_t start) { return {(T*)param + start, (float*)extra + start}; }
-    V get(int64_t i) const { return halfstep::get(master + i); }
+    template <Order O> HALFSTEP_INLINE Pair get_two(int64_t i) const { return halfstep::get_two<O>(master + i); }
     V get_some(int64_t i, int64_t k) const { return halfstep::get_some(master + i, k); }
-    void put(int64_t i, V w) const {
-        halfstep::put(master + i, w);
-        halfstep::put(param + i, w);
+    template <Order O> HALFSTEP_INLINE void put_two(int64_t i, Pair w) const {
+        halfstep::put_two<O>(master + i, w);
+        halfstep::put_two<O>(param + i, w);
     }
     void put_some(int64_t i, V w, int64_t k) const {
         halfstep::put_some(master + i, w, k);
@@ -134,6 +136,7 @@ template <typename T> struct Full {
     }
 };
 struct Split {
+    using Held = bf16;
     bf16* param;
     bf16* remainder;  // an int16, moved as 16 bits
     static Split at(int64_t param, int64_t extra, int64_t start) { return {(bf16*)param + start, (bf16*)extra + start}; }
@@ -141,26 +144,33 @@ struct Split {
         const U above = (U)high, extended = (U)((I)low >> 16), whole = above + extended;
         return (V)select(is_nan((V)whole), above, whole);
     }
-    V get(int64_t i) const { return join(halfstep::get(param + i), halfstep::get(remainder + i)); }
+    template <Order O> HALFSTEP_INLINE Pair get_two(int64_t i) const {
+        const Pair high = halfstep::get_two<O>(param + i), low = halfstep::get_two<O>(remainder + i);
+        return {join(high.a, low.a), join(high.b, low.b)};
+    }
     V get_some(int64_t i, int64_t k) const {
         return join(halfstep::get_some(param + i, k), halfstep::get_some(remainder + i, k));
     }
-    static void halves(V w, H& high, H& low) {
-        const U b = (U)w, nan = (b >> 16) | 0x7fc0u, above = select(is_nan(w), nan, (b + 0x8000u) >> 16);
-        high = lower_half(above);
-        low = lower_half(select(is_nan(w), U{}, b - (above << 16)));
+    // The weight, in the upper half of a lane, and the remainder, in the lower half. The other halves are of no use.
+    struct Halves { U high, low; };
+    static Halves halves_of_number(V w) {
+        const U high = (U)w + 0x8000u;
+        return {high, (U)w - (high & UPPER)};
     }
-    void put(int64_t i, V w) const {
-        H high, low;
-        halves(w, high, low);
-        put_raw(param + i, high);
-        put_raw(remainder + i, low);
+    static Halves halves_of(V w) {
+        const Halves number = halves_of_number(w);
+        return {select(is_nan(w), (U)w | 0x7fc00000u, number.high), select(is_nan(w), U{}, number.low)};
+    }
+    template <Order O> HALFSTEP_INLINE void put_two(int64_t i, Pair w) const {
+        Halves a = halves_of_number(w.a), b = halves_of_number(w.b);
+        if (__builtin_expect(any_nan(w.a, w.b), 0)) a = halves_of(w.a), b = halves_of(w.b);
+        put_upper_halves<O>(param + i, a.high, b.high);
+        put_upper_halves<O>(remainder + i, a.low << 16, b.low << 16);
     }
     void put_some(int64_t i, V w, int64_t k) const {
-        H high, low;
-        halves(w, high, low);
-        put_raw_some(param + i, high, k);
-        put_raw_some(remainder + i, low, k);
+        const Halves halves = halves_of(w);
+        put_raw_some(param + i, lower_half(halves.high >> 16), k);
+        put_raw_some(remainder + i, lower_half(halves.low), k);
     }
 };
 
@@ -170,36 +180,22 @@ struct Split24 {
     bf16* param;
     int8_t* remainder;
     static Split24 at(int64_t param, int64_t extra, int64_t start) { return {(bf16*)param + start, (int8_t*)extra + start}; }
-    static V join(V high, Bytes low) {
-        const U above = (U)high, whole = above + ((U)__builtin_convertvector(low, I) << 8);
-        return (V)select(is_nan((V)whole), above, whole);
-    }
+    template <Order O> HALFSTEP_INLINE Pair get_two(int64_t i) const { return {get_some(i, W), get_some(i + W, W)}; }
     V get_some(int64_t i, int64_t k) const {
         Bytes low{};
         std::memcpy(&low, remainder + i, size_t(k));
-        return join(halfstep::get_some(param + i, k), low);
+        const U above = (U)halfstep::get_some(param + i, k), whole = above + ((U)__builtin_convertvector(low, I) << 8);
+        return (V)select(is_nan((V)whole), above, whole);
     }
-    V get(int64_t i) const {
-        Bytes low;
-        std::memcpy(&low, remainder + i, sizeof low);
-        return join(halfstep::get(param + i), low);
-    }
-    static Bytes halves(V w, H& high) {
-        const U b = (U)w, rounded = select(is_nan(w), b, (b + 0x7fu + ((b >> 8) & 1u)) & 0xffffff00u);
-        H low;
-        Split::halves((V)rounded, high, low);
-        return __builtin_convertvector(low >> 8, Bytes);
-    }
-    void put(int64_t i, V w) const {
-        H high;
-        const Bytes low = halves(w, high);
-        put_raw(param + i, high);
-        std::memcpy(remainder + i, &low, sizeof low);
+    template <Order O> HALFSTEP_INLINE void put_two(int64_t i, Pair w) const {
+        put_some(i, w.a, W);
+        put_some(i + W, w.b, W);
     }
     void put_some(int64_t i, V w, int64_t k) const {
-        H high;
-        const Bytes low = halves(w, high);
-        put_raw_some(param + i, high, k);
+        const U b = (U)w, rounded = select(is_nan(w), b, (b + 0x7fu + ((b >> 8) & 1u)) & 0xffffff00u);
+        const Split::Halves halves = Split::halves_of((V)rounded);
+        const Bytes low = __builtin_convertvector(lower_half(halves.low) >> 8, Bytes);
+        put_raw_some(param + i, lower_half(halves.high >> 16), k);
         std::memcpy(remainder + i, &low, size_t(k));
     }
 };
@@ -243,21 +239,33 @@ void update(const Hyper& h, int64_t n, Weight weight, const G* grad, S* first, S
         if (!L2) d = d + (V)((I)(decay * w) & ((V)magnitude(w) != infinite));
         return w - d;
     };
-    walk(
+    constexpr Order O = best_order<typename Weight::Held, G, S>;
+    static_assert(!NOISY || O == ORDERED, "the words are in order");
+    walk_by_two(
         n,
         [&](int64_t i) {
-            V m = get(first + i), v = get(second + i), highest{};
-            U word_m{}, word_v{};
-            if (AMSGRAD) highest = get(top + i);
-            if (NOISY) {
-                std::memcpy(&word_m, words + BLOCK + i, sizeof word_m);
-                std::memcpy(&word_v, words + 2 * BLOCK + i, sizeof word_v);
+            Pair w = weight.template get_two<O>(i), m = get_two<O>(first + i), v = get_two<O>(second + i), highest{};
+            const Pair g = get_two<O>(grad + i);
+            if constexpr (W == 8 && std::is_same_v<Weight, Alone<float>> && std::is_same_v<S, float>) {
+                // All fp32, where memory is the limit. With AVX-512 it takes longer, and other layouts need it not.
+                constexpr int64_t AHEAD = 256;
+                __builtin_prefetch(weight.param + i + AHEAD);
+                __builtin_prefetch(grad + i + AHEAD);
+                __builtin_prefetch(first + i + AHEAD);
+                __builtin_prefetch(second + i + AHEAD);
             }
-            const V w = step(weight.get(i), get(grad + i), m, v, highest, word_m, word_v);
-            put(first + i, m);
-            put(second + i, v);
-            if (AMSGRAD) put(top + i, highest);
-            weight.put(i, w);
+            U word_m[2]{}, word_v[2]{};
+            if (AMSGRAD) highest = get_two<O>(top + i);
+            if (NOISY) {
+                std::memcpy(word_m, words + BLOCK + i, sizeof word_m);
+                std::memcpy(word_v, words + 2 * BLOCK + i, sizeof word_v);
+            }
+            w.a = step(w.a, g.a, m.a, v.a, highest.a, word_m[0], word_v[0]);
+            w.b = step(w.b, g.b, m.b, v.b, highest.b, word_m[1], word_v[1]);
+            put_two<O>(first + i, m);
+            put_two<O>(second + i, v);
+            if (AMSGRAD) put_two<O>(top + i, highest);
+            weight.template put_two<O>(i, w);
         },
         [&](int64_t i, int64_t k) {
             V m = get_some(first + i, k), v = get_some(second + i, k), highest{};
@@ -311,8 +319,9 @@ struct Staged {
             if (amsgrad) load(operand<T>(TOP), block.top, n);
         });
         with_weight([&](auto weight) {
-            walk(n, [&](int64_t i) { put(block.weight + i, weight.get(i)); },
-                 [&](int64_t i, int64_t k) { put_some(block.weight + i, weight.get_some(i, k), k); });
+            walk_by_two(
+                n, [&](int64_t i) { put_two<ORDERED>(block.weight + i, weight.template get_two<ORDERED>(i)); },
+                [&](int64_t i, int64_t k) { put_some(block.weight + i, weight.get_some(i, k), k); });
         });
         if (layout.stochastic && layout.state != F32) random_words_of<3>(table, tensors, start, n, block.words);
         else if (layout.stochastic) random_words_of<1>(table, tensors, start, n, block.words);
@@ -333,8 +342,9 @@ struct Staged {
             roughen_to_24_bits(block.weight, block.words, n);
         }
         with_weight([&](auto weight) {
-            walk(n, [&](int64_t i) { weight.put(i, get(block.weight + i)); },
-                 [&](int64_t i, int64_t k) { weight.put_some(i, get_some(block.weight + i, k), k); });
+            walk_by_two(
+                n, [&](int64_t i) { weight.template put_two<ORDERED>(i, get_two<ORDERED>(block.weight + i)); },
+                [&](int64_t i, int64_t k) { weight.put_some(i, get_some(block.weight + i, k), k); });
         });
     }
 };

@@ -75,8 +75,8 @@ Store choose(int32_t target, int32_t rounding, bool saturate) {
 template <typename From, typename To> void direct(const void* from, void* to, int64_t n) {
     const From* source = (const From*)from;
     To* target = (To*)to;
-    walk(n, [=](int64_t i) { put(target + i, get(source + i)); },
-         [=](int64_t i, int64_t k) { put_some(target + i, get_some(source + i, k), k); });
+    walk_by_two(n, [=](int64_t i) { put_two<ORDERED>(target + i, get_two<ORDERED>(source + i)); },
+                [=](int64_t i, int64_t k) { put_some(target + i, get_some(source + i, k), k); });
 }
 using Direct = void (*)(const void*, void*, int64_t);
 Direct choose_direct(int32_t source, int32_t target) {

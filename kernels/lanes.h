@@ -19,6 +19,9 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
+// For functions of vectors that a compiler would rather call: their arguments and results would then go through memory.
+#define HALFSTEP_INLINE inline __attribute__((always_inline))
+
 typedef float V __attribute__((vector_size(4 * W)));
 typedef int32_t I __attribute__((vector_size(4 * W)));
 typedef uint32_t U __attribute__((vector_size(4 * W)));
@@ -28,14 +31,22 @@ typedef uint8_t B __attribute__((vector_size(W)));
 inline V splat(float x) { return x - V{}; }
 inline U splat_bits(uint32_t x) { return x - U{}; }
 // `a` in the lanes where `take` is all ones, `b` where it is 0.
+#if defined(__AVX2__) && !defined(HALFSTEP_AVX512)
+inline V select(I take, V a, V b) { return (V)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)take); }
+#else
 inline V select(I take, V a, V b) { return (V)(((I)a & take) | ((I)b & ~take)); }
-inline U select(I take, U a, U b) { return (a & (U)take) | (b & ~(U)take); }
+#endif
+inline U select(I take, U a, U b) { return (U)select(take, (V)a, (V)b); }
 
 #if defined(HALFSTEP_AVX512)
 // a > b ? a : b, and a < b ? a : b: a NaN in `a` is dropped, one in `b` is kept.
 inline V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
 inline V smaller(V a, V b) { return (V)_mm512_min_ps((__m512)a, (__m512)b); }
 inline U larger(U a, U b) { return (U)_mm512_max_epu32((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+inline V larger(V a, V b) { return (V)_mm256_max_ps((__m256)a, (__m256)b); }
+inline V smaller(V a, V b) { return (V)_mm256_min_ps((__m256)a, (__m256)b); }
+inline U larger(U a, U b) { return (U)_mm256_max_epu32((__m256i)a, (__m256i)b); }
 #else
 inline V larger(V a, V b) { return select(a > b, a, b); }
 inline V smaller(V a, V b) { return select(a < b, a, b); }
@@ -58,6 +69,20 @@ inline V root(V x) {
 
 inline U magnitude(V x) { return (U)x & 0x7fffffffu; }
 inline I is_nan(V x) { return x != x; }
+// Whether either vector has a NaN.
+inline bool any_nan(V a, V b) {
+#if defined(HALFSTEP_AVX512)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q);
+#elif defined(__AVX__)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q));
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return vmaxvq_u32((uint32x4_t)(is_nan(a) | is_nan(b)));
+#else
+    int32_t found = 0;
+    for (int i = 0; i < W; ++i) found |= a[i] != a[i] || b[i] != b[i];
+    return found;
+#endif
+}
 
 // ------------------------------------------------------------------------- W elements, or the first k, to and from fp32
 
@@ -65,6 +90,12 @@ inline I is_nan(V x) { return x != x; }
 #if defined(HALFSTEP_AVX512)
 inline U zero_extend(H x) { return (U)_mm512_cvtepu16_epi32((__m256i)x); }
 inline H lower_half(U x) { return (H)_mm512_cvtepi32_epi16((__m512i)x); }
+#elif defined(__AVX2__)
+inline U zero_extend(H x) { return (U)_mm256_cvtepu16_epi32((__m128i)x); }
+inline H lower_half(U x) {
+    const __m256i low = (__m256i)(x & 0xffffu), packed = _mm256_packus_epi32(low, low);  // within each half of the vector
+    return (H)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
 #else
 inline U zero_extend(H x) { return __builtin_convertvector(x, U); }
 inline H lower_half(U x) { return __builtin_convertvector(x, H); }
@@ -121,13 +152,14 @@ template <typename T> inline V get(const T* from) {
 }
 template <typename T> inline void put_raw(T* to, typename Lanes<T>::type raw) { std::memcpy(to, &raw, sizeof raw); }
 template <typename T> inline void put(T* to, V x) { put_raw(to, pack<T>(x)); }
-// The first k lanes, k < W; the others are 0.
+// The first k lanes, k <= W; the others are 0.
 template <typename T> inline V get_some(const T* from, int64_t k) {
 #if defined(HALFSTEP_AVX512)
     __mmask16 some = __mmask16((1u << k) - 1u);
     if constexpr (sizeof(T) == 4) return (V)_mm512_maskz_loadu_ps(some, from);
     else return unpack<T>((typename Lanes<T>::type)_mm256_maskz_loadu_epi16(some, from));
 #else
+    if (k == W) return get(from);
     typename Lanes<T>::type raw{};
     std::memcpy(&raw, from, size_t(k) * sizeof(T));
     return unpack<T>(raw);
@@ -139,6 +171,7 @@ template <typename T> inline void put_raw_some(T* to, typename Lanes<T>::type ra
     if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(to, some, (__m512)raw);
     else _mm256_mask_storeu_epi16(to, some, (__m256i)raw);
 #else
+    if (k == W) return put_raw(to, raw);
     std::memcpy(to, &raw, size_t(k) * sizeof(T));
 #endif
 }
@@ -149,20 +182,98 @@ inline I first_lanes(int64_t k) {
     return index < (int32_t(k) - I{});
 }
 
+// --------------------------------------------------------------------------------------- 2 W elements to and from fp32
+// ORDERED: elements 0 to W - 1, then W to 2 W - 1. ALTERNATE: the even elements, then the odd ones. For bf16 that takes a
+// shift and a mask, and ORDERED takes instructions that move elements between lanes, for which x86 without AVX-512 has
+// few units.
+
+struct Pair { V a, b; };
+enum Order { ORDERED, ALTERNATE };
+#if defined(HALFSTEP_AVX512)
+template <typename... T> constexpr Order best_order = ORDERED;
+#else
+template <typename... T> constexpr Order best_order = (std::is_same_v<T, bf16> && ...) ? ALTERNATE : ORDERED;
+#endif
+constexpr uint32_t UPPER = 0xffff0000u;
+
+template <typename T> HALFSTEP_INLINE Pair get_ordered(const T* from) { return {get(from), get(from + W)}; }
+template <typename T> HALFSTEP_INLINE Pair put_ordered(T* to, Pair x) {
+    const auto a = pack<T>(x.a), b = pack<T>(x.b);
+    put_raw(to, a);
+    put_raw(to + W, b);
+    return {unpack<T>(a), unpack<T>(b)};
+}
+#if defined(__AVX2__) && !defined(HALFSTEP_AVX512)
+// Pack and unpack work within halves of a vector, which the quarters in the order 0 2 1 3 make up for.
+template <> HALFSTEP_INLINE Pair get_ordered<bf16>(const bf16* from) {
+    const __m256i raw = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i*)from), 0xd8);
+    return {(V)_mm256_unpacklo_epi16(__m256i{}, raw), (V)_mm256_unpackhi_epi16(__m256i{}, raw)};
+}
+HALFSTEP_INLINE void put_ordered_upper_halves(bf16* to, U a, U b) {
+    const __m256i packed = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16));
+    _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+#else
+HALFSTEP_INLINE void put_ordered_upper_halves(bf16* to, U a, U b) {
+    put_raw(to, lower_half(a >> 16));
+    put_raw(to + W, lower_half(b >> 16));
+}
+#endif
+
+template <Order O, typename T> HALFSTEP_INLINE Pair get_two(const T* from) {
+    if constexpr (O == ORDERED) {
+        return get_ordered(from);
+    } else {
+        U words;
+        std::memcpy(&words, from, sizeof words);
+        return {(V)(words << 16), (V)(words & UPPER)};
+    }
+}
+
+// Store the upper halves of the lanes.
+template <Order O> HALFSTEP_INLINE void put_upper_halves(bf16* to, U a, U b) {
+    if constexpr (O == ORDERED) {
+        put_ordered_upper_halves(to, a, b);
+    } else {
+        const U words = (a >> 16) | (b & UPPER);
+        std::memcpy(to, &words, sizeof words);
+    }
+}
+
+// Round and store. Returns what is stored.
+template <Order O, typename T> HALFSTEP_INLINE Pair put_two(T* to, Pair x) {
+#if !defined(HALFSTEP_AVX512)
+    if constexpr (std::is_same_v<T, bf16>) {
+        const auto nearest = [](V x) { return (U)x + 0x7fffu + (((U)x >> 16) & 1u); };
+        const auto quiet = [](V x, U y) { return select(is_nan(x), ((U)x & 0x80000000u) | 0x7fc00000u, y); };
+        U a = nearest(x.a), b = nearest(x.b);
+        if (__builtin_expect(any_nan(x.a, x.b), 0)) a = quiet(x.a, a), b = quiet(x.b, b);
+        put_upper_halves<O>(to, a, b);
+        return {(V)(a & UPPER), (V)(b & UPPER)};
+    }
+#endif
+    return put_ordered(to, x);
+}
+
 // Call step(i) for each full vector of [0, n) and rest(i, k) for the k < W elements left.
 template <typename Step, typename Rest> inline void walk(int64_t n, Step&& step, Rest&& rest) {
     int64_t i = 0;
     for (; i + W <= n; i += W) step(i);
     if (i < n) rest(i, n - i);
 }
-// The same with step(i, lane), where `lane` goes round 0 to 3: four accumulators, so that an addition or maximum need not
-// wait for the last. Worth its code where there is little else to do.
-template <typename Step, typename Rest> inline void walk_by_four(int64_t n, Step&& step, Rest&& rest) {
+// Call pair(i) for each two full vectors of [0, n) and rest(i, k) for the vectors that are left, of k <= W elements.
+template <typename Both, typename Rest> inline void walk_by_two(int64_t n, Both&& pair, Rest&& rest) {
     int64_t i = 0;
-    for (; i + 4 * W <= n; i += 4 * W)
-        for (int lane = 0; lane < 4; ++lane) step(i + lane * W, lane);
-    for (; i + W <= n; i += W) step(i, 0);
-    if (i < n) rest(i, n - i);
+    for (; i + 2 * W <= n; i += 2 * W) pair(i);
+    for (; i < n; i += W) rest(i, n - i < W ? n - i : W);
+}
+// The same with pair(i, lane), where `lane` is 0 and 2 in turn: four accumulators, so that an addition or maximum need not
+// wait for the last. Worth its code where there is little else to do.
+template <typename Both, typename Rest> inline void walk_by_four(int64_t n, Both&& pair, Rest&& rest) {
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W) pair(i, 0), pair(i + 2 * W, 2);
+    for (; i + 2 * W <= n; i += 2 * W) pair(i, 0);
+    for (; i < n; i += W) rest(i, n - i < W ? n - i : W);
 }
 
 // The sums of neighbours, those of a first: a[0] + a[1], a[2] + a[3], ..., b[0] + b[1], ...

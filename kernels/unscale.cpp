@@ -23,10 +23,10 @@ template <typename T> T sum_neighbours(T* values, int64_t width) {
     return values[0];
 }
 
-// Sum 2^LEVEL vectors, the first being leaf(first), by adding neighbours until one vector is left.
+// Sum 2^(LEVEL + 1) vectors by adding neighbours until one vector is left. leaf(first) does so for two of them.
 template <int LEVEL, typename Leaf> inline V sum_vectors(int64_t first, Leaf&& leaf) {
     if constexpr (LEVEL == 0) return leaf(first);
-    else return neighbours(sum_vectors<LEVEL - 1>(first, leaf), sum_vectors<LEVEL - 1>(first + (1 << (LEVEL - 1)), leaf));
+    else return neighbours(sum_vectors<LEVEL - 1>(first, leaf), sum_vectors<LEVEL - 1>(first + (1 << LEVEL), leaf));
 }
 
 // Sum the first n of LENGTH values, as if the others were zero: halves, halves of these, then neighbours. Zeros change no
@@ -52,36 +52,28 @@ void check_chunk(T* data, int64_t n, float factor, int32_t* flag, double* sum) {
     const V by = splat(factor);
     // The chunk is read twice, the second time from the first-level cache, since the power of two by which it is multiplied
     // before squares are summed depends on its largest magnitude.
-    U biggest[4] = {};
-    const auto stored = [&](V x) {
-        if (SCALED) x = x * by;
-        return pack<T>(x);
-    };
-    walk_by_four(
+    constexpr Order O = best_order<T>;
+    U biggest[2] = {};
+    walk_by_two(
         n,
-        [&](int64_t i, int lane) {
-            V x = get(data + i);
-            if (WRITE) {
-                const auto raw = stored(x);
-                put_raw(data + i, raw);
-                x = unpack<T>(raw);
-            } else if (SCALED) {
-                x = x * by;
-            }
-            biggest[lane] = larger(biggest[lane], magnitude(x));
+        [&](int64_t i) {
+            Pair x = get_two<O>(data + i);
+            if (SCALED) x.a *= by, x.b *= by;
+            if (WRITE) x = put_two<O>(data + i, x);
+            biggest[0] = larger(biggest[0], magnitude(x.a));
+            biggest[1] = larger(biggest[1], magnitude(x.b));
         },
         [&](int64_t i, int64_t k) {
             V x = get_some(data + i, k);
+            if (SCALED) x *= by;
             if (WRITE) {
-                const auto raw = stored(x);
+                const auto raw = pack<T>(x);
                 put_raw_some(data + i, raw, k);
                 x = unpack<T>(raw);
-            } else if (SCALED) {
-                x = x * by;
             }
             biggest[0] = larger(biggest[0], magnitude(x) & (U)first_lanes(k));  // beyond k: 0 * factor, which may be NaN
         });
-    const U of_lanes = larger(larger(biggest[0], biggest[1]), larger(biggest[2], biggest[3]));
+    const U of_lanes = larger(biggest[0], biggest[1]);
     uint32_t most = 0;
     for (int lane = 0; lane < W; ++lane) most = of_lanes[lane] > most ? of_lanes[lane] : most;
     const auto value = [&](V x) { return SCALED && !WRITE ? x * by : x; };
@@ -109,10 +101,15 @@ void check_chunk(T* data, int64_t n, float factor, int32_t* flag, double* sum) {
         constexpr int64_t quarter = CHUNK / 4;
         const auto quarters = [&](int64_t vector) {
             const T* from = data + vector * W;
-            return (square(get(from)) + square(get(from + 2 * quarter))) +
-                   (square(get(from + quarter)) + square(get(from + 3 * quarter)));
+            const auto squares = [&](int64_t i) {
+                const Pair x = get_two<O>(from + i * quarter);
+                return Pair{square(x.a), square(x.b)};
+            };
+            const Pair x0 = squares(0), x1 = squares(1), x2 = squares(2), x3 = squares(3);
+            const Pair sums{(x0.a + x2.a) + (x1.a + x3.a), (x0.b + x2.b) + (x1.b + x3.b)};
+            return O == ALTERNATE ? sums.a + sums.b : neighbours(sums.a, sums.b);
         };
-        for (int64_t i = 0; i < quarter / W; i += 8) put(own + i / 8 * W, sum_vectors<3>(i, quarters));
+        for (int64_t i = 0; i < quarter / W; i += 8) put(own + i / 8 * W, sum_vectors<2>(i, quarters));
         total = sum_neighbours(own, quarter / 8);
     } else {
         walk(

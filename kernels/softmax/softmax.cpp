@@ -45,6 +45,8 @@ inline V fma(V a, V b, V c) {
 #endif
 }
 
+inline Pair product(Pair x, V factor) { return {x.a * factor, x.b * factor}; }
+
 inline float sum_lanes(V v) {
 #if defined(HALFSTEP_AVX512)
     return _mm512_reduce_add_ps((__m512)v);
@@ -173,8 +175,8 @@ inline void finish_row(Out* y, int64_t n, int64_t columns, float* scratch, V hig
     } else {
         const float inverse = float(1.0 / total);
         const V factor = splat(inverse);
-        walk(
-            n, [&](int64_t i) { put(y + i, get(e + i) * factor); },
+        walk_by_two(
+            n, [&](int64_t i) { put_two<ORDERED>(y + i, product(get_two<ORDERED>(e + i), factor)); },
             [&](int64_t i, int64_t k) { put_some(y + i, get_some(e + i, k) * factor, k); });
         fill(y + n, columns - n, 0.0f * inverse);  // NaN if the row is
     }
@@ -187,9 +189,11 @@ template <typename In> V prepare_row(const In* x, float* z, int64_t n, float sca
     walk_by_four(
         n,
         [&](int64_t i, int lane) {
-            V value = mask.apply(get(x + i) * factor, i, W);
-            highest.lane[lane] = larger(value, highest.lane[lane]);
-            put(z + i, value);
+            Pair value = product(get_two<ORDERED>(x + i), factor);
+            value = {mask.apply(value.a, i, W), mask.apply(value.b, i + W, W)};
+            highest.lane[lane] = larger(value.a, highest.lane[lane]);
+            highest.lane[lane + 1] = larger(value.b, highest.lane[lane + 1]);
+            put_two<ORDERED>(z + i, value);
         },
         [&](int64_t i, int64_t k) {
             V value = mask.apply(get_some(x + i, k) * factor, i, k);
@@ -217,7 +221,12 @@ void forward_plain_row(const T* x, T* y, int64_t n, int64_t columns, float scale
     auto z = [&](int64_t i) { return get(x + i) * factor; };
     auto z_some = [&](int64_t i, int64_t k) { return get_some(x + i, k) * factor; };
     walk_by_four(
-        n, [&](int64_t i, int lane) { highest.lane[lane] = larger(z(i), highest.lane[lane]); },
+        n,
+        [&](int64_t i, int lane) {
+            const Pair value = product(get_two<best_order<T>>(x + i), factor);
+            highest.lane[lane] = larger(value.a, highest.lane[lane]);
+            highest.lane[lane + 1] = larger(value.b, highest.lane[lane + 1]);
+        },
         [&](int64_t i, int64_t k) {
             highest.lane[0] = larger(select(first_lanes(k), z_some(i, k), splat(-INF)), highest.lane[0]);
         });
@@ -229,34 +238,60 @@ template <bool LOG> inline V gradient(V dy, V y, V total, V factor) {
     else return y * (dy - total) * factor;
 }
 
+constexpr int FOUR = 4;  // rows at a time, if they are short
+static_assert(FOUR * BLOCK <= 4096, "four rows must fit Scratch::stack");
+
+template <bool LOG> inline V add_product(V g, V p, V sum) {
+    if constexpr (LOG) return sum + unless_constant(p, g);
+    else return fma(g, p, sum);
+}
+
+// The gradient of n columns, of which `total` is the sum over the row. FETCH: rows follow, of which FOUR were summed together:
+// eight streams are too many for the hardware to see where they go on.
+template <bool LOG, bool FETCH, typename Y, typename X>
+inline void backward_columns(const Y* dy, const Y* y, X* dx, int64_t n, float total, float scale) {
+    constexpr Order O = best_order<Y, X>;
+    const V whole = splat(total), factor = splat(scale);
+    walk_by_two(
+        n,
+        [&](int64_t i) {
+            const Pair g = get_two<O>(dy + i), p = get_two<O>(y + i);
+            if (FETCH) {
+                __builtin_prefetch(dy + 2 * FOUR * n + i);
+                __builtin_prefetch(y + 2 * FOUR * n + i);
+            }
+            put_two<O>(dx + i, {gradient<LOG>(g.a, p.a, whole, factor), gradient<LOG>(g.b, p.b, whole, factor)});
+        },
+        [&](int64_t i, int64_t k) {
+            put_some(dx + i, gradient<LOG>(get_some(dy + i, k), get_some(y + i, k), whole, factor), k);
+        });
+}
+
 template <bool LOG, typename Y, typename X>
 void backward_row(const Y* dy, const Y* y, X* dx, int64_t n, int64_t columns, float scale) {
+    constexpr Order O = best_order<Y>;
     double total = 0.0;
     blocks(n, [&](int64_t begin, int64_t count) {
         Four sum(0.0f);
-        auto add = [&](V g, V p, int lane) {
-            if constexpr (LOG) sum.lane[lane] += unless_constant(p, g);
-            else sum.lane[lane] = fma(g, p, sum.lane[lane]);
-        };
-        const Y *g = dy + begin, *p = y + begin;
+        const Y *from_dy = dy + begin, *from_y = y + begin;
         walk_by_four(
-            count, [&](int64_t i, int lane) { add(get(g + i), get(p + i), lane); },
-            [&](int64_t i, int64_t k) { add(get_some(g + i, k), get_some(p + i, k), 0); });
+            count,
+            [&](int64_t i, int lane) {
+                const Pair g = get_two<O>(from_dy + i), p = get_two<O>(from_y + i);
+                sum.lane[lane] = add_product<LOG>(g.a, p.a, sum.lane[lane]);
+                sum.lane[lane + 1] = add_product<LOG>(g.b, p.b, sum.lane[lane + 1]);
+            },
+            [&](int64_t i, int64_t k) {
+                sum.lane[0] = add_product<LOG>(get_some(from_dy + i, k), get_some(from_y + i, k), sum.lane[0]);
+            });
         total += sum_lanes(sum.sum_of_all());
     });
-    const V whole = splat(float(total)), factor = splat(scale);
-    auto result = [&](V g, V p) { return gradient<LOG>(g, p, whole, factor); };
-    walk(
-        n, [&](int64_t i) { put(dx + i, result(get(dy + i), get(y + i))); },
-        [&](int64_t i, int64_t k) { put_some(dx + i, result(get_some(dy + i, k), get_some(y + i, k)), k); });
+    backward_columns<LOG, false>(dy, y, dx, n, float(total), scale);
     fill(dx + n, columns - n, 0.0f);
 }
 
 // FOUR rows side by side that follow one another, whole and no longer than a block: while one row's sum is on its way
 // across the lanes, the others go on.
-constexpr int FOUR = 4;
-static_assert(FOUR * BLOCK <= 4096, "four rows must fit Scratch::stack");
-
 template <bool LOG, typename T>
 void forward_four_rows(const T* x, T* y, int64_t n, float scale, float* scratch) {
     float* e = sizeof(T) == 4 ? (float*)y : scratch;
@@ -310,37 +345,23 @@ void forward_four_rows(const T* x, T* y, int64_t n, float scale, float* scratch)
 
 template <bool LOG, typename Y, typename X>
 void backward_four_rows(const Y* dy, const Y* y, X* dx, int64_t n, float scale) {
-    V sum[FOUR], whole[FOUR];
-    for (int r = 0; r < FOUR; ++r) sum[r] = V{};
-    auto add = [&](V g, V p, int r) {
-        if constexpr (LOG) sum[r] += unless_constant(p, g);
-        else sum[r] = fma(g, p, sum[r]);
-    };
-    walk(
+    constexpr Order O = best_order<Y>;
+    Pair sum[FOUR]{};
+    walk_by_two(
         n,
         [&](int64_t i) {
-            for (int r = 0; r < FOUR; ++r) add(get(dy + r * n + i), get(y + r * n + i), r);
+            for (int r = 0; r < FOUR; ++r) {
+                const Pair g = get_two<O>(dy + r * n + i), p = get_two<O>(y + r * n + i);
+                sum[r] = {add_product<LOG>(g.a, p.a, sum[r].a), add_product<LOG>(g.b, p.b, sum[r].b)};
+            }
         },
         [&](int64_t i, int64_t k) {
-            for (int r = 0; r < FOUR; ++r) add(get_some(dy + r * n + i, k), get_some(y + r * n + i, k), r);
+            for (int r = 0; r < FOUR; ++r)
+                sum[r].a = add_product<LOG>(get_some(dy + r * n + i, k), get_some(y + r * n + i, k), sum[r].a);
         });
-    for (int r = 0; r < FOUR; ++r) whole[r] = splat(sum_lanes(sum[r]));
-    const V factor = splat(scale);
-    for (int r = 0; r < FOUR; ++r) {
-        const Y *g = dy + r * n, *p = y + r * n;
-        X* to = dx + r * n;
-        walk(
-            n,
-            [&](int64_t i) {
-                // The first loop reads eight streams, too many for the hardware to see where they go on.
-                __builtin_prefetch(g + 2 * FOUR * n + i);
-                __builtin_prefetch(p + 2 * FOUR * n + i);
-                put(to + i, gradient<LOG>(get(g + i), get(p + i), whole[r], factor));
-            },
-            [&](int64_t i, int64_t k) {
-                put_some(to + i, gradient<LOG>(get_some(g + i, k), get_some(p + i, k), whole[r], factor), k);
-            });
-    }
+    float total[FOUR];
+    for (int r = 0; r < FOUR; ++r) total[r] = sum_lanes(sum[r].a + sum[r].b);
+    for (int r = 0; r < FOUR; ++r) backward_columns<LOG, true>(dy + r * n, y + r * n, dx + r * n, n, total[r], scale);
 }
 
 // ---------------------------------------------------- one strip of columns, for a dimension that is not the last one

@@ -17,20 +17,57 @@ WRAPPER = """
 #include "HEADER"
 using namespace halfstep;
 
-template <typename T> void rounded(const float* from, T* to, int64_t n) {
-    walk(n, [&](int64_t i) { put(to + i, get(from + i)); },
-         [&](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
+template <Order O, typename T> void rounded_in(const float* from, T* to, float* stored, int64_t n) {
+    walk_by_two(
+        n,
+        [&](int64_t i) {
+            alignas(64) float lanes[2 * W];
+            for (int j = 0; j < 2 * W; ++j) lanes[O == ALTERNATE ? j % 2 * W + j / 2 : j] = from[i + j];
+            const Pair back = put_two<O>(to + i, {get(lanes), get(lanes + W)});
+            put(lanes, back.a);
+            put(lanes + W, back.b);
+            for (int j = 0; j < 2 * W; ++j) stored[i + j] = lanes[O == ALTERNATE ? j % 2 * W + j / 2 : j];
+        },
+        [&](int64_t i, int64_t k) {
+            put_some(to + i, get_some(from + i, k), k);
+            put_some(stored + i, get_some(to + i, k), k);
+        });
 }
-template <typename T> void widened(const T* from, float* to, int64_t n) {
-    walk(n, [&](int64_t i) { put(to + i, get(from + i)); },
-         [&](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
+template <Order O, typename T> void widened_in(const T* from, float* to, int64_t n) {
+    walk_by_two(
+        n,
+        [&](int64_t i) {
+            alignas(64) float lanes[2 * W];
+            const Pair x = get_two<O>(from + i);
+            put(lanes, x.a);
+            put(lanes + W, x.b);
+            for (int j = 0; j < 2 * W; ++j) to[i + j] = lanes[O == ALTERNATE ? j % 2 * W + j / 2 : j];
+        },
+        [&](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
+}
+// In the order for T alone, or in that for T beside fp32.
+template <typename T> void rounded(const float* from, T* to, float* stored, int64_t n, int32_t mixed) {
+    if (mixed) rounded_in<best_order<T, float>>(from, to, stored, n);
+    else rounded_in<best_order<T>>(from, to, stored, n);
+}
+template <typename T> void widened(const T* from, float* to, int64_t n, int32_t mixed) {
+    if (mixed) widened_in<best_order<T, float>>(from, to, n);
+    else widened_in<best_order<T>>(from, to, n);
 }
 extern "C" {
 int32_t width() { return W; }
-void round_bf16(const float* from, bf16* to, int64_t n) { rounded(from, to, n); }
-void round_f16(const float* from, f16* to, int64_t n) { rounded(from, to, n); }
-void widen_bf16(const bf16* from, float* to, int64_t n) { widened(from, to, n); }
-void widen_f16(const f16* from, float* to, int64_t n) { widened(from, to, n); }
+void round_bf16(const float* from, bf16* to, float* back, int64_t n, int32_t mixed) {
+    rounded(from, to, back, n, mixed);
+}
+void round_f16(const float* from, f16* to, float* back, int64_t n, int32_t mixed) { rounded(from, to, back, n, mixed); }
+void widen_bf16(const bf16* from, float* to, int64_t n, int32_t mixed) { widened(from, to, n, mixed); }
+void widen_f16(const f16* from, float* to, int64_t n, int32_t mixed) { widened(from, to, n, mixed); }
+void visits(int32_t* counts, int64_t n, int32_t four) {
+    const auto pair = [&](int64_t i) { for (int j = 0; j < 2 * W; ++j) ++counts[i + j]; };
+    const auto rest = [&](int64_t i, int64_t k) { for (int64_t j = 0; j < k; ++j) ++counts[i + j]; };
+    if (four) walk_by_four(n, [&](int64_t i, int) { pair(i); }, rest);
+    else walk_by_two(n, pair, rest);
+}
 void roots(const float* from, float* to) { put(to, root(get(from))); }
 void larger_of(const float* a, const float* b, float* to) { put(to, larger(get(a), get(b))); }
 void smaller_of(const float* a, const float* b, float* to) { put(to, smaller(get(a), get(b))); }
@@ -71,14 +108,17 @@ def every_kind(count: int) -> torch.Tensor:
     return (bits + low).to(torch.int32).view(torch.float32)
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "beside fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_to_16_bits(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_rounding_to_16_bits(library: ctypes.CDLL, dtype: torch.dtype, mixed: bool) -> None:
     """Alone among ordinary numbers, where a vector may be rounded by one instruction, and with its like."""
     x = every_kind(8)
     name = "round_bf16" if dtype == torch.bfloat16 else "round_f16"
     for values in (x, x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))][:-3]):
-        got = torch.empty(len(values), dtype=dtype)
-        getattr(library, name)(at(values), at(got), ctypes.c_int64(len(values)))
+        got, stored = torch.empty(len(values), dtype=dtype), torch.empty(len(values))
+        getattr(library, name)(at(values), at(got), at(stored), ctypes.c_int64(len(values)), ctypes.c_int32(mixed))
+        assert torch.equal(stored.isnan(), got.isnan())
+        assert torch.equal(stored.nan_to_num(7.0).view(torch.int32), got.float().nan_to_num(7.0).view(torch.int32))
         want = values.to(dtype)
         if dtype == torch.bfloat16:  # the quiet NaN of its sign
             nan = torch.where(values.view(torch.int32) < 0, -64, 0x7FC0).short().view(torch.bfloat16)
@@ -89,16 +129,25 @@ def test_rounding_to_16_bits(library: ctypes.CDLL, dtype: torch.dtype) -> None:
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "beside fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_in_fp32(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+def test_16_bits_in_fp32(library: ctypes.CDLL, dtype: torch.dtype, mixed: bool) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)[:-1]
     got = torch.empty(len(every))
     getattr(library, "widen_bf16" if dtype == torch.bfloat16 else "widen_f16")(
-        at(every), at(got), ctypes.c_int64(len(every))
+        at(every), at(got), ctypes.c_int64(len(every)), ctypes.c_int32(mixed)
     )
     assert torch.equal(got.isnan(), every.isnan())
     keep = ~every.isnan()
     assert torch.equal(got[keep].view(torch.int32), every.float()[keep].view(torch.int32))
+
+
+@pytest.mark.parametrize("four", [False, True])
+def test_walks_visit_every_element_once(library: ctypes.CDLL, four: bool) -> None:
+    for n in range(9 * library.width()):
+        counts = torch.zeros(n + 1, dtype=torch.int32)
+        library.visits(at(counts), ctypes.c_int64(n), ctypes.c_int32(four))
+        assert counts.tolist() == [1] * n + [0]
 
 
 def test_roots_are_correctly_rounded(library: ctypes.CDLL) -> None:

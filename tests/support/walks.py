@@ -30,17 +30,41 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WRAPPER = """
 #include "{source}"
 static Split of(const uint16_t* weight, const int16_t* remainder) {{ return {{(bf16*)weight, (bf16*)remainder}}; }}
+
+// Call f with the order of the pair at i: each in turn, where the machine has both.
+template <typename F> void in_turn(int64_t i, F&& f) {{
+    if (i / (2 * W) % 2) f(std::integral_constant<Order, ORDERED>{{}});
+    else f(std::integral_constant<Order, best_order<bf16>>{{}});
+}}
+static int at(Order order, int element) {{ return order == ALTERNATE ? element % 2 * W + element / 2 : element; }}
+static Pair floats(Order order, const float* from) {{
+    alignas(64) float lanes[2 * W];
+    for (int i = 0; i < 2 * W; ++i) lanes[at(order, i)] = from[i];
+    return {{get(lanes), get(lanes + W)}};
+}}
+static void put_floats(Order order, float* to, Pair x) {{
+    alignas(64) float lanes[2 * W];
+    put(lanes, x.a);
+    put(lanes + W, x.b);
+    for (int i = 0; i < 2 * W; ++i) to[i] = lanes[at(order, i)];
+}}
 extern "C" void join_only(const uint16_t* weight, const int16_t* remainder, float* back, int64_t n) {{
     Split split = of(weight, remainder);
-    int64_t i = 0;
-    for (; i + W <= n; i += W) put(back + i, split.get(i));
-    if (i < n) put_some(back + i, split.get_some(i, n - i), n - i);
+    walk_by_two(
+        n,
+        [&](int64_t i) {{
+            in_turn(i, [&](auto order) {{ put_floats(order, back + i, split.get_two<decltype(order)::value>(i)); }});
+        }},
+        [&](int64_t i, int64_t k) {{ put_some(back + i, split.get_some(i, k), k); }});
 }}
 extern "C" void split_join(const float* from, uint16_t* weight, int16_t* remainder, float* back, int64_t n) {{
     Split split = of(weight, remainder);
-    int64_t i = 0;
-    for (; i + W <= n; i += W) split.put(i, get(from + i));
-    if (i < n) split.put_some(i, get_some(from + i, n - i), n - i);
+    walk_by_two(
+        n,
+        [&](int64_t i) {{
+            in_turn(i, [&](auto order) {{ split.put_two<decltype(order)::value>(i, floats(order, from + i)); }});
+        }},
+        [&](int64_t i, int64_t k) {{ split.put_some(i, get_some(from + i, k), k); }});
     join_only(weight, remainder, back, n);
 }}
 """
