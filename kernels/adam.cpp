@@ -213,11 +213,14 @@ inline V noisy(V x, U words) {
     return (V)(code | ((U)x & 0x80000000u));
 }
 
-// The update of n elements, each read and written once. NOISY: the moments are rounded by draws 1 and 2 in `words`.
-template <bool AMSGRAD, bool L2, bool NOISY, typename Weight, typename G, typename S>
+inline bool usual_betas(const Hyper& h) { return h.w1 < 0.5f && h.w2 < 0.5f; }
+
+// The update of n elements, each read and written once. NOISY: the moments are rounded by draws 1 and 2 in `words`. USUAL: usual_betas(h)
+// is known to hold, so that no branch in the loop asks.
+template <bool AMSGRAD, bool L2, bool NOISY, bool USUAL, typename Weight, typename G, typename S>
 void update(const Hyper& h, int64_t n, Weight weight, const G* grad, S* first, S* second, S* top,
             const uint32_t* words) {
-    const bool near_m = h.w1 < 0.5f, near_v = h.w2 < 0.5f;
+    const bool near_m = USUAL || h.w1 < 0.5f, near_v = USUAL || h.w2 < 0.5f;
     const V gscale = splat(h.gscale), decay = splat(h.decay), w1 = splat(h.w1), w2 = splat(h.w2), most = splat(MAX);
     const V factor = splat(h.root), eps = splat(h.eps), step_size = splat(h.step_size), infinite = splat(INFINITY);
     const V beta1 = splat(h.beta1), beta2 = splat(h.beta2);
@@ -357,8 +360,8 @@ void staged_step(const Layout& layout, const int64_t* table, int64_t tensors, in
     for (int64_t done = 0; done < count; done += BLOCK) {
         const Staged part{layout, table, tensors, start + done, count - done < BLOCK ? count - done : BLOCK};
         part.read(block, AMSGRAD);
-        update<AMSGRAD, L2, NOISY>(hyper, part.n, Alone<float>{block.weight}, block.grad, block.first, block.second,
-                                   block.top, block.words);
+        update<AMSGRAD, L2, NOISY, false>(hyper, part.n, Alone<float>{block.weight}, block.grad, block.first,
+                                          block.second, block.top, block.words);
         part.write_moments(block, AMSGRAD);
         part.write_weight(block);
     }
@@ -414,7 +417,7 @@ void coded_step(const Layout& layout, const int64_t* table, int64_t tensors, int
 }
 
 // Call f(weight, grad, state) with the types, as null pointers, of a layout that is compiled without staging: the usual
-// ones. Returns whether it is one.
+// ones, with the usual betas. Returns whether it is one.
 template <typename F> bool with_usual(const Layout& layout, F&& f) {
     if (layout.stochastic) return false;
     const auto is = [&](Dtype param, int32_t master, Dtype state) {
@@ -451,10 +454,12 @@ void run(const Layout& layout, const int64_t* rows, const int32_t* chunk_tensor,
         using S = std::remove_pointer_t<decltype(state)>;
         spread(size, rows, chunk_tensor, tensors, chunks, hyper, threads,
                [=](const int64_t* table, int64_t start, int64_t n, const Hyper& h) {
+                   if (!usual_betas(h)) return staged_step<AMSGRAD, L2, false>(layout, table, tensors, start, n, h);
                    const auto at = [&](Operand operand) { return table[operand * tensors]; };
                    const auto moment = [&](Operand operand) { return (S*)at(operand) + start; };
-                   update<AMSGRAD, L2, false>(h, n, Weight::at(at(PARAM), at(EXTRA), start), (const G*)at(GRAD) + start,
-                                              moment(FIRST), moment(SECOND), AMSGRAD ? moment(TOP) : nullptr, nullptr);
+                   update<AMSGRAD, L2, false, true>(h, n, Weight::at(at(PARAM), at(EXTRA), start),
+                                                    (const G*)at(GRAD) + start, moment(FIRST), moment(SECOND),
+                                                    AMSGRAD ? moment(TOP) : nullptr, nullptr);
                });
     });
     if (usual) return;
