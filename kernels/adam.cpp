@@ -215,8 +215,8 @@ inline V noisy(V x, U words) {
 
 inline bool usual_betas(const Hyper& h) { return h.w1 < 0.5f && h.w2 < 0.5f; }
 
-// The update of n elements, each read and written once. NOISY: the moments are rounded by draws 1 and 2 in `words`. USUAL: usual_betas(h)
-// is known to hold, so that no branch in the loop asks.
+// The update of n elements, each read and written once. NOISY: the moments are rounded by draws 1 and 2 in `words`.
+// USUAL: usual_betas(h) is known to hold, so that no branch in the loop asks.
 template <bool AMSGRAD, bool L2, bool NOISY, bool USUAL, typename Weight, typename G, typename S>
 void update(const Hyper& h, int64_t n, Weight weight, const G* grad, S* first, S* second, S* top,
             const uint32_t* words) {

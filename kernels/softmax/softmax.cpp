@@ -246,8 +246,8 @@ template <bool LOG> inline V add_product(V g, V p, V sum) {
     else return fma(g, p, sum);
 }
 
-// The gradient of n columns, of which `total` is the sum over the row. FETCH: rows follow, of which FOUR were summed together:
-// eight streams are too many for the hardware to see where they go on.
+// The gradient of n columns, of which `total` is the sum over the row. FETCH: rows follow, of which FOUR were summed
+// together: eight streams are too many for the hardware to see where they go on.
 template <bool LOG, bool FETCH, typename Y, typename X>
 inline void backward_columns(const Y* dy, const Y* y, X* dx, int64_t n, float total, float scale) {
     constexpr Order O = best_order<Y, X>;
