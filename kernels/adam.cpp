@@ -249,8 +249,8 @@ void update(const Hyper& h, int64_t n, Weight weight, const G* grad, S* first, S
         [&](int64_t i) {
             Pair w = weight.template get_two<O>(i), m = get_two<O>(first + i), v = get_two<O>(second + i), highest{};
             const Pair g = get_two<O>(grad + i);
-            if constexpr (W == 8 && std::is_same_v<Weight, Alone<float>> && std::is_same_v<S, float>) {
-                // All fp32, where memory is the limit. With AVX-512 it takes longer, and other layouts need it not.
+            if constexpr (USUAL && W == 8 && std::is_same_v<Weight, Alone<float>>) {
+                // All fp32 and not staged: memory is the limit. With AVX-512 this takes longer, and other layouts do not gain.
                 constexpr int64_t AHEAD = 256;
                 __builtin_prefetch(weight.param + i + AHEAD);
                 __builtin_prefetch(grad + i + AHEAD);

@@ -10,24 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import walks
 
 from halfstep.kernels import native
 
 WRAPPER = """
 #include "HEADER"
 using namespace halfstep;
-
+PAIRS
 template <Order O, typename T> void rounded_in(const float* from, T* to, float* stored, int64_t n) {
     walk_by_two(
         n,
-        [&](int64_t i) {
-            alignas(64) float lanes[2 * W];
-            for (int j = 0; j < 2 * W; ++j) lanes[O == ALTERNATE ? j % 2 * W + j / 2 : j] = from[i + j];
-            const Pair back = put_two<O>(to + i, {get(lanes), get(lanes + W)});
-            put(lanes, back.a);
-            put(lanes + W, back.b);
-            for (int j = 0; j < 2 * W; ++j) stored[i + j] = lanes[O == ALTERNATE ? j % 2 * W + j / 2 : j];
-        },
+        [&](int64_t i) { put_floats(O, stored + i, put_two<O>(to + i, floats(O, from + i))); },
         [&](int64_t i, int64_t k) {
             put_some(to + i, get_some(from + i, k), k);
             put_some(stored + i, get_some(to + i, k), k);
@@ -36,13 +30,7 @@ template <Order O, typename T> void rounded_in(const float* from, T* to, float* 
 template <Order O, typename T> void widened_in(const T* from, float* to, int64_t n) {
     walk_by_two(
         n,
-        [&](int64_t i) {
-            alignas(64) float lanes[2 * W];
-            const Pair x = get_two<O>(from + i);
-            put(lanes, x.a);
-            put(lanes + W, x.b);
-            for (int j = 0; j < 2 * W; ++j) to[i + j] = lanes[O == ALTERNATE ? j % 2 * W + j / 2 : j];
-        },
+        [&](int64_t i) { put_floats(O, to + i, get_two<O>(from + i)); },
         [&](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
 }
 // In the order for T alone, or in that for T beside fp32.
@@ -86,7 +74,8 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip("needs a CPU with AVX2")
     folder = tmp_path_factory.mktemp("lanes")
     source, target = folder / "wrapper.cpp", folder / "wrapper.so"
-    source.write_text(WRAPPER.replace("HEADER", str(Path(native.__file__).resolve().parent / "lanes.h")))
+    header = Path(native.__file__).resolve().parent / "lanes.h"
+    source.write_text(WRAPPER.replace("HEADER", str(header)).replace("PAIRS", walks.PAIRS))
     if FLAGS[request.param] is None:
         complaint = native._build(source, target, command)
         assert not complaint, complaint

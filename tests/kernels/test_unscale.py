@@ -177,6 +177,20 @@ def test_every_16_bit_code(dtype: torch.dtype) -> None:
     assert result.flags[last].item() in (HAS_NAN, HAS_INF + HAS_NAN)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+@pytest.mark.parametrize("way", ["checked", "scaled", "written"])
+def test_the_order_of_the_sum_of_a_chunk(dtype: torch.dtype, way: str) -> None:
+    """Magnitudes over ten binades: fp32 rounds the sums of their squares, so another order gives other bits."""
+    rng = np.random.default_rng(0)
+    values = torch.from_numpy((2.0 ** rng.uniform(-10, 0, 16 * CHUNK)).astype(np.float32)).to(dtype)
+    inv_scale = None if way == "checked" else 2.0**-3
+    reference, native = (check_by(name, [values], inv_scale, way == "written") for name in ("reference", "native"))
+    assert_same_bits(native.sum_of_squares, reference.sum_of_squares)
+    orders = [values[torch.from_numpy(rng.permutation(16 * CHUNK))] for _ in range(6)]
+    sums = {check_by("reference", [moved], inv_scale, way == "written").sum_of_squares.item() for moved in orders}
+    assert len(sums) > 1
+
+
 def test_more_chunks_than_lanes() -> None:
     """1,024 lanes in fp64: the chunks beyond take a second round."""
     tensors = grads([1] * 2200 + [CHUNK * 3 + 1] * 2, FP32)

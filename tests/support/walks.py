@@ -26,6 +26,22 @@ T = TypeVar("T")
 # bf16 codes and remainders, as int16, and the joined fp32 patterns, as int32.
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+# Elements in order to a pair of vectors in either order, and back.
+PAIRS = """
+static int at(Order order, int element) { return order == ALTERNATE ? element % 2 * W + element / 2 : element; }
+static Pair floats(Order order, const float* from) {
+    alignas(64) float lanes[2 * W];
+    for (int i = 0; i < 2 * W; ++i) lanes[at(order, i)] = from[i];
+    return {get(lanes), get(lanes + W)};
+}
+static void put_floats(Order order, float* to, Pair x) {
+    alignas(64) float lanes[2 * W];
+    put(lanes, x.a);
+    put(lanes + W, x.b);
+    for (int i = 0; i < 2 * W; ++i) to[i] = lanes[at(order, i)];
+}
+"""
+
 # The functions inside adam.cpp, reached from a file that includes it: what is tested is what the optimizer runs.
 WRAPPER = """
 #include "{source}"
@@ -36,19 +52,7 @@ template <typename F> void in_turn(int64_t i, F&& f) {{
     if (i / (2 * W) % 2) f(std::integral_constant<Order, ORDERED>{{}});
     else f(std::integral_constant<Order, best_order<bf16>>{{}});
 }}
-static int at(Order order, int element) {{ return order == ALTERNATE ? element % 2 * W + element / 2 : element; }}
-static Pair floats(Order order, const float* from) {{
-    alignas(64) float lanes[2 * W];
-    for (int i = 0; i < 2 * W; ++i) lanes[at(order, i)] = from[i];
-    return {{get(lanes), get(lanes + W)}};
-}}
-static void put_floats(Order order, float* to, Pair x) {{
-    alignas(64) float lanes[2 * W];
-    put(lanes, x.a);
-    put(lanes + W, x.b);
-    for (int i = 0; i < 2 * W; ++i) to[i] = lanes[at(order, i)];
-}}
-extern "C" void join_only(const uint16_t* weight, const int16_t* remainder, float* back, int64_t n) {{
+{pairs}extern "C" void join_only(const uint16_t* weight, const int16_t* remainder, float* back, int64_t n) {{
     Split split = of(weight, remainder);
     walk_by_two(
         n,
@@ -73,7 +77,7 @@ extern "C" void split_join(const float* from, uint16_t* weight, int16_t* remaind
 def build(folder: Path, command: list[str]) -> Path:
     """Compile adam.cpp with functions that call its split and join, with the package's options."""
     source, target = folder / "wrapper.cpp", folder / "wrapper.so"
-    source.write_text(WRAPPER.format(source=Path(native.__file__).resolve().parent / "adam.cpp"))
+    source.write_text(WRAPPER.format(source=Path(native.__file__).resolve().parent / "adam.cpp", pairs=PAIRS))
     complaint = native._build(source, target, command)
     assert not complaint, complaint
     return target
