@@ -8,13 +8,13 @@ using namespace halfstep;
 namespace {
 
 constexpr int64_t CHUNK = 2048;       // elements per table chunk ...
-constexpr int64_t LONG_CHUNK = 8192;  // ... and with moments in 8 bits or stochastic rounding
+constexpr int64_t LONG_CHUNK = 16384;  // ... and with moments in 8 bits or stochastic rounding
 constexpr int64_t BLOCK = 256;   // elements converted and updated at a time: all local arrays fit the first-level cache
 constexpr float MAX = 3.4028234663852886e38f;
 
 enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2, SPLIT24_MASTER = 3 };
 enum Operand { GRAD, PARAM, EXTRA, FIRST, SECOND, TOP, STEP, STREAM, BASE, INNER, INNER_WHOLE, SEED,
-               FIRST_EXPONENTS, SECOND_EXPONENTS, TOP_EXPONENTS, COLUMNS };
+               FIRST_SCALES, SECOND_SCALES, TOP_SCALES, COLUMNS };
 constexpr int32_t CODED = 3;  // the dtype code of moments in 8 bits
 enum { GROUP_COLUMNS = 8, HYPER_COLUMNS = 10 };
 
@@ -377,34 +377,53 @@ void coded_step(const Layout& layout, const int64_t* table, int64_t tensors, int
     const V beta1 = splat(h.beta1), beta2 = splat(h.beta2), most = splat(LARGEST_POSITIVE);
     const int64_t columns = table[COLUMNS * tensors], per_row = (columns + SPAN - 1) / SPAN;
     Block block{};  // vectors may reach beyond the elements
-    alignas(64) uint32_t exact[SPAN]{};
+    alignas(64) uint32_t up[SPAN];
+    for (int64_t i = 0; i < SPAN; ++i) up[i] = UP_WORD;
     for (int64_t i = 0; i < 3 * BLOCK; ++i) block.words[i] = NEAREST_WORD;
-    for (int64_t number = start / SPAN; number < (start + count) / SPAN; ++number) {
+    const int64_t end = (start + count) / SPAN;
+    for (int64_t number = start / SPAN, blocks; number < end; number += blocks) {
+        // As many blocks of a row as fit the arrays.
         const int64_t row = number / per_row, column = (number - row * per_row) * SPAN;
-        const int64_t n = columns - column < SPAN ? columns - column : SPAN;
+        blocks = per_row - (number - row * per_row);
+        blocks = blocks < end - number ? blocks : end - number;
+        blocks = blocks < BLOCK / SPAN ? blocks : BLOCK / SPAN;
+        const int64_t n = columns - column < blocks * SPAN ? columns - column : blocks * SPAN;
         const Staged part{layout, table, tensors, row * columns + column, n};
-        const auto exponent = [&](Operand which) -> uint8_t& { return ((uint8_t*)table[which * tensors])[number]; };
+        const auto each = [&](auto&& f) {  // for each block: its number, its first element and its size
+            for (int64_t at = 0; at < n; at += SPAN) f(number + at / SPAN, at, n - at < SPAN ? n - at : SPAN);
+        };
         uint8_t *first = part.operand<uint8_t>(FIRST), *second = part.operand<uint8_t>(SECOND);
+        uint8_t* first_scales = (uint8_t*)table[FIRST_SCALES * tensors];
+        uint16_t* second_scales = (uint16_t*)table[SECOND_SCALES * tensors];
         part.read(block, AMSGRAD);
-        decode_signed(first, exponent(FIRST_EXPONENTS), block.first, n);
-        decode_positive(second, exponent(SECOND_EXPONENTS), block.second, n);
+        each([&](int64_t one, int64_t at, int64_t size) {
+            decode_signed(first + at, first_scales[one], block.first + at, size);
+            decode_positive(second + at, second_scales[one], block.second + at, size);
+        });
         for (int64_t i = 0; i < n; i += W) {
             V g = get(block.grad + i) * gscale;
             if (L2) g = g + decay * get(block.weight + i);
             put(block.first + i, average(get(block.first + i), g, w1, beta1, near_m));
             put(block.second + i, average(get(block.second + i), smaller(most, g * g), w2, beta2, near_v));
         }
-        exponent(FIRST_EXPONENTS) = encode_signed(block.first, block.words + BLOCK, first, n);
-        exponent(SECOND_EXPONENTS) = encode_positive(block.second, block.words + 2 * BLOCK, second, n);
+        each([&](int64_t one, int64_t at, int64_t size) {
+            first_scales[one] = encode_signed(block.first + at, block.words + BLOCK + at, first + at, size);
+            second_scales[one] = encode_positive(block.second + at, block.words + 2 * BLOCK + at, second + at, size);
+        });
         if (AMSGRAD) {
             uint8_t* top = part.operand<uint8_t>(TOP);
-            decode_positive(second, exponent(SECOND_EXPONENTS), block.second, n);
-            decode_positive(top, exponent(TOP_EXPONENTS), block.top, n);
+            uint16_t* top_scales = (uint16_t*)table[TOP_SCALES * tensors];
+            each([&](int64_t one, int64_t at, int64_t size) {
+                decode_positive(second + at, second_scales[one], block.second + at, size);
+                decode_positive(top + at, top_scales[one], block.top + at, size);
+            });
             for (int64_t i = 0; i < n; i += W) {
                 const V v = get(block.second + i), highest = get(block.top + i);
                 put(block.second + i, select((v > highest) | is_nan(v), v, highest));
             }
-            exponent(TOP_EXPONENTS) = encode_positive(block.second, exact, top, n);
+            each([&](int64_t one, int64_t at, int64_t size) {
+                top_scales[one] = encode_positive(block.second + at, up, top + at, size);
+            });
         }
         for (int64_t i = 0; i < n; i += W) {
             const V w = get(block.weight + i);

@@ -33,9 +33,9 @@ stored: the larger of two bf16 numbers needs no rounding, and a draw of its own 
 by step.
 
 Moments in 8 bits have the codes of block_codes.py: m signed ones, v and a positive ones. The codes of a moment have the
-order of the parameter, and its exponents lie in a second tensor, of shape (rows, blocks per row). MAX is then the
-largest number that a code stands for. ``a = max(a, v)`` always takes the v that was stored, and is stored without
-noise. Its numbers need no rounding, except that those too small for the larger exponent take the smallest code.
+order of the parameter, and its scales lie in a second tensor, of shape (rows, blocks per row). MAX is then the largest
+number that a code stands for. ``a = max(a, v)`` always takes the v that was stored, and is rounded up where its block
+has wider steps than that of v: so it is never below v, and what was rounded up once stays.
 
 The random bits are named by (seed, stream, step, index), as philox.py says, where stream is the parameter's number in
 the optimizer, step its t, and index the element's place, row by row, in the whole parameter. Hence the same bits
@@ -50,8 +50,8 @@ of the whole, which describes a range of rows (inner = numel), a range of any ot
 
 Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master
 14 + 14 = 28, no master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. bf16 state saves 8, amsgrad adds 8 (4 in
-bf16), a remainder of 8 bits saves 2: split 18, split of 24 bits 16, no master 14. 8-bit state saves 12, less 4 bytes
-per 128 elements (6 with amsgrad) for exponents: split 14, split of 24 bits 12. Random bits are computed, not read.
+bf16), a remainder of 8 bits saves 2: split 18, split of 24 bits 16, no master 14. 8-bit state saves 12, less 6 bytes
+per 32 elements (10 with amsgrad) for scales: split 14.19, split of 24 bits 12.19. Random bits are computed, not read.
 """
 
 from __future__ import annotations
@@ -89,11 +89,12 @@ from halfstep.kernels.block_codes import (
     encode_positive_packed,
     encode_signed_block,
     encode_signed_packed,
-    largest_packed,
+    extremes_packed,
     power_of_exponents,
     rows_and_columns,
+    widened_packed,
 )
-from halfstep.kernels.block_instructions import constraints, update_assembly
+from halfstep.kernels.block_instructions import WEIGHTS, averages_assembly, constraints, update_assembly
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -120,7 +121,7 @@ from halfstep.kernels.rounding import (
 )
 
 CHUNK = 2048  # elements per program; with moments in 8 bits or random bits four times as many, which share more numbers
-LONG_CHUNK = 8192
+LONG_CHUNK = 16384
 BLOCK = 1024  # elements per trip of its loop: eight per thread, in few enough registers that nothing is spilled
 LANES = 256  # tensors per program of the prepare kernel
 MAX = torch.finfo(torch.float32).max
@@ -136,10 +137,10 @@ OPERANDS = 7
 # With stochastic rounding, five more rows: the parameter's number, where its shard lies in it, and the seed.
 STREAM, BASE, INNER, INNER_WHOLE, SEED = range(OPERANDS, OPERANDS + 5)
 STOCHASTIC_OPERANDS = OPERANDS + 5
-# With moments in 8 bits, four more: their exponents, and the elements in a row of the (local) tensor.
-M_EXPONENTS, V_EXPONENTS, TOP_EXPONENTS, COLUMNS = range(STOCHASTIC_OPERANDS, STOCHASTIC_OPERANDS + 4)
+# With moments in 8 bits, four more: their scales, and the elements in a row of the (local) tensor.
+M_SCALES, V_SCALES, TOP_SCALES, COLUMNS = range(STOCHASTIC_OPERANDS, STOCHASTIC_OPERANDS + 4)
 CODED_OPERANDS = STOCHASTIC_OPERANDS + 4
-EXPONENTS_OF = {M: M_EXPONENTS, V: V_EXPONENTS, TOP: TOP_EXPONENTS}
+SCALES_OF = {M: M_SCALES, V: V_SCALES, TOP: TOP_SCALES}
 
 # Columns of the fp64 hyper-parameters that the host writes per parameter group ...
 LR, BETA1, BETA2, EPS, DECAY, MAXIMIZE, DECOUPLED, MAX_NORM = range(8)
@@ -323,12 +324,12 @@ def _reference_rounded(x: torch.Tensor, dtype: torch.dtype, words: torch.Tensor 
 
 def _loaded(layout: Layout, tensors: Sequence[torch.Tensor | None], moment: int) -> torch.Tensor:
     """A moment in fp32."""
-    held, exponents = tensors[moment], tensors[EXPONENTS_OF[moment]]
+    held, scales = tensors[moment], tensors[SCALES_OF[moment]]
     assert held is not None
     if not layout.coded:
         return held.float()
-    assert exponents is not None
-    return block_codes.decode(held, exponents, signed=moment == M)
+    assert scales is not None
+    return block_codes.decode(held, scales, signed=moment == M)
 
 
 def _stored(
@@ -339,20 +340,20 @@ def _stored(
     words: torch.Tensor | None,
 ) -> dict[int, torch.Tensor]:
     """What is stored for a moment, by operand."""
-    held, exponents = tensors[moment], tensors[EXPONENTS_OF[moment]]
+    held, scales = tensors[moment], tensors[SCALES_OF[moment]]
     assert held is not None
     if not layout.coded:
         return {moment: _reference_rounded(x, held.dtype, None if moment == TOP else words)}
-    assert exponents is not None
-    noise = 0 if moment == TOP else block_codes.noise_of(words)
-    codes, found = block_codes.encode(x, len(exponents), moment == M, noise)
-    return {moment: codes, EXPONENTS_OF[moment]: found}
+    assert scales is not None
+    noise = block_codes.UP if moment == TOP else block_codes.noise_of(words)
+    codes, found = block_codes.encode(x, len(scales), moment == M, noise)
+    return {moment: codes, SCALES_OF[moment]: found}
 
 
 def _reference_update(
     layout: Layout, tensors: Sequence[torch.Tensor | None], hyper: torch.Tensor, words: list[torch.Tensor] | None
 ) -> None:
-    """One tensor's step; `tensors` by operand, `hyper` its row, `words` its random bits by draw. All but exponents have
+    """One tensor's step; `tensors` by operand, `hyper` its row, `words` its random bits by draw. All but scales have
     one shape."""
     gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2 = hyper.unbind()
     grad, param, extra = tensors[GRAD], tensors[PARAM], tensors[EXTRA]
@@ -442,9 +443,7 @@ if tl is not None:  # what stands above, as kernels read it
     _NO_MASTER, _FULL_MASTER, _SPLIT_MASTER, _SPLIT24_MASTER = map(
         tl.constexpr, (NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER)
     )
-    _M_EXPONENTS, _V_EXPONENTS, _TOP_EXPONENTS, _COLUMNS = map(
-        tl.constexpr, (M_EXPONENTS, V_EXPONENTS, TOP_EXPONENTS, COLUMNS)
-    )
+    _M_SCALES, _V_SCALES, _TOP_SCALES, _COLUMNS = map(tl.constexpr, (M_SCALES, V_SCALES, TOP_SCALES, COLUMNS))
     _REMAINDERS = ((0, False), (8, False), (16, False), (8, True))  # bits, and whether they are rounded at random
     _UPDATE_0, _UPDATE_8, _UPDATE_16, _UPDATE_8_WORDS = (
         tl.constexpr(update_assembly(*of, paired=False)[0]) for of in _REMAINDERS
@@ -452,10 +451,15 @@ if tl is not None:  # what stands above, as kernels read it
     _PAIRED_0, _PAIRED_8, _PAIRED_16, _PAIRED_8_WORDS = (
         tl.constexpr(update_assembly(*of, paired=True, threes=triton_version() >= (3, 7))[0]) for of in _REMAINDERS
     )
+    _AVERAGES, _AVERAGES_PAIRED = (
+        tl.constexpr(averages_assembly(LARGEST_POSITIVE, paired)) for paired in (False, True)
+    )
+    _AVERAGED = tl.constexpr(constraints(2 * WEIGHTS, 5 * WEIGHTS, "f"))
     _OPERANDS_0, _OPERANDS_8, _OPERANDS_16, _OPERANDS_8_WORDS = (
         tl.constexpr(constraints(*update_assembly(*of)[1:])) for of in _REMAINDERS
     )
-    _MAX, _LARGEST_POSITIVE, _SPAN, _HALF = map(tl.constexpr, (MAX, LARGEST_POSITIVE, SPAN, block_codes.HALF))
+    _MAX, _LARGEST_POSITIVE, _SPAN = map(tl.constexpr, (MAX, LARGEST_POSITIVE, SPAN))
+    _HALF, _UP = map(tl.constexpr, (block_codes.HALF, block_codes.UP))
 
 
 @jit
@@ -674,6 +678,7 @@ def _updated(
     eps,
     step_size,
     least,
+    smallest,
     REMAINDER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
@@ -682,40 +687,42 @@ def _updated(
     if REMAINDER == 16:
         ASM_16: tl.constexpr = _PAIRED_16 if PAIRED else _UPDATE_16
         return tl.inline_asm_elementwise(
-            ASM_16, _OPERANDS_16, [m, v, weight, rest, decay, root, eps, step_size, least],
+            ASM_16, _OPERANDS_16, [m, v, weight, rest, decay, root, eps, step_size, least, smallest],
             (tl.bfloat16, tl.int16), is_pure=True, pack=8,
         )  # fmt: skip
     elif REMAINDER == 8 and STOCHASTIC:
         ASM_8_WORDS: tl.constexpr = _PAIRED_8_WORDS if PAIRED else _UPDATE_8_WORDS
         return tl.inline_asm_elementwise(
-            ASM_8_WORDS, _OPERANDS_8_WORDS, [m, v, weight, rest, word, decay, root, eps, step_size, least],
+            ASM_8_WORDS, _OPERANDS_8_WORDS, [m, v, weight, rest, word, decay, root, eps, step_size, least, smallest],
             (tl.bfloat16, tl.int8), is_pure=True, pack=8,
         )  # fmt: skip
     elif REMAINDER == 8:
         ASM_8: tl.constexpr = _PAIRED_8 if PAIRED else _UPDATE_8
         return tl.inline_asm_elementwise(
-            ASM_8, _OPERANDS_8, [m, v, weight, rest, decay, root, eps, step_size, least],
+            ASM_8, _OPERANDS_8, [m, v, weight, rest, decay, root, eps, step_size, least, smallest],
             (tl.bfloat16, tl.int8), is_pure=True, pack=8,
         )  # fmt: skip
     else:
         ASM_0: tl.constexpr = _PAIRED_0 if PAIRED else _UPDATE_0
         return tl.inline_asm_elementwise(
-            ASM_0, _OPERANDS_0, [m, v, weight, decay, root, eps, step_size, least],
+            ASM_0, _OPERANDS_0, [m, v, weight, decay, root, eps, step_size, least, smallest],
             tl.float32, is_pure=True, pack=8,
         )  # fmt: skip
 
 
 @jit
-def _store_exponents(at, exponents, here, HINT: tl.constexpr):
-    """Store the exponents of some blocks, where `here` says that they exist."""
+def _store_scales(at, scales, here, HINT: tl.constexpr):
+    """Store the scales of some blocks, where `here` says that they exist."""
     if HINT:
         # The threads that share a block, of which the first one stores. In this shape, and with addresses that differ
-        # along it, the compiler leaves the exponents in the registers where they are.
+        # along it and are not known to follow each other across it, the compiler leaves the scales in the registers
+        # where they are.
         THREADS: tl.constexpr = _SPAN // (HINT // 2)
         thread = tl.arange(0, THREADS)[None, :]
-        tl.store(at[:, None] + thread, exponents[:, None], mask=here[:, None] & (thread == 0))
+        places = tl.max_contiguous(at[:, None] + thread, (1, THREADS))
+        tl.store(places, scales[:, None], mask=here[:, None] & (thread == 0))
     else:
-        tl.store(at, exponents, mask=here)
+        tl.store(at, scales, mask=here)
 
 
 @jit
@@ -726,12 +733,13 @@ def _coded_block(
     first,
     second,
     top,
-    first_exponents,  # addresses of the exponents of the chunk's first block
-    second_exponents,
-    top_exponents,
+    first_scales,  # addresses of the scales of the chunk's first block
+    second_scales,
+    top_scales,
     start,  # of the chunk, in elements
     offsets,  # from there, of shape (blocks, SPAN)
     mask,
+    size,  # (blocks,): how many of their elements exist, looked at if SHORT
     block,  # (blocks,): their numbers in the chunk
     here,  # (blocks,): whether they exist
     word,  # random uint32 words of the shape of `offsets`, looked at if STOCHASTIC
@@ -755,11 +763,17 @@ def _coded_block(
     at_first = _pointer(first, tl.uint8, HINT) + start + offsets
     at_second = _pointer(second, tl.uint8, HINT) + start + offsets
     at_top = _pointer(top, tl.uint8, HINT) + start + offsets
-    of_first = first_exponents.to(tl.pointer_type(tl.uint8)) + block
-    of_second = second_exponents.to(tl.pointer_type(tl.uint8)) + block
-    of_top = top_exponents.to(tl.pointer_type(tl.uint8)) + block
+    of_first = first_scales.to(tl.pointer_type(tl.uint8)) + block
+    of_second = second_scales.to(tl.pointer_type(tl.int16)) + block
+    of_top = top_scales.to(tl.pointer_type(tl.int16)) + block
     gscale, decay, f1, f2, root, eps, step_size = hyper
     PACKED: tl.constexpr = HINT != 0 and cuda_capability_geq(8, 0)
+    # Elements that a thread holds side by side all exist or none does. Said of the first one, one choice serves all.
+    exists = mask
+    if PACKED and SHORT:
+        side: tl.constexpr = HINT // 2
+        exists = tl.arange(0, _SPAN // side)[None, :] * side < size[:, None]
+        mask = (tl.arange(0, _SPAN) // side * side)[None, :] < size[:, None]
     REMAINDER: tl.constexpr = 16 if MASTER == _SPLIT_MASTER else 8 if MASTER == _SPLIT24_MASTER else 0
     weight, rest = 0.0, 0
     if PACKED and REMAINDER:
@@ -767,70 +781,68 @@ def _coded_block(
         w = join_float32(weight, rest) if L2 else 0.0
     else:
         w = _weight(at_param, at_extra, mask, MASTER)
+    g = tl.load(at_grad, mask=mask, other=0)
     if PACKED and SHORT:
-        # Elements that do not exist have moments of 0 then, or make a NaN of a block that is one.
-        g = to_float32(tl.load(at_grad, mask=mask, other=0)) * tl.where(mask, gscale, 0.0)
-    else:
-        g = to_float32(tl.load(at_grad, mask=mask)) * gscale
+        # Elements that do not exist have first moments of 0 then, or make a NaN of a block that is one.
+        gscale = tl.where(mask, gscale, 0.0)
+    g = widened_packed(g, gscale) if PACKED and GRAD_T == tl.bfloat16 else to_float32(g) * gscale
     if L2:
         g = g + (tl.where(mask, decay * w, 0.0) if SHORT else decay * w)
     power_m = power_of_exponents(tl.load(of_first, mask=here, other=0))[:, None]
-    power_v = power_of_exponents(tl.load(of_second, mask=here, other=0))[:, None]
+    scales_v = tl.load(of_second, mask=here, other=0)[:, None]
     if PACKED:
         m = decode_signed_packed(tl.load(at_first, mask=mask, other=0), power_m)
-        v = decode_positive_packed(tl.load(at_second, mask=mask, other=0), power_v)
+        v = decode_positive_packed(tl.load(at_second, mask=mask, other=0), scales_v)
     else:
         m = decode_signed_block(tl.load(at_first, mask=mask), power_m)
-        v = decode_positive_block(tl.load(at_second, mask=mask), power_v)
-    square = tl.minimum(g * g, _LARGEST_POSITIVE, propagate_nan=tl.PropagateNan.ALL)
-    # As in `_adam_block`. A branch for the usual case, without a choice per element, compiles to two more choices.
-    m = tl.where(f1 > 0.0, m, g) + f1 * (g - m)
-    v = tl.where(f2 > 0.0, v, square) + f2 * (square - v)
-    if SHORT and not PACKED:
-        m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
+        v = decode_positive_block(tl.load(at_second, mask=mask), scales_v)
+    if PACKED:
+        AVERAGES: tl.constexpr = _AVERAGES_PAIRED if cuda_capability_geq(10, 0) else _AVERAGES
+        m, v = tl.inline_asm_elementwise(
+            AVERAGES, _AVERAGED, [g, m, v, f1, f2], (tl.float32, tl.float32), is_pure=True, pack=8
+        )
+    else:
+        square = tl.minimum(g * g, _LARGEST_POSITIVE, propagate_nan=tl.PropagateNan.ALL)
+        m = tl.where(f1 > 0.0, m, g) + f1 * (g - m)  # as in `_adam_block`
+        v = tl.where(f2 > 0.0, v, square) + f2 * (square - v)
     if PACKED:
         EACH: tl.constexpr = HINT // 2
-        if STOCHASTIC:
-            patterns = v.to(tl.uint32, bitcast=True) + (word_v >> 4)
-            rounded = tl.abs(m).to(tl.uint32, bitcast=True) + (word_m >> 4)
-            largest = largest_packed(rounded, patterns, EACH)
-            codes_v, exponents_v = encode_positive_packed(patterns, largest >> 16, 0)
-        else:
-            largest = largest_packed(tl.abs(m), v, EACH) + ((_HALF >> 16) * 0x10001)
-            codes_v, exponents_v = encode_positive_packed(v.to(tl.uint32, bitcast=True), largest >> 16, _HALF)
-        codes_m, exponents_m = encode_signed_packed(m, largest & 0xFFFF, word_m, STOCHASTIC)
-    elif STOCHASTIC:
-        codes_m, exponents_m = encode_signed_block(m, word_m >> 12)
-        codes_v, exponents_v = encode_positive_block(v, word_v >> 12)
+        most, smallest = extremes_packed(m, v, exists, EACH, SHORT)
+        codes_m, scales_m = encode_signed_packed(m, most, word_m, STOCHASTIC)
+        codes_v, scales_v = encode_positive_packed(v, most, smallest, word_v, STOCHASTIC)
     else:
-        codes_m, exponents_m = encode_signed_block(m, _HALF)
-        codes_v, exponents_v = encode_positive_block(v, _HALF)
+        if SHORT:
+            m = tl.where(mask, m, 0.0)
+        noise_m, noise_v = _HALF, _HALF
+        if STOCHASTIC:
+            noise_m, noise_v = word_m >> 8, word_v >> 8
+        codes_m, scales_m = encode_signed_block(m, noise_m)
+        codes_v, scales_v = encode_positive_block(v, noise_v, mask)
     tl.store(at_first, codes_m, mask=mask)
     tl.store(at_second, codes_v, mask=mask)
-    _store_exponents(of_first, exponents_m, here, HINT)
-    _store_exponents(of_second, exponents_v, here, HINT)
+    _store_scales(of_first, scales_m, here, HINT)
+    _store_scales(of_second, scales_v, here, HINT)
     if AMSGRAD:
-        v = decode_positive_block(codes_v, power_of_exponents(exponents_v)[:, None])
-        power_top = power_of_exponents(tl.load(of_top, mask=here, other=0))
-        top = decode_positive_block(tl.load(at_top, mask=mask), power_top[:, None])
+        v = decode_positive_block(codes_v, scales_v[:, None])
+        top = decode_positive_block(tl.load(at_top, mask=mask), tl.load(of_top, mask=here, other=0)[:, None])
         v = tl.where((v > top) | (v != v), v, top)
-        if SHORT:
-            v = tl.where(mask, v, 0.0)
-        codes_top, exponents_top = encode_positive_block(v, 0)
+        codes_top, scales_top = encode_positive_block(v, _UP, mask)
         tl.store(at_top, codes_top, mask=mask)
-        _store_exponents(of_top, exponents_top, here, HINT)
+        _store_scales(of_top, scales_top, here, HINT)
     if PACKED and not L2:
         # Beyond these bounds the shorter way to root and quotient could round wrongly.
         usual = (root >= 1.0) & (root < 2.0**60) & (eps >= 0.0) & (eps < 2.0**60)
-        least = tl.where(usual, 2.0**-49, float("inf"))
-        if SHORT:  # zeros of elements that do not exist would make their warp take the longer way
-            m, v = tl.where(mask, m, 1.0), tl.where(mask, v, 1.0)
+        least, smallest_v = tl.where(usual, 2.0**-49, float("inf")), 2.0**-101
+        if SHORT:  # elements that do not exist would make their warp take the longer way
+            least, smallest_v = tl.where(mask, least, -1.0), tl.where(mask, smallest_v, -1.0)
         if REMAINDER:
-            weight, rest = _updated(m, v, weight, rest, word, decay, root, eps, step_size, least, REMAINDER, STOCHASTIC)
+            weight, rest = _updated(
+                m, v, weight, rest, word, decay, root, eps, step_size, least, smallest_v, REMAINDER, STOCHASTIC
+            )
             tl.store(at_param, weight, mask=mask)
             tl.store(at_extra, rest, mask=mask)
         else:
-            w = _updated(m, v, w, 0, 0, decay, root, eps, step_size, least, REMAINDER, False)
+            w = _updated(m, v, w, 0, 0, decay, root, eps, step_size, least, smallest_v, REMAINDER, False)
             _store_weight(at_param, at_extra, w, word << 8, mask, PARAM_T, MASTER, STOCHASTIC)
     else:
         w = _new_weight(w, m, v, decay, root, eps, step_size, L2)
@@ -945,18 +957,30 @@ def adam_kernel(
 
 
 @jit
-def _block_of_row(block, count, place, blocks, columns, ALIGNED: tl.constexpr):
+def _rows_of(block, blocks):
+    """The rows of blocks and their numbers there, with `blocks` blocks per row."""
+    row = block // blocks
+    return row, block - row * blocks
+
+
+@jit
+def _later_rows_of(row, in_row, by_rows, by_blocks, blocks):
+    """`_rows_of` for blocks that are `by_rows` rows and `by_blocks` blocks further, without a division."""
+    in_row += by_blocks
+    beyond = in_row >= blocks
+    return row + by_rows + beyond.to(tl.int32), tl.where(beyond, in_row - blocks, in_row)
+
+
+@jit
+def _extent(row, in_row, here, place, columns, ALIGNED: tl.constexpr):
     """Where blocks of a chunk begin, in elements from its first one, and how many elements they have.
 
-    The chunk's first block is number `place` of its row, and a row has `blocks` blocks and `columns` elements. ALIGNED:
-    `columns` is a multiple of 16.
+    They are blocks `in_row` of rows that are `row` rows behind that of the chunk's first block, whose number there is
+    `place`. `here` says which exist. ALIGNED: `columns` is a multiple of 16.
     """
     # Where a second row begins, 32 bits hold the product of rows and columns.
-    further = (place + block) // blocks.to(tl.int32)  # rows
-    in_row = place + block - further * blocks.to(tl.int32)
-    at = further * columns.to(tl.int32) + (in_row - place) * _SPAN
-    size = tl.minimum(columns.to(tl.int32) - in_row * _SPAN, _SPAN)
-    size = tl.where(block < count, size, 0)
+    at = row * columns + (in_row - place) * _SPAN
+    size = tl.where(here, tl.minimum(columns - in_row * _SPAN, _SPAN), 0)
     if ALIGNED:  # the hint must stand beside what computes the number, or it is lost
         at, size = tl.multiple_of(at, 16), tl.multiple_of(size, 16)
     return at, size
@@ -1000,14 +1024,14 @@ def coded_adam_kernel(
     param = tl.load(table + _PARAM * tensors)
     first = tl.load(table + _M * tensors)
     second = tl.load(table + _V * tensors)
-    first_exponents = tl.load(table + _M_EXPONENTS * tensors) + number
-    second_exponents = tl.load(table + _V_EXPONENTS * tensors) + number
-    extra, top, top_exponents = first, first, first_exponents
+    first_scales = tl.load(table + _M_SCALES * tensors) + number
+    second_scales = tl.load(table + _V_SCALES * tensors) + number * 2
+    extra, top, top_scales = first, first, first_scales
     if MASTER != _NO_MASTER:
         extra = tl.load(table + _EXTRA * tensors)
     if AMSGRAD:
         top = tl.load(table + _TOP * tensors)
-        top_exponents = tl.load(table + _TOP_EXPONENTS * tensors) + number
+        top_scales = tl.load(table + _TOP_SCALES * tensors) + number * 2
     columns = tl.load(table + _COLUMNS * tensors)
     hyper += tensor * _HYPER_COLUMNS
     if tl.load(hyper + _SKIP) == 0:
@@ -1041,62 +1065,78 @@ def coded_adam_kernel(
             wide = wide & (index % EACH == 0) & ((to_end >= left) | ((to_end | run | jump) % EACH == 0))
         TILE: tl.constexpr = BLOCK // _SPAN
         DOWN: tl.constexpr = 8 if cuda_capability_geq(8, 0) else 0
-        # Both this and random bits for masters of 24 bits do not fit AMD's registers.
-        WIDE_ROWS: tl.constexpr = DOWN == 8 or not STOCHASTIC or MASTER != _SPLIT24_MASTER
+        width, per_row = columns.to(tl.int32), blocks.to(tl.int32)
+        whole = count * 0  # blocks of tiles that need no mask
         if wide & full:
-            numbers = _numbers(hyper)
-            seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-            for begin in range(0, count, TILE):
+            whole = count // TILE * TILE
+            if DOWN:
+                numbers = _numbers(hyper)
+                seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
+            for begin in range(0, whole, TILE):
                 block = begin + tl.arange(0, TILE)
                 offsets = block[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
+                if DOWN == 0:  # again and again: AMD's scalar registers do not suffice to keep them
+                    numbers = _numbers(hyper)
+                    seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
                 word, word_m, word_v = 0, 0, 0
                 if STOCHASTIC:
                     runs = begin * _SPAN + tl.arange(0, BLOCK // EACH) * EACH
                     firsts = _places(index, runs, left, to_end, run, jump)
                     word, word_m, word_v = _words_of_blocks(firsts, seed, step, stream, EACH, BLOCK, DOWN)
                 _coded_block(
-                    grad, param, extra, first, second, top, first_exponents, second_exponents, top_exponents,
-                    number * _SPAN, offsets, block[:, None] < count, block, block < count, word, word_m, word_v,
+                    grad, param, extra, first, second, top, first_scales, second_scales, top_scales,
+                    number * _SPAN, offsets, tl.full((TILE, _SPAN), True, tl.int1), block, block,
+                    tl.full((TILE,), True, tl.int1), word, word_m, word_v,
                     numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, False,
                 )  # fmt: skip
-        elif wide and WIDE_ROWS:
-            # The rows' last blocks are short, but all begin and end at multiples of 16 elements.
-            for begin in range(0, count, TILE):
-                block = begin + tl.arange(0, TILE)
-                at, size = _block_of_row(block, count, place, blocks, columns, True)
-                offsets = at[:, None] + tl.arange(0, _SPAN)[None, :]
-                numbers = _numbers(hyper)
-                seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-                word, word_m, word_v = 0, 0, 0
-                if STOCHASTIC:
-                    runs = at[:, None] + tl.arange(0, _SPAN // EACH)[None, :] * EACH
-                    firsts = _places(index, tl.reshape(runs, (BLOCK // EACH,)), left, to_end, run, jump)
-                    word, word_m, word_v = _words_of_blocks(firsts, seed, step, stream, EACH, BLOCK, DOWN)
-                _coded_block(
-                    grad, param, extra, first, second, top, first_exponents, second_exponents, top_exponents,
-                    (start // 16) * 16, offsets, tl.arange(0, _SPAN)[None, :] < size[:, None], block,
-                    block < count, word, word_m, word_v,
-                    numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, True,
-                )  # fmt: skip
-        else:
-            FEW: tl.constexpr = 2
-            for begin in range(0, count, FEW):
-                block = begin + tl.arange(0, FEW)
-                at, size = _block_of_row(block, count, place, blocks, columns, False)
-                offsets = at[:, None] + tl.arange(0, _SPAN)[None, :]
-                # Again and again: AMD's scalar registers do not suffice to keep them.
-                numbers = _numbers(hyper)
-                seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-                few, few_m, few_v = 0, 0, 0
-                if STOCHASTIC:
-                    places = _places(index, offsets, left, to_end, run, jump)
-                    few, few_m, few_v = words_of(places, seed, step, stream, 3)
-                _coded_block(
-                    grad, param, extra, first, second, top, first_exponents, second_exponents, top_exponents,
-                    start, offsets, tl.arange(0, _SPAN)[None, :] < size[:, None], block, block < count,
-                    few, few_m, few_v,
-                    numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0, True,
-                )  # fmt: skip
+        if whole < count:  # once per program, what the others need is many instructions
+            if wide:
+                # Blocks may be short, but all begin and end at multiples of 16 elements.
+                if DOWN:
+                    numbers = _numbers(hyper)
+                    seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
+                of_row, in_row = _rows_of(place + whole + tl.arange(0, TILE), per_row)
+                by_rows, by_blocks = _rows_of(TILE, per_row)
+                for begin in range(whole, count, TILE):
+                    block = begin + tl.arange(0, TILE)
+                    at, size = _extent(of_row, in_row, block < count, place, width, True)
+                    of_row, in_row = _later_rows_of(of_row, in_row, by_rows, by_blocks, per_row)
+                    offsets = at[:, None] + tl.arange(0, _SPAN)[None, :]
+                    if DOWN == 0:
+                        numbers = _numbers(hyper)
+                        seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
+                    word, word_m, word_v = 0, 0, 0
+                    if STOCHASTIC:
+                        runs = at[:, None] + tl.arange(0, _SPAN // EACH)[None, :] * EACH
+                        firsts = _places(index, tl.reshape(runs, (BLOCK // EACH,)), left, to_end, run, jump)
+                        word, word_m, word_v = _words_of_blocks(firsts, seed, step, stream, EACH, BLOCK, DOWN)
+                    _coded_block(
+                        grad, param, extra, first, second, top, first_scales, second_scales, top_scales,
+                        (start // 16) * 16, offsets, tl.arange(0, _SPAN)[None, :] < size[:, None], size, block,
+                        block < count, word, word_m, word_v,
+                        numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, True,
+                    )  # fmt: skip
+            else:
+                FEW: tl.constexpr = 256 // _SPAN
+                row_few, in_few = _rows_of(place + whole + tl.arange(0, FEW), per_row)
+                few_rows, few_blocks = _rows_of(FEW, per_row)
+                for begin in range(whole, count, FEW):
+                    block = begin + tl.arange(0, FEW)
+                    at, size = _extent(row_few, in_few, block < count, place, width, False)
+                    row_few, in_few = _later_rows_of(row_few, in_few, few_rows, few_blocks, per_row)
+                    offsets = at[:, None] + tl.arange(0, _SPAN)[None, :]
+                    numbers = _numbers(hyper)
+                    seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
+                    few, few_m, few_v = 0, 0, 0
+                    if STOCHASTIC:
+                        places = _places(index, offsets, left, to_end, run, jump)
+                        few, few_m, few_v = words_of(places, seed, step, stream, 3)
+                    _coded_block(
+                        grad, param, extra, first, second, top, first_scales, second_scales, top_scales,
+                        start, offsets, tl.arange(0, _SPAN)[None, :] < size[:, None], size, block, block < count,
+                        few, few_m, few_v,
+                        numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0, True,
+                    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- launchers

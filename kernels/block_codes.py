@@ -1,31 +1,41 @@
-"""Moments in 8 bits: blocks of 128 consecutive elements of a row share an exponent byte, and each element has a code.
+"""Moments in 8 bits: blocks of 32 consecutive elements of a row share a scale, and each element has a code of a byte.
 
 A row is one index of dimension 0 of the whole tensor, the other dimensions flattened. Each row begins a block, and its
-last block may be short. So a range of rows of a tensor has the codes and exponents that it has in the whole.
+last block may be short. So a range of rows of a tensor has the codes and scales that it has in the whole.
 
-    exponent byte E     0: all elements of the block are 0        255: all are NaN
-    signed code         sign, 4 bits e and 3 bits f of a float with subnormals: with e = 15 for the block's largest
-                        numbers, 2^(E - 127) * 2^(e - 15) * (1 + f / 8), for e = 0 2^(E - 127) * 2^-14 * f / 8
-    positive code       5 bits e and 3 bits f, without subnormals: 2^(E - 127) * 2^(e - 31) * (1 + f / 8)
+**Signed numbers** (first moments). The scale is a byte E: 0 if all elements of the block are 0, 255 if all are NaN.
+A code has a sign, 4 bits e and 3 bits f of a float with subnormals: with e = 15 for the block's largest numbers,
+2^(E - 127) * 2^(e - 15) * (1 + f / 8), for e = 0 2^(E - 127) * 2^-14 * f / 8. E is the exponent of the block's largest
+number, rounded up to 3 bits of mantissa.
 
-The exponent is that of the largest *rounded* number, so what was decoded is encoded with the same bits. Numbers with 3
-bits of mantissa are the upper 12 bits of an fp32 pattern. Rounding adds a `noise` of 20 bits to the pattern and drops
-the lower 20: random bits for stochastic rounding, 2^19 for rounding to nearest, ties away from zero. Where a signed
-number is below the smallest normal one of its block, it is first rounded to a multiple of 2^-20 units, as rounding.py
-says.
+**Positive numbers** (second moments). A code counts steps between fp32 patterns, which are integers in the order of the
+numbers: it stands for the pattern
 
-A positive number is never rounded to 0 in a block that has other numbers: below the smallest code it takes that code,
-2^-31 of the block's largest power of two. A second moment that is 0 while the first one is not would divide by zero.
+    base + code * 2^s          base a power of two, s from 16 to 20
+
+so that a block whose numbers are close to each other has up to 7 bits of mantissa (s = 16), one over 8 powers of two
+has 5 and one over 32 has 3 (s = 20). The base is the power of two at or below the block's smallest number, and s the
+least with which 255 steps reach the largest one. Where none does, s is 20, the base is 31 powers of two below the
+largest number rounded up to 3 bits, and smaller numbers take the base, the code 0: a second moment that is 0 while the
+first one is not would divide by zero. The scale has 16 bits, the upper ones of the base's pattern with s in its lower 5
+bits; 0 if all elements are 0, 0x7FC0 if all are NaN.
+
+Numbers between two codes are rounded by `noise` of 24 bits: random bits for stochastic rounding, 2^23 for rounding to
+nearest, ties away from zero; 0xFFFFFF rounds up and 0 down. What a code's step is divided into is compared with as many
+upper bits of the noise. Signed numbers below the smallest normal one of their block are first rounded to a multiple of
+2^-20 units, as rounding.py says.
+
+Scales depend on the numbers and not on the noise. What was decoded is encoded as the same numbers, whatever the noise.
 
 Every decoded number is 0 or a normal number of fp32. Therefore the exponent byte of a block of signed numbers is at
-least 18; blocks of smaller numbers, below 2^-109, become 0. That of positive numbers is at least 32, so that no code
-stands for less than 2^-126; blocks without a number above 2^-129 become 0, and those with none above 2^-128 may.
+least 18; blocks of smaller numbers, below 2^-109, become 0. No base is below 2^-126; blocks without a number above
+127/128 of that become 0.
 
-A NaN, an infinity and a number that rounds to more than the largest code can say make a block of NaN: nothing that is
-not finite is hidden. Codes in blocks of 0 and of NaN are 0.
+A NaN, an infinity and a number beyond 1.875 * 2^127 make a block of NaN: nothing that is not finite is hidden. Codes in
+blocks of 0 and of NaN are 0.
 
-A byte for 128 elements is 0.8 % of the codes. An exponent instead of a scale needs no division, and its products are
-exact.
+Three bytes for 32 elements are 5 % of the two codes of each. A power of two instead of another scale needs no division,
+and its products are exact.
 """
 
 from __future__ import annotations
@@ -39,20 +49,25 @@ from halfstep.kernels.block_instructions import (
     decode_signed_assembly,
     encode_positive_assembly,
     encode_signed_assembly,
+    widen_assembly,
 )
 
-SPAN = 128  # elements of a block
-DROPPED = 20  # bits that rounding drops from an fp32 pattern
-HALF = 1 << (DROPPED - 1)  # the noise of rounding to nearest
-LEAST_SIGNED, LEAST_POSITIVE, NAN_BLOCK = 18, 32, 255  # exponent bytes
-NOTHING = 1 << (DROPPED + 1)  # patterns plus noise below this are of blocks of zeros
-LARGEST_POSITIVE = 1.875 * 2.0**127  # the largest positive number with 3 bits of mantissa, pattern 0x7f700000
+SPAN = 32  # elements of a block
+NOISE_BITS = 24
+HALF, UP = 1 << (NOISE_BITS - 1), (1 << NOISE_BITS) - 1  # the noise of rounding to nearest, and of rounding up
+DROPPED = 20  # bits that rounding to 3 bits of mantissa drops from an fp32 pattern
+LEAST_SIGNED, NAN_BLOCK = 18, 255  # exponent bytes
+LEAST_STEP = 16  # the least s
+NAN_RANGE = 0x7FC0  # the scale of a block of positive numbers that are NaN
+SCALE_DTYPES = {True: torch.uint8, False: torch.int16}  # of signed and of positive numbers
+LARGEST_POSITIVE = 1.875 * 2.0**127  # the largest number with 3 bits of mantissa ...
+_LARGEST, _LEAST, _BINADE = 0x7F70, 0x80, 0x80  # ... its pattern, that of 2^-126, and a power of two, upper 16 bits
 
 # --------------------------------------------------------------------------------------------------------- reference
 
 
 def blocks_per_row(columns: int) -> int:
-    """The number of blocks, and of exponent bytes, in a row of `columns` elements."""
+    """The number of blocks, and of scales, in a row of `columns` elements."""
     return (columns + SPAN - 1) // SPAN
 
 
@@ -64,11 +79,11 @@ def rows_and_columns(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return shape[0], columns
 
 
-def _in_blocks(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of shape ``(rows, columns)`` as ``(rows, blocks, 128)``, the last block filled up with zeros."""
+def _in_blocks(x: torch.Tensor, filler: int = 0) -> torch.Tensor:
+    """A tensor of shape ``(rows, columns)`` as ``(rows, blocks, SPAN)``, the last block filled up."""
     rows, columns = x.shape
     count = blocks_per_row(columns)
-    return torch.nn.functional.pad(x, (0, count * SPAN - columns)).reshape(rows, count, SPAN)
+    return torch.nn.functional.pad(x, (0, count * SPAN - columns), value=filler).reshape(rows, count, SPAN)
 
 
 def _in_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
@@ -82,18 +97,13 @@ def _power(exponent: torch.Tensor) -> torch.Tensor:
     return (exponent << 23).masked_fill(exponent == NAN_BLOCK, 0x7FC00000).view(torch.float32)
 
 
-def _patterns(x: torch.Tensor, noise: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
-    """Magnitudes in blocks as int32 patterns, the exponent of each block's largest rounded one, the noise in blocks."""
-    magnitude = _in_blocks(x).view(torch.int32) & 0x7FFFFFFF
-    if isinstance(noise, torch.Tensor):
-        noise = _in_blocks(noise)
-    # A NaN's pattern plus noise would not fit 32 bits.
-    return magnitude, (magnitude.long() + noise).amax(-1, keepdim=True), noise
-
-
 def noise_of(words: torch.Tensor | None) -> torch.Tensor | int:
     """The noise of random words (int64, as those of philox.py), or that of rounding to nearest for None."""
-    return HALF if words is None else (words >> (32 - DROPPED)).to(torch.int32)
+    return HALF if words is None else (words >> (32 - NOISE_BITS)).to(torch.int32)
+
+
+def _noise_in_blocks(noise: torch.Tensor | int) -> torch.Tensor | int:
+    return _in_blocks(noise) if isinstance(noise, torch.Tensor) else noise
 
 
 def encode_signed(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,13 +111,17 @@ def encode_signed(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[to
 
     Args:
         x: fp32, shape ``(rows, columns)``.
-        noise: int32 of the same shape, from 0 to 2^20 - 1, or one number; see `noise_of`.
+        noise: int32 of the same shape, from 0 to 2^24 - 1, or one number; see `noise_of`.
 
     Returns:
         Codes of the shape of `x` and exponents of shape ``(rows, blocks_per_row(columns))``, both uint8.
     """
-    magnitude, largest, noise = _patterns(x, noise)
-    exponent = (largest >> 23).clamp(max=NAN_BLOCK).to(torch.int32)
+    bits = _in_blocks(x).view(torch.int32)
+    magnitude, noise = bits & 0x7FFFFFFF, _noise_in_blocks(noise) >> (NOISE_BITS - DROPPED)
+    # As int64: the pattern of a NaN does not leave room.
+    exponent = (
+        (magnitude.amax(-1, keepdim=True).long() + ((1 << DROPPED) - 1) >> 23).clamp(max=NAN_BLOCK).to(torch.int32)
+    )
     exponent = exponent.masked_fill(exponent < LEAST_SIGNED, 0)
     usable = (exponent > 0) & (exponent < NAN_BLOCK)
     # As numbers with an exponent bias of 7, like E4M3: the block's largest are from 2^8 to below 2^9.
@@ -116,7 +130,7 @@ def encode_signed(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[to
     normal = (pattern - (120 << 23) + noise) >> DROPPED
     units = scaled.masked_fill(~(scaled < 2.0**-6), 0.0) * 2.0**9  # of all others, NaN among them, no integer is made
     small = ((units * 2.0**DROPPED).round().to(torch.int32) + noise) >> DROPPED
-    code = torch.where(pattern < 121 << 23, small, normal) | (_in_blocks(x).view(torch.int32) >> 24 & 0x80)
+    code = torch.where(pattern < 121 << 23, small, normal) | (bits >> 24 & 0x80)
     code = code.masked_fill(~usable, 0).to(torch.uint8)
     return _in_rows(code, x.shape[1]), exponent.squeeze(-1).to(torch.uint8)
 
@@ -135,51 +149,73 @@ def decode_signed(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def encode_positive(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positive codes and exponents of fp32 numbers, whose signs are ignored; arguments as for `encode_signed`."""
-    magnitude, largest, noise = _patterns(x, noise)
-    exponent = (largest >> 23).clamp(LEAST_POSITIVE, NAN_BLOCK).to(torch.int32)
-    exponent = exponent.masked_fill(largest < NOTHING, 0)
-    usable = (exponent > 0) & (exponent < NAN_BLOCK)
-    code = ((magnitude.long() + noise) >> DROPPED) - ((exponent - 31) << 3)
-    code = code.clamp(min=0).masked_fill(~usable, 0).to(torch.uint8)
-    return _in_rows(code, x.shape[1]), exponent.squeeze(-1).to(torch.uint8)
+    """Positive codes (uint8) and scales (int16) of fp32 numbers, whose signs are ignored; arguments as for
+    `encode_signed`."""
+    magnitude, noise = _in_blocks(x).view(torch.int32) & 0x7FFFFFFF, _noise_in_blocks(noise)
+    smallest = _in_blocks(x.view(torch.int32) & 0x7FFFFFFF, 0x7FFFFFFF).amin(-1, keepdim=True)
+    # In units of 2^16, of which every step is a multiple. The largest number is rounded up to one.
+    most = (magnitude.amax(-1, keepdim=True).long() + 0xFFFF >> 16).to(torch.int32)
+    base = torch.maximum(smallest >> 23 << 7, (most + 15 >> 7 << 7) - 31 * _BINADE).clamp(min=_LEAST)
+    # An integer rounded up to 8 bits has 8 + s bits.
+    reach = (most - base).clamp(min=0).float().view(torch.int32) + 0xFFFF >> 23
+    shift = (reach - 134).clamp(min=0)
+    usable = (most >= _LEAST) & (most <= _LARGEST)
+    steps = (magnitude - (base << 16)).clamp(min=0).long() << (8 - shift)
+    code = (steps + noise >> NOISE_BITS).masked_fill(~usable, 0).to(torch.uint8)
+    scale = (base | shift + LEAST_STEP).masked_fill(most < _LEAST, 0).masked_fill(most > _LARGEST, NAN_RANGE)
+    return _in_rows(code, x.shape[1]), scale.squeeze(-1).to(torch.int16)
 
 
-def decode_positive(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """The fp32 numbers of positive codes; arguments as for `decode_signed`."""
-    fraction = ((_in_blocks(codes).to(torch.int32) << DROPPED) + (96 << 23)).view(torch.float32)
-    return _in_rows(fraction * _power(exponents.to(torch.int32)).unsqueeze(-1), codes.shape[1])
+def decode_positive(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The fp32 numbers of positive codes (uint8) and scales (int16); shapes as for `decode_signed`."""
+    scale = scales.to(torch.int32).unsqueeze(-1)
+    pattern = ((scale & 0xFFE0) << 16) + (_in_blocks(codes).to(torch.int32) << (scale & 31))
+    return _in_rows(pattern.view(torch.float32), codes.shape[1])
 
 
 def encode(
     x: torch.Tensor, rows: int, signed: bool, noise: torch.Tensor | int = HALF
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of the shape of `x`, whose elements are those of `rows` rows, and exponents of shape ``(rows, blocks)``."""
+    """Codes of the shape of `x`, whose elements are those of `rows` rows, and scales of shape ``(rows, blocks)``."""
     matrix = x.reshape(rows, x.numel() // max(rows, 1))
     if isinstance(noise, torch.Tensor):
         noise = noise.reshape(matrix.shape)
-    codes, exponents = (encode_signed if signed else encode_positive)(matrix, noise)
-    return codes.reshape(x.shape), exponents
+    codes, scales = (encode_signed if signed else encode_positive)(matrix, noise)
+    return codes.reshape(x.shape), scales
 
 
-def decode(codes: torch.Tensor, exponents: torch.Tensor, signed: bool) -> torch.Tensor:
+def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     """The fp32 numbers that `encode` encoded, of the shape of `codes`."""
-    rows = len(exponents)
+    rows = len(scales)
     matrix = codes.reshape(rows, codes.numel() // max(rows, 1))
-    return (decode_signed if signed else decode_positive)(matrix, exponents).reshape(codes.shape)
+    return (decode_signed if signed else decode_positive)(matrix, scales).reshape(codes.shape)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 if tl is not None:
-    _DROPPED, _NOTHING = tl.constexpr(DROPPED), tl.constexpr(NOTHING)
-    _LEAST_SIGNED, _LEAST_POSITIVE = tl.constexpr(LEAST_SIGNED), tl.constexpr(LEAST_POSITIVE)
-    _HALF, _SPAN = tl.constexpr(HALF), tl.constexpr(SPAN)
-    _DECODE_SIGNED, _DECODE_POSITIVE = tl.constexpr(decode_signed_assembly()), tl.constexpr(decode_positive_assembly())
-    _ENCODE_SIGNED, _ENCODE_SIGNED_STOCHASTIC = (tl.constexpr(encode_signed_assembly(one)) for one in (False, True))
-    _ENCODE_POSITIVE = tl.constexpr(encode_positive_assembly())
-    _DECODE, _ENCODE, _ENCODE_WITH_WORDS, _ENCODE_PATTERNS = (
-        tl.constexpr(constraints(*counts)) for counts in ((4, 5), (1, 8), (1, 12), (1, 8))
+    _NOISE_BITS, _DROPPED, _SPAN = tl.constexpr(NOISE_BITS), tl.constexpr(DROPPED), tl.constexpr(SPAN)
+    _LEAST_SIGNED, _LEAST_STEP, _NAN_RANGE = (
+        tl.constexpr(LEAST_SIGNED),
+        tl.constexpr(LEAST_STEP),
+        tl.constexpr(NAN_RANGE),
+    )
+    _ALMOST = tl.constexpr((1 << DROPPED) - 1)  # rounds up to 3 bits
+    _LARGEST_UPPER, _LEAST_UPPER = tl.constexpr(_LARGEST), tl.constexpr(_LEAST)
+    _WIDEN, _WIDEN_PAIRED = (tl.constexpr(widen_assembly(paired)) for paired in (False, True))
+    _WIDENED = tl.constexpr(constraints(2, 3))
+    _DECODE_SIGNED, _DECODE_SIGNED_PAIRED = (tl.constexpr(decode_signed_assembly(paired)) for paired in (False, True))
+    _DECODE_POSITIVE = tl.constexpr(decode_positive_assembly())
+    _ENCODE_SIGNED, _ENCODE_SIGNED_STOCHASTIC, _ENCODE_SIGNED_PAIRED, _ENCODE_SIGNED_STOCHASTIC_PAIRED = (
+        tl.constexpr(encode_signed_assembly(stochastic, paired))
+        for paired in (False, True)
+        for stochastic in (False, True)
+    )
+    _ENCODE_POSITIVE, _ENCODE_POSITIVE_STOCHASTIC = (
+        tl.constexpr(encode_positive_assembly(one)) for one in (False, True)
+    )
+    _DECODE, _DECODE_RANGE, _ENCODE, _ENCODE_TWO, _ENCODE_THREE = (
+        tl.constexpr(constraints(*counts)) for counts in ((4, 5), (4, 9), (1, 8), (1, 12), (1, 16))
     )
 
 
@@ -200,40 +236,63 @@ def decode_signed_block(codes, power):
 
 
 @jit
-def decode_positive_block(codes, power):
-    """A block of positive codes (uint8) as fp32; `power` as in `decode_signed_block`."""
-    return ((codes.to(tl.uint32) << _DROPPED) + (96 << 23)).to(tl.float32, bitcast=True) * power
+def decode_positive_block(codes, scales):
+    """A block of positive codes (uint8) as fp32; `scales` (int16) broadcasts."""
+    scale = scales.to(tl.uint32)
+    return (((scale & 0xFFE0) << 16) + (codes.to(tl.uint32) << (scale & 31))).to(tl.float32, bitcast=True)
 
 
 @jit
 def encode_signed_block(x, noise):
-    """fp32 numbers of shape (blocks, 128) as (codes of the same shape, exponents of shape (blocks,)), both uint8.
+    """fp32 numbers of shape (blocks, SPAN) as (codes of the same shape, exponents of shape (blocks,)), both uint8.
 
     `noise` is uint32, of the same shape or one number. Elements that do not exist must be 0.
     """
     bits = x.to(tl.uint32, bitcast=True)
-    largest = tl.max((bits & 0x7FFFFFFF) + noise, 1, keep_dims=True)
-    exponent = tl.minimum(largest >> 23, 255)
+    largest = tl.max(bits & 0x7FFFFFFF, 1, keep_dims=True)
+    exponent = tl.minimum((largest + _ALMOST) >> 23, 255)
     keep = tl.where((exponent >= _LEAST_SIGNED) & (exponent < 255), 0xFF, 0).to(tl.uint32)
     # The two factors make of the block's largest exponent 15: as fp32 patterns, smaller numbers are then subnormal
     # exactly where they are in 8 bits.
     usable = tl.minimum(tl.maximum(exponent, _LEAST_SIGNED), 254)
     scaled = tl.abs(x) * ((255 - usable) << 23).to(tl.float32, bitcast=True) * 2.0**-113
-    code = ((scaled.to(tl.uint32, bitcast=True) + noise) >> _DROPPED) | ((bits >> 24) & 0x80)
+    scaled = scaled.to(tl.uint32, bitcast=True) + (noise >> (_NOISE_BITS - _DROPPED))
+    code = (scaled >> _DROPPED) | ((bits >> 24) & 0x80)
     exponent = tl.where(exponent < _LEAST_SIGNED, 0, exponent)
     return (code & keep).to(tl.uint8), tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
 
 
 @jit
-def encode_positive_block(x, noise):
-    """As `encode_signed_block`, as positive codes."""
-    rounded = (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) + noise
-    largest = tl.max(rounded, 1, keep_dims=True)
-    exponent = tl.where(largest < _NOTHING, 0, tl.minimum(tl.maximum(largest >> 23, _LEAST_POSITIVE), 255)).to(tl.int32)
-    # Beyond every pattern where there are no numbers, so that their codes are 0.
-    lowest = tl.where((exponent > 0) & (exponent < 255), (exponent - 31) << 3, 1 << 12)
-    code = tl.maximum((rounded >> _DROPPED).to(tl.int32) - lowest, 0)
-    return code.to(tl.uint8), tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
+def _range(most, smallest):
+    """The bases and steps of blocks of positive numbers, as `encode_positive` says.
+
+    Args:
+        most: the largest patterns, rounded up to their upper 16 bits: int32, shape (blocks, 1).
+        smallest: the smallest patterns, of which the upper 9 bits count.
+
+    Returns:
+        The bases; s - LEAST_STEP; whether there are numbers other than 0 and NaN; the scales.
+    """
+    base = tl.maximum(smallest & 0x7F800000, (((most + 15) << 16) & 0x7F800000) - (31 << 23))
+    base = tl.maximum(base, 1 << 23)
+    reach = tl.maximum(most - (base >> 16), 0).to(tl.float32).to(tl.int32, bitcast=True)
+    shift = tl.maximum(((reach + 0xFFFF) >> 23) - 134, 0)
+    usable = (most >= _LEAST_UPPER) & (most <= _LARGEST_UPPER)
+    scale = tl.where(usable, (base >> 16) | (shift + _LEAST_STEP), tl.where(most < _LEAST_UPPER, 0, _NAN_RANGE))
+    return base, shift, usable, tl.reshape(scale, (most.shape[0],)).to(tl.int16)
+
+
+@jit
+def encode_positive_block(x, noise, mask):
+    """As `encode_signed_block`, as positive codes and scales (int16). `mask` says which elements exist."""
+    bits = (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF).to(tl.int32)
+    # The pattern of a NaN does not leave room in 32 bits with a sign.
+    largest = tl.max(tl.where(mask, bits, 0), 1, keep_dims=True).to(tl.uint32)
+    smallest = tl.min(tl.where(mask, bits, 0x7FFFFFFF), 1, keep_dims=True)
+    base, shift, usable, scale = _range(((largest + 0xFFFF) >> 16).to(tl.int32), smallest)
+    steps = tl.maximum(bits - base, 0).to(tl.uint32) << (8 - shift).to(tl.uint32)
+    code = (steps + noise) >> _NOISE_BITS
+    return tl.where(usable, code, 0).to(tl.uint8), scale
 
 
 # As the functions above, four codes in a register, on NVIDIA GPUs. `x` must be what arithmetic gave there: then no NaN
@@ -241,20 +300,37 @@ def encode_positive_block(x, noise):
 
 
 @jit
-def decode_signed_packed(codes, power):
-    """`decode_signed_block`."""
-    return tl.inline_asm_elementwise(_DECODE_SIGNED, _DECODE, [codes, power], tl.float32, is_pure=True, pack=4)
+def widened_packed(x, factor):
+    """bf16 times an fp32 number."""
+    ASSEMBLY: tl.constexpr = _WIDEN_PAIRED if cuda_capability_geq(10, 0) else _WIDEN
+    return tl.inline_asm_elementwise(ASSEMBLY, _WIDENED, [x, factor], tl.float32, is_pure=True, pack=2)
 
 
 @jit
-def decode_positive_packed(codes, power):
+def decode_signed_packed(codes, power):
+    """`decode_signed_block`."""
+    ASSEMBLY: tl.constexpr = _DECODE_SIGNED_PAIRED if cuda_capability_geq(10, 0) else _DECODE_SIGNED
+    return tl.inline_asm_elementwise(ASSEMBLY, _DECODE, [codes, power], tl.float32, is_pure=True, pack=4)
+
+
+@jit
+def decode_positive_packed(codes, scales):
     """`decode_positive_block`."""
-    return tl.inline_asm_elementwise(_DECODE_POSITIVE, _DECODE, [codes, power], tl.float32, is_pure=True, pack=4)
+    scale = scales.to(tl.int32)
+    base, step = (scale & 0xFFE0) << 16, tl.full(scale.shape, 1, tl.int32) << (scale & 31)
+    return tl.inline_asm_elementwise(
+        _DECODE_POSITIVE, _DECODE_RANGE, [codes, step, base], tl.float32, is_pure=True, pack=4
+    )
 
 
 @jit
 def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
 
 
 @jit
@@ -267,53 +343,65 @@ def _larger_halves(a, b):
 
 
 @jit
-def _of_threads(x, EACH: tl.constexpr):
-    """The largest of the elements that a thread holds side by side, of shape (blocks, threads)."""
-    by_thread = tl.reshape(x, (x.shape[0], _SPAN // EACH, EACH))
-    if x.dtype == tl.float32:
-        return tl.reduce(by_thread, 2, _larger).to(tl.uint32, bitcast=True)
-    else:
-        return tl.max(by_thread, 2)
+def _by_thread(x, EACH: tl.constexpr):
+    """The elements that a thread holds side by side in a dimension of their own."""
+    return tl.reshape(x, (x.shape[0], _SPAN // EACH, EACH))
 
 
 @jit
-def largest_packed(x, y, EACH: tl.constexpr):
-    """The upper halves of the largest patterns of two blocks' rows, that of `y` above: uint32 of shape (blocks, 1).
+def extremes_packed(m, v, exists, EACH: tl.constexpr, SHORT: tl.constexpr):
+    """What the scales of blocks are made of, each of shape (blocks, 1).
 
-    Numbers of fp32 without a sign, or patterns; what exponents are made of is in the upper halves. EACH elements lie
-    side by side in a thread.
+    `m` and `v` are what arithmetic gave, `v` without signs. EACH elements lie side by side in a thread. If SHORT, a
+    block may be short, `exists` says which threads have elements that exist, and elements of `m` that do not must be 0.
+
+    Returns:
+        The largest patterns, rounded up to their upper 16 bits, of `v` above those of `m`; the smallest of `v`.
     """
+    # The compiler's own absolute value is a bit operation each, this one a part of the maximum.
+    m = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [m], tl.float32, is_pure=True, pack=1)
+    most_m = tl.reduce(_by_thread(m, EACH), 2, _larger).to(tl.uint32, bitcast=True) + 0xFFFF
+    most_v = tl.reduce(_by_thread(v, EACH), 2, _larger).to(tl.uint32, bitcast=True) + 0xFFFF
+    # Two to a register on their way between threads.
     both = tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [_of_threads(x, EACH), _of_threads(y, EACH)], tl.uint32,
-        is_pure=True, pack=1,
-    )  # fmt: skip
-    return tl.reduce(both, 1, _larger_halves, keep_dims=True)
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [most_m, most_v], tl.uint32, is_pure=True, pack=1
+    )
+    smallest = tl.reduce(_by_thread(v, EACH), 2, _smaller).to(tl.int32, bitcast=True)
+    if SHORT:
+        both, smallest = tl.where(exists, both, 0), tl.where(exists, smallest, 0x7FFFFFFF)
+    return tl.reduce(both, 1, _larger_halves, keep_dims=True), tl.min(smallest, 1, keep_dims=True)
 
 
 @jit
-def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
-    """`encode_signed_block`; `largest` has the upper half of the largest rounded pattern, `word` is moved down by 8."""
-    exponent = tl.minimum(largest >> 7, 255)
+def encode_signed_packed(x, most, word, STOCHASTIC: tl.constexpr):
+    """`encode_signed_block`; `most` as `extremes_packed` gives it, `word` is moved down by 8 bits."""
+    exponent = tl.minimum(((most & 0xFFFF) + 15) >> 7, 255)
     usable = (exponent >= _LEAST_SIGNED) & (exponent < 255)
     factor = tl.where(usable, (511 - exponent) << 23, 0).to(tl.uint32).to(tl.float32, bitcast=True)  # 2^(128 - E)
+    PAIRED: tl.constexpr = cuda_capability_geq(10, 0)
     if STOCHASTIC:
-        codes = tl.inline_asm_elementwise(
-            _ENCODE_SIGNED_STOCHASTIC, _ENCODE_WITH_WORDS, [x, factor, word], tl.uint8, is_pure=True, pack=4
-        )
+        WITH_WORDS: tl.constexpr = _ENCODE_SIGNED_STOCHASTIC_PAIRED if PAIRED else _ENCODE_SIGNED_STOCHASTIC
+        codes = tl.inline_asm_elementwise(WITH_WORDS, _ENCODE_TWO, [x, factor, word], tl.uint8, is_pure=True, pack=4)
     else:
-        codes = tl.inline_asm_elementwise(_ENCODE_SIGNED, _ENCODE, [x, factor], tl.uint8, is_pure=True, pack=4)
+        NEAREST: tl.constexpr = _ENCODE_SIGNED_PAIRED if PAIRED else _ENCODE_SIGNED
+        codes = tl.inline_asm_elementwise(NEAREST, _ENCODE, [x, factor], tl.uint8, is_pure=True, pack=4)
     exponent = tl.where(exponent < _LEAST_SIGNED, 0, exponent)
     return codes, tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
 
 
 @jit
-def encode_positive_packed(patterns, largest, NOISE: tl.constexpr):
-    """`encode_positive_block`, of patterns to which NOISE is to be added; `largest` as in `encode_signed_packed`."""
-    exponent = tl.where(largest < (_NOTHING >> 16), 0, tl.minimum(tl.maximum(largest >> 7, _LEAST_POSITIVE), 255))
-    usable = (exponent > 0) & (exponent < 255)
-    # Where there are no numbers, what is added makes every pattern negative, or less than 2^20 with the noise.
-    added = tl.where(usable, (31 - exponent.to(tl.int32)) << 23, -0x80000000).to(tl.int32) + NOISE
-    codes = tl.inline_asm_elementwise(
-        _ENCODE_POSITIVE, _ENCODE_PATTERNS, [patterns, added], tl.uint8, is_pure=True, pack=4
-    )
-    return codes, tl.reshape(exponent, (patterns.shape[0],)).to(tl.uint8)
+def encode_positive_packed(x, most, smallest, word, STOCHASTIC: tl.constexpr):
+    """`encode_positive_block`; `most`, `smallest` and `word` as in `encode_signed_packed`."""
+    base, shift, usable, scale = _range((most >> 16).to(tl.int32), smallest)
+    # A pattern is moved up by 8 - shift bits, so that its code becomes the upper byte.
+    factor = tl.where(usable, 256 >> shift, 0)
+    if STOCHASTIC:
+        codes = tl.inline_asm_elementwise(
+            _ENCODE_POSITIVE_STOCHASTIC, _ENCODE_THREE, [x, -base, factor, word], tl.uint8,
+            is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        codes = tl.inline_asm_elementwise(
+            _ENCODE_POSITIVE, _ENCODE_TWO, [x, -base, factor], tl.uint8, is_pure=True, pack=4
+        )
+    return codes, scale

@@ -26,86 +26,141 @@ def _body(lines: list[str]) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-def constraints(outputs: int, inputs: int) -> str:
-    """The constraints of assembly whose operands are registers of 32 bits."""
-    return ",".join(["=r"] * outputs + ["r"] * inputs)
+def constraints(outputs: int, inputs: int, kind: str = "r") -> str:
+    """The constraints of assembly whose operands are registers of 32 bits; `kind` f: that are fp32 numbers."""
+    return ",".join([f"={kind}"] * outputs + [kind] * inputs)
 
 
-def decode_signed_assembly() -> str:
-    """PTX that makes four fp32 numbers ($0 to $3) of signed codes ($4) and the powers of their blocks ($5 to $8)."""
-    lines = [".reg .b16 %even, %odd;", ".reg .b32 %pair;"]
+def widen_assembly(paired: bool = False) -> str:
+    """PTX that makes two fp32 numbers ($0, $1) of two bf16 numbers ($2), times two factors ($3, $4).
+
+    With one bit operation each; the compiler takes two for the upper half of a register.
+    """
+    lines = [".reg .b32 %a, %b;", "shl.b32 %a, $2, 16;", "and.b32 %b, $2, 0xFFFF0000;"]
+    if paired:
+        lines += [
+            ".reg .b64 %ab, %factors;",
+            "mov.b64 %ab, {%a, %b};",
+            "mov.b64 %factors, {$3, $4};",
+            "mul.rn.f32x2 %ab, %ab, %factors;",
+            "mov.b64 {$0, $1}, %ab;",
+        ]
+    else:
+        lines += ["mul.rn.f32 $0, %a, $3;", "mul.rn.f32 $1, %b, $4;"]
+    return _body(lines)
+
+
+def decode_signed_assembly(paired: bool = False) -> str:
+    """PTX that makes four fp32 numbers ($0 to $3) of signed codes ($4) and the powers of their blocks ($5 to $8).
+
+    `paired`: with the instructions for two numbers that GPUs have from sm_100 on, here and below.
+    """
+    lines = [".reg .b16 %even, %odd;", ".reg .b32 %pair, %a, %b;"]
+    if paired:
+        lines += [".reg .b64 %ab, %powers;"]
     for pair, selector in enumerate(("0x9180", "0xB3A2")):  # bytes, and their signs above them
+        first, second = 2 * pair, 2 * pair + 1
         lines += [
             f"prmt.b32 %pair, $4, 0, {selector};",
             "shl.b32 %pair, %pair, 7;",
             # Two fp16 numbers. The sign was in both upper bits of each, of which the second must go.
             "and.b32 %pair, %pair, 0xBF80BF80;",
             "mov.b32 {%even, %odd}, %pair;",
-            f"cvt.f32.f16 ${2 * pair}, %even;",
-            f"cvt.f32.f16 ${2 * pair + 1}, %odd;",
-            f"mul.rn.f32 ${2 * pair}, ${2 * pair}, ${5 + 2 * pair};",
-            f"mul.rn.f32 ${2 * pair + 1}, ${2 * pair + 1}, ${6 + 2 * pair};",
+            "cvt.f32.f16 %a, %even;",
+            "cvt.f32.f16 %b, %odd;",
         ]
+        if paired:
+            lines += [
+                "mov.b64 %ab, {%a, %b};",
+                f"mov.b64 %powers, {{${5 + first}, ${5 + second}}};",
+                "mul.rn.f32x2 %ab, %ab, %powers;",
+                f"mov.b64 {{${first}, ${second}}}, %ab;",
+            ]
+        else:
+            lines += [f"mul.rn.f32 ${first}, %a, ${5 + first};", f"mul.rn.f32 ${second}, %b, ${5 + second};"]
     return _body(lines)
 
 
 def decode_positive_assembly() -> str:
-    """As `decode_signed_assembly`, for positive codes."""
-    lines = [".reg .b32 %pattern;"]
-    for place, shift in enumerate(("shl.b32 %pattern, $4, 20;", "shl.b32 %pattern, $4, 12;",
-                                   "shl.b32 %pattern, $4, 4;", "shr.u32 %pattern, $4, 4;")):  # fmt: skip
+    """PTX that makes four fp32 numbers ($0 to $3) of positive codes ($4).
+
+    The other operands, four each: the distances of the codes of their blocks, powers of two, and the bases.
+    """
+    lines = [".reg .b32 %code;"]
+    for place in range(4):
         lines += [
-            shift,
-            f"lop3.b32 %pattern, %pattern, 0x0FF00000, 0x30000000, {_AND_OR};",
-            f"mul.rn.f32 ${place}, %pattern, ${5 + place};",
+            f"prmt.b32 %code, $4, 0, 0x444{place};",
+            f"mad.lo.u32 ${place}, %code, ${5 + place}, ${9 + place};",
         ]
     return _body(lines)
 
 
-def encode_signed_assembly(stochastic: bool) -> str:
+def encode_signed_assembly(stochastic: bool, paired: bool = False) -> str:
     """PTX that makes signed codes ($0) of four fp32 numbers ($1 to $4).
 
     The other operands, four each: factors of their blocks, negative, or 0 where all codes are 0; and, if `stochastic`,
     random words moved down by a byte.
     """
-    lines = [".reg .b32 %scaled, %s0, %s1, %s2, %s3, %upper;"]
+    lines = [".reg .b32 %s0, %s1, %s2, %s3, %c0, %c1, %c2, %c3, %upper;"]
+    # A zero keeps its sign because the product of its negative and the factor is added to a zero that is negative with
+    # the factor. Without a factor, the sum is 0, or NaN, whose pattern 0x7FFFFFFF overflows to 0 below with any noise.
+    if paired:
+        lines += [".reg .b64 %xx, %factors, %zeros, %small;", f"mov.b32 %upper, {_hex(2.0**-113)};"]
+        lines += ["mov.b64 %small, {%upper, %upper};"]
+        for first in (0, 2):
+            lines += [
+                f"mul.rn.f32 %upper, ${5 + first}, {_hex(0.0)};",
+                "mov.b64 %zeros, {%upper, %upper};",
+                f"neg.f32 %s{first}, ${5 + first};",
+                f"mov.b64 %factors, {{%s{first}, %s{first}}};",
+                f"mov.b64 %xx, {{${1 + first}, ${2 + first}}};",
+                "fma.rn.f32x2 %xx, %xx, %factors, %zeros;",
+                "mul.rn.f32x2 %xx, %xx, %small;",
+                f"mov.b64 {{%c{first}, %c{first + 1}}}, %xx;",
+            ]
+    else:
+        for place in range(4):
+            lines += [
+                f"mul.rn.f32 %upper, ${5 + place}, {_hex(0.0)};",
+                f"neg.f32 %c{place}, ${1 + place};",
+                f"fma.rn.f32 %c{place}, %c{place}, ${5 + place}, %upper;",
+                f"mul.rn.f32 %c{place}, %c{place}, {_hex(2.0**-113)};",
+            ]
     for place in range(4):
         noise = f"${9 + place}" if stochastic else str(1 << 23)
         lines += [
-            # A zero keeps its sign because the product of its negative and the factor is added to a zero that is
-            # negative with the factor. Without a factor, the sum is 0, or NaN, whose pattern 0x7FFFFFFF overflows to 0
-            # below with every noise.
-            f"mul.rn.f32 %upper, ${5 + place}, {_hex(0.0)};",
-            f"neg.f32 %scaled, ${1 + place};",
-            f"fma.rn.f32 %scaled, %scaled, ${5 + place}, %upper;",
-            f"mul.rn.f32 %scaled, %scaled, {_hex(2.0**-113)};",
-            f"shl.b32 %s{place}, %scaled, 4;",
+            f"shl.b32 %s{place}, %c{place}, 4;",
             f"add.u32 %s{place}, %s{place}, {noise};",
-            f"lop3.b32 %s{place}, %s{place}, %scaled, 0x7FFFFFFF, {_CHOICE};",
+            f"lop3.b32 %s{place}, %s{place}, %c{place}, 0x7FFFFFFF, {_CHOICE};",
         ]
-    lines += [
-        "prmt.b32 %s0, %s0, %s1, 0x0073;",
-        "prmt.b32 %upper, %s2, %s3, 0x0073;",
-        "prmt.b32 $0, %s0, %upper, 0x5410;",
-    ]
-    return _body([EXACT, *lines])
+    return _body([EXACT, *lines, *_upper_bytes()])
 
 
-def encode_positive_assembly() -> str:
-    """PTX that makes positive codes ($0) of the patterns of four numbers ($1 to $4) and what is added ($5 to $8)."""
+def encode_positive_assembly(stochastic: bool) -> str:
+    """PTX that makes positive codes ($0) of four positive fp32 numbers ($1 to $4).
+
+    The other operands, four each: the negative bases of their blocks; powers of two that move codes to the upper byte,
+    or 0 where all codes are 0; and, if `stochastic`, random words moved down by a byte.
+    """
     lines = [".reg .b32 %s0, %s1, %s2, %s3;"]
     for place in range(4):
+        noise = f"${13 + place}" if stochastic else str(1 << 23)
         lines += [
             f"add.s32 %s{place}, ${1 + place}, ${5 + place};",
             f"max.s32 %s{place}, %s{place}, 0;",
+            f"mad.lo.u32 %s{place}, %s{place}, ${9 + place}, {noise};",
         ]
-    lines += [  # the codes are bits 20 to 27
-        "prmt.b32 %s0, %s0, %s2, 0x7632;",
-        "prmt.b32 %s1, %s1, %s3, 0x6327;",
-        f"lop3.b32 %s0, %s0, %s1, 0x0FF00FF0, {_CHOICE};",
-        "shf.r.wrap.b32 $0, %s0, %s0, 4;",
-    ]
+    lines += _upper_bytes()
     return _body(lines)
+
+
+def _upper_bytes() -> list[str]:
+    """The upper bytes of four registers in one."""
+    return [
+        "prmt.b32 %s0, %s0, %s1, 0x0073;",
+        "prmt.b32 %s2, %s2, %s3, 0x0073;",
+        "prmt.b32 $0, %s0, %s2, 0x5410;",
+    ]
 
 
 def _single_update(m: str, v: str, new: str, decay: str, root: str, eps: str, step_size: str) -> list[str]:
@@ -148,14 +203,16 @@ def _paired_update(
         *joined(after),
         "mov.b64 %ww, {%u, %w};",
         f"mov.b64 %vv, {{{v[place]}, {v[after]}}};",
+        f"neg.f32 %r, {v[place]};",
+        f"neg.f32 %t, {v[after]};",
+        "mov.b64 %uu, {%r, %t};",
         f"mov.b64 %mm, {{{m[place]}, {m[after]}}};",
         f"rsqrt.approx.ftz.f32 %r, {v[place]};",
         f"rsqrt.approx.ftz.f32 %t, {v[after]};",
         "mov.b64 %rr, {%r, %t};",
         "mul.rn.f32x2 %ss, %vv, %rr;",
         "mul.rn.f32x2 %hh, %rr, %halves;",
-        "mul.rn.f32x2 %vv, %vv, %minus;",
-        "fma.rn.f32x2 %tt, %ss, %ss, %vv;",
+        "fma.rn.f32x2 %tt, %ss, %ss, %uu;",
         "fma.rn.f32x2 %ss, %tt, %hh, %ss;",
         "mul.rn.f32x2 %ss, %ss, %roots;",
         "add.rn.f32x2 %bb, %ss, %epss;",
@@ -179,7 +236,68 @@ def _paired_update(
     ]
 
 
-WEIGHTS = 8  # elements that `update_assembly` takes at a time
+WEIGHTS = 8  # elements that the functions below take at a time
+
+
+def averages_assembly(largest: float, paired: bool = False) -> str:
+    """PTX that makes the new moments of eight elements ($0 to $7, $8 to $15) by moving averages.
+
+    The operands, eight each: gradients, first moments, second moments, and the factors of both averages, whose signs
+    say which form applies, as in adam.py. They are the same for all elements, so that one branch stands for two choices
+    per element. The square of a gradient is at most `largest`.
+    """
+    n = WEIGHTS
+    g, m, v, f1, f2 = ([f"${place}" for place in range(2 * n + part * n, 3 * n + part * n)] for part in range(5))
+    lines = [".reg .pred %first, %second;", ".reg .b32 %d, %q, %old;"]
+    if paired:
+        lines += [".reg .b64 %gg, %mm, %qq, %dd, %f1, %f2;"]
+        lines += [f"mov.b64 %f1, {{{f1[0]}, {f1[0]}}};", f"mov.b64 %f2, {{{f2[0]}, {f2[0]}}};"]
+    lines += [
+        f"setp.gt.f32 %first, {f1[0]}, {_hex(0.0)};",
+        f"setp.gt.f32 %second, {f2[0]}, {_hex(0.0)};",
+        "and.pred %first, %first, %second;",
+        "@!%first bra OTHER_${:uid};",
+    ]
+    if paired:
+        for a in range(0, n, 2):
+            b = a + 1
+            lines += [
+                f"mov.b64 %gg, {{{g[a]}, {g[b]}}};",
+                f"mov.b64 %mm, {{{m[a]}, {m[b]}}};",
+                "sub.rn.f32x2 %dd, %gg, %mm;",
+                "mul.rn.f32x2 %dd, %f1, %dd;",
+                "add.rn.f32x2 %mm, %mm, %dd;",
+                f"mov.b64 {{${a}, ${b}}}, %mm;",
+                "mul.rn.f32x2 %qq, %gg, %gg;",
+                "mov.b64 {%q, %d}, %qq;",
+                f"min.NaN.f32 %q, %q, {_hex(largest)};",
+                f"min.NaN.f32 %d, %d, {_hex(largest)};",
+                "mov.b64 %qq, {%q, %d};",
+                f"mov.b64 %mm, {{{v[a]}, {v[b]}}};",
+                "sub.rn.f32x2 %dd, %qq, %mm;",
+                "mul.rn.f32x2 %dd, %f2, %dd;",
+                "add.rn.f32x2 %mm, %mm, %dd;",
+                f"mov.b64 {{${n + a}, ${n + b}}}, %mm;",
+            ]
+    else:
+        for place in range(n):
+            lines += _average(g[place], m[place], f1[0], f"${place}", None)
+            lines += [f"mul.rn.f32 %q, {g[place]}, {g[place]};", f"min.NaN.f32 %q, %q, {_hex(largest)};"]
+            lines += _average("%q", v[place], f2[0], f"${n + place}", None)
+    lines += ["bra AVERAGED_${:uid};", "OTHER_${:uid}:", f"setp.gt.f32 %first, {f1[0]}, {_hex(0.0)};"]
+    for place in range(n):
+        lines += _average(g[place], m[place], f1[0], f"${place}", "%first")
+        lines += [f"mul.rn.f32 %q, {g[place]}, {g[place]};", f"min.NaN.f32 %q, %q, {_hex(largest)};"]
+        lines += _average("%q", v[place], f2[0], f"${n + place}", "%second")
+    return _body([EXACT, *lines, "AVERAGED_${:uid}:"])
+
+
+def _average(new: str, old: str, factor: str, result: str, near: str | None) -> list[str]:
+    """A moving average; `near` is the predicate that the factor is positive, None if it is known to be."""
+    lines = [f"sub.rn.f32 %d, {new}, {old};", f"mul.rn.f32 %d, {factor}, %d;"]
+    if near is None:
+        return [*lines, f"add.rn.f32 {result}, {old}, %d;"]
+    return [*lines, f"selp.f32 %old, {old}, {new}, {near};", f"add.rn.f32 {result}, %old, %d;"]
 
 
 def update_assembly(
@@ -189,7 +307,7 @@ def update_assembly(
 
     The operands are moments, v, then what holds the weights: fp32 numbers if `remainder` is 0, else bf16 numbers and
     remainders of as many bits, of which the new ones are given; then random words moved down by a byte if `stochastic`,
-    and, each of them as often as there are elements: decay, root, eps, step_size and the least quotient.
+    and, each of them as often as there are elements: decay, root, eps, step_size, the least quotient and the least v.
 
     Root and quotient are the sequences that ptxas makes of sqrt.rn and div.rn for numbers that are not too large or
     small. The compiler checks and branches twice per element; here all of a thread are checked and branch together: to
@@ -212,7 +330,7 @@ def update_assembly(
 
     m, v, weights, rests = take(n), take(n), take(of_weights), take(of_rests)
     words = take(n if stochastic else 0)
-    decay, root, eps, step_size, least = (take(n)[0] for _ in range(5))
+    decay, root, eps, step_size, least, smallest = (take(n)[0] for _ in range(6))
     inputs = next(at) - outputs
 
     def joined(place: int) -> list[str]:
@@ -238,7 +356,7 @@ def update_assembly(
         "setp.ne.u32 %bad, 0, 0;",
     ]
     if paired:
-        lines += [".reg .b64 %rr, %ss, %hh, %vv, %mm, %bb, %qq, %tt, %ww, %ones, %halves, %minus;"]
+        lines += [".reg .b64 %rr, %ss, %hh, %vv, %uu, %mm, %bb, %qq, %tt, %ww, %ones, %halves, %minus;"]
         lines += [".reg .b64 %roots, %epss, %decays, %steps;"]
         for name, number in (("ones", 1.0), ("halves", -0.5), ("minus", -1.0)):
             lines += [f"mov.b32 %t, {_hex(number)};", f"mov.b64 %{name}, {{%t, %t}};"]
@@ -269,7 +387,7 @@ def update_assembly(
         checks = list(zip(v, quotients, names, strict=True))
     for radicand, quotient, new in checks:
         lines += [
-            f"setp.ltu.f32 %here, {radicand}, {_hex(2.0**-101)};",
+            f"setp.ltu.f32 %here, {radicand}, {smallest};",
             "or.pred %bad, %bad, %here;",
             f"abs.f32 %u, {quotient};",
             f"setp.ltu.f32 %here, %u, {least};",

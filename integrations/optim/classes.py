@@ -137,7 +137,7 @@ class _AdamBase(CanonicalState):
         if added["state_dtype"] == "8bit" and added["rounding"] == "nearest":
             warnings.warn(
                 f"group {number} rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than "
-                "half a unit of 3 bits of mantissa, so that second moments stop changing; leave rounding out, or use "
+                "half the distance of two codes, so that second moments stop changing; leave rounding out, or use "
                 "rounding='stochastic'",
                 UserWarning,
                 stacklevel=6,  # the line that creates an AdamW
@@ -370,10 +370,10 @@ _ARGUMENTS = """
             ``"full"`` (fp32 copy, 4 B), ``"split24"`` (bf16 weight + 8-bit remainder = master of 24 bits, 1 B; use
             ``rounding="stochastic"`` with it), ``None`` (round the weight every step), or ``"auto"``: split for bf16,
             full for fp16. fp32 parameters need none.
-        state_dtype: dtype of the moments, fp32 or bf16, or ``"8bit"``: a byte per element, and a byte for each 128
-            elements of a row; moments of vectors and of parameters of less than 4,096 elements stay in fp32. Rounded to
-            nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are below half
-            an ulp: use ``rounding="stochastic"`` with bf16. It is the default with 8 bits.
+        state_dtype: dtype of the moments, fp32 or bf16, or ``"8bit"``: a byte per element, and one or two bytes for
+            each 32 elements of a row; moments of vectors and of parameters of less than 4,096 elements stay in fp32.
+            Rounded to nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are
+            below half an ulp: use ``rounding="stochastic"`` with bf16. It is the default with 8 bits.
         rounding: ``"nearest"``, ``"stochastic"``, or ``"auto"``: stochastic with ``state_dtype="8bit"``, to nearest
             otherwise. Stochastic rounding rounds bf16 and 8-bit moments, 16-bit
             parameters without a master, and masters of 24 bits, to either neighbour, with probabilities that make the

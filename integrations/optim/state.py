@@ -12,7 +12,14 @@ from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.optim.options import MASTER_DTYPES, master_of, plain_number, state_dtype_of
 from halfstep.kernels import adam
-from halfstep.kernels.block_codes import LARGEST_POSITIVE, blocks_per_row, decode, encode, rows_and_columns
+from halfstep.kernels.block_codes import (
+    LARGEST_POSITIVE,
+    SCALE_DTYPES,
+    blocks_per_row,
+    decode,
+    encode,
+    rows_and_columns,
+)
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.scaling.topology import is_sharded, local
@@ -24,7 +31,9 @@ if TYPE_CHECKING:
 WHOLE = -1  # the part of a step that has all parameters
 CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}  # the exponents of moments in 8 bits
+# The scales of blocks of moments in 8 bits, and their dtypes.
+SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}
+DTYPES_OF_SCALES = {scales: SCALE_DTYPES[moment == "exp_avg"] for moment, scales in SCALES.items()}
 
 
 def version_of(parameter: torch.Tensor) -> int:
@@ -67,7 +76,7 @@ def state_keys(layout: adam.Layout) -> dict[int, str]:
     if layout.amsgrad:
         keys[adam.TOP] = "max_exp_avg_sq"
     if layout.coded:
-        keys |= {adam.EXPONENTS_OF[operand]: SCALES[key] for operand, key in keys.items() if key in MOMENTS}
+        keys |= {adam.SCALES_OF[operand]: SCALES[key] for operand, key in keys.items() if key in MOMENTS}
     return keys
 
 
@@ -120,13 +129,13 @@ def _sharded(parameter: torch.Tensor, values: torch.Tensor, shape: torch.Size, s
     )
 
 
-def scales_like(parameter: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """The exponents of the local blocks of a parameter, sharded like the parameter."""
+def scales_like(parameter: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The scales of the local blocks of a parameter, sharded like the parameter."""
     if not is_sharded(parameter):
-        return exponents
+        return scales
     rows, columns = rows_and_columns(parameter.shape)
     blocks = blocks_per_row(columns)
-    return _sharded(parameter, exponents, torch.Size((rows, blocks)), (blocks, 1))
+    return _sharded(parameter, scales, torch.Size((rows, blocks)), (blocks, 1))
 
 
 def decoded(state: dict[str, Any], key: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -147,8 +156,8 @@ def encoded(key: str, values: torch.Tensor, parameter: torch.Tensor) -> dict[str
     """
     if key != "exp_avg":  # second moments: limited as in the step, and not negative
         values = values.clamp(max=LARGEST_POSITIVE).masked_fill(values < 0, math.nan)
-    codes, exponents = encode(values.contiguous(), len(values), signed=key == "exp_avg")
-    return {key: like(parameter, codes), SCALES[key]: scales_like(parameter, exponents)}
+    codes, scales = encode(values.contiguous(), len(values), signed=key == "exp_avg")
+    return {key: like(parameter, codes), SCALES[key]: scales_like(parameter, scales)}
 
 
 def step_count(saved: Any, where: str) -> torch.Tensor:
@@ -325,8 +334,9 @@ class OptimizerState(StepsOnVerdict, Optimizer):
             state[key] = torch.zeros_like(value, dtype=dtype, memory_format=torch.preserve_format)
             if dtype == torch.uint8:
                 rows, columns = rows_and_columns(local(value).shape)
-                exponents = local(value).new_zeros(rows, blocks_per_row(columns), dtype=dtype)
-                state[SCALES[key]] = scales_like(parameter, exponents)
+                kept = DTYPES_OF_SCALES[SCALES[key]]
+                scales = local(value).new_zeros(rows, blocks_per_row(columns), dtype=kept)
+                state[SCALES[key]] = scales_like(parameter, scales)
         master = master_of(parameter, group["master_weights"])
         if master == "full":
             state["master"] = value.to(torch.float32, memory_format=torch.preserve_format)

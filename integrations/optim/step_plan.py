@@ -12,6 +12,7 @@ from halfstep.integrations.optim.batches import LaunchGroup, OperationsGroup, ch
 from halfstep.integrations.optim.options import check_parameter, layout_of, options_of
 from halfstep.integrations.optim.state import (
     CANONICAL_KEYS,
+    DTYPES_OF_SCALES,
     SCALES,
     OptimizerState,
     is_complete,
@@ -250,7 +251,7 @@ def _fitting(
         raise TypeError(f"Expected state {key!r} of {where} to be a tensor, but got a {type(value).__name__}")
     held, own = local(value), local(parameter)
     master = adam.REMAINDERS.get(layout.master, torch.float32)
-    dtype = {"step": torch.float32, "master": master}.get(key, layout.state)
+    dtype = {"step": torch.float32, "master": master, **DTYPES_OF_SCALES}.get(key, layout.state)
     shape = () if key == "step" else tuple(own.shape)
     if key in SCALES.values():
         rows, columns = rows_and_columns(own.shape)

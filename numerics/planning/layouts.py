@@ -60,9 +60,12 @@ FP32, FP16, BF16 = StoredFormat("fp32", 4), StoredFormat("fp16", 2), StoredForma
 FP8 = StoredFormat("fp8", 1)
 INT16, INT8 = StoredFormat("int16", 2), StoredFormat("int8", 1)
 INT8_GROUPS = StoredFormat("int8 in groups of 32", 1, group=32, scale=2)
-CODES = StoredFormat("8bit", 1, group=128, scale=1, without_rows=FP32)  # kernels/block_codes.py
+# kernels/block_codes.py; the scales of second moments have two bytes.
+CODES = StoredFormat("8bit", 1, group=32, scale=1, without_rows=FP32)
+POSITIVE_CODES = replace(CODES, name="8bit, positive", scale=2)
+SECOND_MOMENTS = {CODES.name: POSITIVE_CODES.name}  # formats that second moments have instead of that of the first
 REMAINDERS = (INT16, INT8)  # formats of the bits that extend a 16-bit weight to its master
-STORED_FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8, CODES)}
+STORED_FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8, CODES, POSITIVE_CODES)}
 
 PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
 
@@ -163,8 +166,9 @@ def _rows(
 ) -> Iterator[Layout]:
     """A row for each format of the parameters. If `moment` is None, the moments have the format of the parameters."""
     for form in weights:
-        both = moment or form
-        yield Layout(optimizer, form.name, form, form, master, both, both, compute=form, **rest)
+        first = moment or form
+        second = POSITIVE_CODES if first == CODES else first
+        yield Layout(optimizer, form.name, form, form, master, first, second, compute=form, **rest)
 
 
 def _under_autocast(rows: Iterable[Layout]) -> tuple[Layout, ...]:
@@ -332,7 +336,8 @@ def _with_moments(row: Layout, moments: str) -> Layout:
         one_of("moments", name, row.moments_allowed)
     if row.optimizer.startswith("halfstep") and given[0] != given[-1]:
         raise ValueError(f"Expected moments to be one format for optimizer {row.optimizer!r}, but got {moments!r}")
-    return replace(row, exp_avg=STORED_FORMATS[given[0]], exp_avg_sq=STORED_FORMATS[given[-1]])
+    second = SECOND_MOMENTS.get(given[-1], given[-1])
+    return replace(row, exp_avg=STORED_FORMATS[given[0]], exp_avg_sq=STORED_FORMATS[second])
 
 
 def _scaled(row: Layout) -> Layout:

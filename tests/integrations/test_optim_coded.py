@@ -58,7 +58,15 @@ def train(optimizer: Any, parameters: list[Any], steps: Any) -> None:
 def held(optimizer: Any, parameters: list[Any]) -> list[Any]:
     """Bits of all parameters and of all state as it lies in memory."""
     found = [bits(p.detach()) for p in parameters]
-    return found + [bits(optimizer.state[p][key]) for p in parameters for key in sorted(optimizer.state[p])]
+    states = [decoded(optimizer.state[p]) for p in parameters]
+    return found + [bits(state[key]) for state in states for key in sorted(state)]
+
+
+def decoded(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A state with moments in fp32. Of the same moments, some blocks have several codes."""
+    scales = {key: f"{key}_scale" for key in state if f"{key}_scale" in state}
+    moments = {key: block_codes.decode(state[key], state[scale], key == "exp_avg") for key, scale in scales.items()}
+    return {key: value for key, value in state.items() if key not in scales.values()} | moments
 
 
 def same(left: list[Any], right: list[Any]) -> bool:
@@ -84,8 +92,8 @@ def test_steps_are_stochastic_unless_the_user_insists_who_is_warned() -> None:
         results.append(held(optimizer, parameters))
     assert same(results[0], results[1]) and not same(results[0], results[2])
     message = (
-        "group 0 rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than half a unit of 3 "
-        "bits of mantissa, so that second moments stop changing; leave rounding out, or use rounding='stochastic'"
+        "group 0 rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than half the distance "
+        "of two codes, so that second moments stop changing; leave rounding out, or use rounding='stochastic'"
     )
     parameters = parameters_of(BF16)
     with pytest.warns(UserWarning, match=re.escape(message)):
@@ -126,7 +134,8 @@ def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, ams
             assert state[moment].dtype == (torch.uint8 if coded else FP32)
         for scale in scales:
             rows, columns = len(parameter), math.prod(parameter.shape[1:])
-            assert state[scale].shape == (rows, -(-columns // 128)) and state[scale].dtype == torch.uint8
+            assert state[scale].shape == (rows, -(-columns // block_codes.SPAN))
+            assert state[scale].dtype == (torch.uint8 if scale == "exp_avg_scale" else torch.int16)
 
 
 # Under the interpreter, the layouts whose kernels differ most; tests/kernels holds it to every pair of choices.
@@ -213,7 +222,7 @@ def test_a_copy_goes_on_with_the_same_bits(copied: str) -> None:
 
 @pytest.mark.parametrize("between", [FP32, BF16], ids=str)
 def test_codes_load_into_other_layouts_and_back_without_a_change(between: torch.dtype) -> None:
-    """3 bits of mantissa and exponents of fp32 fit both."""
+    """At most 7 bits of mantissa and exponents of fp32 fit both."""
     parameters = parameters_of(BF16)
     optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
     train(optimizer, parameters, range(5))
@@ -223,12 +232,13 @@ def test_codes_load_into_other_layouts_and_back_without_a_change(between: torch.
     again = halfstep.AdamW(others, state_dtype="8bit", amsgrad=True)
     again.load_state_dict(through_a_file(there.state_dict()))
     for parameter, other, coded in zip(parameters, others, CODED, strict=True):
-        for key, value in optimizer.state[parameter].items() if coded else ():
-            assert torch.equal(value, again.state[other][key]), key
+        left, right = decoded(optimizer.state[parameter]), decoded(again.state[other])
+        for key, value in left.items() if coded else ():
+            assert torch.equal(value, right[key]), key
 
 
 def test_moments_of_a_checkpoint_are_bf16_numbers() -> None:
-    """So that a checkpoint whose moments were converted to bf16 has half the size and loads with the same codes."""
+    """So that a checkpoint whose moments were converted to bf16 has half the size and loads with the same moments."""
     parameters = parameters_of(BF16)
     optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
     train(optimizer, parameters, range(5))
@@ -256,15 +266,15 @@ def test_a_checkpoint_of_torch_loads_rounded_to_nearest() -> None:
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if CODED[index] else ():
             signed, given = key == "exp_avg", saved["state"][index][key]
             limited = given if signed else given.clamp(max=block_codes.LARGEST_POSITIVE)
-            codes, exponents = block_codes.encode(limited, len(parameter), signed)
+            codes, scales = block_codes.encode(limited, len(parameter), signed)
             if not signed and index == 0 and key == "exp_avg_sq":
-                codes[5, :128], exponents[5, 0] = 0, 255  # a negative second moment is none
+                codes[5, : block_codes.SPAN], scales[5, 0] = 0, block_codes.NAN_RANGE  # a negative one is none
             assert torch.equal(ours.state[parameter][key], codes)
-            assert torch.equal(ours.state[parameter][f"{key}_scale"], exponents)
+            assert torch.equal(ours.state[parameter][f"{key}_scale"], scales)
     state = ours.state_dict()["state"][0]
     # As in the step, an infinite second moment is the largest; a NaN spoils its block, and nothing else.
     assert state["exp_avg_sq"][3, 5] == block_codes.LARGEST_POSITIVE
-    assert state["exp_avg"][4].isnan().sum() == 128 and state["exp_avg"].isnan().sum() == 128
+    assert state["exp_avg"][4].isnan().sum() == state["exp_avg"].isnan().sum() == block_codes.SPAN
     near = state["exp_avg"][5] - saved["state"][0]["exp_avg"][5]
     assert (near.abs() <= saved["state"][0]["exp_avg"][5].abs() / 16 + state["exp_avg"][5].abs().max() * 2.0**-17).all()
 
@@ -455,7 +465,7 @@ def test_state_of_another_kind_is_named() -> None:
     optimizer.step()
     optimizer.state[parameters[0]]["exp_avg_scale"] = torch.zeros(40, 1, dtype=torch.uint8)
     with pytest.raises(
-        ValueError, match=r"Expected state 'exp_avg_scale' of parameter 0 .* to be \(40, 2\) torch.uint8"
+        ValueError, match=r"Expected state 'exp_avg_scale' of parameter 0 .* to be \(40, 5\) torch.uint8"
     ):
         optimizer.step()
 

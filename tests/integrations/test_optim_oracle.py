@@ -206,10 +206,10 @@ def test_state_bytes_are_exactly_those_of_the_table(
     held = list(itertools.chain.from_iterable(state.values() for state in optimizer.state.values()))
     coded = state_dtype == "8bit"
     per_element = TABLE[dtype, master, state_dtype] + amsgrad * (1 if coded else state_dtype.itemsize)
-    exponents = coded * (2 + amsgrad) * shapes[0][0]  # a byte for each row, none of which is longer than a block
+    scales = coded * (3 + 2 * amsgrad) * shapes[0][0] * 4  # bytes, for four blocks in a row
     in_fp32 = coded * (2 + amsgrad) * 3 * (elements - parameters[0].numel())  # vectors
     # 4: the step count
-    assert bytes_of(held) == elements * per_element + exponents + in_fp32 + 4 * len(parameters)
+    assert bytes_of(held) == elements * per_element + scales + in_fp32 + 4 * len(parameters)
     # Nothing else hides behind the tensors.
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == bytes_of(held)
 

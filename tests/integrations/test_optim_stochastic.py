@@ -366,7 +366,7 @@ def test_shards_that_would_cut_blocks_of_codes_are_refused(ranks: list[dict[str,
         for (_, shape), message in zip(sharded_noise.UNFIT, result["refused codes"], strict=True):
             assert message.startswith(
                 "Expected parameter 0 with a gradient (group 0) to be sharded by rows, or in dimension 1 at multiples "
-                f"of 128 elements of a row, with state_dtype='8bit', but got shape {shape} and placements "
+                f"of 32 elements of a row, with state_dtype='8bit', but got shape {shape} and placements "
             )
             assert message.endswith(
                 "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter "

@@ -51,7 +51,8 @@ def test_rows_of_every_length(name: str, layout: Layout, offset: int) -> None:
     """Several rows in a block of the kernel, several chunks in a row, blocks of one element; aligned or not."""
     rng = np.random.default_rng(0)
     shapes = [(18, 1), (9, 2), (19, 27), (3, 127), (17, 128), (5, 129), (9, 256), (6, 300), (2, 1600), (2, 2304)]
-    shapes += [(1, 2500), (0, 128), (9, 131), (9, 144), (3, 3088), (40, 16), (2, 272)]
+    shapes += [(1, 2500), (0, 128), (9, 131), (9, 144), (3, 3088), (40, 16), (2, 272), (40, 32), (7, 33), (70, 31)]
+    shapes += [(9, 96), (1, 17000), (3, 6016)]
     tensors = [matrix(layout, rows, columns, rng, step=3) for rows, columns in shapes]
     examine((name,), layout, tensors, [Step([gradient(layout, t.param.size, rng) for t in tensors])], offset)
 
@@ -60,15 +61,15 @@ def cut(tensor: AdamTensor, columns: int, rows: tuple[int, int], part: tuple[int
     """Some rows and some columns, which begin a block, of a tensor."""
     assert tensor.noise is not None
     at = slice(*rows), slice(*part)
-    blocks = slice(*rows), slice(part[0] // 128, -(-part[1] // 128))
+    blocks = slice(*rows), slice(part[0] // block_oracle.SPAN, -(-part[1] // block_oracle.SPAN))
     parts = {
-        name: array.reshape(-1, array.shape[-1] if name.endswith("exponents") else columns)[
-            blocks if name.endswith("exponents") else at
+        name: array.reshape(-1, array.shape[-1] if name.endswith("scales") else columns)[
+            blocks if name.endswith("scales") else at
         ].copy()
         for name, array in tensor.arrays().items()
         if name != "step"
     }
-    flat = {name: array if name.endswith("exponents") else array.reshape(-1) for name, array in parts.items()}
+    flat = {name: array if name.endswith("scales") else array.reshape(-1) for name, array in parts.items()}
     width = part[1] - part[0]
     inner = (0, 0) if width == columns else (width, columns)
     return dataclasses.replace(
@@ -84,7 +85,7 @@ def cut(tensor: AdamTensor, columns: int, rows: tuple[int, int], part: tuple[int
     "ranges",
     [
         [((0, 4), (0, 450)), ((4, 7), (0, 450))],
-        [((0, 7), (0, 128)), ((0, 7), (128, 384)), ((0, 7), (384, 450))],
+        [((0, 7), (0, 32)), ((0, 7), (32, 384)), ((0, 7), (384, 450))],
         [((0, 3), (0, 256)), ((3, 7), (0, 256)), ((0, 7), (256, 450))],
     ],
     ids=["rows", "columns", "both"],
@@ -117,9 +118,9 @@ def test_what_is_not_finite_spoils_its_block_alone(name: str, layout: Layout) ->
         grad[300 + 130] = bad
     for after in examine((name,), layout, tensors, [Step(first), Step(second)]):
         # Infinite gradients make infinite first moments; the square stops at the largest number.
-        assert after.m_exponents is not None and (after.m_exponents == 255).nonzero() == (np.array([1]), np.array([1]))
+        assert after.m_scales is not None and (after.m_scales == 255).nonzero() == (np.array([1]), np.array([4]))
         spoiled = ~np.isfinite(after.param.astype(np.float32)).reshape(4, 300)
-        assert spoiled[1, 128:256].all() and spoiled.sum() == 128
+        assert spoiled[1, 128:160].all() and spoiled.sum() == block_oracle.SPAN
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -132,8 +133,9 @@ def test_huge_and_tiny_gradients_make_no_nan(name: str, stochastic: bool) -> Non
     grad = np.ones(1024, np.float32)
     grad[:256:2], grad[1:256:2], grad[256:512], grad[512:768:3] = 3e38, 1e-30, 1e-35, 1e-44
     after = examine((name,), layout, [tensor], [Step([grad]), Step([grad / 2]), Step([grad])])
-    assert np.isfinite(after[0].param).all() and (after[0].v_exponents < 255).all()
-    assert after[0].v[0] == 255 and after[0].v_exponents[0, 0] == 254
+    assert np.isfinite(after[0].param).all() and (after[0].v_scales != block_oracle.NAN_SCALE).all()
+    # The largest code of a block that spans 32 powers of two, of which the last one is 2^127.
+    assert after[0].v[0] == 255 and after[0].v_scales[0, 0] == (254 - 31) << 7 | 20
 
 
 # The short way is compiled code's: the interpreter does not have it.
@@ -179,10 +181,10 @@ def test_the_maximum_never_falls_and_takes_what_was_stored(name: str) -> None:
     tops = []
     for step in steps:
         history = step.expected(history)
-        tops.append(block_oracle.decoded(history[0].top.reshape(3, 200), history[0].top_exponents, False))
+        tops.append(block_oracle.decoded(history[0].top.reshape(3, 200), history[0].top_scales, False))
     examine((name,), layout, tensors, steps)
     assert (tops[1] >= tops[0]).all() and (tops[2] >= tops[1]).all()
-    v = block_oracle.decoded(history[0].v.reshape(3, 200), history[0].v_exponents, False)
+    v = block_oracle.decoded(history[0].v.reshape(3, 200), history[0].v_scales, False)
     assert (tops[2] >= v).all() and np.isin(tops[0], tops[2]).any()
 
 

@@ -501,7 +501,7 @@ def names_in(source: str, opening: str) -> list[str]:
 
 def test_cpp_has_the_columns_and_rows_of_python() -> None:
     operands = names_in("adam.cpp", "enum Operand {")
-    moments = {"FIRST": "M", "SECOND": "V", "FIRST_EXPONENTS": "M_EXPONENTS", "SECOND_EXPONENTS": "V_EXPONENTS"}
+    moments = {"FIRST": "M", "SECOND": "V", "FIRST_SCALES": "M_SCALES", "SECOND_SCALES": "V_SCALES"}
     assert [getattr(adam, moments.get(name, name)) for name in operands] == list(range(adam.COLUMNS + 1))
     group = names_in("adam.cpp", "struct Group { double")
     assert [getattr(adam, name.upper()) for name in group] == list(range(adam.GROUP_COLUMNS))

@@ -386,6 +386,8 @@ def test_shuffles_votes_and_reductions(machine: SoftwareGPU) -> None:
     assert found.tolist() == [values[at // 32 * 32 + lane] for at, lane in enumerate(from_lanes)]
     found = apply(machine, "redux.sync.max.s32", np.dtype("i4"), values, constant="-1")
     assert found.tolist() == [values[:32].max()] * 32 + [values[32:].max()] * 32
+    found = apply(machine, "redux.sync.min.s32", np.dtype("i4"), values, constant="-1")
+    assert found.tolist() == [values[:32].min()] * 32 + [values[32:].min()] * 32
     positive = values.view("u4")
     found = apply(machine, "redux.sync.min.u32", np.dtype("u4"), positive, constant="-1")
     assert found.tolist() == [positive[:32].min()] * 32 + [positive[32:].min()] * 32

@@ -112,13 +112,13 @@ def make(
     started = np.float32(step > 0)
     m = rng.standard_normal(size).astype(np.float32) * started
     v, top = (rng.random(size).astype(np.float32) * started for _ in range(2))
-    exponents: dict[str, np.ndarray] = {}
+    scales: dict[str, np.ndarray] = {}
     if layout.coded:
         columns = columns or next((n for n in (129, 128, 48, 35) if size % n == 0), size)
         moments = {"m": m, "v": v, **({"top": top} if layout.amsgrad else {})}
         for name, x in moments.items():
             shape = (size // columns, columns) if size else (0, 0)
-            moments[name], exponents[f"{name}_exponents"] = block_oracle.encoded(x.reshape(shape), None, name == "m")
+            moments[name], scales[f"{name}_scales"] = block_oracle.encoded(x.reshape(shape), None, name == "m")
         m, v, top = (moments[name].reshape(-1) if name in moments else None for name in ("m", "v", "top"))
     else:
         m, v, top = (x.astype(NUMPY[layout.state]) for x in (m, v, top))
@@ -134,15 +134,15 @@ def make(
         top if layout.amsgrad else None,
         AdamOptions(**known),  # type: ignore[arg-type]
         noise,
-        **exponents,
+        **scales,
     )
 
 
 class Memory:
     """The tensors of a batch on a device, each in a separate buffer with margins that must not change."""
 
-    NAMES = ("param", "extra", "m", "v", "top", "m_exponents", "v_exponents", "top_exponents")
-    OPERANDS = (adam.PARAM, adam.EXTRA, adam.M, adam.V, adam.TOP, *adam.EXPONENTS_OF.values())
+    NAMES = ("param", "extra", "m", "v", "top", "m_scales", "v_scales", "top_scales")
+    OPERANDS = (adam.PARAM, adam.EXTRA, adam.M, adam.V, adam.TOP, *adam.SCALES_OF.values())
 
     def __init__(self, layout: Layout, tensors: list[AdamTensor], device: torch.device, offset: int) -> None:
         self.device, self.offset = device, offset
@@ -156,7 +156,7 @@ class Memory:
         self.lists[adam.STEP] = [torch.tensor(float(tensor.step), device=device) for tensor in tensors]
         shapes = [(tensor.param.size,) for tensor in tensors]
         if layout.coded:
-            rows = [len(tensor.v_exponents) for tensor in tensors]
+            rows = [len(tensor.v_scales) for tensor in tensors]
             shapes = [(n, tensor.param.size // max(n, 1)) for n, tensor in zip(rows, tensors, strict=True)]
         self.table = TensorTable(layout.sizes(shapes), layout.operands, layout.chunk, device)
         if layout.coded:

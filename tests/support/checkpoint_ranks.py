@@ -70,7 +70,7 @@ def model_of(layout: str, seed: int = 0) -> torch.nn.Module:
     hidden = 8 if "rounding" in options or torch.__version__.startswith("2.8.") else 6
     sizes = 5, hidden, 10
     if options.get("state_dtype") == "8bit":
-        # Matrices of more than 4,096 elements. Two ranks cut the columns of `down` between two blocks of 128;
+        # Matrices of more than 4,096 elements. Two ranks cut the columns of `down` between two blocks;
         # the blocks of `up` are short, and 18 rows of `down` over 4 ranks are uneven.
         sizes = 20, 256, 18
     model = torch.nn.Sequential(Block(*sizes), torch.nn.Linear(sizes[2], 1)).to(dtype)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import halfstep
 from halfstep.integrations import checkpoint
+from halfstep.integrations.optim.state import MOMENTS, decoded
 
 WORLD = 2
 BEFORE, AFTER = 3, 2
@@ -49,11 +50,12 @@ def whole(value: Any) -> Any:
 
 
 def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The unsharded parameters and state as it lies in memory. Collective."""
+    """The unsharded parameters and moments. Collective."""
     found = [whole(p.detach()).float() for p in model.parameters()]
     for parameter in model.parameters():
         state = optimizer.state[parameter]
-        found += [whole(state[key]) for key in sorted(state) if key != "master"]  # gloo gathers no int8
+        # Not as they lie in memory: of the same moments, some blocks have several codes, and gloo gathers no 16 bits.
+        found += [whole(decoded(state, key, parameter)) for key in MOMENTS]
     return [one.clone() for one in found]
 
 

@@ -251,7 +251,7 @@ class AdamOptions:
 class AdamTensor:
     """One parameter and its state, as numpy arrays; `extra` is an fp32 master or an int16 remainder.
 
-    Moments of dtype uint8 are codes, whose exponents have shape ``(rows, blocks)``. With `noise`, moments of less than
+    Moments of dtype uint8 are codes, whose scales have shape ``(rows, blocks)``. With `noise`, moments of less than
     32 bits and a 16-bit parameter that stands alone are rounded stochastically.
     """
 
@@ -263,13 +263,13 @@ class AdamTensor:
     top: np.ndarray | None = None
     options: AdamOptions = field(default_factory=AdamOptions)
     noise: Noise | None = None
-    m_exponents: np.ndarray | None = None
-    v_exponents: np.ndarray | None = None
-    top_exponents: np.ndarray | None = None
+    m_scales: np.ndarray | None = None
+    v_scales: np.ndarray | None = None
+    top_scales: np.ndarray | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that a step may change, by name."""
-        names = ("param", "extra", "m", "v", "top", "m_exponents", "v_exponents", "top_exponents")
+        names = ("param", "extra", "m", "v", "top", "m_scales", "v_scales", "top_scales")
         everything = {name: getattr(self, name) for name in names}
         return {
             **{name: array for name, array in everything.items() if array is not None},
@@ -325,8 +325,8 @@ def adam_step(
         g = grad.astype(f32) * gscale
         if not o.decoupled:
             g = g + decay * w
-        m, v = _moment(tensor.m, tensor.m_exponents, True), _moment(tensor.v, tensor.v_exponents, False)
-        biggest = np.finfo(f32).max if tensor.v_exponents is None else f32(float.fromhex("0x1.ep127"))
+        m, v = _moment(tensor.m, tensor.m_scales, True), _moment(tensor.v, tensor.v_scales, False)
+        biggest = np.finfo(f32).max if tensor.v_scales is None else f32(float.fromhex("0x1.ep127"))
         m = m + w1 * (g - m) if w1 < 0.5 else g - beta1 * (g - m)
         q = g * g
         q[q > biggest] = biggest
@@ -339,16 +339,16 @@ def adam_step(
                 return x.astype(like.dtype)
             return stochastic(x, FP16 if like.dtype == np.float16 else BF16, word)
 
-        m_exponents = v_exponents = top_exponents = None
-        if tensor.m_exponents is None or tensor.v_exponents is None:
+        m_scales = v_scales = top_scales = None
+        if tensor.m_scales is None or tensor.v_scales is None:
             new_m, new_v = stored(m, tensor.m, words[1]), stored(v, tensor.v, words[2])
         else:
-            new_m, m_exponents = _coded(m, tensor.m_exponents, words[1], True)
-            new_v, v_exponents = _coded(v, tensor.v_exponents, words[2], False)
+            new_m, m_scales = _coded(m, tensor.m_scales, words[1], True)
+            new_v, v_scales = _coded(v, tensor.v_scales, words[2], False)
         a, top = v, None
         if tensor.top is not None:
-            v = v if tensor.noise is None and v_exponents is None else _moment(new_v, v_exponents, False)
-            top = _moment(tensor.top, tensor.top_exponents, False)
+            v = v if tensor.noise is None and v_scales is None else _moment(new_v, v_scales, False)
+            top = _moment(tensor.top, tensor.top_scales, False)
             a = np.where(np.isnan(v), v, np.where(v > top, v, top))
         d = step_size * (m / (np.sqrt(a) * root + eps))
         if o.decoupled:
@@ -365,35 +365,33 @@ def adam_step(
             extra = None if tensor.extra is None else w
         if tensor.top is None:
             new_top = None
-        elif tensor.top_exponents is None:
+        elif tensor.top_scales is None:
             new_top = a.astype(tensor.top.dtype)
         else:
-            new_top, top_exponents = _coded(a, tensor.top_exponents, np.zeros(a.size, np.uint32), False)
+            new_top, top_scales = _coded(a, tensor.top_scales, np.full(a.size, block_oracle.UP), False)
         return AdamTensor(
             *(param, new_m, new_v, t, extra, new_top, o, tensor.noise),
-            *(m_exponents, v_exponents, top_exponents),
+            *(m_scales, v_scales, top_scales),
         )
 
 
-def _moment(held: np.ndarray, exponents: np.ndarray | None, signed: bool) -> np.ndarray:
+def _moment(held: np.ndarray, scales: np.ndarray | None, signed: bool) -> np.ndarray:
     """A moment in fp32; a copy."""
-    if exponents is None:
+    if scales is None:
         return held.astype(np.float32)
-    return block_oracle.decoded(held.reshape(_matrix(held, exponents)), exponents, signed).reshape(-1)
+    return block_oracle.decoded(held.reshape(_matrix(held, scales)), scales, signed).reshape(-1)
 
 
-def _coded(
-    x: np.ndarray, exponents: np.ndarray, random: np.ndarray | None, signed: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and exponents of a moment with the rows that `exponents` has."""
-    shape = _matrix(x, exponents)
+def _coded(x: np.ndarray, scales: np.ndarray, random: np.ndarray | None, signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of a moment with the rows that `scales` has."""
+    shape = _matrix(x, scales)
     codes, found = block_oracle.encoded(x.reshape(shape), None if random is None else random.reshape(shape), signed)
-    return codes.reshape(-1), found.reshape(exponents.shape)
+    return codes.reshape(-1), found.reshape(scales.shape)
 
 
-def _matrix(x: np.ndarray, exponents: np.ndarray) -> tuple[int, int]:
-    """Rows and columns of elements with these exponents."""
-    return len(exponents), x.size // max(len(exponents), 1)
+def _matrix(x: np.ndarray, scales: np.ndarray) -> tuple[int, int]:
+    """Rows and columns of elements with these scales."""
+    return len(scales), x.size // max(len(scales), 1)
 
 
 def adam_step_float64(w: float, m: float, v: float, g: float, t: int, o: AdamOptions) -> tuple[float, float, float]:

@@ -36,7 +36,7 @@ CUTS: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
     "columns twice": ((2, 2), (1, 1)),
 }
 CASES = list(itertools.product(CUTS, SHAPES))
-# Moments in 8 bits: rows with a short last block, and columns cut at multiples of 128 elements of a row.
+# Moments in 8 bits: rows with a short last block, and columns cut at multiples of 32 elements of a row.
 CODED: dict[str, Any] = {"state_dtype": "8bit", "master_weights": "split24", "amsgrad": True}
 ROWS = ("rows, uneven, one empty", "replicated and rows", "rows twice")
 CODED_CASES = [

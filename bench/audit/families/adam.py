@@ -66,7 +66,7 @@ def _layouts() -> list[Layout]:
 
 
 def variants() -> Iterator[Variant]:
-    """Each layout once, with the bytes given in kernels/adam.py, except those of the exponents of 8-bit moments."""
+    """Each layout once, with the bytes given in kernels/adam.py, except those of the scales of 8-bit moments."""
     for layout in _layouts():
         p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
         state = s * (3 if layout.amsgrad else 2)

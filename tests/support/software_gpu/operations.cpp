@@ -591,6 +591,7 @@ void fill() {
     op_shuffle("shfl.sync.idx.b32", [](u32, u32 b) { return b % LANES; });
     table["vote.sync.ballot.b32"] = {ballot, {4, 1, 4}};
     op_reduce<i32>("redux.sync.max.s32", [](i32 a, i32 b) { return std::max(a, b); });
+    op_reduce<i32>("redux.sync.min.s32", [](i32 a, i32 b) { return std::min(a, b); });
     op_reduce<u32>("redux.sync.max.u32", [](u32 a, u32 b) { return std::max(a, b); });
     op_reduce<u32>("redux.sync.min.u32", [](u32 a, u32 b) { return std::min(a, b); });
     op_reduce<u32>("redux.sync.or.b32", [](u32 a, u32 b) { return a | b; });

@@ -71,7 +71,8 @@ function withMoments(row, moments) {
   if (row.optimizer.startsWith("halfstep") && given[0] !== given.at(-1)) {
     throw new Refused(`Expected moments to be one format for optimizer ${repr(row.optimizer)}, but got ${repr(moments)}`);
   }
-  return { ...row, exp_avg: formats[given[0]], exp_avg_sq: formats[given.at(-1)] };
+  const second = facts.second_moments[given.at(-1)] ?? given.at(-1);
+  return { ...row, exp_avg: formats[given[0]], exp_avg_sq: formats[second] };
 }
 
 function withScales(row) {

@@ -77,6 +77,7 @@ def facts() -> dict[str, Any]:
         "optimizers": OPTIMIZERS,
         "precisions": PRECISIONS,
         "gradients": layouts.GRADIENTS,
+        "second_moments": layouts.SECOND_MOMENTS,
         "remainders": [form.name for form in layouts.REMAINDERS],
         "te_scales": layouts.TE_SCALES,
         "strategies": [asdict(strategy) for strategy in STRATEGIES.values()],
