@@ -19,6 +19,7 @@ the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -96,6 +97,14 @@ class _Mirror:
         if self._full and self.host.grad is None:
             self.host.grad = self._staging
 
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Return the gradient to the parameter, from where it would be copied again."""
+        apply(_arrivals([self]))
+        if self.host.grad is not None and self.parameter.grad is None:
+            grad = self.host.grad.to(self.parameter.device, copy=True)
+            _each(setattr, (self.parameter, self.host), repeat("grad"), (grad, None))()
+
     def forget(self) -> None:
         """Drop a gradient that is being copied."""
         if self._full and self._arriving is not None:
@@ -147,20 +156,41 @@ def _on_host(values: torch.Tensor, dtype: torch.dtype | None = None, like: torch
     return torch.as_strided(made, shape.shape, shape.stride())
 
 
-class _HostMasters(Mapping[torch.Tensor, torch.Tensor]):
-    """The masters by the parameters on the device."""
+class _GroupOnDevice(dict[str, Any]):
+    """A group of an offloaded optimizer with the parameters on the device. Options are set in both."""
 
-    def __init__(self, masters: Mapping[torch.Tensor, torch.Tensor], hosts: dict[torch.Tensor, torch.Tensor]) -> None:
-        self._masters, self._hosts = masters, hosts
+    def __init__(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        super().__init__({**group, "params": parameters})
+        self._group = group
 
-    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._masters[self._hosts[parameter]]
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._group[name] = value
+
+
+class _ByParameter(Mapping[torch.Tensor, Any]):
+    """Values of the copies on the host, by the parameters on the device."""
+
+    def __init__(self, values: Mapping[torch.Tensor, Any], mirrors: dict[int, _Mirror]) -> None:
+        self._of_hosts, self._mirrors = values, mirrors
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        if id(parameter) not in self._mirrors:
+            raise KeyError("not a parameter of this optimizer")
+        return self._of_hosts[self._mirrors[id(parameter)].host]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._hosts)
+        held = set(self._of_hosts)
+        return (mirror.parameter for mirror in self._mirrors.values() if mirror.host in held)
 
     def __len__(self) -> int:
-        return len(self._hosts)
+        return len(self._of_hosts)
+
+
+def _looks_up_parameters() -> bool:
+    """Whether the code that reads an attribute looks parameters up in the model, and so needs those on the device."""
+    # The reader of an attribute is visible only in its frame.
+    return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
 class _Offloaded(Adam):
@@ -200,15 +230,37 @@ class _Offloaded(Adam):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the copies on the host. Reading them waits for the gradients that are being copied, so that
-        scalers and other code find all of them."""
+        scalers and other code find all of them. `torch.distributed.checkpoint.state_dict` finds the parameters on the
+        device."""
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        if _looks_up_parameters():
+            return self._groups_on_device(groups)
         if threading.get_ident() != self._stepping:
             self._settle()
-        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
+
+    def _groups_on_device(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not self.state:  # a first step with gradients of 0 follows, unless the parameters have some
+            for step in self._steps:
+                step.result()
+            for mirror in self._mirrors.values():
+                mirror.give_back()
+        parameters = [[self._by_host[id(host)].parameter for host in group["params"]] for group in groups]
+        return [_GroupOnDevice(group, own) for group, own in zip(groups, parameters, strict=True)]
+
+    @property
+    def state(self) -> Any:
+        """The state by the copies on the host; in `torch.distributed.checkpoint.state_dict` by the parameters."""
+        state = self.__dict__["state"]
+        return _ByParameter(state, self._mirrors) if _looks_up_parameters() else state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, of which the optimizer makes copies on the host.
@@ -445,7 +497,7 @@ class _Offloaded(Adam):
         """The fp32 weight of each parameter on the device; see `halfstep.AdamW.masters`. The masters are on the
         host."""
         self._take_device()
-        return _HostMasters(super().masters(), {mirror.parameter: mirror.host for mirror in self._mirrors.values()})
+        return _ByParameter(super().masters(), self._mirrors)
 
     def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
         """Set masters to the present parameters on the device; see `halfstep.AdamW.refresh_master`."""

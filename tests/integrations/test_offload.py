@@ -527,6 +527,7 @@ def test_errors() -> None:
             "its device first"
         )
     optimizer = OffloadedAdamW(net.parameters())
+    assert error_of(KeyError, lambda: optimizer.masters()[torch.ones(1)]) == "'not a parameter of this optimizer'"
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
         assert error_of(TypeError, call) == (
             "Expected no copy or pickle of a OffloadedAdamW, which belongs to the parameters on the device: save "
