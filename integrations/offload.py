@@ -222,7 +222,7 @@ class _Offloaded(Adam):
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self._steps: list[Future[None]] = []
         self._worker: Executor | None = None
-        self._stepping: int | None = None  # the thread that steps a bucket
+        self._stepping: int | None = None  # the thread that steps
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
         self._began = False  # whether a backward was seen
         super().__init__(params, *args, **options)
@@ -535,8 +535,9 @@ _DOCS = """
             freed. ``"step"``: in addition, the parameters of a bucket are stepped when their gradients are complete,
             while the backward goes on; without clipping and scaling, which need all gradients first. None: nothing,
             `step` copies all gradients; for DistributedDataParallel, whose gradients are not reduced before.
-        bucket_bytes: parameters are stepped together, by one launch per layout, whose gradients take so many bytes.
-            During the backward, gradients of at most two buckets and one more gradient are on their way to the host.
+        bucket_bytes: parameters are stepped together whose gradients take so many bytes. Smaller buckets return
+            earlier, and cost a launch each. During the backward, gradients of at most two buckets and one more gradient
+            are on their way to the host.
 
     Raises:
         TypeError: a parameter is sharded, on the meta device, or not a leaf in fp32, fp16 or bf16.

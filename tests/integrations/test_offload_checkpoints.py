@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from oracles import bits
+from stream_model import Model
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -200,6 +201,21 @@ def test_gradients_before_the_first_step_are_kept(backwards: int) -> None:
         run.optimizer.step()
         results.append(run)
     assert _same(*results)
+
+
+def test_gradients_return_to_a_gpu_when_they_have_arrived() -> None:
+    with Model("late") as model:
+        parameters = torch.nn.ParameterList([torch.ones(5, device=model.device) for _ in range(3)])
+        optimizer = OffloadedAdamW(parameters.parameters(), bucket_bytes=20)
+        for start in (9.0, 0.0):
+            optimizer.zero_grad()  # the first ones; the next ones arrive in the same memory
+            for number, parameter in enumerate(parameters):
+                parameter.grad = torch.full((5,), start + number, device=model.device)
+                optimizer._take(parameter)
+        assert get_optimizer_state_dict(parameters, optimizer)["state"] == {}
+        for number, parameter in enumerate(parameters):
+            assert parameter.grad is not None and model.is_here(parameter.grad)
+            assert parameter.grad.tolist() == [float(number)] * 5
 
 
 def test_other_readers_find_the_copies_on_the_host() -> None:
