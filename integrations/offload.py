@@ -1,8 +1,12 @@
 """Adam and AdamW whose masters and moments are in the memory of the host, and whose steps run there.
 
 The device holds the weights and, during the backward, the gradients that are being copied. Each gradient is copied to
-the host as soon as it is complete, and freed. The C++ kernels step there, and the weights are copied back. Weights and
-state have the bits of a step on the device.
+the host as soon as it is complete, and freed. The C++ kernels step there, bucket by bucket in the order in which
+gradients arrive: a bucket waits for its own gradients only, and its weights return while the next one is stepped. The
+norm, where it is needed, waits for all gradients. Weights and state have the bits of a step on the device.
+
+All launches of a step are prepared before the first gradient is waited for. Waits, launches and copies are then one
+sequence of calls that nothing interrupts (interrupts.py), so that a step in buckets is made as a whole or not at all.
 
 The optimizer's ``param_groups`` and ``state`` contain the copies of the parameters on the host, of which each is pinned
 if the parameter is on a GPU. Gradients of several backwards are added on the host, in the dtype of the gradient, as
@@ -15,20 +19,25 @@ the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import partial
+from itertools import repeat
+from operator import methodcaller
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from halfstep.integrations.buckets import call_if_alive
+from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.classes import Adam, AdamW
+from halfstep.integrations.optim.state import WHOLE
 from halfstep.integrations.release import BUCKET_BYTES, is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
 from halfstep.numerics.scaling.topology import is_sharded
@@ -59,8 +68,9 @@ class _Mirror:
         return self.parameter._version, self.parameter.data_ptr()
 
     def take(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Begin to copy the gradient of the parameter, on a stream that has waited for it."""
-        self.receive()  # that of an earlier backward
+        """Begin to copy the gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
+        if self._full:  # of an earlier backward
+            apply(_arrivals([self]))
         grad = self.parameter.grad
         assert grad is not None
         if grad.layout != torch.strided:
@@ -76,27 +86,30 @@ class _Mirror:
             with torch.cuda.stream(stream):
                 self._staging.copy_(grad, non_blocking=True)
                 self._arriving = stream.record_event()
-        self._full = True
         return self._arriving
 
-    def receive(self) -> None:
-        """Wait for a gradient that is being copied, and add it to those of earlier backwards."""
-        if not self._full:
-            return
-        assert self._staging is not None
-        if self._arriving is not None:
-            self._arriving.synchronize()
-        self._full, self._arriving = False, None
-        if self.host.grad is None:
+    def taken(self) -> None:
+        """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
+        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, None))()
+
+    def attach(self) -> None:
+        """Set the gradient of the copy to a gradient that is being copied, unless it has one of earlier backwards."""
+        if self._full and self.host.grad is None:
             self.host.grad = self._staging
-        else:
-            self.host.grad.add_(self._staging)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Return the gradient to the parameter, from where it would be copied again."""
+        apply(_arrivals([self]))
+        if self.host.grad is not None and self.parameter.grad is None:
+            grad = self.host.grad.to(self.parameter.device, copy=True)
+            _each(setattr, (self.parameter, self.host), repeat("grad"), (grad, None))()
 
     def forget(self) -> None:
         """Drop a gradient that is being copied."""
-        if self._arriving is not None:
+        if self._full and self._arriving is not None:
             self._arriving.synchronize()
-        self._full, self._arriving = False, None
+        self._full = False
 
     def take_outside_write(self) -> None:
         """Copy the parameter if other code has written it since the last step."""
@@ -104,10 +117,27 @@ class _Mirror:
             self.host.copy_(self.parameter)
             self._seen = self._now()
 
-    def send(self) -> None:
-        """Begin to copy the weights to the parameter."""
-        self.parameter.copy_(self.host, non_blocking=True)
+    def sent(self) -> None:
+        """Note that the parameter has the weights of the copy."""
         self._seen = self._now()
+
+
+def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
+    """The calls that wait for gradients that are being copied, and add them to those of earlier backwards."""
+    full = [mirror for mirror in mirrors if mirror._full]
+    for mirror in full:
+        mirror.attach()
+    later = [mirror for mirror in full if mirror.host.grad is not mirror._staging]
+    return [
+        _each(methodcaller("synchronize"), [one._arriving for one in full if one._arriving is not None]),
+        _each(torch.Tensor.add_, [one.host.grad for one in later], [one._staging for one in later]),
+        _each(setattr, full, repeat("_full"), repeat(False)),
+    ]
+
+
+def _each(function: Callable[..., Any], *columns: Iterable[Any]) -> partial[Any]:
+    """One call without Python code of ours that calls a function with each row of some columns."""
+    return partial(deque, map(function, *columns), 0)
 
 
 class _InFlight(NamedTuple):
@@ -126,20 +156,41 @@ def _on_host(values: torch.Tensor, dtype: torch.dtype | None = None, like: torch
     return torch.as_strided(made, shape.shape, shape.stride())
 
 
-class _HostMasters(Mapping[torch.Tensor, torch.Tensor]):
-    """The masters by the parameters on the device."""
+class _GroupOnDevice(dict[str, Any]):
+    """A group of an offloaded optimizer with the parameters on the device. Options are set in both."""
 
-    def __init__(self, masters: Mapping[torch.Tensor, torch.Tensor], hosts: dict[torch.Tensor, torch.Tensor]) -> None:
-        self._masters, self._hosts = masters, hosts
+    def __init__(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        super().__init__({**group, "params": parameters})
+        self._group = group
 
-    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._masters[self._hosts[parameter]]
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._group[name] = value
+
+
+class _ByParameter(Mapping[torch.Tensor, Any]):
+    """Values of the copies on the host, by the parameters on the device."""
+
+    def __init__(self, values: Mapping[torch.Tensor, Any], mirrors: dict[int, _Mirror]) -> None:
+        self._of_hosts, self._mirrors = values, mirrors
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        if id(parameter) not in self._mirrors:
+            raise KeyError("not a parameter of this optimizer")
+        return self._of_hosts[self._mirrors[id(parameter)].host]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._hosts)
+        held = set(self._of_hosts)
+        return (mirror.parameter for mirror in self._mirrors.values() if mirror.host in held)
 
     def __len__(self) -> int:
-        return len(self._hosts)
+        return len(self._of_hosts)
+
+
+def _looks_up_parameters() -> bool:
+    """Whether the code that reads an attribute looks parameters up in the model, and so needs those on the device."""
+    # The reader of an attribute is visible only in its frame.
+    return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
 class _Offloaded(Adam):
@@ -164,13 +215,14 @@ class _Offloaded(Adam):
             )
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
+        self._by_host: dict[int, _Mirror] = {}  # by the id of its copy
         self._of_bucket: list[list[_Mirror]] = []
         self._arrived: dict[int, set[int]] = {}  # by bucket, the ids of parameters whose gradient is complete
         self._in_flight: deque[_InFlight] = deque()
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self._steps: list[Future[None]] = []
         self._worker: Executor | None = None
-        self._stepping: int | None = None  # the thread that steps a bucket
+        self._stepping: int | None = None  # the thread that steps
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
         self._began = False  # whether a backward was seen
         super().__init__(params, *args, **options)
@@ -178,15 +230,37 @@ class _Offloaded(Adam):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the copies on the host. Reading them waits for the gradients that are being copied, so that
-        scalers and other code find all of them."""
+        scalers and other code find all of them. `torch.distributed.checkpoint.state_dict` finds the parameters on the
+        device."""
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        if _looks_up_parameters():
+            return self._groups_on_device(groups)
         if threading.get_ident() != self._stepping:
             self._settle()
-        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
+
+    def _groups_on_device(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not self.state:  # a first step with gradients of 0 follows, unless the parameters have some
+            for step in self._steps:
+                step.result()
+            for mirror in self._mirrors.values():
+                mirror.give_back()
+        parameters = [[self._by_host[id(host)].parameter for host in group["params"]] for group in groups]
+        return [_GroupOnDevice(group, own) for group, own in zip(groups, parameters, strict=True)]
+
+    @property
+    def state(self) -> Any:
+        """The state by the copies on the host; in `torch.distributed.checkpoint.state_dict` by the parameters."""
+        state = self.__dict__["state"]
+        return _ByParameter(state, self._mirrors) if _looks_up_parameters() else state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, of which the optimizer makes copies on the host.
@@ -202,6 +276,7 @@ class _Offloaded(Adam):
         super().add_param_group(param_group)
         take = weakref.WeakMethod(self._take)
         self._mirrors |= added
+        self._by_host |= {id(mirror.host): mirror for mirror in added.values()}
         for mirror in added.values():
             if self.in_backward is not None and mirror.parameter.requires_grad:
                 mirror.parameter.register_post_accumulate_grad_hook(partial(call_if_alive, take))
@@ -270,6 +345,11 @@ class _Offloaded(Adam):
                 self._began = True
             mirror = self._mirrors[id(parameter)]
             self._copy_out(mirror)
+            # At most two buckets of gradients are on their way.
+            while self._in_flight and (
+                sum(one.size for one in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
+            ):
+                self._in_flight.popleft().ended.synchronize()
             if self.in_backward != "step":
                 return
             arrived, bucket = self._arrived[mirror.bucket], self._of_bucket[mirror.bucket]
@@ -279,7 +359,7 @@ class _Offloaded(Adam):
                 self._steps.append(self._submit(partial(self._step_bucket, mirror.bucket)))
 
     def _copy_out(self, mirror: _Mirror) -> None:
-        """Begin to copy a gradient to the host. At most two buckets of gradients are on their way."""
+        """Begin to copy a gradient to the host."""
         parameter, grad = mirror.parameter, mirror.parameter.grad
         assert grad is not None
         stream = None
@@ -287,14 +367,9 @@ class _Offloaded(Adam):
             stream, _ = self._streams_of(parameter.device)
             stream.wait_stream(torch.cuda.current_stream(parameter.device))
         ended = mirror.take(stream)
-        parameter.grad = None
-        if ended is None:
-            return
-        self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
-        while sum(one.size for one in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query():
-            self._in_flight.popleft().ended.synchronize()
-            if not self._in_flight:
-                break
+        if ended is not None:
+            self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
+        mirror.taken()
 
     def _submit(self, call: partial[None]) -> Future[None]:
         """Run a call in the thread of this optimizer, one after the other."""
@@ -314,67 +389,86 @@ class _Offloaded(Adam):
     def _step_received(self, number: int) -> None:
         ready = []
         for mirror in self._of_bucket[number]:
-            mirror.receive()
+            apply(_arrivals([mirror]))
             if mirror.host.grad is not None:
                 mirror.take_outside_write()
                 ready.append(mirror)
-        if not ready:
-            return
-        for device in {mirror.parameter.device for mirror in ready if mirror.parameter.device.type == "cuda"}:
-            self._streams_of(device)[1].synchronize()  # the last copies of these weights
-        self._step_part(number, [mirror.host for mirror in ready])
-        self._send(ready)
-
-    def _send(self, mirrors: Iterable[_Mirror]) -> None:
-        """Begin to copy weights to the device."""
-        for mirror in mirrors:
-            if mirror.parameter.device.type == "cuda":
-                # The gradient, and so all that read the weights before it, was complete when it was copied.
-                with torch.cuda.stream(self._streams_of(mirror.parameter.device)[1]):
-                    mirror.send()
-            else:
-                mirror.send()
+        if ready:
+            self._step_part(number, [mirror.host for mirror in ready])
+        for mirror in ready:
+            mirror.sent()
 
     # ---------------------------------------------------------------------------------------------------------- step
 
+    def _bucket_number(self, parameter: torch.Tensor) -> int:
+        return self._by_host[id(parameter)].bucket
+
     @torch.no_grad()
-    def _settle(self) -> None:
-        """Wait for the steps of buckets, and for all gradients, also those that are still on the device."""
-        steps, self._steps = self._steps, []
-        for step in steps:
-            step.result()
-        for mirror in self._mirrors.values():
-            if mirror.parameter.grad is not None:
-                self._copy_out(mirror)
-        for mirror in self._mirrors.values():
-            mirror.receive()
-        self._in_flight.clear()
+    def _collect(self) -> None:
+        """Wait for the steps of buckets, and begin to copy the gradients that are still on the device."""
+        if self._steps:
+            wait(self._steps)
+            for device in self._gpus(self._mirrors.values()):
+                torch.cuda.current_stream(device).wait_stream(self._streams_of(device)[1])
+            steps, self._steps = self._steps, []
+            for step in steps:
+                step.result()
+        for bucket in self._of_bucket:
+            for mirror in bucket:
+                if mirror.parameter.grad is not None:
+                    self._copy_out(mirror)
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
 
+    def _settle(self) -> None:
+        """Wait for the steps of buckets, and for all gradients."""
+        self._collect()
+        with torch.no_grad():
+            apply(_arrivals(self._mirrors.values()))
+        self._in_flight.clear()
+
     def _update_parameters(self) -> None:
-        self._settle()
+        if self._limit() is not None or not self.state:
+            self._settle()  # all gradients decide about the norm, and whether a first step with lr 0 is taken
+        else:
+            self._collect()
         for mirror in self._mirrors.values():
             mirror.take_outside_write()
+            mirror.attach()
         stepped = [mirror for mirror in self._mirrors.values() if mirror.host.grad is not None]
-        with self._returning():
+        try:
+            self._stepping = threading.get_ident()
             super()._update_parameters()
-            self._send(stepped)
+        finally:
+            self._stepping = None
+        self._in_flight.clear()
+        for mirror in stepped:
+            mirror.sent()
 
-    @contextmanager
-    def _returning(self) -> Iterator[None]:
-        """A context that may write the weights on the host and then send them."""
-        devices = {mirror.parameter.device for mirror in self._mirrors.values()}
-        streams = [
-            (self._streams_of(device)[1], torch.cuda.current_stream(device))
-            for device in devices
-            if device.type == "cuda"
-        ]
-        for back, now in streams:
-            back.synchronize()  # copies of the last step read the weights on the host
-            back.wait_stream(now)  # which may read the weights on the device
-        yield
-        for back, now in streams:
-            now.wait_stream(back)
+    def _commit(self, part: int, writes: list[tuple[list[torch.Tensor], list[partial[Any]]]]) -> None:
+        """Write weights on the host and begin to copy them to the device, bucket by bucket.
+
+        The weights of a bucket leave before the gradients of the next one are waited for.
+        """
+        calls: list[partial[Any]] = []
+        written: list[_Mirror] = []
+        for hosts, own in sorted(writes, key=lambda one: list(map(self._bucket_number, one[0][:1]))):
+            mirrors = [self._by_host[id(host)] for host in hosts]
+            calls += [*_arrivals(mirrors), *own]
+            calls.append(_each(torch.Tensor.copy_, [one.parameter for one in mirrors], hosts, repeat(True)))
+            written += mirrors
+        with ExitStack() as stack:
+            for device in self._gpus(written):
+                back, now = self._streams_of(device)[1], torch.cuda.current_stream(device)
+                back.synchronize()  # copies of the last step read the weights on the host
+                if part == WHOLE:  # in the backward, all that read the weights was complete before their gradient was
+                    back.wait_stream(now)
+                    calls.append(partial(type(now).wait_stream, now, back))
+                stack.enter_context(torch.cuda.stream(back))
+            apply(calls)
+
+    def _gpus(self, mirrors: Iterable[_Mirror]) -> set[torch.device]:
+        """The GPUs of parameters."""
+        return {device for device in {mirror.parameter.device for mirror in mirrors} if device.type == "cuda"}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients, those that are being copied too."""
@@ -395,15 +489,15 @@ class _Offloaded(Adam):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._take_device()
-        with self._returning():
-            super().load_state_dict(state_dict)
-            self._send(self._mirrors.values())
+        super().load_state_dict(state_dict)
+        for mirror in self._mirrors.values():
+            mirror.sent()
 
     def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
         """The fp32 weight of each parameter on the device; see `halfstep.AdamW.masters`. The masters are on the
         host."""
         self._take_device()
-        return _HostMasters(super().masters(), {mirror.parameter: mirror.host for mirror in self._mirrors.values()})
+        return _ByParameter(super().masters(), self._mirrors)
 
     def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
         """Set masters to the present parameters on the device; see `halfstep.AdamW.refresh_master`."""
@@ -441,8 +535,9 @@ _DOCS = """
             freed. ``"step"``: in addition, the parameters of a bucket are stepped when their gradients are complete,
             while the backward goes on; without clipping and scaling, which need all gradients first. None: nothing,
             `step` copies all gradients; for DistributedDataParallel, whose gradients are not reduced before.
-        bucket_bytes: with ``"step"``, parameters are stepped together whose gradients take so many bytes. Gradients of
-            at most two buckets and one more gradient are on their way to the host at a time.
+        bucket_bytes: parameters are stepped together whose gradients take so many bytes. Smaller buckets return
+            earlier, and cost a launch each. During the backward, gradients of at most two buckets and one more gradient
+            are on their way to the host.
 
     Raises:
         TypeError: a parameter is sharded, on the meta device, or not a leaf in fp32, fp16 or bf16.

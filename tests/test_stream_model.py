@@ -36,6 +36,16 @@ def test_streams_run_in_any_order_that_events_allow(waits: bool) -> None:
     assert found == ({3.0} if waits else {1.0, 3.0})
 
 
+def test_the_host_waits_for_an_event_no_longer_than_it_must() -> None:
+    with Model("late") as model:
+        values = torch.zeros(3, device=model.device)
+        event = torch.cuda.current_stream().record_event()
+        values.add_(1.0)
+        event.synchronize()
+        assert event.query() and model.current.queue
+        assert values.tolist() == [1.0] * 3
+
+
 def test_memory_that_is_freed_is_the_next_ones() -> None:
     with Model("late"):
         x = torch.ones(4, device="cuda")

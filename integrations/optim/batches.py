@@ -187,17 +187,22 @@ class LaunchGroup:
                 masters[index].copy_(as_written(self.held[index], masters[index]))
         self.versions = now
 
-    def _in_order(self, gradients: list[torch.Tensor], contiguous: bool) -> list[torch.Tensor]:
-        """The gradients in the memory order of the parameters, copied where autograd chose another order."""
+    def _in_order(
+        self, gradients: list[torch.Tensor], contiguous: bool
+    ) -> tuple[list[torch.Tensor], list[partial[Any]]]:
+        """The gradients in the memory order of the parameters, and the calls that copy those that autograd left in
+        another order. They may still be arriving."""
         if self.contiguous and contiguous:
-            return gradients
-        ordered = []
+            return gradients, []
+        ordered, copies = [], []
         for grad, dense in zip(gradients, self.dense, strict=True):
-            grad = grad.resolve_neg()
-            if grad.stride() != dense.stride() and not (grad.is_contiguous() and dense.is_contiguous()):
-                grad = torch.empty_strided(grad.shape, dense.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
+            fits = grad.stride() == dense.stride() or (grad.is_contiguous() and dense.is_contiguous())
+            if grad.is_neg() or not fits:
+                copy = torch.empty_strided(grad.shape, dense.stride(), dtype=grad.dtype, device=grad.device)
+                copies.append(partial(copy.copy_, grad))
+                grad = copy
             ordered.append(grad)
-        return ordered
+        return ordered, copies
 
     def prepare(
         self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
@@ -216,7 +221,7 @@ class LaunchGroup:
         if self.sharded:
             grads = list(map(local, grads))
             contiguous = all_contiguous(grads)
-        gradients = self._in_order(grads, contiguous)
+        gradients, copies = self._in_order(grads, contiguous)
         self.take_outside_writes()
         for parameter, copy in self.copied:
             copy.copy_(parameter)
@@ -229,7 +234,7 @@ class LaunchGroup:
         else:
             self.batch.table.point(adam.GRAD, gradients)
         back = (partial(parameter.copy_, copy) for parameter, copy in self.copied)
-        return [adam.launch(self.batch, groups, control), *back]
+        return [*copies, adam.launch(self.batch, groups, control), *back]
 
     def finish(self) -> None:
         """Release the gradients and record the update. Must run after the calls that `prepare` returned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from halfstep.integrations.optim.state import (
     CANONICAL_KEYS,
     MOMENTS,
     SCALES,
+    WHOLE,
     OptimizerState,
     decoded,
     encoded,
@@ -224,13 +226,23 @@ class CanonicalState(OptimizerState):
         # Everything has been validated. The plan is discarded first, because it is derived from the old state.
         self._forget()
         pairs = ((local(p.detach()), weight) for p, (_, weight) in loaded.items() if weight is not None)
-        writes = [partial(held.copy_, local(weight)) for held, weight in pairs]
+        writes: list[partial[Any]] = [partial(held.copy_, local(weight)) for held, weight in pairs]
         for parameter, (state, _) in loaded.items():
             writes += self._in_place(parameter, state)
-        apply([*writes, partial(self.__dict__.update, state=fresh, param_groups=groups, _agreed={})])
+        writes.append(partial(self.__dict__.update, state=fresh, param_groups=groups, _agreed={}))
+        self._commit(WHOLE, [(list(loaded), writes)])
         self._agree()
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
+
+    def _commit(self, part: int, writes: list[tuple[list[torch.Tensor], list[partial[Any]]]]) -> None:
+        """Make the calls of a step or a load: all of them, whatever interrupts.
+
+        Args:
+            part: the part of a step, `WHOLE` in a load.
+            writes: parameters, and the calls that write these and their state. Their order does not matter.
+        """
+        apply(list(chain.from_iterable(calls for _, calls in writes)))
 
     def _in_place(self, parameter: torch.Tensor, state: dict[str, Any]) -> list[partial[Any]]:
         """Calls that copy a loaded state into the tensors that CUDA graphs use, which replace those in `state`."""

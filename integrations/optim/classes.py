@@ -16,7 +16,6 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.batches import all_contiguous
 from halfstep.integrations.optim.checkpoints import CanonicalState
 from halfstep.integrations.optim.options import check_number, check_options, check_parameter, is_zero, plain_number
@@ -280,17 +279,17 @@ class _AdamBase(CanonicalState):
             verdict = self._checker.verdict(keep=False)
             assert verdict is not None
             control = _skipping_zeros(control, verdict)
-        calls: list[partial[Any]] = []
+        writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
         needed: list[tuple[adam.Control, torch.Tensor]] = []  # keeps alive what the calls hold the addresses of
         for batch, indices in plan.batches:
             own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
             here = _control_on(control, batch.device)
             table = plan.group_table(batch.device, groups, limit, changed)
             needed.append((here, table))
-            calls += batch.prepare(own, contiguous, table, here)
+            writes.append((batch.parameters, batch.prepare(own, contiguous, table, here)))
         if part != WHOLE:
-            calls += [partial(setattr, parameter, "grad", None) for parameter in parameters]
-        apply(calls)
+            writes[-1][1].extend(partial(setattr, parameter, "grad", None) for parameter in parameters)
+        self._commit(part, writes)
         if recording:  # nothing was executed, and the tensors that a replay writes to must be kept alive
             for batch, _ in plan.batches:
                 if not capturing(batch.device):

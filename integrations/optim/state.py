@@ -212,6 +212,10 @@ class OptimizerState(StepsOnVerdict, Optimizer):
     _agreed: dict[int, Agreed]  # by the parameter's id
     _plans: dict[int, StepPlan]  # of the last step (`WHOLE`), and of each part that is stepped on its own
 
+    def _bucket_number(self, parameter: torch.Tensor) -> int:
+        """Parameters with different numbers are updated by different launches."""
+        return 0
+
     # ------------------------------------------------------------------------------------------------------- masters
 
     def _forget(self, part: int | None = None) -> None:

@@ -159,7 +159,7 @@ def _layouts(groups: list[Group]) -> list[tuple[Any, ...]]:
 def _batches(
     optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
 ) -> list[tuple[LaunchGroup, list[int]]]:
-    """The parameters by device and layout, after checking that each of them can be updated."""
+    """The parameters by bucket, device and layout, after checking that each of them can be updated."""
     optimizer._note_agreed()
     row_of = {id(p): row for row, group in enumerate(optimizer.param_groups) for p in group["params"]}
     rows = [row_of[id(parameter)] for parameter in parameters]
@@ -204,10 +204,11 @@ def _batches(
             layout = replace(layout, stochastic=False)
         if layout.stochastic:
             names[index] = (stream_of[id(parameter)], *place_of(parameter, where), group["seed"])
-        kinds.setdefault((local(parameter).device, layout, addressable), []).append(index)
+        kind = optimizer._bucket_number(parameter), local(parameter).device, layout, addressable
+        kinds.setdefault(kind, []).append(index)
     optimizer._take_outside_writes(recording)
     batches: list[tuple[LaunchGroup, list[int]]] = []
-    for (_, layout, addressable), indices in kinds.items():
+    for (_, _, layout, addressable), indices in kinds.items():
         members = [parameters[index] for index in indices]
         states = [optimizer.state[parameter] for parameter in members]
         groups = [rows[index] for index in indices]

@@ -13,9 +13,10 @@ from halfstep.integrations.interrupts import apply
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str) -> None:
+@pytest.mark.parametrize("optimizer", [[], ["--offloaded"]])
+def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str, optimizer: list[str]) -> None:
     tries = "15"
-    done = forks.run([interrupts.__file__, "--tries", tries, "--seed", "1", "--backend", backend])
+    done = forks.run([interrupts.__file__, "--tries", tries, "--seed", "1", "--backend", backend, *optimizer])
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"0 of {tries} interrupts of each kind left something done in part" in done.stdout
 
@@ -28,7 +29,7 @@ def test_the_campaign_sees_what_is_divided(monkeypatch: pytest.MonkeyPatch) -> N
             call()
 
     monkeypatch.setattr(interrupts, "OURS", (interrupts.OURS, __file__))
-    monkeypatch.setattr("halfstep.integrations.optim.classes.apply", one_by_one)
+    monkeypatch.setattr("halfstep.integrations.optim.checkpoints.apply", one_by_one)
     campaign = interrupts.Campaign("bytecode", 0)
 
     def trained_once() -> interrupts.Training:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import signal
 import warnings
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from stream_model import Model
 
 import halfstep
 from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
+from halfstep.kernels import adam
 from halfstep.numerics.planning import plan, unit
 
 FP16 = torch.float16
@@ -103,7 +106,7 @@ def test_scalers_skip_and_unscale_on_the_host(kind: type[torch.amp.GradScaler], 
     results = []
     for offloaded in (False, True):
         net = made(FP16 if kind is halfstep.GradScaler else BF16)
-        cls: Any = OffloadedAdamW if offloaded else halfstep.AdamW
+        cls: Any = partial(OffloadedAdamW, bucket_bytes=400) if offloaded else halfstep.AdamW
         optimizer = cls(net.parameters(), lr=0.01, max_grad_norm=3.4 if clips else None)
         scaler = kind("cpu", init_scale=2.0**20, growth_interval=2)
         for step in range(9):
@@ -265,19 +268,28 @@ def test_the_host_holds_what_is_planned(options: dict[str, Any]) -> None:
     assert planned.totals.state == sum(p.untyped_storage().nbytes() for p in net.parameters())
 
 
+def _give(optimizer: Any, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """A complete gradient, as autograd gives it."""
+    parameter.grad = grad
+    if optimizer.in_backward is not None:
+        optimizer._take(parameter)
+
+
 @pytest.mark.parametrize("order", ["late", "random", "at once"])
 @pytest.mark.parametrize("seed", range(4))
-def test_streams_in_any_order(order: str, seed: int) -> None:
+@pytest.mark.parametrize(("mode", "micro"), [("copy", 1), ("copy", 2), (None, 1)])
+def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int) -> None:
     """Gradients leave and weights return on streams of their own; compute reads and frees in between."""
     with Model(order, seed=seed) as model:
         parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(3)]
-        optimizer = OffloadedAdam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0, bucket_bytes=20)
+        optimizer = OffloadedAdam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0, bucket_bytes=20, in_backward=mode)
         for step in range(4):
-            for number, parameter in enumerate(parameters):
-                sign = -1.0 if number == step % 3 else 1.0
-                parameter.grad = torch.full((5,), sign, device=model.device)
-                optimizer._take(parameter)
-                torch.full((5,), 7.0, device=model.device)  # in the memory of a gradient, if that is free too early
+            for factor in (-1.0, 2.0)[-micro:]:
+                for number, parameter in enumerate(parameters):
+                    sign = -1.0 if number == step % 3 else 1.0
+                    _give(optimizer, parameter, torch.full((5,), factor * sign, device=model.device))
+                    torch.full((5,), 7.0, device=model.device)  # in the memory of a gradient, if that is free too early
+            assert all((one.host.grad is None) == (micro == 1) for one in optimizer._mirrors.values())
             optimizer.step()
             optimizer.zero_grad()
             read = [parameter.detach() * 1.0 for parameter in parameters]  # before the next weights return
@@ -285,6 +297,118 @@ def test_streams_in_any_order(order: str, seed: int) -> None:
             moves = sum(1.0 if number == step % 3 else -1.0 for step in range(4))
             assert parameter.tolist() == [0.5 * moves] * 5 and before.tolist() == parameter.tolist()
         assert model.pageable == [] or set(model.pageable) == {"a copy from the device"}  # tolist
+
+
+class _Watched:
+    """The order of events in the steps of an offloaded optimizer on a model of a GPU.
+
+    Attributes:
+        events: ``("step", n)`` when the parameters of a bucket are stepped on the host, ``("return", n)`` when the copy
+            of their weights to the device is enqueued, with the place of the first parameter.
+        arrived: at each step of a bucket, the places of the parameters whose gradient had arrived.
+    """
+
+    def __init__(self, model: Model, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.arrived: list[list[int]] = []
+        mirrors = list(optimizer._mirrors.values())
+        launch, copy = adam.launch, model._copy
+
+        def watched_launch(batch: Any, *rest: Any) -> partial[None]:
+            call = launch(batch, *rest)
+            place = next(
+                n for n, one in enumerate(mirrors) if one.host.data_ptr() == batch.lists[adam.PARAM][0].data_ptr()
+            )
+
+            def run() -> None:
+                self.events.append(("step", place))
+                self.arrived.append([n for n, one in enumerate(mirrors) if one._arriving.query()])
+                call()
+
+            return partial(run)
+
+        def watched_copy(target: torch.Tensor, source: torch.Tensor, *rest: Any) -> torch.Tensor:
+            for place, one in enumerate(mirrors):
+                if model.is_here(target) and target.data_ptr() == one.parameter.data_ptr():
+                    assert model.current is optimizer._streams[model.device][1]
+                    self.events.append(("return", place))
+            return copy(target, source, *rest)
+
+        monkeypatch.setattr(adam, "launch", watched_launch)
+        monkeypatch.setattr(model, "_copy", watched_copy)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("mode", ["copy", None])
+def test_a_bucket_waits_for_its_gradients_only_and_returns_while_the_next_is_stepped(
+    mode: Any, clips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Model("late") as model:
+        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(4)]
+        options: dict[str, Any] = {"max_grad_norm": 1e9} if clips else {}
+        optimizer = OffloadedAdamW(parameters, in_backward=mode, bucket_bytes=20, **options)
+        for step in range(3):
+            if step == 1:  # the first step creates the state
+                watched = _Watched(model, optimizer, monkeypatch)
+            for parameter in reversed(parameters):
+                _give(optimizer, parameter, torch.ones_like(parameter))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert watched.events == [(what, place) for place in (3, 2, 1, 0) for what in ("step", "return")] * 2
+        last = [0 in arrived for arrived in watched.arrived]
+        assert last == ([True] * 4 if clips else [False] * 3 + [True]) * 2
+
+
+def test_gradients_that_arrive_late_are_reordered_for_stochastic_rounding() -> None:
+    """The bits of stochastic rounding depend on the order of rows; the gradients have that of channels_last."""
+    options: dict[str, Any] = {"lr": 0.1, "master_weights": None, "rounding": "stochastic"}
+    start = torch.arange(54, dtype=BF16).reshape(2, 3, 3, 3).to(memory_format=torch.channels_last)
+    grads = [torch.randn(start.shape, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3)]
+    expected = torch.nn.Parameter(start.clone())
+    reference = halfstep.AdamW([expected], **options)
+    for grad in grads:
+        expected.grad = grad.to(memory_format=torch.channels_last)
+        reference.step()
+    with Model("late") as model:
+        parameter = torch.nn.Parameter(start.to(model.device))
+        assert not parameter.is_contiguous()
+        optimizer = OffloadedAdamW([parameter], **options)
+        for grad in grads:
+            _give(optimizer, parameter, grad.to(model.device).to(memory_format=torch.channels_last))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(parameter.cpu(), expected.detach())
+
+
+def test_after_an_interrupt_in_a_step_all_weights_are_stepped_and_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT while the first bucket is stepped is raised after the last one, and what follows reads the new weights."""
+    with Model("late") as model:
+        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(3)]
+        optimizer = OffloadedAdam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0, bucket_bytes=20)
+        launch, interrupts = adam.launch, [signal.SIGINT]
+
+        def interrupted(*given: Any) -> partial[None]:
+            call = launch(*given)
+
+            def run() -> None:
+                call()
+                if interrupts:
+                    signal.raise_signal(interrupts.pop())
+
+            return partial(run)
+
+        monkeypatch.setattr(adam, "launch", interrupted)
+        for step in (1, 2):
+            for parameter in reversed(parameters):
+                _give(optimizer, parameter, torch.full((5,), -1.0, device=model.device))
+            if step == 1:
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            read = [parameter.detach() * 1.0 for parameter in parameters]
+            assert [one.tolist() for one in read] == [[0.5 * step] * 5] * 3
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -403,6 +527,7 @@ def test_errors() -> None:
             "its device first"
         )
     optimizer = OffloadedAdamW(net.parameters())
+    assert error_of(KeyError, lambda: optimizer.masters()[torch.ones(1)]) == "'not a parameter of this optimizer'"
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
         assert error_of(TypeError, call) == (
             "Expected no copy or pickle of a OffloadedAdamW, which belongs to the parameters on the device: save "

@@ -6,7 +6,8 @@ Two ways of interrupting:
   kernels, since the launches of other implementations consist of Python code and would be interrupted inside.
 - ``signal``: a real SIGINT at a random time, on any backend.
 
-As a program it is the campaign: ``python tests/support/interrupts.py --tries 2000 --seed 0``.
+As a program it is the campaign: ``python tests/support/interrupts.py --tries 2000 --seed 0``. With ``--offloaded`` the
+optimizer is `OffloadedAdamW`, in three buckets.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 import halfstep
 from halfstep.integrations import optim
+from halfstep.integrations.offload import OffloadedAdamW
 
 OURS: Any = str(Path(optim.__file__).resolve().parents[2])  # halfstep's code; a tuple for several folders
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,14 +37,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Training:
     """Three parameters of each dtype, one of them strided, and gradients for any step."""
 
-    def __init__(self) -> None:
+    def __init__(self, offloaded: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         self.parameters = []
         for dtype in DTYPES:
             for shape in ((33, 5), (7,)):
                 self.parameters.append(torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
             self.parameters.append(torch.nn.Parameter(torch.randn((6, 4), generator=generator).to(dtype)[:, ::2]))
-        self.optimizer = halfstep.AdamW(self.parameters, lr=0.1)
+        self.optimizer: halfstep.AdamW
+        if offloaded:
+            self.optimizer = OffloadedAdamW(self.parameters, lr=0.1, bucket_bytes=400)
+        else:
+            self.optimizer = halfstep.AdamW(self.parameters, lr=0.1)
 
     def give_gradients(self, step: int) -> None:
         generator = torch.Generator().manual_seed(1 + step)
@@ -115,8 +121,9 @@ def at_time(seconds: float, action: Callable[[], Any]) -> bool:
 class Campaign:
     """Interrupts a training repeatedly. It must continue with the bits of an uninterrupted one."""
 
-    def __init__(self, how: str, seed: int) -> None:
+    def __init__(self, how: str, seed: int, offloaded: bool = False) -> None:
         self.how, self.choose = how, random.Random(seed)
+        self._training = partial(Training, offloaded)
         self.outcomes: Counter[str] = Counter()
         self._lengths: dict[str, float] = {}
 
@@ -144,11 +151,11 @@ class Campaign:
         """Interrupt steps. Every tenth try starts a new training, whose first step creates the state."""
         for number in range(tries):
             if number % 10 == 0:
-                trained, twin = Training(), Training()
+                trained, twin = self._training(), self._training()
                 step = 0
             for one in (trained, twin):
                 one.give_gradients(step)
-            spare = Training()
+            spare = self._training()
             spare.give_gradients(step)
             before = twin.bits()
             twin.optimizer.step()
@@ -164,10 +171,10 @@ class Campaign:
 
     def loads(self, tries: int) -> None:
         """Interrupt loads, of two states alternately."""
-        target, spare = Training(), Training()
+        target, spare = self._training(), self._training()
         states, bits = [], []
         for lr in (0.1, 0.2):
-            source = Training()
+            source = self._training()
             source.optimizer.param_groups[0]["lr"] = lr
             for step in range(int(lr * 20)):
                 source.give_gradients(step)
@@ -195,11 +202,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tries", type=int, default=2000, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="auto", help="for the signals")
+    parser.add_argument("--offloaded", action="store_true")
     given = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have it ignored in the background
     divided = 0
     for how in ("bytecode", "signal") if given.backend == "auto" else ("signal",):
-        campaign = Campaign(how, given.seed)
+        campaign = Campaign(how, given.seed, given.offloaded)
         with halfstep.backend(given.backend):
             campaign.steps(given.tries)
             campaign.loads(given.tries)

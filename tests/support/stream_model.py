@@ -29,7 +29,7 @@ from unittest import mock
 import numpy as np
 import torch
 from stream_memory import Memory
-from stream_queues import DEVICE, Event, Graph, Pool, Stream
+from stream_queues import DEVICE, Event, Graph, Pool, Stream, Ticket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -308,8 +308,8 @@ class Model:
             for _ in range(self._random.choice((0, 0, 0, 1, 1, 2, 9))):
                 self._random.choice(self._streams).advance()
 
-    def _drain(self, stream: Stream) -> None:
-        while stream.queue:
+    def _drain(self, stream: Stream, until: Ticket | None = None) -> None:
+        while stream.queue and not (until is not None and until.done):
             if not stream.advance():
                 for other in self._streams:  # it waits for one of them
                     if other is not stream and other.advance():
@@ -317,8 +317,8 @@ class Model:
                 else:
                     raise AssertionError("streams wait for each other")
 
-    def blocks(self, what: str, streams: list[Stream], counted: bool = True) -> None:
-        """The host waits for streams."""
+    def blocks(self, what: str, streams: list[Stream], counted: bool = True, until: Ticket | None = None) -> None:
+        """The host waits for streams, or until one of them has executed an event."""
         for graph in self.captures():
             graph.fail(f"operation not permitted when stream is capturing: {what}")
         if counted:
@@ -326,7 +326,7 @@ class Model:
             if self.refusing:
                 raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
         for stream in streams:
-            self._drain(stream)
+            self._drain(stream, until)
 
     @contextmanager
     def looking(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 DEVICE = torch.device("cuda", 0)
 
 
-class _Ticket:
+class Ticket:
     """One recording of an event."""
 
     def __init__(self, stream: Stream, graph: Graph | None) -> None:
@@ -87,11 +87,11 @@ class Event:
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.model = model
-        self.ticket: _Ticket | None = None
+        self.ticket: Ticket | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         stream = self.model.current if stream is None else stream
-        self.ticket = ticket = _Ticket(stream, stream.graph)
+        self.ticket = ticket = Ticket(stream, stream.graph)
         stream.push(lambda: setattr(ticket, "done", True))
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -104,7 +104,7 @@ class Event:
 
     def synchronize(self) -> None:
         if self.ticket is not None and not self.ticket.done:
-            self.model.blocks("Event.synchronize", [self.ticket.stream])
+            self.model.blocks("Event.synchronize", [self.ticket.stream], until=self.ticket)
 
     def elapsed_time(self, other: Event) -> float:
         return 1.0

@@ -1,0 +1,224 @@
+"""Checkpoints of offloaded optimizers by the names of parameters: torch.distributed.checkpoint, and ours of shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from oracles import bits
+from stream_model import Model
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import halfstep
+from halfstep.integrations import checkpoint
+from halfstep.integrations.offload import OffloadedAdamW
+
+BF16 = torch.bfloat16
+LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {"amsgrad": True}),
+    "full": (torch.float16, {}),
+    "split": (BF16, {}),
+    "split24, 8-bit moments": (BF16, {"master_weights": "split24", "state_dtype": "8bit"}),
+}
+CLASSES: dict[str, Any] = {"device": halfstep.AdamW, "host": OffloadedAdamW}
+PAIRS = [("host", "device"), ("device", "host"), ("host", "host")]
+pairs = pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+class Net(torch.nn.Module):
+    """An embedding used twice, of the size from which moments are coded in 8 bits, and a frozen bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 72)
+        self.head = torch.nn.Linear(72, 64, bias=False)
+        self.head.weight = self.embedding.weight
+        self.inner = torch.nn.Linear(72, 72)
+        self.inner.bias.requires_grad_(False)
+        self.norm = torch.nn.LayerNorm(72)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.inner(self.embedding(tokens))))  # type: ignore[no-any-return]
+
+
+class Run(NamedTuple):
+    net: Net
+    optimizer: Any
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        self.backward(number)
+        self.optimizer.step()
+
+    def backward(self, number: int) -> None:
+        tokens = torch.randint(0, 64, (3, 5), generator=torch.Generator().manual_seed(number))
+        self.net(tokens).float().square().mean().backward()
+
+
+def _run(where: str, layout: str, lr: float = 0.01, steps: int = 0, seed: int = 0) -> Run:
+    dtype, options = LAYOUTS[layout]
+    torch.manual_seed(seed)
+    net = Net().to(dtype)
+    groups = [
+        {"params": [net.embedding.weight, *net.inner.parameters()]},
+        {"params": list(net.norm.parameters()), "weight_decay": 0.0, "lr": 3 * lr},
+    ]
+    run = Run(net, CLASSES[where](groups, lr=lr, **options))
+    for number in range(steps):
+        run.step(number)
+    return run
+
+
+def _same(one: Run, other: Run) -> bool:
+    """Whether weights and optimizer states have the same bits."""
+    states, others = one.optimizer.state_dict(), other.optimizer.state_dict()
+    weights = zip(one.net.parameters(), other.net.parameters(), strict=True)
+    groups, loaded = ([{**g, "betas": tuple(g["betas"])} for g in s["param_groups"]] for s in (states, others))
+    return (
+        groups == loaded  # torch makes lists of tuples with full_state_dict
+        and states["state"].keys() == others["state"].keys()
+        and all(np.array_equal(bits(a.detach()), bits(b.detach())) for a, b in weights)
+        and all(
+            np.array_equal(bits(value), bits(others["state"][index][key]))
+            for index, state in states["state"].items()
+            for key, value in state.items()
+        )
+    )
+
+
+@layouts
+@pairs
+def test_a_checkpoint_of_torch_continues_with_the_same_bits(
+    layout: str, saved: str, loaded: str, tmp_path: Path
+) -> None:
+    source = _run(saved, layout, steps=3)
+    model, state = get_state_dict(source.net, source.optimizer)
+    dcp.save({"model": model, "optimizer": state}, checkpoint_id=tmp_path)
+    assert {"embedding.weight", "inner.weight", "norm.weight", "norm.bias"} == set(state["state"])
+    assert state["param_groups"][0]["params"] == ["embedding.weight", "inner.weight", "inner.bias"]
+    target = _run(loaded, layout, lr=0.5, seed=1)
+    model, state = get_state_dict(target.net, target.optimizer)
+    read = {"model": model, "optimizer": state}
+    dcp.load(read, checkpoint_id=tmp_path)
+    set_state_dict(target.net, target.optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+    assert _same(source, target)
+    for number in (3, 4):
+        source.step(number)
+        target.step(number)
+    assert _same(source, target)
+
+
+@pairs
+@pytest.mark.parametrize("option", ["flatten_optimizer_state_dict", "full_state_dict", "cpu_offload"])
+def test_the_options_of_torch(saved: str, loaded: str, option: str) -> None:
+    options = StateDictOptions(**{option: True})
+    source, target = _run(saved, "split", steps=3), _run(loaded, "split", lr=0.5)
+    target.net.load_state_dict(source.net.state_dict())
+    state = get_optimizer_state_dict(source.net, source.optimizer, options=options)
+    set_optimizer_state_dict(target.net, target.optimizer, state, options=options)
+    assert _same(source, target)
+
+
+@layouts
+@pairs
+def test_our_checkpoint_of_shards_continues_with_the_same_bits(
+    layout: str, saved: str, loaded: str, tmp_path: Path
+) -> None:
+    source, target = _run(saved, layout, steps=3), _run(loaded, layout, lr=0.5, steps=1, seed=1)
+    checkpoint.save(tmp_path, 3, model=source.net, optimizer=source.optimizer)
+    path = checkpoint.newest(tmp_path)
+    assert path is not None
+    checkpoint.load(path, model=target.net, optimizer=target.optimizer)
+    assert _same(source, target)
+    for number in (3, 4):
+        source.step(number)
+        target.step(number)
+    assert _same(source, target)
+
+
+@layouts
+def test_a_load_that_fails_late_restores_the_host_too(layout: str, tmp_path: Path) -> None:
+    """The scaler is loaded last, and refuses what was saved."""
+    source, target, untouched = _run("device", layout, steps=3), *(_run("host", layout, steps=2, seed=1) for _ in "ab")
+    scaler = halfstep.GradScaler("cpu")
+    checkpoint.save(tmp_path, 3, model=source.net, optimizer=source.optimizer, scaler=scaler)
+    path = checkpoint.newest(tmp_path)
+    assert path is not None
+
+    def refuse(state: Any) -> None:
+        raise ValueError("refused")
+
+    scaler.load_state_dict = refuse  # type: ignore[method-assign]
+    with pytest.raises(checkpoint.CheckpointError, match="refused"):
+        checkpoint.load(path, model=target.net, optimizer=target.optimizer, scaler=scaler)
+    assert _same(target, untouched)
+    for run in (target, untouched):
+        run.step(2)
+    assert _same(target, untouched)
+
+
+@pytest.mark.parametrize("mode", ["copy", "step", None])
+def test_before_the_first_step_nothing_but_zeros_is_added(mode: Any) -> None:
+    """torch then takes a step with lr 0 and gradients of 0. It changes no weight, and counts no step."""
+    dtype, options = LAYOUTS["split"]
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    run = Run(net, OffloadedAdamW(net.parameters(), lr=torch.tensor(0.01), in_backward=mode, **options))
+    reference = Run(other := Net().to(dtype), halfstep.AdamW(other.parameters(), lr=torch.tensor(0.01)))
+    other.load_state_dict(net.state_dict())
+    for one in (run, reference):
+        state = get_optimizer_state_dict(one.net, one.optimizer)
+        assert [entry["step"].item() for entry in state["state"].values()] == [0.0] * 4
+        assert state["param_groups"][0]["lr"] == one.optimizer.param_groups[0]["lr"] == torch.tensor(0.01)
+        assert all(parameter.grad is None for parameter in one.net.parameters())
+    assert _same(run, reference)
+    for one in (run, reference):
+        one.step(0)
+    assert _same(run, reference)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_gradients_before_the_first_step_are_kept(backwards: int) -> None:
+    """torch takes no step then. Those that are on the host return to where torch looks for them, and are stepped."""
+    results = []
+    for where in CLASSES:
+        run = _run(where, "split")
+        for number in range(backwards):
+            run.backward(number)
+        assert get_optimizer_state_dict(run.net, run.optimizer)["state"] == {}
+        run.backward(9)
+        run.optimizer.step()
+        results.append(run)
+    assert _same(*results)
+
+
+def test_gradients_return_to_a_gpu_when_they_have_arrived() -> None:
+    with Model("late") as model:
+        parameters = torch.nn.ParameterList([torch.ones(5, device=model.device) for _ in range(3)])
+        optimizer = OffloadedAdamW(parameters.parameters(), bucket_bytes=20)
+        for start in (9.0, 0.0):
+            optimizer.zero_grad()  # the first ones; the next ones arrive in the same memory
+            for number, parameter in enumerate(parameters):
+                parameter.grad = torch.full((5,), start + number, device=model.device)
+                optimizer._take(parameter)
+        assert get_optimizer_state_dict(parameters, optimizer)["state"] == {}
+        for number, parameter in enumerate(parameters):
+            assert parameter.grad is not None and model.is_here(parameter.grad)
+            assert parameter.grad.tolist() == [float(number)] * 5
+
+
+def test_other_readers_find_the_copies_on_the_host() -> None:
+    run = _run("host", "split", steps=1)
+    own = {id(parameter) for parameter in run.net.parameters()}
+    assert not own & {id(host) for group in run.optimizer.param_groups for host in group["params"]}
