@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from halfstep.kernels.backend import jit, most_warps, on_device, tl
+from halfstep.kernels.backend import MOST_THREADS, jit, most_warps, on_device, tl
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.softmax.blocks import LOWEST, PLAIN, exponential, gradient, logits, summand
 from halfstep.kernels.softmax.layout import as_strided_rows, mask_operand
@@ -36,6 +36,55 @@ def _logits(x, mask, inside, scale, MASK: tl.constexpr, POLICY: tl.constexpr):
     values = tl.load(x, mask=inside, other=0.0, eviction_policy=POLICY)
     masks = values if MASK == PLAIN else tl.load(mask, mask=inside, other=0)
     return tl.where(inside, logits(values, masks, scale, MASK), float("-inf"))
+
+
+@jit
+def _from_neighbour(tile, AXIS: tl.constexpr):
+    """The fp32 numbers at the other one of two places along an axis. Between lanes of a warp, this is one shuffle."""
+    bits = tile.to(tl.int32, bitcast=True)
+    return (tl.xor_sum(bits, axis=AXIS, keep_dims=True) ^ bits).to(tl.float32, bitcast=True)
+
+
+@jit
+def _over_columns(tile, MAX: tl.constexpr, HALVINGS: tl.constexpr, HELD: tl.constexpr):
+    """Maxima or sums over the columns of a tile, which `_to_columns` gives back to all of them.
+
+    A thread has HELD columns of 2^HALVINGS sums or more side by side, of which its neighbours in the warp have other
+    columns. Two such neighbours need not exchange all of their sums: each one passes on half of them and completes the
+    other half, and then half of those with the next neighbour, so that 7 shuffles do for 8 sums instead of 24. No
+    result depends on how the compiler distributes the tile; only the number of exchanges does.
+
+    Returns:
+        A tile of (2^HALVINGS, sums / 2^HALVINGS): sum `i` is at (i % 2^HALVINGS, with its bits reversed, and the rest).
+    """
+    APART: tl.constexpr = tile.shape[0] // HELD
+    SIDE: tl.constexpr = tile.shape[1] >> HALVINGS
+    tile = tl.reshape(tile, (HELD, APART, tile.shape[1]))
+    part = tl.max(tile, axis=0) if MAX else tl.sum(tile, axis=0)
+    odd = (tl.arange(0, 2) == 1)[None, :, None, None]
+    for done in tl.static_range(HALVINGS):
+        pairs = tl.reshape(part, (APART >> (done + 1), 2, SIDE << done, 2, 1 << (HALVINGS - done - 1)))
+        first, second = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
+        kept = tl.where(odd, second, first)
+        other = _from_neighbour(tl.where(odd, first, second), 1)
+        part = tl.maximum(kept, other) if MAX else kept + other
+    part = tl.reshape(part, (APART >> HALVINGS, 1 << HALVINGS, SIDE))
+    return tl.max(part, axis=0) if MAX else tl.sum(part, axis=0)
+
+
+@jit
+def _to_columns(sums, COLUMNS: tl.constexpr, HALVINGS: tl.constexpr):
+    """A tile with what `_over_columns` made, in all of its COLUMNS."""
+    SIDE: tl.constexpr = sums.shape[1]
+    odd = (tl.arange(0, 2) == 1)[None, :, None, None, None]
+    for done in tl.static_range(HALVINGS):
+        sums = tl.reshape(sums, (1 << done, 2, 1 << (HALVINGS - done - 1), SIDE, 1 << done))
+        other = _from_neighbour(sums, 1)
+        both = tl.join(tl.where(odd, other, sums), tl.where(odd, sums, other))
+        sums = tl.permute(both, (0, 1, 2, 3, 5, 4))
+    sums = tl.reshape(sums, (1, 1 << HALVINGS, SIDE << HALVINGS))
+    whole = tl.broadcast_to(sums, (COLUMNS >> HALVINGS, 1 << HALVINGS, SIDE << HALVINGS))
+    return tl.reshape(whole, (COLUMNS, SIDE << HALVINGS))
 
 
 @functools.partial(jit, do_not_specialize=["size_b", "tiles"])
@@ -65,6 +114,8 @@ def forward_strided_kernel(
     ONE_PASS: tl.constexpr,  # columns <= COLUMNS: a tile holds whole sums
     COLUMNS: tl.constexpr,  # shape of a tile
     WIDTH: tl.constexpr,
+    HALVINGS: tl.constexpr,  # of the sums that a thread has side by side, as it exchanges them
+    HELD: tl.constexpr,  # columns of a thread
 ):
     """WIDTH sums side by side, for a dimension in which neighbours lie apart, COLUMNS of each at a time."""
     program = tl.program_id(0)
@@ -82,11 +133,15 @@ def forward_strided_kernel(
         inside = (column < columns) & side
         mask_block = mask + (column * mask_column + mask_side)
         z = _logits(x + (column * x_column + x_side), mask_block, inside, scale, MASK, "")
-        z -= tl.maximum(tl.max(z, axis=0), LOWEST)[None, :]
+        m = tl.maximum(_over_columns(z, True, HALVINGS, HELD), LOWEST)
+        z -= _to_columns(m, COLUMNS, HALVINGS)
         e = exponential(z)
-        s = tl.sum(e, axis=0)
-        s = tl.where(s == 0.0, 1.0, s)[None, :]
-        result = z - tl.log(s) if LOG else e * (1.0 / s)
+        s = _over_columns(e, False, HALVINGS, HELD)
+        s = tl.where(s == 0.0, 1.0, s)
+        if LOG:
+            result = z - _to_columns(tl.log(s), COLUMNS, HALVINGS)
+        else:
+            result = e * _to_columns(1.0 / s, COLUMNS, HALVINGS)
         tl.store(y + (column * y_column + y_side), from_float32(result, y.dtype.element_ty), mask=inside)
     else:
         m = tl.full((COLUMNS, WIDTH), LOWEST, tl.float32)
@@ -188,11 +243,30 @@ def tile_shape(columns: int, across: int, one_pass: int, most: int = 32) -> tupl
     return fixed, -(-across // width)
 
 
+def exchange(shape: dict[str, int], run: int, most: int = 32) -> dict[str, int]:
+    """How the threads of a tile of `tile_shape` exchange their sums (`_over_columns`).
+
+    Args:
+        shape: of the tile.
+        run: neighbours that a thread stores together.
+        most: warps that a program may have.
+    """
+    lanes = MOST_THREADS // most
+    held = shape["COLUMNS"] * shape["WIDTH"] // (shape["num_warps"] * lanes * run)
+    halvings = min(run, lanes * run // shape["WIDTH"]).bit_length() - 1  # lanes of a warp that have the same sums
+    if shape["ONE_PASS"] and held and halvings > 0:
+        return {"HALVINGS": halvings, "HELD": held}
+    return {"HALVINGS": 0, "HELD": 1}
+
+
 def forward(x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, dim: int, scale: float, log: bool) -> None:
     """Launch the forward kernel: `x` of two dimensions or more, not empty, into the contiguous `y`."""
     rows, columns = as_strided_rows(x, mask, y, dim), x.shape[dim]
     a, b, c = rows.sizes
     fixed, tiles = tile_shape(columns, c, STRIDED_FORWARD, most_warps(y.device))
+    # Otherwise Triton does not know that all rows can be cut into vectors, and a thread has one neighbour.
+    vectors = rows.x_strides[2] == 1 and c % 16 == 0
+    fixed |= exchange(fixed, 16 // y.element_size() if vectors else 1, most_warps(y.device))
     operand, kind = mask_operand(rows.x, rows.mask)
     with on_device(y.device):
         forward_strided_kernel[(a * b * tiles,)](

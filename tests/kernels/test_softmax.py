@@ -519,6 +519,21 @@ def test_sums_over_elements_that_lie_apart(one_pass: bool, log: bool, monkeypatc
             check(Case(view, dim, scale=0.5, mask=mask, dtype=out, log=log), "triton")
 
 
+@pytest.mark.parametrize(("dtype", "halvings"), [(BF16, (3, 3, 1, 0)), (FP32, (2, 2, 0, 0))], ids=["bf16", "fp32"])
+def test_sums_that_threads_exchange_by_halves(dtype: torch.dtype, halvings: tuple[int, ...]) -> None:
+    """Vectors of neighbours that each belong to another sum: the halves come together in their places."""
+    run, limit = 16 // dtype.itemsize, strided.STRIDED_FORWARD
+    for (columns, across), often in zip(((70, 16), (70, 48), (20, 256), (16, 256)), halvings, strict=True):
+        assert strided.exchange(strided.tile_shape(columns, across, limit)[0], run)["HALVINGS"] == often
+        x = normal(2, columns, across, dtype=dtype)
+        x[0, :, 1] = -INF
+        x[0, 3, 2], x[1, 4, 5] = NAN, INF
+        x[1, :-1, 7] = -INF
+        for log in (False, True):
+            check(Case(x, 1, scale=0.5, log=log), "triton")
+        check(Case(x, 1, mask=normal(2, columns, across) > -2, dtype=FP16), "triton")
+
+
 # ------------------------------------------------------------------------------------------------- generated cases
 
 

@@ -203,6 +203,7 @@ CASES = {
     "softmax causal": Case(_softmax(FP32, 40, 40, causal=True), 32.0),
     "softmax long": Case(_softmax(BF16, 2, 40_000, log=True), 64.0),
     "softmax strided": Case(_softmax(FP32, 60, 33, dim=0), 32.0),
+    "softmax strided by halves": Case(_softmax(BF16, 160, 48, dim=0), 32.0),
 }
 
 
