@@ -6,12 +6,14 @@ take their own steps, if they are installed. flashoptim's kernels need a GPU, so
 (`flashoptim.optimizers.quantize`) in plain torch after each step.
 
 With ``--train``, the model of ``halfstep train`` is trained with each kind of moments and each seed, those of
-bitsandbytes and torchao too if they are installed, and the table has the validation losses.
+bitsandbytes and torchao too if they are installed, and the table has the validation losses. Chance alone moves the loss
+of a long run by some tenths of a percent, so the last column has the mean of all seeds and its standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +33,7 @@ from halfstep.cli.train.world import ThisRank
 
 BETA1, BETA2 = 0.9, 0.999
 ELEMENTS = 4096
+WINDOWS = 1024  # of validation text; with the 128 of ``halfstep train``, which of them are drawn matters more
 # Gradients of a step from numbers of different sizes, normal numbers, and the share of steps taken.
 GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
     "constant": lambda base, noise, part: base,
@@ -222,7 +225,7 @@ def final_loss(
         training.advance()
         training.flush()
         show(step + 1)
-    return training.validate()
+    return training.validate(WINDOWS)
 
 
 def _parser() -> Parser:
@@ -239,11 +242,17 @@ def _parser() -> Parser:
     return parser
 
 
+def _mean(numbers: Sequence[float]) -> str:
+    """The mean of some percentages and its standard error, if there are any and several."""
+    error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.2f} %" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):+.2f} %{error}" if numbers else ""
+
+
 def _train(options: argparse.Namespace) -> int:
     corpus = read_corpus(options.data, SIZES[options.size].context)
     steps, seeds = options.steps or 300, range(options.seeds)
-    print(_line(["moments", *(f"seed {seed}" for seed in seeds), "against fp32"]))
-    print(_line(["---"] * (len(seeds) + 2)))
+    print(_line(["moments", *(f"seed {seed}" for seed in seeds), "against fp32", "mean, standard error"]))
+    print(_line(["---"] * (len(seeds) + 3)))
     progress = Progress(len(TRAINED) * len(seeds) * steps)
     base: list[float] = []
     done = 0
@@ -261,9 +270,9 @@ def _train(options: argparse.Namespace) -> int:
         progress.clear()
         losses = [one for one in found if not isinstance(one, str)]
         base = base or losses
-        against = ", ".join(f"{100 * (one / other - 1):+.2f} %" for one, other in zip(losses, base, strict=False))
+        against = [100 * (one / other - 1) for one, other in zip(losses, base, strict=False)]
         cells = [f"{one:.4f}" for one in losses] or [str(found[0]), *[""] * (len(seeds) - 1)]
-        print(_line([name, *cells, against]), flush=True)
+        print(_line([name, *cells, ", ".join(f"{one:+.2f} %" for one in against), _mean(against)]), flush=True)
     return 0
 
 

@@ -40,14 +40,20 @@ def test_trainings_are_compared_with_fp32_moments(
     words = ["--size", "nano", "--steps", "3", "--seeds", "2", "--data", os.__file__]
     assert main(["bench", "moments", "--train", *words]) == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    assert rows[0] == ["moments", "seed 0", "seed 1", "against fp32"]
+    assert rows[0] == ["moments", "seed 0", "seed 1", "against fp32", "mean, standard error"]
     assert [row[0] for row in rows[2:]] == list(moments.TRAINED)
     (fp32, coded), missing = rows[2:4], rows[4:]
-    assert fp32[3] == "+0.00 %, +0.00 %" and fp32[1] != fp32[2]
+    assert fp32[3:] == ["+0.00 %, +0.00 %", "+0.00 % ± 0.00 %"] and fp32[1] != fp32[2]
     for seed in (1, 2):
         assert float(coded[seed]) == pytest.approx(float(fp32[seed]), rel=0.01)
     assert coded[1:3] != fp32[1:3]
-    assert [row[1:] for row in missing] == [["not installed", "", ""]] * 2
+    first, second = (100 * (float(coded[seed]) / float(fp32[seed]) - 1) for seed in (1, 2))
+    mean, error = (float(part.strip(" %")) for part in coded[4].split("±"))
+    # The losses are shown to four digits, which is 0.002 % of them each.
+    assert mean == pytest.approx((first + second) / 2, abs=0.01) and error == pytest.approx(
+        abs(first - second) / 2, abs=0.01
+    )
+    assert [row[1:] for row in missing] == [["not installed", "", "", ""]] * 2
 
 
 def test_fp32_weights_have_no_24_bit_masters(capsys: pytest.CaptureFixture[str]) -> None:

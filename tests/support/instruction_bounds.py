@@ -55,8 +55,8 @@ COUNTERS = Part("one bit into two words of 32 places: its shift 2, two additions
 
 # Moments in 8 bits, whose kernel checks and branches once per thread, which holds eight elements.
 CODED_UPDATE = Part(
-    "14 separate fp32 operations, two elements at a time; a cap; a choice for each moving average",
-    {"fp32": 7, "minimum": 1, "choice": 2},
+    "14 separate fp32 operations, two elements at a time; a cap; a branch for eight elements",
+    {"fp32": 7, "minimum": 1, "branch": 1 / 8},
 )
 CODED_ROOT = Part(
     "root: reciprocal root 1, 2 products and 2 corrections two elements at a time; quotient: reciprocal 1, 5 others "
@@ -68,24 +68,22 @@ CODED_CHECK = Part(
     {"minimum": 12 / 8, "choice": 3 / 8, "branch": 1 / 8},
 )
 CODED_DECODE = Part(
-    "gradient to fp32 1; signed codes, for two: spread, move, sign 3, to fp32 2; positive codes: move 1, exponent 1; "
-    "products of both with their powers, two at a time",
-    {"integer": 1 + 2.5 + 2, "fp32": 1},
+    "gradient to fp32 1; signed codes, for two: spread, move, sign 3, to fp32 2, products with their powers 1; "
+    "positive codes: byte 1, product and sum 1",
+    {"integer": 1 + 2.5 + 2, "fp32": 0.5},
 )
 CODED_ENCODE = Part(
-    "maxima of three numbers twice; signed codes: 2 products two at a time, move and round 1, sign 1, pack 3 for four; "
-    "positive codes: subtraction with a maximum 1, pack 4 for four",
-    {"fp32": 1, "integer": 1 + 1 + 3 / 4 + 1, "minimum": 1 + 1},
+    "extremes of three numbers three times; signed codes: 2 products two at a time, move and round 1, sign 1; positive "
+    "codes: difference with a maximum 1, product and sum 1; pack 3 for four twice",
+    {"fp32": 1, "integer": 1 + 1 + 1 + 2 * 3 / 4, "minimum": 1.5 + 1},
 )
 CODED_DRAWS = Part(
     "random bits, for eight elements: 13 products, 14 exclusive ors of three, 8 for the second and third draw",
     {"integer": 35 / 8},
 )
-CODED_WORDS = Part(
-    "random words of two moments to their places 2; patterns rounded for the maxima: sign 1, sums 2", {"integer": 5}
-)
+CODED_WORDS = Part("random words of two moments to their places", {"integer": 2})
 CODED_MEMORY = Part(
-    "3 loads and 2 stores of 16 bytes (8 for bytes), 2 and 2 of codes, 2 and 2 of exponents, for eight elements",
+    "3 loads and 2 stores of 16 bytes (8 for bytes), 2 and 2 of codes, 2 and 2 of scales, for eight elements",
     {"memory": 13 / 8},
 )
 CODED = (CODED_UPDATE, CODED_ROOT, CODED_CHECK, CODED_DECODE, CODED_ENCODE, CODED_MEMORY)

@@ -76,8 +76,7 @@ def variants() -> Iterator[Variant]:
         launch = partial(_step, layout)
         kernel = adam.coded_adam_kernel if layout.coded else adam.adam_kernel
         copies = 2 if layout.coded else 1  # for rows of whole blocks, and of multiples of 16
-        merged = {"gfx942": 1} if layout.stochastic and layout.master == SPLIT24_MASTER else {}
         read, written = g + weight[0] + state, weight[1] + state
-        yield Variant(kernel, name(layout), launch, read, written, copies=copies, copies_on=merged)
+        yield Variant(kernel, name(layout), launch, read, written, copies=copies)
     yield Variant(adam.prepare_kernel, "prepare", partial(_amp_step, False))
     yield Variant(adam.prepare_kernel, "prepare, clip", partial(_amp_step, True))

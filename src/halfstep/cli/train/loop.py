@@ -460,15 +460,15 @@ class Trainer:
         return values[count:]
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """The mean loss on the fixed validation windows, in the precision of the run. Collective."""
+    def validate(self, rows: int = VALIDATION_ROWS) -> float:
+        """The mean loss on so many fixed validation windows, in the precision of the run. Collective."""
         batch, context = self.settings.batch, self.settings.context
-        count = -(-VALIDATION_ROWS // batch)
+        count = -(-rows // batch)
         mine = self.world.rows(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for number in range(count):
-            rows = range(mine.start + number * batch, mine.stop + number * batch)
-            inputs, targets = self.corpus.validation(rows, count * batch, context)
+            own = range(mine.start + number * batch, mine.stop + number * batch)
+            inputs, targets = self.corpus.validation(own, count * batch, context)
             parts = self._parts(inputs.to(self.world.device), targets.to(self.world.device))
             for part in parts:
                 total += self.model(*part).double() / len(parts)
