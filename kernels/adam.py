@@ -1065,7 +1065,9 @@ def coded_adam_kernel(
             wide = wide & (index % EACH == 0) & ((to_end >= left) | ((to_end | run | jump) % EACH == 0))
         TILE: tl.constexpr = BLOCK // _SPAN
         DOWN: tl.constexpr = 8 if cuda_capability_geq(8, 0) else 0
-        width, per_row = columns.to(tl.int32), blocks.to(tl.int32)
+        # Within whole blocks, only whether a row ends before the chunk does matters; so its size fits 32 bits.
+        width = tl.where(full, tl.minimum(columns, 1 << 30), columns).to(tl.int32)
+        per_row = blocks.to(tl.int32)
         whole = count * 0  # blocks of tiles that need no mask
         if wide & full:
             whole = count // TILE * TILE

@@ -233,7 +233,7 @@ class LaunchGroup:
             self.batch.table = TensorTable(sizes, len(contents), self.batch.layout.chunk, self.device, contents)
         else:
             self.batch.table.point(adam.GRAD, gradients)
-        back = (partial(parameter.copy_, copy) for parameter, copy in self.copied)
+        back = [partial(parameter.copy_, copy) for parameter, copy in self.copied] if self.copied else []
         return [*copies, adam.launch(self.batch, groups, control), *back]
 
     def finish(self) -> None:

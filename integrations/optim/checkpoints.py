@@ -6,6 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -242,7 +243,7 @@ class CanonicalState(OptimizerState):
             part: the part of a step, `WHOLE` in a load.
             writes: parameters, and the calls that write these and their state. Their order does not matter.
         """
-        apply(list(chain.from_iterable(calls for _, calls in writes)))
+        apply(list(chain.from_iterable(map(itemgetter(1), writes))))
 
     def _in_place(self, parameter: torch.Tensor, state: dict[str, Any]) -> list[partial[Any]]:
         """Calls that copy a loaded state into the tensors that CUDA graphs use, which replace those in `state`."""

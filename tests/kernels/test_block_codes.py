@@ -292,13 +292,16 @@ def test_thresholds_of_rounding(codec: Codec, signed: bool, chance: bool) -> Non
 
 @kinds
 @modes
-@pytest.mark.parametrize("bad", [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0x7F7FFFFF])
+@pytest.mark.parametrize(
+    "bad", [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0x7F7FFFFF, 0x7F700001]
+)
 def test_what_is_not_finite_makes_its_block_nan(codec: Codec, signed: bool, chance: bool, bad: int) -> None:
-    """NaN of any payload, infinity, and a number that rounds to it; other blocks do not notice."""
+    """NaN of any payload, infinity, and numbers beyond the largest one of 3 bits; other blocks do not notice."""
     x = np.ones((3, 300), np.float32)
     x[1, 150] = np.array([bad], np.uint32).view(np.float32)[0]
     x.view(np.uint32)[1, 150] = bad  # numpy may have made a signalling NaN quiet
     words = np.full(x.shape, 2**32 - 2**15, np.uint32) if chance else None
+    x[0, 0] = block_oracle.LARGEST  # which is a number
     back = check(codec, x, words, signed)
     assert np.isnan(back[1, 128:160]).all() and np.isfinite(back).sum() == 3 * 300 - SPAN
 

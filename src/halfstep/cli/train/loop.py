@@ -460,10 +460,13 @@ class Trainer:
         return values[count:]
 
     @torch.no_grad()
-    def validate(self, rows: int = VALIDATION_ROWS) -> float:
-        """The mean loss on so many fixed validation windows, in the precision of the run. Collective."""
+    def validate(self, rows: int | None = None) -> float:
+        """The mean loss on so many fixed validation windows (default: VALIDATION_ROWS), in the precision of the run.
+
+        Collective.
+        """
         batch, context = self.settings.batch, self.settings.context
-        count = -(-rows // batch)
+        count = -(-(rows or VALIDATION_ROWS) // batch)
         mine = self.world.rows(batch)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for number in range(count):
