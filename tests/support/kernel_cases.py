@@ -10,6 +10,7 @@ import torch
 from devices import normal, patterns
 
 import halfstep
+from halfstep.kernels.adam import LONG_CHUNK
 from halfstep.kernels.statistics import Grid, foreach_count_, width
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -91,7 +92,8 @@ def _unscale(dtype: torch.dtype) -> Run:
 
 
 def _adam(dtype: torch.dtype, kind: str = "AdamW", **options: object) -> Run:
-    sizes = (1, 17, 8300 if options.get("rounding") == "stochastic" else 2500, 64)  # one of more than a chunk
+    # One of more than a chunk.
+    sizes = (1, 17, LONG_CHUNK + 108 if options.get("rounding") == "stochastic" else 2500, 64)
 
     def run(seed: int) -> list[torch.Tensor]:
         parameters = [torch.nn.Parameter(normal(n, dtype, n + seed)) for n in sizes]
@@ -108,7 +110,7 @@ def _adam(dtype: torch.dtype, kind: str = "AdamW", **options: object) -> Run:
 
 def _coded(dtype: torch.dtype, **options: object) -> Run:
     """Moments in 8 bits: rows of whole and of short blocks, several chunks per row and several rows per chunk."""
-    shapes = ((40, 128), (32, 144), (3, 2500), (4096, 1), (17, 20, 13), (70,), (4, 3088))
+    shapes = ((40, 128), (32, 144), (3, 2500), (4096, 1), (17, 20, 13), (70,), (6, 3088), (9, 2048))
 
     def run(seed: int) -> list[torch.Tensor]:
         parameters = [
