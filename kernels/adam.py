@@ -120,8 +120,8 @@ from halfstep.kernels.rounding import (
     to_float32,
 )
 
-CHUNK = 2048  # elements per program; with moments in 8 bits or random bits four times as many, which share more numbers
-LONG_CHUNK = 16384
+CHUNK = 2048  # elements per program
+LONG_CHUNK = 16384  # the same with moments in 8 bits or random bits: what all elements need is more there
 BLOCK = 1024  # elements per trip of its loop: eight per thread, in few enough registers that nothing is spilled
 LANES = 256  # tensors per program of the prepare kernel
 MAX = torch.finfo(torch.float32).max
@@ -678,7 +678,7 @@ def _updated(
     eps,
     step_size,
     least,
-    smallest,
+    smallest,  # of v, as in extremes_packed
     REMAINDER: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
@@ -757,6 +757,8 @@ def _coded_block(
     SHORT: tl.constexpr,  # whether a block may be short
 ):
     """Some blocks of 8-bit codes: load, update, store."""
+    # Addresses have 64 bits, and the upper half of a number without a sign is 0.
+    offsets, block = offsets.to(tl.uint32), block.to(tl.uint32)
     at_grad = _pointer(grad, GRAD_T, HINT) + start + offsets
     at_param = _pointer(param, PARAM_T, HINT) + start + offsets
     at_extra = _pointer(extra, EXTRA_T, HINT) + start + offsets
@@ -832,22 +834,22 @@ def _coded_block(
     if PACKED and not L2:
         # Beyond these bounds the shorter way to root and quotient could round wrongly.
         usual = (root >= 1.0) & (root < 2.0**60) & (eps >= 0.0) & (eps < 2.0**60)
-        least, smallest_v = tl.where(usual, 2.0**-49, float("inf")), 2.0**-101
+        least = tl.where(usual, 2.0**-49, float("inf"))
         if SHORT:  # elements that do not exist would make their warp take the longer way
-            least, smallest_v = tl.where(mask, least, -1.0), tl.where(mask, smallest_v, -1.0)
+            least = tl.where(mask, least, -1.0)
         if REMAINDER:
             weight, rest = _updated(
-                m, v, weight, rest, word, decay, root, eps, step_size, least, smallest_v, REMAINDER, STOCHASTIC
+                m, v, weight, rest, word, decay, root, eps, step_size, least, smallest, REMAINDER, STOCHASTIC
             )
             tl.store(at_param, weight, mask=mask)
             tl.store(at_extra, rest, mask=mask)
         else:
-            w = _updated(m, v, w, 0, 0, decay, root, eps, step_size, least, smallest_v, REMAINDER, False)
+            w = _updated(m, v, w, 0, 0, decay, root, eps, step_size, least, smallest, REMAINDER, False)
             _store_weight(at_param, at_extra, w, word << 8, mask, PARAM_T, MASTER, STOCHASTIC)
     else:
         w = _new_weight(w, m, v, decay, root, eps, step_size, L2)
         if PACKED:
-            word = word << 8
+            word = word << (24 if MASTER == _SPLIT24_MASTER else 8)
         _store_weight(at_param, at_extra, w, word, mask, PARAM_T, MASTER, STOCHASTIC)
 
 
@@ -987,9 +989,29 @@ def _extent(row, in_row, here, place, columns, ALIGNED: tl.constexpr):
 
 
 @jit
-def _words_of_blocks(firsts, seed, step, stream, EACH: tl.constexpr, BLOCK: tl.constexpr, DOWN: tl.constexpr):
-    """The random words of all three draws for whole blocks, from the places of runs of EACH elements."""
-    word, word_m, word_v = words_of_groups(firsts >> 3, firsts, seed, step, stream, 3, EACH, BLOCK, DOWN)
+def _words_of_blocks(
+    runs,
+    index,
+    left,
+    to_end,
+    run,
+    jump,
+    seed,
+    step,
+    stream,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOWN: tl.constexpr,
+    DOWN_FIRST: tl.constexpr,
+):
+    """The random words of all three draws for whole blocks: of the EACH elements from `runs` times EACH on.
+
+    All the numbers before `seed` are those of `_places`; those in elements must be multiples of EACH, those that say
+    where the chunk's run ends only if it does so within the chunk.
+    """
+    runs = _places(index // EACH, runs, left // EACH, to_end // EACH, run // EACH, jump // EACH)
+    group = runs >> (8 // EACH - 1)
+    word, word_m, word_v = words_of_groups(group, runs * EACH, seed, step, stream, 3, EACH, BLOCK, DOWN, DOWN_FIRST)
     return (
         tl.reshape(word, (BLOCK // _SPAN, _SPAN)),
         tl.reshape(word_m, (BLOCK // _SPAN, _SPAN)),
@@ -1065,32 +1087,38 @@ def coded_adam_kernel(
             wide = wide & (index % EACH == 0) & ((to_end >= left) | ((to_end | run | jump) % EACH == 0))
         TILE: tl.constexpr = BLOCK // _SPAN
         DOWN: tl.constexpr = 8 if cuda_capability_geq(8, 0) else 0
+        DOWN_FIRST: tl.constexpr = 24 if DOWN and MASTER == _SPLIT24_MASTER else DOWN
         # Within whole blocks, only whether a row ends before the chunk does matters; so its size fits 32 bits.
         width = tl.where(full, tl.minimum(columns, 1 << 30), columns).to(tl.int32)
         per_row = blocks.to(tl.int32)
         whole = count * 0  # blocks of tiles that need no mask
         if wide & full:
-            whole = count // TILE * TILE
+            # The addresses of a second tile are those of the first one with a constant, which accesses add themselves.
+            TRIP: tl.constexpr = 2 * TILE if DOWN else TILE
+            whole = count // TRIP * TRIP
             if DOWN:
                 numbers = _numbers(hyper)
                 seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-            for begin in range(0, whole, TILE):
-                block = begin + tl.arange(0, TILE)
-                offsets = block[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
-                if DOWN == 0:  # again and again: AMD's scalar registers do not suffice to keep them
-                    numbers = _numbers(hyper)
-                    seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-                word, word_m, word_v = 0, 0, 0
-                if STOCHASTIC:
-                    runs = begin * _SPAN + tl.arange(0, BLOCK // EACH) * EACH
-                    firsts = _places(index, runs, left, to_end, run, jump)
-                    word, word_m, word_v = _words_of_blocks(firsts, seed, step, stream, EACH, BLOCK, DOWN)
-                _coded_block(
-                    grad, param, extra, first, second, top, first_scales, second_scales, top_scales,
-                    number * _SPAN, offsets, tl.full((TILE, _SPAN), True, tl.int1), block, block,
-                    tl.full((TILE,), True, tl.int1), word, word_m, word_v,
-                    numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, False,
-                )  # fmt: skip
+            for trip in range(0, whole, TRIP):
+                for tile in tl.static_range(0, TRIP, TILE):
+                    begin = trip + tile
+                    block = begin + tl.arange(0, TILE)
+                    offsets = block[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
+                    if DOWN == 0:  # again and again: AMD's scalar registers do not suffice to keep them
+                        numbers = _numbers(hyper)
+                        seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
+                    word, word_m, word_v = 0, 0, 0
+                    if STOCHASTIC:
+                        runs = begin * (_SPAN // EACH) + tl.arange(0, BLOCK // EACH)
+                        word, word_m, word_v = _words_of_blocks(
+                            runs, index, left, to_end, run, jump, seed, step, stream, EACH, BLOCK, DOWN, DOWN_FIRST
+                        )
+                    _coded_block(
+                        grad, param, extra, first, second, top, first_scales, second_scales, top_scales,
+                        number * _SPAN, offsets, tl.full((TILE, _SPAN), True, tl.int1), block, block,
+                        tl.full((TILE,), True, tl.int1), word, word_m, word_v,
+                        numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, False,
+                    )  # fmt: skip
         if whole < count:  # once per program, what the others need is many instructions
             if wide:
                 # Blocks may be short, but all begin and end at multiples of 16 elements.
@@ -1109,9 +1137,11 @@ def coded_adam_kernel(
                         seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
                     word, word_m, word_v = 0, 0, 0
                     if STOCHASTIC:
-                        runs = at[:, None] + tl.arange(0, _SPAN // EACH)[None, :] * EACH
-                        firsts = _places(index, tl.reshape(runs, (BLOCK // EACH,)), left, to_end, run, jump)
-                        word, word_m, word_v = _words_of_blocks(firsts, seed, step, stream, EACH, BLOCK, DOWN)
+                        runs = (at // EACH)[:, None] + tl.arange(0, _SPAN // EACH)[None, :]
+                        runs = tl.reshape(runs, (BLOCK // EACH,))
+                        word, word_m, word_v = _words_of_blocks(
+                            runs, index, left, to_end, run, jump, seed, step, stream, EACH, BLOCK, DOWN, DOWN_FIRST
+                        )
                     _coded_block(
                         grad, param, extra, first, second, top, first_scales, second_scales, top_scales,
                         (start // 16) * 16, offsets, tl.arange(0, _SPAN)[None, :] < size[:, None], size, block,

@@ -201,6 +201,7 @@ if tl is not None:
         tl.constexpr(NAN_RANGE),
     )
     _ALMOST = tl.constexpr((1 << DROPPED) - 1)  # rounds up to 3 bits
+    _SEVEN = tl.constexpr(127 + 7)  # the exponent byte of 2^7
     _LARGEST_UPPER, _LEAST_UPPER = tl.constexpr(_LARGEST), tl.constexpr(_LEAST)
     _WIDEN, _WIDEN_PAIRED = (tl.constexpr(widen_assembly(paired)) for paired in (False, True))
     _WIDENED = tl.constexpr(constraints(2, 3))
@@ -271,15 +272,16 @@ def _range(most, smallest):
         smallest: the smallest patterns, of which the upper 9 bits count.
 
     Returns:
-        The bases; s - LEAST_STEP; whether there are numbers other than 0 and NaN; the scales.
+        The bases; the exponent bytes of 2^(7 + s - LEAST_STEP); whether all numbers are finite; the scales.
     """
     base = tl.maximum(smallest & 0x7F800000, (((most + 15) << 16) & 0x7F800000) - (31 << 23))
     base = tl.maximum(base, 1 << 23)
-    reach = tl.maximum(most - (base >> 16), 0).to(tl.float32).to(tl.int32, bitcast=True)
-    shift = tl.maximum(((reach + 0xFFFF) >> 23) - 134, 0)
-    usable = (most >= _LEAST_UPPER) & (most <= _LARGEST_UPPER)
-    scale = tl.where(usable, (base >> 16) | (shift + _LEAST_STEP), tl.where(most < _LEAST_UPPER, 0, _NAN_RANGE))
-    return base, shift, usable, tl.reshape(scale, (most.shape[0],)).to(tl.int16)
+    reach = (most - (base >> 16)).to(tl.float32).to(tl.int32, bitcast=True)  # negative in blocks of 0 alone
+    power = tl.maximum((reach + 0xFFFF) >> 23, _SEVEN)
+    finite = most <= _LARGEST_UPPER
+    scale = tl.where(most < _LEAST_UPPER, 0, (base >> 16) + (power - (_SEVEN - _LEAST_STEP)))
+    scale = tl.where(finite, scale, _NAN_RANGE)
+    return base, power, finite, tl.reshape(scale, (most.shape[0],)).to(tl.int16)
 
 
 @jit
@@ -289,10 +291,10 @@ def encode_positive_block(x, noise, mask):
     # The pattern of a NaN does not leave room in 32 bits with a sign.
     largest = tl.max(tl.where(mask, bits, 0), 1, keep_dims=True).to(tl.uint32)
     smallest = tl.min(tl.where(mask, bits, 0x7FFFFFFF), 1, keep_dims=True)
-    base, shift, usable, scale = _range(((largest + 0xFFFF) >> 16).to(tl.int32), smallest)
-    steps = tl.maximum(bits - base, 0).to(tl.uint32) << (8 - shift).to(tl.uint32)
+    base, power, finite, scale = _range(((largest + 0xFFFF) >> 16).to(tl.int32), smallest)
+    steps = tl.maximum(bits - base, 0).to(tl.uint32) << (8 - (power - _SEVEN)).to(tl.uint32)
     code = (steps + noise) >> _NOISE_BITS
-    return tl.where(usable, code, 0).to(tl.uint8), scale
+    return tl.where(finite, code, 0).to(tl.uint8), scale
 
 
 # As the functions above, four codes in a register, on NVIDIA GPUs. `x` must be what arithmetic gave there: then no NaN
@@ -329,11 +331,6 @@ def _larger(a, b):
 
 
 @jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
-
-
-@jit
 def _larger_halves(a, b):
     """The larger of two 16-bit numbers each."""
     if cuda_capability_geq(9, 0):
@@ -366,7 +363,7 @@ def extremes_packed(m, v, exists, EACH: tl.constexpr, SHORT: tl.constexpr):
     both = tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [most_m, most_v], tl.uint32, is_pure=True, pack=1
     )
-    smallest = tl.reduce(_by_thread(v, EACH), 2, _smaller).to(tl.int32, bitcast=True)
+    smallest = tl.min(_by_thread(v, EACH), 2).to(tl.int32, bitcast=True)
     if SHORT:
         both, smallest = tl.where(exists, both, 0), tl.where(exists, smallest, 0x7FFFFFFF)
     return tl.reduce(both, 1, _larger_halves, keep_dims=True), tl.min(smallest, 1, keep_dims=True)
@@ -375,9 +372,11 @@ def extremes_packed(m, v, exists, EACH: tl.constexpr, SHORT: tl.constexpr):
 @jit
 def encode_signed_packed(x, most, word, STOCHASTIC: tl.constexpr):
     """`encode_signed_block`; `most` as `extremes_packed` gives it, `word` is moved down by 8 bits."""
-    exponent = tl.minimum(((most & 0xFFFF) + 15) >> 7, 255)
-    usable = (exponent >= _LEAST_SIGNED) & (exponent < 255)
-    factor = tl.where(usable, (511 - exponent) << 23, 0).to(tl.uint32).to(tl.float32, bitcast=True)  # 2^(128 - E)
+    rounded = (most << 16) + 0xF0000
+    pattern = tl.minimum(rounded, 0x7FFFFFFF)  # of E above 23 other bits
+    small = pattern < _LEAST_SIGNED << 23
+    factor = tl.where(small | (rounded >= 255 << 23), 0, ~pattern & 0xFF800000)
+    factor = factor.to(tl.float32, bitcast=True)  # -2^(128 - E)
     PAIRED: tl.constexpr = cuda_capability_geq(10, 0)
     if STOCHASTIC:
         WITH_WORDS: tl.constexpr = _ENCODE_SIGNED_STOCHASTIC_PAIRED if PAIRED else _ENCODE_SIGNED_STOCHASTIC
@@ -385,16 +384,16 @@ def encode_signed_packed(x, most, word, STOCHASTIC: tl.constexpr):
     else:
         NEAREST: tl.constexpr = _ENCODE_SIGNED_PAIRED if PAIRED else _ENCODE_SIGNED
         codes = tl.inline_asm_elementwise(NEAREST, _ENCODE, [x, factor], tl.uint8, is_pure=True, pack=4)
-    exponent = tl.where(exponent < _LEAST_SIGNED, 0, exponent)
+    exponent = tl.where(small, 0, pattern >> 23)
     return codes, tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
 
 
 @jit
 def encode_positive_packed(x, most, smallest, word, STOCHASTIC: tl.constexpr):
     """`encode_positive_block`; `most`, `smallest` and `word` as in `encode_signed_packed`."""
-    base, shift, usable, scale = _range((most >> 16).to(tl.int32), smallest)
-    # A pattern is moved up by 8 - shift bits, so that its code becomes the upper byte.
-    factor = tl.where(usable, 256 >> shift, 0)
+    base, power, finite, scale = _range((most >> 16).to(tl.int32), smallest)
+    # Steps are moved up so that the code becomes the upper byte. Of the distance of a shift, five bits count.
+    factor = tl.where(finite, (256 << _SEVEN % 32) >> (power & 31), 0)
     if STOCHASTIC:
         codes = tl.inline_asm_elementwise(
             _ENCODE_POSITIVE_STOCHASTIC, _ENCODE_THREE, [x, -base, factor, word], tl.uint8,

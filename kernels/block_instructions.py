@@ -236,7 +236,13 @@ def _paired_update(
     ]
 
 
+def _extreme(instruction: str, of: list[str]) -> list[str]:
+    """Leave the extreme of some registers in the first one; `instruction` takes up to three."""
+    return [f"{instruction} {of[0]}, {', '.join([of[0], *of[at : at + 2]])};" for at in range(1, len(of), 2)]
+
+
 WEIGHTS = 8  # elements that the functions below take at a time
+_LEAST_SQUARE = 127 - 101 << 23  # the pattern of 2^-101
 
 
 def averages_assembly(largest: float, paired: bool = False) -> str:
@@ -306,8 +312,10 @@ def update_assembly(
     """PTX that makes the new weights of eight elements: w - (step_size * (m / (sqrt(v) * root + eps)) + decay * w).
 
     The operands are moments, v, then what holds the weights: fp32 numbers if `remainder` is 0, else bf16 numbers and
-    remainders of as many bits, of which the new ones are given; then random words moved down by a byte if `stochastic`,
-    and, each of them as often as there are elements: decay, root, eps, step_size, the least quotient and the least v.
+    remainders of as many bits, of which the new ones are given; then noise if `stochastic`, 8 random bits and 0x8000;
+    and, each of them as often as there are elements: decay, root, eps, step_size, the least quotient, and the pattern
+    of a number that no v is below. The last two may differ between the first four elements and the others, which may be
+    of another block.
 
     Root and quotient are the sequences that ptxas makes of sqrt.rn and div.rn for numbers that are not too large or
     small. The compiler checks and branches twice per element; here all of a thread are checked and branch together: to
@@ -330,7 +338,8 @@ def update_assembly(
 
     m, v, weights, rests = take(n), take(n), take(of_weights), take(of_rests)
     words = take(n if stochastic else 0)
-    decay, root, eps, step_size, least, smallest = (take(n)[0] for _ in range(6))
+    decay, root, eps, step_size = (take(n)[0] for _ in range(4))
+    least, smallest = take(n), take(n)
     inputs = next(at) - outputs
 
     def joined(place: int) -> list[str]:
@@ -353,7 +362,6 @@ def update_assembly(
         ".reg .pred %bad, %here;",
         f".reg .b32 %w, %high, %low, %r, %s, %h, %q, %t, %u, {', '.join(names)};",
         f".reg .b32 {', '.join(f'%{kind}{place}' for kind in 'qa' for place in range(n))};",
-        "setp.ne.u32 %bad, 0, 0;",
     ]
     if paired:
         lines += [".reg .b64 %rr, %ss, %hh, %vv, %uu, %mm, %bb, %qq, %tt, %ww, %ones, %halves, %minus;"]
@@ -370,32 +378,21 @@ def update_assembly(
     else:
         for place, new in enumerate(names):
             lines += joined(place) + _single_update(m[place], v[place], new, decay, root, eps, step_size)
-    quotients = [f"%q{place}" for place in range(n)]
+    lines += [f"setp.lt.s32 %bad, {smallest[0]}, {_LEAST_SQUARE:#x};"]
+    lines += [f"setp.lt.s32 %here, {smallest[4]}, {_LEAST_SQUARE:#x};", "or.pred %bad, %bad, %here;"]
+    quotients, sizes = ([f"%{kind}{place}" for place in range(n)] for kind in "qa")
     if threes:
-        # A NaN is in the new weight, however it came about.
-        lines += [f"abs.f32 {quotient}, {quotient};" for quotient in quotients]
-        lines += [f"abs.f32 %a{place}, {new};" for place, new in enumerate(names)]
-        for name, of, result in (
-            ("min.f32", v, "%s"),
-            ("min.f32", quotients, "%q"),
-            ("max.NaN.f32", [f"%a{place}" for place in range(n)], "%t"),
-        ):
-            lines += [f"{name} {result}, {', '.join(of[:3])};"]
-            lines += [f"{name} {result}, {result}, {', '.join(of[at : at + 2])};" for at in range(3, n, 2)]
-        checks = [("%s", "%q", "%t")]
+        lines += [f"abs.f32 {of}, {of};" for of in quotients]
+        lines += [f"abs.f32 {size}, {new};" for size, new in zip(sizes, names, strict=True)]
+        lines += _extreme("min.f32", quotients[:4]) + _extreme("min.f32", quotients[4:])
+        lines += _extreme("max.NaN.f32", sizes)  # a NaN is in the new weight, however it came about
+        quotients, sizes, bounds = quotients[::4], sizes[:1], least[::4]
     else:
-        checks = list(zip(v, quotients, names, strict=True))
-    for radicand, quotient, new in checks:
-        lines += [
-            f"setp.ltu.f32 %here, {radicand}, {smallest};",
-            "or.pred %bad, %bad, %here;",
-            f"abs.f32 %u, {quotient};",
-            f"setp.ltu.f32 %here, %u, {least};",
-            "or.pred %bad, %bad, %here;",
-            f"abs.f32 %u, {new};",
-            f"setp.geu.f32 %here, %u, {_hex(float('inf'))};",
-            "or.pred %bad, %bad, %here;",
-        ]
+        sizes, bounds = names, [least[place // 4 * 4] for place in range(n)]
+    for of, bound in zip(quotients, bounds, strict=True):
+        lines += [f"abs.f32 %u, {of};", f"setp.ltu.f32 %here, %u, {bound};", "or.pred %bad, %bad, %here;"]
+    for of in sizes:
+        lines += [f"abs.f32 %u, {of};", f"setp.geu.f32 %here, %u, {_hex(float('inf'))};", "or.pred %bad, %bad, %here;"]
     lines += ["@!%bad bra USUAL_${:uid};"]
     for place, new in enumerate(names):
         lines += joined(place)
@@ -419,28 +416,27 @@ def update_assembly(
     lines += ["USUAL_${:uid}:"]
     if remainder == 0:
         lines += [f"mov.b32 ${place}, {new};" for place, new in enumerate(names)]
+    if remainder == 16:
+        for pair in range(n // 2):
+            lines += [f"prmt.b32 ${of_weights + pair}, {names[2 * pair]}, {names[2 * pair + 1]}, 0x5410;"]
+        lines += [f"add.u32 {new}, {new}, 0x8000;" for new in names]
     if remainder == 8:
+        # What rounds to 24 bits and what rounds these to 16, 0x8000, in one sum. The latter only inverts the upper bit
+        # of the remainder.
         for place, new in enumerate(names):
             if stochastic:
-                lines += [f"shr.u32 %t, {words[place]}, 16;", f"add.u32 {new}, {new}, %t;"]
+                lines += [f"add.u32 {new}, {new}, {words[place]};"]
             else:
-                lines += [f"shr.u32 %t, {new}, 8;", "and.b32 %t, %t, 1;", "add.u32 %t, %t, 0x7F;",
-                          f"add.u32 {new}, {new}, %t;"]  # fmt: skip
+                lines += [f"shr.u32 %t, {new}, 8;", "and.b32 %t, %t, 1;", f"add.u32 {new}, {new}, %t;",
+                          f"add.u32 {new}, {new}, 0x807F;"]  # fmt: skip
         for four in range(n // 4):
             a, b, c, d = names[4 * four : 4 * four + 4]
             lines += [
                 f"prmt.b32 %s, {a}, {b}, 0x0051;",
                 f"prmt.b32 %t, {c}, {d}, 0x0051;",
-                f"prmt.b32 ${of_weights + four}, %s, %t, 0x5410;",
+                "prmt.b32 %s, %s, %t, 0x5410;",
+                f"xor.b32 ${of_weights + four}, %s, 0x80808080;",
             ]
-    if remainder == 16:
-        for pair in range(n // 2):
-            lines += [f"prmt.b32 ${of_weights + pair}, {names[2 * pair]}, {names[2 * pair + 1]}, 0x5410;"]
     if remainder:
-        for pair in range(n // 2):
-            lines += [
-                f"add.u32 %s, {names[2 * pair]}, 0x8000;",
-                f"add.u32 %t, {names[2 * pair + 1]}, 0x8000;",
-                f"prmt.b32 ${pair}, %s, %t, 0x7632;",
-            ]
+        lines += [f"prmt.b32 ${pair}, {names[2 * pair]}, {names[2 * pair + 1]}, 0x7632;" for pair in range(n // 2)]
     return _body([EXACT, *lines]), outputs, inputs

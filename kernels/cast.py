@@ -281,7 +281,9 @@ def _cast_chunk(
             read + offsets,
             write + offsets,
             offsets < bulk,
-            words_of_groups((index >> 3) + (first_of_run >> 3), first_of_run, seed, 0, stream, 1, RUN, CHUNK, DOWN)[0]
+            words_of_groups(
+                (index >> 3) + (first_of_run >> 3), first_of_run, seed, 0, stream, 1, RUN, CHUNK, DOWN, DOWN
+            )[0]
             if RANDOM
             else 0,
             SOURCE,

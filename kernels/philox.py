@@ -165,13 +165,12 @@ def _chosen(index, a, b, c, d):
 def _halves(words, DOWN: tl.constexpr):
     """Both halves of each word as words of elements, side by side in a new last dimension."""
     if DOWN:
-        lower = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x80, 0x5104;", "=r,r", [words], tl.uint32, is_pure=True, pack=1
+        LOWER: tl.constexpr = "prmt.b32 $0, $1, 0x80, 0x5104;" if DOWN == 8 else "prmt.b32 $0, $1, 0x80, 0x5541;"
+        UPPER: tl.constexpr = "prmt.b32 $0, $1, 0x80, 0x5324;" if DOWN == 8 else "prmt.b32 $0, $1, 0x80, 0x5543;"
+        return tl.join(
+            tl.inline_asm_elementwise(LOWER, "=r,r", [words], tl.uint32, is_pure=True, pack=1),
+            tl.inline_asm_elementwise(UPPER, "=r,r", [words], tl.uint32, is_pure=True, pack=1),
         )
-        upper = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x80, 0x5324;", "=r,r", [words], tl.uint32, is_pure=True, pack=1
-        )
-        return tl.join(lower, upper)
     else:
         return tl.join((words << 16) | 0x8000, (words & 0xFFFF0000) | 0x8000)
 
@@ -211,7 +210,7 @@ def words_of_runs(first, seed, step, stream, DRAWS: tl.constexpr, EACH: tl.const
     `first` must be multiples of EACH. With EACH 8, one Philox call serves eight elements. With EACH 4, it serves four:
     threads with only four consecutive elements repeat the call of their neighbor.
     """
-    return words_of_groups(first >> 3, first, seed, step, stream, DRAWS, EACH, BLOCK, 0)
+    return words_of_groups(first >> 3, first, seed, step, stream, DRAWS, EACH, BLOCK, 0, 0)
 
 
 @jit
@@ -225,10 +224,11 @@ def words_of_groups(
     EACH: tl.constexpr,
     BLOCK: tl.constexpr,
     DOWN: tl.constexpr,  # 8, on NVIDIA GPUs only: words are moved down by as many bits; or 0
+    DOWN_FIRST: tl.constexpr,  # as DOWN, of draw 0; or 24: words are moved down by as many bits, and 0x8000 is added
 ):
     """`words_of_runs` from the groups of eight elements that the runs are in. Of `first`, three bits count."""
     a, b, c, d = _of_group(group, seed, step, stream)
-    word = _side_by_side(first, a, b, c, d, EACH, BLOCK, DOWN)
+    word = _side_by_side(first, a, b, c, d, EACH, BLOCK, DOWN_FIRST)
     if DRAWS == 1:
         return word, word, word
     else:

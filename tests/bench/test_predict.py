@@ -14,8 +14,6 @@ from halfstep.bench import predict, predictor
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / predict.COUNTS_FILE
 
-RANDOM = "seven rounds of Philox for eight elements, and stochastic roundings of each"
-CODES = "moments of 8 bits are decoded and encoded by integer arithmetic, for 12 bytes in all"
 ZERO = "the slow path of the root and the quotient of a zero"
 # Cases beyond a limit, and the most that they may be beyond it: issue over memory on H100 and B200, shared memory over
 # memory on B200; and why. The first pattern that fits counts. tests/support/instruction_bounds.py has what they need.
@@ -25,7 +23,6 @@ EXCEPTIONS: dict[str, tuple[float, float, float, str]] = {
     "statistics bf16, scale 0.3": (1.19, 2.06, 0.20, "the same and a product, for 2 bytes"),
     "statistics bf16 with errors, scale 0.3": (4.38, 7.79, 0.20, "products have errors of up to three words"),
     "AdamW bf16 split, bf16 moments, zero gradients and moments": (0.62, 1.07, 0.20, ZERO),
-    "AdamW bf16 split24, 8-bit moments, stochastic": (0.62, 0.89, 0.20, f"{CODES}; {RANDOM}"),
 }
 
 

@@ -484,6 +484,7 @@ void vector_integers() {
     op("v_ashrrev_i32", [](u32 by, i32 a) -> i32 { return a >> (by & 31); });
     op("v_lshlrev_b16", [](u16 by, u16 a) -> u16 { return u16(a << (by & 15)); });
     op("v_lshrrev_b16", [](u16 by, u16 a) -> u16 { return u16(a >> (by & 15)); });
+    op("v_add_u16", [](u16 a, u16 b) -> u16 { return u16(a + b); });
     op("v_sub_u16", [](u16 a, u16 b) -> u16 { return u16(a - b); });
     op("v_lshlrev_b64", [](u32 by, u64 a) -> u64 { return a << (by & 63); });
     op("v_lshrrev_b64", [](u32 by, u64 a) -> u64 { return a >> (by & 63); });
