@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import halfstep
 from halfstep.__main__ import main as halfstep_main
@@ -95,8 +97,11 @@ def test_groups_choose_cases_and_json_is_printed(capsys: pytest.CaptureFixture[s
     assert sum(row["operation"] == "cast" and row["provider"] == "halfstep" for row in printed["results"]) == 8
 
 
-def test_time_can_be_that_of_the_processor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_can_be_that_of_the_processor(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """A provider that waits without working is not charged for it."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     clocks = []
     monkeypatch.setattr(
         timing, "copy_gb_per_s", lambda clock, size: clocks.append(clock.seconds(lambda: time.sleep(0.01))) or 1.0
