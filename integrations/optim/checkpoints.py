@@ -199,8 +199,8 @@ class CanonicalState(OptimizerState):
         """The state as it is held: moments in 8 bits as ``exp_avg_codes`` and ``exp_avg_scale`` ..., split masters as
         ``master_remainder``, and the rest under the names of `state_dict`, in its dtype in memory.
 
-        It takes as many bytes as in memory. `load_state_dict` loads it into every layout, with the same bits. A remainder
-        belongs to its bf16 weight: load the model first.
+        It takes as many bytes as in memory. `load_state_dict` loads it into every layout, with the same bits. A
+        remainder belongs to its bf16 weight: load the model first.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

@@ -29,6 +29,7 @@ from halfstep.numerics.scaling.topology import is_sharded, local
 
 CODES = {moment: f"{moment}_codes" for moment in MOMENTS}
 REMAINDER = "master_remainder"
+HELD = (*CODES.values(), *SCALES.values(), REMAINDER)  # entries that a canonical state does not have
 
 
 def shards_blocks(parameter: torch.Tensor) -> bool:
@@ -96,8 +97,7 @@ def taken(
         ValueError: an entry has another shape or dtype, its scales are missing, or the parameter has no remainder.
     """
     state: dict[str, Any] = {}
-    own = {*CODES.values(), *SCALES.values(), REMAINDER}
-    rest = {key: value for key, value in saved.items() if key not in own}
+    rest = {key: value for key, value in saved.items() if key not in HELD}
     coded = state_dtype_of(parameter, group["state_dtype"]) == torch.uint8
     device = local(parameter).device
     for moment, name in CODES.items():

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep
+from halfstep.integrations import checkpoint
 from halfstep.integrations.optim import held
 
 SHAPES = ((40, 130), (16, 9, 32), (5,), (9, 7), (4096, 1), ())
@@ -242,6 +243,26 @@ def _four_ranks() -> Any:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_four_ranks")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)])
+@pytest.mark.parametrize("state_dtype", [FP32, "8bit"])
+def test_whole_codes_load_into_shards_even_if_these_cut_blocks(placement: Shard, state_dtype: Any) -> None:
+    """As a file of gathered state has them: four ranks cut 96 columns at 24, which only moments in fp32 allow."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole: Any = torch.nn.Parameter(torch.randn(64, 128 if state_dtype == "8bit" else 96).to(BF16))
+    source = halfstep.AdamW([whole], state_dtype="8bit")
+    _train(([whole], source), range(2))
+    found = []
+    for state in (source.held_state_dict(), source.state_dict()):
+        shard: Any = torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None))
+        optimizer = halfstep.AdamW([shard], state_dtype=state_dtype)
+        checkpoint.load_optimizer(optimizer, checkpoint.gather(state))
+        entry = optimizer.state_dict()["state"][0]
+        assert entry["exp_avg"].placements == (placement,)
+        found.append([bits(entry[key].to_local()).tobytes() for key in ("exp_avg", "exp_avg_sq", "master")])
+    assert found[0] == found[1]
 
 
 @pytest.mark.usefixtures("_four_ranks")
