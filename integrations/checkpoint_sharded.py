@@ -198,8 +198,8 @@ def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, he
     """
     if held and not isinstance(optimizer, CanonicalState):
         raise ValueError(
-            f"Expected an optimizer of halfstep with optimizer_state='held', but got {type(optimizer).__name__}: leave "
-            "optimizer_state out"
+            f"Expected an optimizer of halfstep with optimizer_state='held', but got {type(optimizer).__name__}: pass "
+            "the optimizer that a wrapper holds, or leave optimizer_state out"
         )
     if held and _is_flattened(model):
         raise ValueError(
@@ -599,11 +599,13 @@ class _Load:
             _, _, name, key = place
             parameter, dtype = parameters.get(name), known.properties.dtype
             own = self.own["state"].get(name, {}).get(key)
-            if self.flat_parameters and (key in HELD or dtype == torch.bfloat16):
+            unable = "FullyShardedDataParallel" if self.flat_parameters else type(self.optimizer).__name__
+            ours = isinstance(self.optimizer, CanonicalState) and not self.flat_parameters
+            if (key in HELD and not ours) or (dtype == torch.bfloat16 and self.flat_parameters):
                 raise CheckpointError(
-                    f"its optimizer's state is as it was held, such as {key} of {name}, which FullyShardedDataParallel "
-                    "cannot load: load it in one process or under fully_shard, and save it there with "
-                    "optimizer_state='canonical'"
+                    f"its optimizer's state is as it was held, such as {key} of {name}, which {unable} cannot load: "
+                    "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there "
+                    "with optimizer_state='canonical'"
                 )
             if self.flat_parameters and isinstance(own, torch.Tensor):
                 if (own.size(), own.dtype) != (known.size, known.properties.dtype):

@@ -38,6 +38,10 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
     "fp16, 8 bits": (torch.float16, {"state_dtype": "8bit"}, 6 + 3 / 32),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
+ELSEWHERE = (
+    "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there with "
+    "optimizer_state='canonical'"
+)
 OF_AN_ENTRY = 4096  # bytes of an entry on disk besides its elements: its archive, and where it is stored
 
 Run = tuple[torch.nn.Module, Any]
@@ -184,7 +188,7 @@ def test_only_our_optimizers_have_such_a_state(made: str, tmp_path: Path) -> Non
     optimizer = torch.optim.AdamW(model.parameters()) if made == "torch" else None
     message = (
         f"Expected an optimizer of halfstep with optimizer_state='held', but got "
-        f"{'AdamW' if optimizer else 'NoneType'}: leave optimizer_state out"
+        f"{'AdamW' if optimizer else 'NoneType'}: pass the optimizer that a wrapper holds, or leave optimizer_state out"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer, optimizer_state="held")
@@ -257,6 +261,15 @@ def test_entries_that_do_not_fit_are_refused_and_nothing_changes(change: str, lo
     assert _digest(target) == before
 
 
+def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
+    path = _save(tmp_path, _run("split, 8 bits", steps=1))
+    model, _ = _run("split, 8 bits", seed=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    message = f"of 0.weight, which AdamW cannot load: {ELSEWHERE}"
+    with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)):
+        _load(path, (model, optimizer))
+
+
 @pytest.mark.parametrize("damage", ["a bit", "cut off"])
 def test_a_damaged_shard_is_named(damage: str, tmp_path: Path) -> None:
     path = _save(tmp_path, _run("split, 8 bits", steps=1))
@@ -298,7 +311,7 @@ def test_flat_parameters_of_fsdp1_are_refused(tmp_path: Path) -> None:
         path = _save(tmp_path, (model, optimizer))
         message = (
             f"its optimizer's state is as it was held, such as {key} of weight, which FullyShardedDataParallel cannot "
-            "load: load it in one process or under fully_shard, and save it there with optimizer_state='canonical'"
+            f"load: {ELSEWHERE}"
         )
         with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)):
             _load(path, flat())
