@@ -193,7 +193,7 @@ class CanonicalState(OptimizerState):
         try:
             yield
         finally:
-            del self._saves_held
+            self._saves_held = False
 
     def held_state_dict(self) -> dict[str, Any]:
         """The state as it is held: moments in 8 bits as ``exp_avg_codes`` and ``exp_avg_scale`` ..., split masters as
