@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import BF16, FP16, FP32, bits
+from stream_model import Model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -142,6 +143,23 @@ def test_transposed_parameters_continue_with_the_same_bits() -> None:
     for run in runs:
         _train(run, range(2, 4))
     assert _memory(loaded) == _memory(source)
+
+
+@pytest.mark.parametrize("layout", ["split24, 8 bits", "full"])
+def test_a_file_loads_into_parameters_on_a_gpu(layout: str) -> None:
+    """On the model of a GPU: codes, scales and remainders come from the CPU."""
+    parameters, optimizer = source = _run("split24, 8 bits", steps=2)
+    saved = optimizer.held_state_dict()
+    expected = _canonical(_continued(source, layout, saved))
+    with Model("late") as model:
+        there: list[torch.Tensor] = [torch.nn.Parameter(p.detach().to(model.device)) for p in parameters]
+        loaded = halfstep.AdamW(there, **LAYOUTS[layout][1])
+        loaded.load_state_dict(saved)
+        assert {value.device for state in loaded.state.values() for value in state.values()} == {there[0].device}
+        torch.cuda.synchronize()
+        state = checkpoint.gather(loaded.state_dict()["state"]).values()
+        weights = [bits(p.detach().cpu()).tobytes() for p in there]
+    assert [*weights, *[[key, bits(one[key]).tobytes()] for one in state for key in sorted(one)]] == expected
 
 
 def test_full_masters_follow_weights_that_other_code_wrote() -> None:
