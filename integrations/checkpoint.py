@@ -28,6 +28,8 @@ from halfstep.integrations import archive, interrupts, unfinished_saves
 from halfstep.integrations import checkpoint_files as files
 from halfstep.integrations.checkpoint_files import CheckpointError, checkpoints, newest
 from halfstep.integrations.optim.foreign_codes import decode
+from halfstep.integrations.optim.held import CODES
+from halfstep.integrations.optim.state import SCALES
 from halfstep.integrations.rollback import Rollback
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def save(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
+    optimizer_state: Literal["canonical", "held"] = "canonical",
     asynchronous: Literal[False] = False,
     process_group: Any = None,
 ) -> Path: ...
@@ -72,6 +75,7 @@ def save(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
+    optimizer_state: Literal["canonical", "held"] = "canonical",
     asynchronous: Literal[True],
     process_group: Any = None,
 ) -> PendingSave: ...
@@ -86,6 +90,7 @@ def save(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
+    optimizer_state: Literal["canonical", "held"] = "canonical",
     asynchronous: bool = False,
     process_group: Any = None,
 ) -> Path | PendingSave:
@@ -102,6 +107,9 @@ def save(
             `save`, and each writes its shards.
         optimizer: optimizer of the model's parameters.
         scaler: an object with a ``state_dict()``, which is stored.
+        optimizer_state: ``"canonical"`` stores masters and moments in fp32, which torch can read. ``"held"`` stores
+            them in the bytes that they take in memory: codes and scales, bf16 moments, and remainders instead of
+            masters. `load` recognizes both, and loads both into every layout.
         asynchronous: copy everything to the CPU, return, and write the files in a thread while training continues. Only
             one save runs at a time: the next `save` or `load` waits for it, and raises if it failed.
         process_group: the ranks that save together, such as those of one pipeline. Default: all.
@@ -112,7 +120,8 @@ def save(
 
     Raises:
         CheckpointError: it could not be written, on all ranks alike. Earlier checkpoints are untouched.
-        ValueError: an argument is out of range, or goes together with `model` only.
+        ValueError: an argument is out of range, or goes together with `model` only; or `optimizer_state` is ``"held"``,
+            and the optimizer is not one of halfstep, or its parameters are flat ones of FSDP1.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -126,6 +135,7 @@ def save(
         raise ValueError(f"Expected step to be at least 0, but got {step}")
     if keep < 1:
         raise ValueError(f"Expected keep to be at least 1, but got {keep}: a save never leaves the folder empty")
+    held = is_held(optimizer_state)
     if model is not None:
         from halfstep.integrations import checkpoint_sharded
 
@@ -134,10 +144,29 @@ def save(
             "state": None if state is None else dict(state),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
-        return checkpoint_sharded.save(Path(folder), step, model, optimizer, beside, keep, asynchronous, process_group)
-    _only_with_model(optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group)
+        return checkpoint_sharded.save(
+            Path(folder), step, model, optimizer, held, beside, keep, asynchronous, process_group
+        )
+    _only_with_model(
+        optimizer=optimizer,
+        scaler=scaler,
+        optimizer_state=optimizer_state if held else None,
+        asynchronous=asynchronous or None,
+        process_group=process_group,
+    )
     with interrupts.held():
         return _save_file(Path(folder), step, state or {}, keep)
+
+
+def is_held(optimizer_state: str) -> bool:
+    """Whether an optimizer's state is to be saved as it is held.
+
+    Raises:
+        ValueError: `optimizer_state` is neither ``"canonical"`` nor ``"held"``.
+    """
+    if optimizer_state not in ("canonical", "held"):
+        raise ValueError(f"Expected optimizer_state to be 'canonical' or 'held', but got {optimizer_state!r}")
+    return optimizer_state == "held"
 
 
 def _only_with_model(**given: Any) -> None:
@@ -294,6 +323,8 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a gathered ``optimizer.state_dict()``. Tensors with the shape of their parameter are sharded like it.
 
+    A gathered ``held_state_dict()`` loads too, after the model.
+
     States of whole parameters of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded first.
 
     Raises:
@@ -316,15 +347,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         )
     of = dict(zip(numbers, parameters, strict=True))
 
-    def cut(number: int, value: Any) -> Any:
-        return (
-            scatter(value, of[number]) if isinstance(value, torch.Tensor) and value.shape == of[number].shape else value
-        )
+    def cut(number: int, key: str, value: Any) -> Any:
+        # Codes are decoded with their scales before they are cut.
+        whole = key in (*CODES.values(), *SCALES.values())
+        fits = isinstance(value, torch.Tensor) and value.shape == of[number].shape and not whole
+        return scatter(value, of[number]) if fits else value
 
     rollback = Rollback(None, optimizer)
     try:
         cut_state = {
-            number: {key: cut(number, value) for key, value in decode(entry, f"state of parameter {number}").items()}
+            number: {
+                key: cut(number, key, value) for key, value in decode(entry, f"state of parameter {number}").items()
+            }
             for number, entry in state["state"].items()
             if number in of
         }

@@ -8,7 +8,8 @@ wrote without halfstep.
 
 **Independence of the topology.** Tensors are identified by the name of the parameter and the position in the whole
 parameter, so each rank of any later topology reads its own shards. Masters and moments are saved in fp32, whatever
-their layout in memory, and are read into new fp32 tensors, never through the parameter's dtype.
+their layout in memory, or as they are held (optim/held.py), and are read into new tensors of the dtype in the file,
+never through the parameter's dtype.
 
 **Problems of torch.distributed.checkpoint** that this file avoids: its errors are not subclasses of `Exception`; it
 reads objects with pickle, which runs code; it silently omits entries that are missing in the optimizer's template; it
@@ -54,6 +55,9 @@ from halfstep.integrations import checkpoint_files as files
 from halfstep.integrations.archive import ArchiveError
 from halfstep.integrations.checkpoint_files import CheckpointError
 from halfstep.integrations.checkpoint_metadata import METADATA
+from halfstep.integrations.optim.checkpoints import CanonicalState
+from halfstep.integrations.optim.held import CODES, HELD, empty_scales, scales_shape, shards_blocks
+from halfstep.integrations.optim.state import SCALES
 from halfstep.integrations.ranks import Ranks
 from halfstep.integrations.rollback import Rollback
 from halfstep.numerics.scaling.topology import local
@@ -181,9 +185,28 @@ def finish_pending() -> None:
                 _pending.remove(pending)
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """The state that torch.distributed.checkpoint writes. Collective under FSDP."""
-    with _quiet():
+def _is_flattened(model: torch.nn.Module) -> bool:
+    """Whether FSDP1 has flattened parameters of a model."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, held: bool = False) -> dict[str, Any]:
+    """The state that torch.distributed.checkpoint writes, the optimizer's canonical or as held. Collective under FSDP.
+
+    Raises:
+        ValueError: the state is to be written as held, and the optimizer has none, or its parameters are flat.
+    """
+    if held and not isinstance(optimizer, CanonicalState):
+        raise ValueError(
+            f"Expected an optimizer of halfstep with optimizer_state='held', but got {type(optimizer).__name__}: pass "
+            "the optimizer that a wrapper holds, or leave optimizer_state out"
+        )
+    if held and _is_flattened(model):
+        raise ValueError(
+            "Expected a model without FullyShardedDataParallel with optimizer_state='held', but got one with flat "
+            "parameters: use fully_shard, or leave optimizer_state out"
+        )
+    with _quiet(), optimizer._saving_held() if held and isinstance(optimizer, CanonicalState) else nullcontext():
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizer is not None:
             state["optimizer"] = get_optimizer_state_dict(model, optimizer)
@@ -195,6 +218,7 @@ def save(
     step: int,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
+    held: bool,
     beside: dict[str, Any],
     keep: int,
     asynchronous: bool,
@@ -204,7 +228,7 @@ def save(
     finish_pending()
     with interrupts.held():
         ranks = Ranks(process_group)
-        state = state_of(model, optimizer)
+        state = state_of(model, optimizer, held)
         path = folder / files.name_of(step)
         kept = io.BytesIO()
         try:
@@ -473,7 +497,7 @@ class _Load:
         # The name in the files, by the position in the nested state.
         self.names: dict[Key, str]
         self.own: Any = {"state": {}, "param_groups": []}
-        self.flat_parameters = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        self.flat_parameters = _is_flattened(model)
         self.read_in: dict[str, Any] = {}
 
     def trust(self, ranks: Ranks) -> None:
@@ -573,7 +597,16 @@ class _Load:
         """A tensor for one entry of the optimizer's state: sharded like its parameter, in the dtype of the file."""
         if place[:2] == STATE and len(place) == 4:
             _, _, name, key = place
+            parameter, dtype = parameters.get(name), known.properties.dtype
             own = self.own["state"].get(name, {}).get(key)
+            unable = "FullyShardedDataParallel" if self.flat_parameters else type(self.optimizer).__name__
+            ours = isinstance(self.optimizer, CanonicalState) and not self.flat_parameters
+            if (key in HELD and not ours) or (dtype == torch.bfloat16 and self.flat_parameters):
+                raise CheckpointError(
+                    f"its optimizer's state is as it was held, such as {key} of {name}, which {unable} cannot load: "
+                    "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there "
+                    "with optimizer_state='canonical'"
+                )
             if self.flat_parameters and isinstance(own, torch.Tensor):
                 if (own.size(), own.dtype) != (known.size, known.properties.dtype):
                     raise CheckpointError(
@@ -581,8 +614,13 @@ class _Load:
                         f"{tuple(own.size())} {own.dtype} in the optimizer; use the same model and optimizer"
                     )
                 return own  # the tensor that FSDP1 made for this purpose
-            if name in parameters and parameters[name].shape == known.size:
-                return torch.empty_like(parameters[name].detach(), dtype=known.properties.dtype)
+            coded = key in CODES.values() or key in SCALES.values()
+            # Codes that cannot be sharded with their scales are read as a whole.
+            if parameter is not None and (not coded or shards_blocks(parameter)):
+                if key in SCALES.values() and known.size == scales_shape(parameter):
+                    return empty_scales(parameter, dtype)
+                if key not in SCALES.values() and known.size == parameter.shape:
+                    return torch.empty_like(parameter.detach(), dtype=dtype)
         return torch.empty(known.size, dtype=known.properties.dtype, device="cpu")
 
     def load_into_live(self, rollback: Rollback) -> None:

@@ -245,8 +245,6 @@ class _Offloaded(Adam):
 
     def _groups_on_device(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if not self.state:  # a first step with gradients of 0 follows, unless the parameters have some
-            for step in self._steps:
-                step.result()
             for mirror in self._mirrors.values():
                 mirror.give_back()
         parameters = [[self._by_host[id(host)].parameter for host in group["params"]] for group in groups]
@@ -256,7 +254,11 @@ class _Offloaded(Adam):
     def state(self) -> Any:
         """The state by the copies on the host; in `torch.distributed.checkpoint.state_dict` by the parameters."""
         state = self.__dict__["state"]
-        return _ByParameter(state, self._mirrors) if _looks_up_parameters() else state
+        if not _looks_up_parameters():
+            return state
+        # torch takes a step with gradients of 0 if there is no state. The steps of a backward may be creating it.
+        self._finish_steps()
+        return _ByParameter(state, self._mirrors)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -470,6 +472,11 @@ class _Offloaded(Adam):
         """The GPUs of parameters."""
         return {device for device in {mirror.parameter.device for mirror in mirrors} if device.type == "cuda"}
 
+    def _finish_steps(self) -> None:
+        """Wait for the steps of a backward, and raise the error of one that failed."""
+        for step in self._steps:
+            step.result()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients, those that are being copied too."""
         with self._lock:
@@ -510,8 +517,7 @@ class _Offloaded(Adam):
     @torch.no_grad()
     def _take_device(self) -> None:
         """Copy parameters that other code has written, after the steps of a backward."""
-        for step in self._steps:
-            step.result()
+        self._finish_steps()
         for mirror in self._mirrors.values():
             mirror.take_outside_write()
 

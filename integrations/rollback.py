@@ -51,6 +51,7 @@ class Rollback:
         self.vars: list[tuple[Any, Any]] = []
         for owner in (optimizer, scaler):
             if owner is not None:
+                getattr(owner, "param_groups", None)  # reading them waits for what an offloaded optimizer still steps
                 # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
                 held = {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()}
                 self.vars.append((vars(owner), held))

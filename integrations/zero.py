@@ -9,12 +9,12 @@ the local optimizer's own methods.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from halfstep.integrations.checkpoint import check_optimizer_state, gather
+from halfstep.integrations.checkpoint import check_optimizer_state, gather, is_held
 from halfstep.integrations.checkpoint_files import CheckpointError
 from halfstep.integrations.rollback import Rollback
 
@@ -23,10 +23,16 @@ def _parameters(groups: list[dict[str, Any]]) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
+def state_dict(
+    optimizer: ZeroRedundancyOptimizer, *, optimizer_state: Literal["canonical", "held"] = "canonical"
+) -> dict[str, Any]:
     """Gather what ``optimizer.optim.state_dict()`` would be if one process held all parameters.
 
     All ranks of the optimizer's process group must call this.
+
+    Args:
+        optimizer: an optimizer whose local optimizer is one of halfstep.
+        optimizer_state: ``"held"`` gathers ``held_state_dict()`` instead, in the bytes that the state takes in memory.
 
     Returns:
         On the first rank of the process group, the state of all parameters, unsharded and on the CPU, numbered as in
@@ -47,7 +53,7 @@ def state_dict(optimizer: ZeroRedundancyOptimizer) -> dict[str, Any]:
     """
     group = optimizer.process_group
     place = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer.param_groups))}
-    local = optimizer.optim.state_dict()
+    local = optimizer.optim.held_state_dict() if is_held(optimizer_state) else optimizer.optim.state_dict()
     numbers = _parameters(local["param_groups"])
     own = zip(numbers, _parameters(optimizer.optim.param_groups), strict=True)
     part = {place[id(p)]: gather(local["state"][number]) for number, p in own if number in local["state"]}
@@ -67,7 +73,7 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
     Args:
         optimizer: an optimizer of the same parameters, in the same order and groups, on any number of ranks.
         state: the result of `state_dict`, or the state of an unsharded optimizer of the same parameters. It must be the
-            same on every rank.
+            same on every rank. If it is a held one, the parameters must have the weights that belong to it.
 
     Raises:
         CheckpointError: the state has another number of parameters or groups, or is damaged. Nothing was changed.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -14,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.foreign_codes import decode, master_of_flashoptim
+from halfstep.integrations.optim.held import REMAINDER, held_state, taken
 from halfstep.integrations.optim.options import (
     LAYOUT_OPTIONS,
     MASTER_DTYPES,
@@ -29,6 +31,7 @@ from halfstep.integrations.optim.state import (
     OptimizerState,
     decoded,
     encoded,
+    is_remainder,
     like,
     step_count,
 )
@@ -145,6 +148,7 @@ class CanonicalState(OptimizerState):
     # Options that a checkpoint does not change, in addition to those of the layout.
     _fixed_options: tuple[str, ...] = ()
     _recorded: dict[int, torch.Tensor]  # state tensors that CUDA graphs write to
+    _saves_held = False
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -163,15 +167,14 @@ class CanonicalState(OptimizerState):
             state = packed["state"].get(index)
             if state is None:
                 continue
-            canonical = {key: value for key, value in state.items() if key not in SCALES.values()}
-            canonical.pop("master", None)
-            master = self._master(parameter)
-            if master is not None:
-                canonical["master"] = master
-            for key in MOMENTS:
-                if key in canonical:
-                    canonical[key] = decoded(state, key, parameter)
-            packed["state"][index] = canonical
+            if self._saves_held:
+                saved = held_state(state, parameter)
+            else:
+                saved = {key: value for key, value in state.items() if key not in (*SCALES.values(), "master")}
+                saved |= {key: decoded(state, key, parameter) for key in MOMENTS if key in saved}
+            if REMAINDER not in saved and (master := self._master(parameter)) is not None:
+                saved["master"] = master
+            packed["state"][index] = saved
         # The dtype in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
         # of a group, and saved as text because some readers of checkpoints do not support dtypes.
         packed["param_groups"] = [
@@ -182,6 +185,33 @@ class CanonicalState(OptimizerState):
             replaced = hook(self, packed)
             packed = packed if replaced is None else replaced
         return packed
+
+    @contextmanager
+    def _saving_held(self) -> Iterator[None]:
+        """In this context `state_dict` returns what `held_state_dict` does, also to code that calls it by its name."""
+        self._saves_held = True
+        try:
+            yield
+        finally:
+            self._saves_held = False
+
+    def held_state_dict(self) -> dict[str, Any]:
+        """The state as it is held: moments in 8 bits as ``exp_avg_codes`` and ``exp_avg_scale`` ..., split masters as
+        ``master_remainder``, and the rest under the names of `state_dict`, in its dtype in memory.
+
+        It takes as many bytes as in memory. `load_state_dict` loads it into every layout, with the same bits. A
+        remainder belongs to its bf16 weight: load the model first.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+            >>> optimizer = halfstep.AdamW([weight])
+            >>> weight.grad = torch.ones_like(weight)
+            >>> optimizer.step()
+            >>> optimizer.held_state_dict()["state"][0]["master_remainder"].dtype
+            torch.int16
+        """
+        with self._saving_held():
+            return self.state_dict()
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -262,13 +292,13 @@ class CanonicalState(OptimizerState):
     ) -> tuple[dict[str, Any], torch.Tensor | None]:
         """One parameter's state in this optimizer's layout, and the new value of the parameter (None: unchanged)."""
         where = f"state of parameter {index}"
+        state, saved = taken(saved, parameter, group, where)
         for key in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
-            if key not in saved:
+            if key not in saved and key not in state:
                 raise ValueError(
-                    f"{where} lacks {key!r}; it has {', '.join(map(repr, saved)) or 'nothing'}: "
+                    f"{where} lacks {key!r}; it has {', '.join(map(repr, (*saved, *state))) or 'nothing'}: "
                     "the checkpoint is not of an Adam with the same options"
                 )
-        state: dict[str, Any] = {}
         for key, value in saved.items():
             if key == "step":
                 state[key] = step_count(value, where).to(parameter.device)
@@ -290,10 +320,12 @@ class CanonicalState(OptimizerState):
                 state |= encoded(key, local(copy), parameter) if coded else {key: copy}
             else:
                 state[key] = moved(value, parameter.device)
-        master = state.pop("master", None)
         if not group["amsgrad"]:
             state.pop("max_exp_avg_sq", None)
             state.pop(SCALES["max_exp_avg_sq"], None)
+        if "master" in state and is_remainder(state["master"]):  # of the weight that the parameter has
+            return state, None
+        master = state.pop("master", None)
         kept = master_of(parameter, group["master_weights"])
         if kept is None:
             return state, None if master is None else master.to(parameter.dtype)

@@ -335,7 +335,10 @@ def _with_moments(row: Layout, moments: str) -> Layout:
     for name in given:
         one_of("moments", name, row.moments_allowed)
     if row.optimizer.startswith("halfstep") and given[0] != given[-1]:
-        raise ValueError(f"Expected moments to be one format for optimizer {row.optimizer!r}, but got {moments!r}")
+        raise ValueError(
+            f"Expected moments to be one format for optimizer {row.optimizer!r}, but got {moments!r}: choose one of "
+            f"{', '.join(row.moments_allowed)} for both moments"
+        )
     second = SECOND_MOMENTS.get(given[-1], given[-1])
     return replace(row, exp_avg=STORED_FORMATS[given[0]], exp_avg_sq=STORED_FORMATS[second])
 

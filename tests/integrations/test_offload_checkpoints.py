@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +33,11 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "split": (BF16, {}),
     "split24, 8-bit moments": (BF16, {"master_weights": "split24", "state_dtype": "8bit"}),
 }
-CLASSES: dict[str, Any] = {"device": halfstep.AdamW, "host": OffloadedAdamW}
+CLASSES: dict[str, Any] = {
+    "device": halfstep.AdamW,
+    "host": OffloadedAdamW,
+    "host, step": partial(OffloadedAdamW, in_backward="step", bucket_bytes=256),
+}
 PAIRS = [("host", "device"), ("device", "host"), ("host", "host")]
 pairs = pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -192,7 +199,7 @@ def test_before_the_first_step_nothing_but_zeros_is_added(mode: Any) -> None:
 def test_gradients_before_the_first_step_are_kept(backwards: int) -> None:
     """torch takes no step then. Those that are on the host return to where torch looks for them, and are stepped."""
     results = []
-    for where in CLASSES:
+    for where in ("device", "host"):
         run = _run(where, "split")
         for number in range(backwards):
             run.backward(number)
@@ -201,6 +208,79 @@ def test_gradients_before_the_first_step_are_kept(backwards: int) -> None:
         run.optimizer.step()
         results.append(run)
     assert _same(*results)
+
+
+def _slowly(optimizer: Any) -> None:
+    """Delay the steps of buckets, so that they are taken while other code reads the optimizer."""
+    submit = optimizer._submit
+    optimizer._submit = lambda call: submit(partial(_later, call))
+
+
+def _later(call: Callable[[], None]) -> None:
+    time.sleep(0.2)
+    call()
+
+
+def _stepped_slowly(layout: str, lr: float = 0.01, steps: int = 0, seed: int = 0) -> Run:
+    """A run whose next backward steps buckets in the background, while other code reads the optimizer."""
+    run = _run("host, step", layout, lr, steps, seed)
+    submit = run.optimizer._submit
+    run.optimizer._submit = lambda call: submit(partial(_later, call))
+    return run
+
+
+def _later(call: Callable[[], None]) -> None:
+    time.sleep(0.1)
+    call()
+
+
+@pytest.mark.parametrize("reader", ["torch", "ours"])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "full"])
+def test_steps_that_a_first_backward_has_begun_are_in_its_checkpoint(layout: str, reader: str, tmp_path: Path) -> None:
+    """torch takes a step with gradients of 0 if it finds no state; it must wait for the one that is being created."""
+    expected, run = _run("device", layout, steps=1), _stepped_slowly(layout)
+    run.backward(0)
+    if reader == "ours":
+        checkpoint.save(tmp_path, 1, model=run.net, optimizer=run.optimizer)
+    state = get_optimizer_state_dict(run.net, run.optimizer)["state"]
+    assert [entry["step"].item() for entry in state.values()] == [1.0] * 4
+    run.optimizer.step()
+    assert _same(run, expected)
+
+
+@pytest.mark.parametrize("reader", ["torch", "ours"])
+def test_a_checkpoint_loads_while_a_first_backward_is_stepped(reader: str, tmp_path: Path) -> None:
+    source, target = _run("device", "split", steps=3), _stepped_slowly("split", lr=0.5, seed=1)
+    path = checkpoint.save(tmp_path, 3, model=source.net, optimizer=source.optimizer)
+    target.backward(7)
+    if reader == "torch":
+        state = get_optimizer_state_dict(source.net, source.optimizer)
+        target.optimizer.masters()  # waits, before other code writes the weights
+        target.net.load_state_dict(source.net.state_dict())
+        set_optimizer_state_dict(target.net, target.optimizer, state)
+    else:
+        checkpoint.load(path, model=target.net, optimizer=target.optimizer)
+    assert _same(source, target)
+    for number in (3, 4):
+        source.step(number)
+        target.step(number)
+    assert _same(source, target)
+
+
+def test_a_failing_load_restores_what_a_first_backward_steps_meanwhile(tmp_path: Path) -> None:
+    source, target, untouched = _run("device", "split", steps=3), *(_stepped_slowly("split", seed=1) for _ in "ab")
+    path = checkpoint.save(tmp_path, 3, model=source.net, optimizer=source.optimizer, scaler=halfstep.GradScaler("cpu"))
+    for run in (target, untouched):
+        run.backward(7)
+    scaler: Any = halfstep.GradScaler("cpu")
+
+    def refuse(state: Any) -> None:
+        raise ValueError("refused")
+
+    scaler.load_state_dict = refuse
+    with pytest.raises(checkpoint.CheckpointError, match="refused"):
+        checkpoint.load(path, model=target.net, optimizer=target.optimizer, scaler=scaler)
+    assert _same(target, untouched)
 
 
 def test_gradients_return_to_a_gpu_when_they_have_arrived() -> None:

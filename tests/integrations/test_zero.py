@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,24 @@ def test_it_is_the_state_of_the_optimizer_without_zero(shapes: Any, options: Any
     for optimizer in (plain, divided):
         _step(optimizer, 1)
     assert differences(plain.state_dict(), zero.state_dict(divided)) == []
+    assert differences(plain.held_state_dict(), zero.state_dict(divided, optimizer_state="held")) == []
 
 
+def test_which_state_is_gathered_is_named() -> None:
+    divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=halfstep.AdamW)
+    with pytest.raises(
+        ValueError, match=re.escape("Expected optimizer_state to be 'canonical' or 'held', but got 'compact'")
+    ):
+        zero.state_dict(divided, optimizer_state="compact")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["canonical", "held"])
 @layouts
-def test_what_is_loaded_goes_through_the_optimizers_own_loading(shapes: Any, options: Any) -> None:
+def test_what_is_loaded_goes_through_the_optimizers_own_loading(shapes: Any, options: Any, form: str) -> None:
     """What torch puts in is taken over at the next step only; ours goes through `load_state_dict`, with its checks."""
     plain = halfstep.AdamW(_groups(shapes), **options)
     _step(plain, 1)
-    state, weights = plain.state_dict(), _weights(plain)
+    state, weights = plain.held_state_dict() if form == "held" else plain.state_dict(), _weights(plain)
     groups = _groups(shapes)
     for parameter, weight in zip((p for g in groups for p in g["params"]), weights, strict=True):  # type: ignore[attr-defined]
         parameter.data.copy_(weight)

@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 
 import halfstep
 from halfstep.integrations import checkpoint, checkpoint_files, checkpoint_sharded
+from halfstep.kernels.block_codes import encode
 
 SHARD = "__0_0.distcp"
 CANARY = "halfstep_canary"
@@ -64,7 +65,7 @@ EXTRA = {"epoch": 3, "name": "run", "order": [1, 2, 3], "rng": torch.get_rng_sta
 
 
 class Bases:
-    """Good checkpoints in `folder`: one file, shards of halfstep, shards of torch."""
+    """Good checkpoints in `folder`: one file, shards of halfstep, of torch, and of the state as it is held."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,6 +77,14 @@ class Bases:
         self.state = checkpoint_sharded.state_of(model, optimizer)
         self.theirs = folder / "theirs" / "step-00000007"
         write_by_torch(self.state, self.theirs)
+        self.held_state = checkpoint_sharded.state_of(model, optimizer, held=True)
+        for entry in self.held_state["optimizer"]["state"].values():
+            for moment in ("exp_avg", "exp_avg_sq"):  # of this small model in fp32
+                values = entry.pop(moment)
+                coded = encode(values, len(values), signed=moment == "exp_avg")
+                entry[f"{moment}_codes"], entry[f"{moment}_scale"] = coded
+        self.held = folder / "held" / "step-00000007"
+        write_by_torch(self.held_state, self.held)
 
 
 def write_by_torch(state: Any, path: Path) -> None:
@@ -417,7 +426,7 @@ def attack_file(bases: Bases, path: Path, rng: random.Random) -> str:
 
 def attack_folder(bases: Bases, path: Path, rng: random.Random) -> str:
     """Write a bad checkpoint in shards, with valid checksums. Returns a description."""
-    shutil.copytree(rng.choice((bases.shards, bases.shards, bases.theirs)), path)
+    shutil.copytree(rng.choice((bases.shards, bases.shards, bases.theirs, bases.held)), path)
     way = rng.choice(
         (
             *("metadata", "metadata", "metadata", "opcodes", "opcodes", "tensors", "objects", "objects", "bytes"),
@@ -460,7 +469,7 @@ def attack_folder(bases: Bases, path: Path, rng: random.Random) -> str:
     elif way == "state":
         shutil.rmtree(path)
         try:
-            write_by_torch(mutated_tree(bases.state, rng), path)
+            write_by_torch(mutated_tree(rng.choice((bases.state, bases.held_state)), rng), path)
         except BaseException:  # torch cannot write everything
             path.mkdir(exist_ok=True)
     elif way == "file":

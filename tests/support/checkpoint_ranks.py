@@ -7,7 +7,7 @@ Gradients are the same full tensors on all ranks, sharded by hand, so that only 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -193,12 +193,21 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32)
 
 
-def save_ours(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, group: Any) -> None:
+def save_ours(
+    folder: Path,
+    model: torch.nn.Module,
+    optimizer: halfstep.AdamW,
+    group: Any,
+    optimizer_state: Literal["canonical", "held"] = "canonical",
+) -> None:
     scaler = halfstep.GradScaler("cpu", init_scale=128.0)
     scaler.scale(torch.ones(()))
-    checkpoint.save(
-        folder, STEPS_BEFORE, {"seen": 17}, model=model, optimizer=optimizer, scaler=scaler, process_group=group
-    )
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler, "process_group": group}
+    checkpoint.save(folder, STEPS_BEFORE, {"seen": 17}, optimizer_state=optimizer_state, **parts)
+
+
+def save_held(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, group: Any) -> None:
+    save_ours(folder, model, optimizer, group, "held")
 
 
 def load_ours(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, group: Any) -> None:
@@ -235,13 +244,14 @@ def sources(layout: str, topology: str, way: str, every: bool) -> list[str]:
     before, after, opposite = (names[(place + offset) % len(names)] for offset in (-1, 1, 3))
     if way == "torch":
         return list(dict.fromkeys(("single", before)))
-    return [before, after, opposite] if layout == "bf16 split" else [before]
+    return [before, after, opposite] if layout == "bf16 split" and way == "ours" else [before]
 
 
 def ways_of(layout: str, every: bool) -> dict[str, Any]:
     """How checkpoints are saved and loaded: by torch's functions too for the usual layout, and if `every` is tested."""
     return {
         "ours": (save_ours, load_ours),
+        "held": (save_held, load_ours),
         **({"torch": (save_torch, load_torch)} if layout == "bf16 split" or every else {}),
     }
 

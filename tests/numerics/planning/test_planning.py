@@ -663,7 +663,11 @@ def test_no_torch_is_needed() -> None:
             "amsgrad is True, but optimizer 'apex' does not support it",
         ),
         ({"params": 1, "moments": "fp8"}, "but got 'fp8': did you mean 'fp"),
-        ({"params": 1, "moments": "fp32,bf16"}, "Expected moments to be one format for optimizer 'halfstep', but got"),
+        (
+            {"params": 1, "moments": "8bit,bf16"},
+            "Expected moments to be one format for optimizer 'halfstep', but got '8bit,bf16': choose one of fp32, "
+            "bf16, 8bit for both moments",
+        ),
         (
             {"params": 1, "moments": "a,b,c", "optimizer": "te"},
             "Expected moments to be one format, or two separated by a comma, but got",

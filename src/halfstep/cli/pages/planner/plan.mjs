@@ -69,7 +69,7 @@ function withMoments(row, moments) {
   if (given.length > 2) throw new Refused(`Expected moments to be one format, or two separated by a comma, but got ${repr(moments)}`);
   for (const name of given) oneOf("moments", name, row.moments_allowed);
   if (row.optimizer.startsWith("halfstep") && given[0] !== given.at(-1)) {
-    throw new Refused(`Expected moments to be one format for optimizer ${repr(row.optimizer)}, but got ${repr(moments)}`);
+    throw new Refused(`Expected moments to be one format for optimizer ${repr(row.optimizer)}, but got ${repr(moments)}: choose one of ${row.moments_allowed.join(", ")} for both moments`);
   }
   const second = facts.second_moments[given.at(-1)] ?? given.at(-1);
   return { ...row, exp_avg: formats[given[0]], exp_avg_sq: formats[second] };

@@ -1,0 +1,317 @@
+"""Checkpoints of the optimizer's state as it is held: their size, resuming in another process, what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import checkpoint_attacks as attacks
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import halfstep
+from halfstep.integrations import checkpoint, checkpoint_metadata, checkpoint_sharded
+from halfstep.integrations.offload import OffloadedAdamW
+
+pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+BF16 = torch.bfloat16
+# By name: the dtype of the weights, the optimizer's options, and the bytes of state per element of a coded matrix.
+LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
+    "split, fp32": (BF16, {}, 10),
+    "split, bf16": (BF16, {"state_dtype": BF16}, 6),
+    "split, 8 bits": (BF16, {"state_dtype": "8bit"}, 4 + 3 / 32),
+    "split24, 8 bits, amsgrad": (
+        BF16,
+        {"master_weights": "split24", "state_dtype": "8bit", "amsgrad": True},
+        4 + 5 / 32,
+    ),
+    "fp16": (torch.float16, {}, 12),
+    "fp16, 8 bits": (torch.float16, {"state_dtype": "8bit"}, 6 + 3 / 32),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+ELSEWHERE = (
+    "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there with "
+    "optimizer_state='canonical'"
+)
+OF_AN_ENTRY = 4096  # bytes of an entry on disk besides its elements: its archive, and where it is stored
+
+Run = tuple[torch.nn.Module, Any]
+
+
+def _run(layout: str, steps: int = 0, seed: int = 0, where: Any = halfstep.AdamW) -> Run:
+    dtype, options, _ = LAYOUTS[layout]
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Embedding(256, 64), torch.nn.Linear(64, 96), torch.nn.LayerNorm(96)).to(dtype)
+    run = model, where(model.parameters(), lr=1e-2, **options)
+    _train(run, range(steps))
+    return run
+
+
+def _train(run: Run, steps: Any) -> None:
+    model, optimizer = run
+    for step in steps:
+        tokens = torch.randint(0, 256, (16,), generator=torch.Generator().manual_seed(step))
+        (model(tokens).float().square().mean() * model[1].weight.float().square().mean()).backward()  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _digest(run: Run) -> str:
+    """The SHA-256 of weights and state, as they lie in memory."""
+    model, optimizer = run
+    digest = hashlib.sha256()
+    for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state[p]
+        for key, value in [("weight", list(model.parameters())[index].detach()), *sorted(state.items())]:
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _save(folder: Path, run: Run, **options: Any) -> Path:
+    return checkpoint.save(folder, 3, model=run[0], optimizer=run[1], optimizer_state="held", **options)
+
+
+def _load(path: Path, run: Run) -> None:
+    checkpoint.load(path, model=run[0], optimizer=run[1])
+
+
+def _bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+@layouts
+def test_the_file_takes_the_bytes_that_the_state_takes(layout: str, tmp_path: Path) -> None:
+    """Counted in the files, against memory and against bytes per element."""
+    model, optimizer = _run(layout, steps=1)
+    path = _save(tmp_path, (model, optimizer))
+    alone = checkpoint.save(tmp_path / "model", 3, model=model)
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    entries = len(held) + sum(len(group) for group in optimizer.param_groups)
+    assert _bytes(path) - _bytes(alone) <= sum(value.nbytes for value in held) + OF_AN_ENTRY * entries
+    known = checkpoint_metadata.read(path).state_dict_metadata
+    stored = {
+        name: entry.size.numel() * entry.properties.dtype.itemsize
+        for name, entry in known.items()
+        if name.startswith("optimizer.state.1.weight.") and not name.endswith(".step")
+    }
+    assert sum(stored.values()) == LAYOUTS[layout][2] * 96 * 64
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = sys.argv[3:]
+import test_checkpoint_held as tests
+from pathlib import Path
+run = tests._run(sys.argv[2], seed=1)
+tests._load(Path(sys.argv[1]), run)
+tests._train(run, range(3, 6))
+print(tests._digest(run))
+"""
+
+
+def test_a_run_goes_on_in_another_process_with_the_bits_of_one_that_did_not_stop(tmp_path: Path) -> None:
+    layout = "split24, 8 bits, amsgrad"
+    run = _run(layout, steps=3)
+    path = _save(tmp_path, run)
+    _train(run, range(3, 6))
+    folders = [str(Path(__file__).parent), str(Path(attacks.__file__).parent)]
+    command = [sys.executable, "-c", PROGRAM, str(path), layout, *folders]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == _digest(run), done.stderr
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("saving", "loading"), [("device", "device"), ("device", "host"), ("host", "device")])
+@layouts
+def test_a_run_goes_on_with_the_same_bits(
+    layout: str, saving: str, loading: str, asynchronous: bool, tmp_path: Path
+) -> None:
+    """Steps that are taken while a checkpoint is written in the background do not reach it."""
+    classes = {"device": halfstep.AdamW, "host": OffloadedAdamW}
+    run = _run(layout, steps=3, where=classes[saving])
+    pending: Any = _save(tmp_path, run, asynchronous=asynchronous)
+    expected = [_digest(run)]
+    _train(run, range(3, 5))
+    expected.append(_digest(run))
+    resumed = _run(layout, steps=1, seed=1, where=classes[loading])
+    _load(pending.result() if asynchronous else pending, resumed)
+    found = [_digest(resumed)]
+    _train(resumed, range(3, 5))
+    assert [*found, _digest(resumed)] == expected
+
+
+@pytest.mark.parametrize("other", ["split, fp32", "split24, 8 bits, amsgrad"])
+def test_one_file_of_gathered_state_goes_on_with_the_same_bits(other: str, tmp_path: Path) -> None:
+    run, resumed = _run("split, 8 bits", steps=3), _run("split, 8 bits", seed=1)
+    state = {"model": run[0].state_dict(), "optimizer": run[1].held_state_dict()}
+    saved = checkpoint.load(checkpoint.save(tmp_path, 3, checkpoint.gather(state)))
+    checkpoint.load_model(resumed[0], saved["model"])
+    checkpoint.load_optimizer(resumed[1], saved["optimizer"])
+    assert _digest(resumed) == _digest(run)
+
+
+def test_torch_finds_no_moments_instead_of_taking_codes_for_them(tmp_path: Path) -> None:
+    model, optimizer = run = _run("split, 8 bits", steps=2)
+    path = _save(tmp_path, run)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    with pytest.raises(BaseException, match=re.escape("Missing key in checkpoint state_dict: optimizer.state.")):
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+
+
+def test_it_is_asked_for_by_name(tmp_path: Path) -> None:
+    model, optimizer = _run("split, 8 bits", steps=1)
+    path = checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer)
+    assert not any(
+        "codes" in name or "remainder" in name for name in checkpoint_metadata.read(path).state_dict_metadata
+    )
+    with pytest.raises(
+        ValueError, match=re.escape("Expected optimizer_state to be 'canonical' or 'held', but got 'compact'")
+    ):
+        checkpoint.save(tmp_path, 4, model=model, optimizer=optimizer, optimizer_state="compact")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="Expected model to be given together with optimizer_state, but got None"):
+        checkpoint.save(tmp_path, 4, {}, optimizer_state="held")
+
+
+@pytest.mark.parametrize("made", ["torch", "none"])
+def test_only_our_optimizers_have_such_a_state(made: str, tmp_path: Path) -> None:
+    model, _ = _run("split, fp32")
+    optimizer = torch.optim.AdamW(model.parameters()) if made == "torch" else None
+    message = (
+        f"Expected an optimizer of halfstep with optimizer_state='held', but got "
+        f"{'AdamW' if optimizer else 'NoneType'}: pass the optimizer that a wrapper holds, or leave optimizer_state out"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer, optimizer_state="held")
+    assert not list(tmp_path.iterdir())
+
+
+def test_later_states_are_canonical_again_even_after_an_error() -> None:
+    model, optimizer = _run("split, 8 bits", steps=1)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("refused")
+
+    handle = optimizer.register_state_dict_post_hook(fail)
+    with pytest.raises(ValueError, match="refused"):
+        checkpoint_sharded.state_of(model, optimizer, held=True)
+    handle.remove()
+    assert "exp_avg" in optimizer.state_dict()["state"][0]
+
+
+@pytest.fixture
+def _alone(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------- damaged and foreign
+
+# What is changed in the state of a matrix of shape (96, 64); what is expected there, and what is found.
+CHANGES: dict[str, tuple[str, Any, str, str]] = {
+    "codes of another shape": (
+        *("exp_avg_codes", torch.zeros(96, 32, dtype=torch.uint8)),
+        *("shape (96, 64) and dtype torch.uint8", "(96, 32) torch.uint8"),
+    ),
+    "no scales": ("exp_avg_scale", None, "shape (96, 2) and dtype torch.uint8", "NoneType"),
+    "scales of another dtype": (
+        *("exp_avg_sq_scale", torch.zeros(96, 2, dtype=torch.uint8)),
+        *("shape (96, 2) and dtype torch.int16", "(96, 2) torch.uint8"),
+    ),
+    "scales of another shape": (
+        *("exp_avg_sq_scale", torch.zeros(2, dtype=torch.int16)),
+        *("shape (96, 2) and dtype torch.int16", "(2,) torch.int16"),
+    ),
+    "a remainder that is text": (
+        *("master_remainder", "x"),
+        *("shape (96, 64) and dtype torch.int16 or torch.int8", "str"),
+    ),
+}
+
+
+@pytest.mark.parametrize("loading", ["split, 8 bits", "split, fp32"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_entries_that_do_not_fit_are_refused_and_nothing_changes(change: str, loading: str, tmp_path: Path) -> None:
+    """The checksums are right: the state was changed before it was saved."""
+    key, value, expected, got = CHANGES[change]
+    model, optimizer = _run("split, 8 bits", steps=2)
+    state = checkpoint_sharded.state_of(model, optimizer, held=True)
+    state["optimizer"]["state"]["1.weight"].update({key: value})
+    path = tmp_path / "step-00000003"
+    attacks.write_by_torch(state, path)
+    target = _run(loading, steps=1, seed=1)
+    before = _digest(target)
+    message = (
+        f"Expected {key!r} in the state of parameter 1.weight to have {expected}, but got {got}: the checkpoint is of "
+        "another model, or its parameters are in another order"
+    )
+    with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)) as error:
+        _load(path, target)
+    assert str(path) in str(error.value)
+    assert _digest(target) == before
+
+
+def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
+    path = _save(tmp_path, _run("split, 8 bits", steps=1))
+    model, _ = _run("split, 8 bits", seed=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    message = f"of 0.weight, which AdamW cannot load: {ELSEWHERE}"
+    with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)):
+        _load(path, (model, optimizer))
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut off"])
+def test_a_damaged_shard_is_named(damage: str, tmp_path: Path) -> None:
+    path = _save(tmp_path, _run("split, 8 bits", steps=1))
+    shard = path / attacks.SHARD
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data if damage == "a bit" else data[:-1])
+    target = _run("split, 8 bits", steps=1, seed=1)
+    before = _digest(target)
+    with pytest.raises(checkpoint.CheckpointError, match=f"its file {attacks.SHARD} "):
+        _load(path, target)
+    assert _digest(target) == before
+
+
+def test_weights_of_another_dtype_are_refused_before_a_remainder_is_joined(tmp_path: Path) -> None:
+    path = _save(tmp_path, _run("split, 8 bits", steps=1))
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"0\.weight is torch\.bfloat16 in the checkpoint and torch\.float16"
+    ):
+        _load(path, _run("fp16, 8 bits"))
+
+
+@pytest.mark.usefixtures("_alone")
+def test_flat_parameters_of_fsdp1_are_refused(tmp_path: Path) -> None:
+    def flat() -> Run:
+        module = torch.nn.Linear(4, 4).bfloat16()
+        model = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+        return model, halfstep.AdamW(model.parameters())
+
+    message = (
+        "Expected a model without FullyShardedDataParallel with optimizer_state='held', but got one with flat "
+        "parameters: use fully_shard, or leave optimizer_state out"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _save(tmp_path, flat())
+    for options, key in (({}, "master_remainder"), ({"master_weights": "full", "state_dtype": BF16}, "exp_avg")):
+        model = torch.nn.Linear(4, 4).bfloat16()
+        optimizer = halfstep.AdamW(model.parameters(), **options)
+        path = _save(tmp_path, (model, optimizer))
+        message = (
+            f"its optimizer's state is as it was held, such as {key} of weight, which FullyShardedDataParallel cannot "
+            f"load: {ELSEWHERE}"
+        )
+        with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)):
+            _load(path, flat())

@@ -1,0 +1,303 @@
+"""The state of an optimizer as it is held: its bytes, and loading it into every layout."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from oracles import BF16, FP16, FP32, bits
+from stream_model import Model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import halfstep
+from halfstep.integrations import checkpoint
+from halfstep.integrations.optim import held
+
+pytestmark = pytest.mark.sample(3)
+
+SHAPES = ((40, 130), (16, 9, 32), (5,), (9, 7), (4096, 1), ())
+# By name: the dtype of the weights and the optimizer's options.
+LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "split": (BF16, {}),
+    "split, bf16": (BF16, {"state_dtype": BF16, "rounding": "stochastic"}),
+    "split, 8 bits": (BF16, {"state_dtype": "8bit"}),
+    "split24": (BF16, {"master_weights": "split24", "rounding": "stochastic"}),
+    "split24, 8 bits": (BF16, {"master_weights": "split24", "state_dtype": "8bit"}),
+    "full": (BF16, {"master_weights": "full"}),
+    "full, 8 bits": (BF16, {"master_weights": "full", "state_dtype": "8bit"}),
+    "none": (BF16, {"master_weights": None, "rounding": "stochastic"}),
+    "none, 8 bits": (BF16, {"master_weights": None, "state_dtype": "8bit"}),
+    "fp16": (FP16, {}),
+    "fp16, 8 bits": (FP16, {"state_dtype": "8bit"}),
+    "fp32": (FP32, {}),
+    "fp32, 8 bits": (FP32, {"state_dtype": "8bit"}),
+}
+# The saved layout, the one that loads, of the same weights, and whether there is a third moment. In one value, of which
+# a sample can be taken.
+CASES = [case for case in product(LAYOUTS, LAYOUTS, (False, True)) if LAYOUTS[case[0]][0] == LAYOUTS[case[1]][0]]
+
+Run = tuple[list[torch.Tensor], halfstep.AdamW]
+
+
+def _run(layout: str, steps: int = 0, lr: float = 1e-2, **more: Any) -> Run:
+    dtype, options = LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(0)
+    parameters: list[torch.Tensor] = [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
+    run = parameters, halfstep.AdamW(parameters, lr=lr, **options, **more)
+    _train(run, range(steps))
+    return run
+
+
+def _train(run: Run, steps: Any) -> None:
+    parameters, optimizer = run
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 + step)
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def _continued(source: Run, layout: str, state: dict[str, Any], **more: Any) -> Run:
+    """A new run with the weights of `source` that has loaded `state`."""
+    parameters, optimizer = _run(layout, lr=5.0, **more)
+    for p, of in zip(parameters, source[0], strict=True):
+        p.data.copy_(of.data)
+    optimizer.load_state_dict(state)
+    return parameters, optimizer
+
+
+def _memory(run: Run) -> list[Any]:
+    """The bits of weights and state in memory, with dtypes and names."""
+    parameters, optimizer = run
+    found: list[Any] = []
+    for p in parameters:
+        state = optimizer.state[p]
+        found.append(["weight", p.dtype, bits(p.detach()).tobytes()])
+        found += [[key, state[key].dtype, bits(state[key]).tobytes()] for key in sorted(state)]
+    return found
+
+
+def _canonical(run: Run) -> list[Any]:
+    """The bits of weights and of the state in fp32."""
+    parameters, optimizer = run
+    states = optimizer.state_dict()["state"].values()
+    return [
+        *[bits(p.detach()).tobytes() for p in parameters],
+        *[[key, bits(state[key]).tobytes()] for state in states for key in sorted(state)],
+    ]
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_has_the_bytes_of_the_state_in_memory(layout: str, amsgrad: bool) -> None:
+    parameters, optimizer = _run(layout, steps=1, amsgrad=amsgrad)
+    saved = optimizer.held_state_dict()["state"]
+    for index, parameter in enumerate(parameters):
+        memory = {id(value): value.nbytes for value in optimizer.state[parameter].values()}
+        assert {id(value) for value in saved[index].values()} == memory.keys(), "nothing is copied or converted"
+    canonical = optimizer.state_dict()["state"]
+    assert all(value.dtype == FP32 for state in canonical.values() for value in state.values())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} -> {case[1]}{', amsgrad' * case[2]}")
+def test_it_loads_into_every_layout_with_the_bits_of_the_canonical_state(case: tuple[str, str, bool]) -> None:
+    """The same layout has the same codes, and so the same memory."""
+    layout, other, amsgrad = case
+    source = _run(layout, steps=3, amsgrad=amsgrad)
+    loaded = _continued(source, other, source[1].held_state_dict(), amsgrad=amsgrad)
+    expected = _continued(source, other, source[1].state_dict(), amsgrad=amsgrad)
+    assert _canonical(loaded) == _canonical(expected)
+    if layout == other:
+        assert _memory(loaded) == _memory(source)
+        expected = source
+    for run in (loaded, expected):
+        _train(run, range(3, 5))
+    assert _canonical(loaded) == _canonical(expected)
+
+
+def test_what_is_loaded_is_a_copy() -> None:
+    source = _run("split24, 8 bits", steps=2)
+    loaded = _continued(source, "split24, 8 bits", source[1].held_state_dict())
+    before = _memory(source)
+    _train(loaded, range(2, 3))
+    assert _memory(source) == before
+
+
+def test_transposed_parameters_continue_with_the_same_bits() -> None:
+    runs = []
+    for _ in range(2):
+        parameter: Any = torch.nn.Parameter(torch.linspace(-1, 1, 130 * 40).view(130, 40).to(BF16).t())
+        runs.append(([parameter], halfstep.AdamW([parameter], state_dtype="8bit")))
+    source, loaded = runs
+    _train(source, range(2))
+    loaded[0][0].data.copy_(source[0][0].data)
+    loaded[1].load_state_dict(source[1].held_state_dict())
+    assert _memory(loaded) == _memory(source)
+    for run in runs:
+        _train(run, range(2, 4))
+    assert _memory(loaded) == _memory(source)
+
+
+@pytest.mark.parametrize("layout", ["split24, 8 bits", "full"])
+def test_a_file_loads_into_parameters_on_a_gpu(layout: str) -> None:
+    """On the model of a GPU: codes, scales and remainders come from the CPU."""
+    parameters, optimizer = source = _run("split24, 8 bits", steps=2)
+    saved = optimizer.held_state_dict()
+    expected = _canonical(_continued(source, layout, saved))
+    with Model("late") as model:
+        there: list[torch.Tensor] = [torch.nn.Parameter(p.detach().to(model.device)) for p in parameters]
+        loaded = halfstep.AdamW(there, **LAYOUTS[layout][1])
+        loaded.load_state_dict(saved)
+        assert {value.device for state in loaded.state.values() for value in state.values()} == {there[0].device}
+        torch.cuda.synchronize()
+        state = checkpoint.gather(loaded.state_dict()["state"]).values()
+        weights = [bits(p.detach().cpu()).tobytes() for p in there]
+    assert [*weights, *[[key, bits(one[key]).tobytes()] for one in state for key in sorted(one)]] == expected
+
+
+def test_full_masters_follow_weights_that_other_code_wrote() -> None:
+    """As in the canonical state; a remainder completes whatever weight there is."""
+    for layout in ("full", "split"):
+        parameters, optimizer = _run(layout, steps=2)
+        with torch.no_grad():
+            parameters[0][3] += 1
+        loaded = _continued((parameters, optimizer), layout, optimizer.held_state_dict())
+        assert torch.equal(loaded[1].masters()[loaded[0][0]], optimizer.masters()[parameters[0]])
+
+
+def test_a_remainder_without_its_bf16_weight_is_left_out() -> None:
+    parameters, optimizer = _run("split", steps=1)
+    parameters[0].data = parameters[0].data.float()
+    assert set(optimizer.held_state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_hooks_of_torch_see_the_state_as_it_is_held() -> None:
+    _, optimizer = _run("split24, 8 bits", steps=1)
+    seen = []
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(set(state["state"][0])))
+    optimizer.held_state_dict()
+    optimizer.state_dict()
+    codes = {"exp_avg_codes", "exp_avg_scale", "exp_avg_sq_codes", "exp_avg_sq_scale"}
+    assert seen == [{"step", "master_remainder", *codes}, {"step", "master", "exp_avg", "exp_avg_sq"}]
+
+
+SUFFIX = ": the checkpoint is of another model, or its parameters are in another order"
+DAMAGED: dict[str, tuple[str, Any, str]] = {
+    "shape of codes": (
+        "exp_avg_codes",
+        torch.zeros(3, 4, dtype=torch.uint8),
+        "Expected 'exp_avg_codes' in the state of parameter 0 to have shape (40, 130) and dtype torch.uint8, but got "
+        "(3, 4) torch.uint8" + SUFFIX,
+    ),
+    "dtype of codes": (
+        "exp_avg_codes",
+        torch.zeros(40, 130),
+        "Expected 'exp_avg_codes' in the state of parameter 0 to have shape (40, 130) and dtype torch.uint8, but got "
+        "(40, 130) torch.float32" + SUFFIX,
+    ),
+    "no scales": (
+        "exp_avg_sq_scale",
+        None,
+        "Expected 'exp_avg_sq_scale' in the state of parameter 0 to have shape (40, 5) and dtype torch.int16, but got "
+        "NoneType" + SUFFIX,
+    ),
+    "shape of scales": (
+        "exp_avg_scale",
+        torch.zeros(40, 4, dtype=torch.uint8),
+        "Expected 'exp_avg_scale' in the state of parameter 0 to have shape (40, 5) and dtype torch.uint8, but got "
+        "(40, 4) torch.uint8" + SUFFIX,
+    ),
+    "dtype of the remainder": (
+        "master_remainder",
+        torch.zeros(40, 130),
+        "Expected 'master_remainder' in the state of parameter 0 to have shape (40, 130) and dtype torch.int16 or "
+        "torch.int8, but got (40, 130) torch.float32" + SUFFIX,
+    ),
+}
+
+
+@pytest.mark.parametrize("loading", ["split24, 8 bits", "split"])
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_codes_scales_and_remainders_that_do_not_fit_are_refused(damage: str, loading: str) -> None:
+    key, value, message = DAMAGED[damage]
+    source, target = _run("split24, 8 bits", steps=2), _run(loading, steps=1)
+    saved = source[1].held_state_dict()
+    saved["state"][0] = {**saved["state"][0], key: value}
+    before = _memory(target)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        target[1].load_state_dict(saved)
+    assert _memory(target) == before
+
+
+def test_a_remainder_needs_a_bf16_parameter() -> None:
+    saved = _run("split", steps=1)[1].held_state_dict()
+    message = (
+        "Expected a bfloat16 parameter for 'master_remainder' in the state of parameter 0, which completes a bfloat16 "
+        "weight, but got torch.float16: load model and optimizer in bfloat16, then convert"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _run("fp16")[1].load_state_dict(saved)
+
+
+def test_codes_without_those_of_amsgrad_are_refused_if_it_is_on() -> None:
+    source = _run("split24, 8 bits", steps=1)
+    saved = source[1].held_state_dict()
+    saved["param_groups"][0]["amsgrad"] = True
+    message = (
+        "state of parameter 0 lacks 'max_exp_avg_sq'; it has 'step', 'exp_avg', 'exp_avg_scale', 'exp_avg_sq', "
+        "'exp_avg_sq_scale', 'master': the checkpoint is not of an Adam with the same options"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        source[1].load_state_dict(saved)
+
+
+@pytest.fixture
+def _four_ranks() -> Any:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_four_ranks")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)])
+@pytest.mark.parametrize("state_dtype", [FP32, "8bit"])
+def test_whole_codes_load_into_shards_even_if_these_cut_blocks(placement: Shard, state_dtype: Any) -> None:
+    """As a file of gathered state has them: four ranks cut 96 columns at 24, which only moments in fp32 allow."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole: Any = torch.nn.Parameter(torch.randn(64, 128 if state_dtype == "8bit" else 96).to(BF16))
+    source = halfstep.AdamW([whole], state_dtype="8bit")
+    _train(([whole], source), range(2))
+    found = []
+    for state in (source.held_state_dict(), source.state_dict()):
+        shard: Any = torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None))
+        optimizer = halfstep.AdamW([shard], state_dtype=state_dtype)
+        checkpoint.load_optimizer(optimizer, checkpoint.gather(state))
+        entry = optimizer.state_dict()["state"][0]
+        assert entry["exp_avg"].placements == (placement,)
+        found.append([bits(entry[key].to_local()).tobytes() for key in ("exp_avg", "exp_avg_sq", "master")])
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("_four_ranks")
+def test_which_shards_have_whole_blocks() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for shape, placements, whole in (
+        ((5, 64), (Shard(0), Replicate()), True),
+        ((5, 64), (Shard(0), Shard(1)), True),
+        ((5, 128), (Shard(1), Shard(1)), True),
+        ((5, 96), (Replicate(), Shard(1)), False),  # 48 columns
+        ((5, 127), (Replicate(), Shard(1)), False),  # 64 and 63: two blocks each, but not of equal length
+        ((4, 5, 64), (Shard(1), Replicate()), False),  # 6 and 4 blocks, of which torch would give 5 to each rank
+        ((4, 6, 64), (Shard(1), Replicate()), True),
+        ((4, 6, 64), (Shard(2), Replicate()), False),
+    ):
+        sharded = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
+        assert held.shards_blocks(sharded) is whole, (shape, placements)
+    assert held.shards_blocks(torch.zeros(3, 3))
