@@ -12,13 +12,13 @@ from halfstep.bench import memory
 
 @pytest.mark.parametrize("name", [name for name, row in memory.ROWS.items() if row.layout])
 def test_what_is_counted_is_planned(name: str) -> None:
-    found = memory.measured(name, 60_000, 100)
+    found = memory.measured(name, 60_000, 100)  # no whole number of layers of 10,100
     row = memory.ROWS[name]
     if row.release or row.offload:  # what is planned of the gradients is a bound
         assert 0 < found["counted"] <= found["planned"]
     else:
         assert found["counted"] == found["planned"]
-    assert found["parameters"] == 5 * 10_100 and (found["process"] is None or found["process"] >= 0)
+    assert found["parameters"] == 6 * 10_100 and (found["process"] is None or found["process"] >= 0)
 
 
 def test_the_table_has_a_row_for_each_training(
