@@ -176,27 +176,38 @@ struct Split {
 
 // The master has 24 bits: the remainder is a byte, and a weight is rounded to nearest even as it is put.
 struct Split24 {
-    typedef int8_t Bytes __attribute__((vector_size(W)));
     bf16* param;
-    int8_t* remainder;
-    static Split24 at(int64_t param, int64_t extra, int64_t start) { return {(bf16*)param + start, (int8_t*)extra + start}; }
-    template <Order O> HALFSTEP_INLINE Pair get_two(int64_t i) const { return {get_some(i, W), get_some(i + W, W)}; }
-    V get_some(int64_t i, int64_t k) const {
-        Bytes low{};
-        std::memcpy(&low, remainder + i, size_t(k));
-        const U above = (U)halfstep::get_some(param + i, k), whole = above + ((U)__builtin_convertvector(low, I) << 8);
+    uint8_t* remainder;  // an int8
+    static Split24 at(int64_t param, int64_t extra, int64_t start) { return {(bf16*)param + start, (uint8_t*)extra + start}; }
+    static V join(V high, U low) {
+        const U above = (U)high, whole = above + (U)((I)(low << 24) >> 16);
         return (V)select(is_nan((V)whole), above, whole);
     }
+    static Split::Halves halves_of(V w) {
+        const U b = (U)w, rounded = select(is_nan(w), b, (b + 0x7fu + ((b >> 8) & 1u)) & 0xffffff00u);
+        return Split::halves_of((V)rounded);
+    }
+    template <Order O> HALFSTEP_INLINE Pair get_two(int64_t i) const {
+        const Pair high = halfstep::get_two<O>(param + i);
+        return {join(high.a, get_bytes(remainder + i)), join(high.b, get_bytes(remainder + i + W))};
+    }
+    V get_some(int64_t i, int64_t k) const {
+        uint8_t low[W]{};
+        std::memcpy(low, remainder + i, size_t(k));
+        return join(halfstep::get_some(param + i, k), get_bytes(low));
+    }
     template <Order O> HALFSTEP_INLINE void put_two(int64_t i, Pair w) const {
-        put_some(i, w.a, W);
-        put_some(i + W, w.b, W);
+        static_assert(O == ORDERED, "the bytes are in order");
+        const Split::Halves a = halves_of(w.a), b = halves_of(w.b);
+        put_upper_halves<O>(param + i, a.high, b.high);
+        put_bytes(remainder + i, a.low >> 8, b.low >> 8);
     }
     void put_some(int64_t i, V w, int64_t k) const {
-        const U b = (U)w, rounded = select(is_nan(w), b, (b + 0x7fu + ((b >> 8) & 1u)) & 0xffffff00u);
-        const Split::Halves halves = Split::halves_of((V)rounded);
-        const Bytes low = __builtin_convertvector(lower_half(halves.low) >> 8, Bytes);
+        const Split::Halves halves = halves_of(w);
+        uint8_t low[2 * W];
+        put_bytes(low, halves.low >> 8, U{});
         put_raw_some(param + i, lower_half(halves.high >> 16), k);
-        std::memcpy(remainder + i, &low, size_t(k));
+        std::memcpy(remainder + i, low, size_t(k));
     }
 };
 
