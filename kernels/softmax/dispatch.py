@@ -15,9 +15,9 @@ from halfstep.kernels.softmax.reference import reference_backward, reference_for
 # The kernels count the elements of a row in 32 bits, and look up to a few blocks beyond its end. The Triton kernels
 # count rows in 32 bits too: more of them, which nobody was seen to have, are left to the reference.
 LONGEST = 2**31 - 2**20
-# On a CPU torch's own backward of fp32 rows up to this length is the same formula and takes 4 to 30% less time, as it
-# is called without ctypes; over longer rows its sum loses digits (41 against 6 units in the last place at 2^20 fp32
-# columns). In 16-bit formats ours is the faster one.
+# On a CPU torch's own backward of fp32 rows up to this length is the same formula, and calling it needs less Python;
+# over longer rows its sum loses digits (41 against 6 units in the last place at 2^20 fp32 columns). In 16-bit formats
+# ours is the faster one.
 TORCHS_ROWS = 2**14
 
 
