@@ -176,27 +176,38 @@ struct Split {
 
 // The master has 24 bits: the remainder is a byte, and a weight is rounded to nearest even as it is put.
 struct Split24 {
-    typedef int8_t Bytes __attribute__((vector_size(W)));
     bf16* param;
-    int8_t* remainder;
-    static Split24 at(int64_t param, int64_t extra, int64_t start) { return {(bf16*)param + start, (int8_t*)extra + start}; }
-    template <Order O> HALFSTEP_INLINE Pair get_two(int64_t i) const { return {get_some(i, W), get_some(i + W, W)}; }
-    V get_some(int64_t i, int64_t k) const {
-        Bytes low{};
-        std::memcpy(&low, remainder + i, size_t(k));
-        const U above = (U)halfstep::get_some(param + i, k), whole = above + ((U)__builtin_convertvector(low, I) << 8);
+    uint8_t* remainder;  // an int8
+    static Split24 at(int64_t param, int64_t extra, int64_t start) { return {(bf16*)param + start, (uint8_t*)extra + start}; }
+    static V join(V high, U low) {
+        const U above = (U)high, whole = above + (U)((I)(low << 24) >> 16);
         return (V)select(is_nan((V)whole), above, whole);
     }
+    static Split::Halves halves_of(V w) {
+        const U b = (U)w, rounded = select(is_nan(w), b, (b + 0x7fu + ((b >> 8) & 1u)) & 0xffffff00u);
+        return Split::halves_of((V)rounded);
+    }
+    template <Order O> HALFSTEP_INLINE Pair get_two(int64_t i) const {
+        const Pair high = halfstep::get_two<O>(param + i);
+        return {join(high.a, get_bytes(remainder + i)), join(high.b, get_bytes(remainder + i + W))};
+    }
+    V get_some(int64_t i, int64_t k) const {
+        uint8_t low[W]{};
+        std::memcpy(low, remainder + i, size_t(k));
+        return join(halfstep::get_some(param + i, k), get_bytes(low));
+    }
     template <Order O> HALFSTEP_INLINE void put_two(int64_t i, Pair w) const {
-        put_some(i, w.a, W);
-        put_some(i + W, w.b, W);
+        static_assert(O == ORDERED, "the bytes are in order");
+        const Split::Halves a = halves_of(w.a), b = halves_of(w.b);
+        put_upper_halves<O>(param + i, a.high, b.high);
+        put_bytes(remainder + i, a.low >> 8, b.low >> 8);
     }
     void put_some(int64_t i, V w, int64_t k) const {
-        const U b = (U)w, rounded = select(is_nan(w), b, (b + 0x7fu + ((b >> 8) & 1u)) & 0xffffff00u);
-        const Split::Halves halves = Split::halves_of((V)rounded);
-        const Bytes low = __builtin_convertvector(lower_half(halves.low) >> 8, Bytes);
+        const Split::Halves halves = halves_of(w);
+        uint8_t low[2 * W];
+        put_bytes(low, halves.low >> 8, U{});
         put_raw_some(param + i, lower_half(halves.high >> 16), k);
-        std::memcpy(remainder + i, &low, size_t(k));
+        std::memcpy(remainder + i, low, size_t(k));
     }
 };
 
@@ -389,47 +400,44 @@ void coded_step(const Layout& layout, const int64_t* table, int64_t tensors, int
         blocks = blocks < BLOCK / SPAN ? blocks : BLOCK / SPAN;
         const int64_t n = columns - column < blocks * SPAN ? columns - column : blocks * SPAN;
         const Staged part{layout, table, tensors, row * columns + column, n};
-        const auto each = [&](auto&& f) {  // for each block: its number, its first element and its size
-            for (int64_t at = 0; at < n; at += SPAN) f(number + at / SPAN, at, n - at < SPAN ? n - at : SPAN);
-        };
         uint8_t *first = part.operand<uint8_t>(FIRST), *second = part.operand<uint8_t>(SECOND);
         uint8_t* first_scales = (uint8_t*)table[FIRST_SCALES * tensors];
         uint16_t* second_scales = (uint16_t*)table[SECOND_SCALES * tensors];
         part.read(block, AMSGRAD);
-        each([&](int64_t one, int64_t at, int64_t size) {
-            decode_signed(first + at, first_scales[one], block.first + at, size);
-            decode_positive(second + at, second_scales[one], block.second + at, size);
-        });
-        for (int64_t i = 0; i < n; i += W) {
-            V g = get(block.grad + i) * gscale;
-            if (L2) g = g + decay * get(block.weight + i);
-            put(block.first + i, average(get(block.first + i), g, w1, beta1, near_m));
-            put(block.second + i, average(get(block.second + i), smaller(most, g * g), w2, beta2, near_v));
-        }
-        each([&](int64_t one, int64_t at, int64_t size) {
-            first_scales[one] = encode_signed(block.first + at, block.words + BLOCK + at, first + at, size);
-            second_scales[one] = encode_positive(block.second + at, block.words + 2 * BLOCK + at, second + at, size);
-        });
-        if (AMSGRAD) {
-            uint8_t* top = part.operand<uint8_t>(TOP);
-            uint16_t* top_scales = (uint16_t*)table[TOP_SCALES * tensors];
-            each([&](int64_t one, int64_t at, int64_t size) {
-                decode_positive(second + at, second_scales[one], block.second + at, size);
-                decode_positive(top + at, top_scales[one], block.top + at, size);
-            });
-            for (int64_t i = 0; i < n; i += W) {
-                const V v = get(block.second + i), highest = get(block.top + i);
-                put(block.second + i, select((v > highest) | is_nan(v), v, highest));
+        for (int64_t at = 0, one = number; at < n; at += SPAN, ++one) {
+            const int64_t size = n - at < SPAN ? n - at : SPAN;
+            float *m = block.first + at, *v = block.second + at, *weight = block.weight + at;
+            decode_signed(first + at, first_scales[one], m, size);
+            decode_positive(second + at, second_scales[one], v, size);
+            for (int64_t i = 0; i < SPAN; i += W) {
+                V g = get(block.grad + at + i) * gscale;
+                if (L2) g = g + decay * get(weight + i);
+                put(m + i, average(get(m + i), g, w1, beta1, near_m));
+                put(v + i, average(get(v + i), smaller(most, g * g), w2, beta2, near_v));
             }
-            each([&](int64_t one, int64_t at, int64_t size) {
-                top_scales[one] = encode_positive(block.second + at, up, top + at, size);
-            });
-        }
-        for (int64_t i = 0; i < n; i += W) {
-            const V w = get(block.weight + i);
-            V d = step_size * (get(block.first + i) / (root(get(block.second + i)) * factor + eps));
-            if (!L2) d = d + (V)((I)(decay * w) & ((V)magnitude(w) != infinite));
-            put(block.weight + i, w - d);
+            fill_up(m, size);
+            fill_up(v, size);
+            first_scales[one] = encode_signed(m, block.words + BLOCK + at, first + at, size);
+            second_scales[one] = encode_positive(v, block.words + 2 * BLOCK + at, second + at, size);
+            if (AMSGRAD) {
+                uint8_t* top = part.operand<uint8_t>(TOP) + at;
+                uint16_t* top_scales = (uint16_t*)table[TOP_SCALES * tensors];
+                float* highest = block.top + at;
+                decode_positive(second + at, second_scales[one], v, size);
+                decode_positive(top, top_scales[one], highest, size);
+                for (int64_t i = 0; i < SPAN; i += W) {
+                    const V now = get(v + i), before = get(highest + i);
+                    put(v + i, select((now > before) | is_nan(now), now, before));
+                }
+                fill_up(v, size);
+                top_scales[one] = encode_positive(v, up, top, size);
+            }
+            for (int64_t i = 0; i < SPAN; i += W) {
+                const V w = get(weight + i);
+                V d = step_size * (get(m + i) / (root(get(v + i)) * factor + eps));
+                if (!L2) d = d + (V)((I)(decay * w) & ((V)magnitude(w) != infinite));
+                put(weight + i, w - d);
+            }
         }
         part.write_weight(block);
     }

@@ -1,6 +1,8 @@
 // Moments in 8 bits, one block of at most 32 elements at a time: the CPU twin of kernels/block_codes.py, same bits.
+//
+// Numbers and random words lie in arrays of SPAN, whatever the size of the block.
 #pragma once
-#include "native.h"
+#include "lanes.h"
 
 namespace halfstep {
 
@@ -11,78 +13,87 @@ constexpr float LARGEST_POSITIVE = 0x1.ep127f;      // the largest positive numb
 // They stand for a random word where rounding goes to nearest, and up.
 constexpr uint32_t NEAREST_WORD = 1u << 31, UP_WORD = ~0u;
 
-// Codes of E4M3 in which every code is finite.
-struct SignedCode { static constexpr uint32_t bits = 8, mantissa = 3, bias = 7, largest = 0x7f, overflow = 0x7f, nan = 0x7f; };
-
 // 2^(exponent - 127); 0 for 0 and NaN for 255.
 inline float power_of_exponent(uint32_t exponent) { return from_bits(exponent == 255 ? 0x7fc00000u : exponent << 23); }
 
-inline uint32_t pattern_of(float x) { return bits_of(x) & 0x7fffffffu; }
+// Repeat a number of a block beyond its size, which changes no extreme.
+inline void fill_up(float* x, int64_t size) {
+    for (int64_t i = size; i < SPAN; ++i) x[i] = x[0];
+}
 
-// Call f(n), with a number that the compiler knows for whole blocks.
-template <typename F> inline auto with_size(int64_t n, F&& f) { return n == SPAN ? f(SPAN) : f(n); }
+// Store the codes that code(i) returns in the lowest bytes of the lanes for the elements from i on.
+template <typename F> HALFSTEP_INLINE void put_codes(uint8_t* codes, int64_t size, F&& code) {
+    alignas(64) uint8_t all[SPAN];
+    uint8_t* to = size == SPAN ? codes : all;
+    for (int64_t i = 0; i < SPAN; i += 2 * W) put_bytes(to + i, code(i), code(i + W));
+    if (size != SPAN) std::memcpy(codes, all, size_t(size));
+}
+// Call f(i, codes) for each vector of elements, those from i on, with the codes in its lanes.
+template <typename F> HALFSTEP_INLINE void with_codes(const uint8_t* codes, int64_t size, F&& f) {
+    alignas(64) uint8_t all[SPAN];
+    if (size != SPAN) {
+        std::memset(all, 0, SPAN);
+        codes = (const uint8_t*)std::memcpy(all, codes, size_t(size));
+    }
+    for (int64_t i = 0; i < SPAN; i += W) f(i, get_bytes(codes + i));
+}
 
-// Encode n numbers; the random words are those of philox.py. Returns the exponent byte.
-inline uint8_t encode_signed(const float* __restrict x, const uint32_t* __restrict words, uint8_t* __restrict codes,
-                             int64_t size) {
-    return with_size(size, [&](int64_t n) __attribute__((always_inline)) {
-        uint32_t largest = 0;
-        for (int64_t i = 0; i < n; ++i) largest = pattern_of(x[i]) > largest ? pattern_of(x[i]) : largest;
-        const uint32_t exponent = (largest + ((1u << DROPPED) - 1)) >> 23;
-        if (exponent < 18 || exponent >= 255) {
-            std::memset(codes, 0, size_t(n));
-            return uint8_t(exponent < 18 ? 0 : 255);
-        }
-        const float scale = power_of_exponent(262 - exponent);
-        for (int64_t i = 0; i < n; ++i) codes[i] = uint8_t(round_to<SignedCode, STOCHASTIC, true>(x[i] * scale, words[i]));
-        return uint8_t(exponent);
+// Encode numbers that are filled up; the random words are those of philox.py. Returns the exponent byte.
+HALFSTEP_INLINE uint8_t encode_signed(const float* x, const uint32_t* words, uint8_t* codes, int64_t size) {
+    I highest{};
+    for (int64_t i = 0; i < SPAN; i += W) highest = larger(highest, (I)magnitude(get(x + i)));
+    const uint32_t exponent = (uint32_t(largest_lane(highest)) + ((1u << DROPPED) - 1)) >> 23;
+    if (exponent < 18 || exponent >= 255) {
+        std::memset(codes, 0, size_t(size));
+        return uint8_t(exponent < 18 ? 0 : 255);
+    }
+    const V scale = splat(power_of_exponent(262 - exponent));
+    put_codes(codes, size, [&](int64_t i) {
+        const V y = get(x + i) * scale;
+        // In steps of 2^-20 of a code: the pattern counts them for normal numbers of E4M3, and the distance from 0 for the
+        // ones below. The larger count is the right one, and the exponent was chosen such that no code exceeds 0x7f.
+        const I normal = (I)magnitude(y) - (120 << 23), small = (I)((V)magnitude(y) + splat(0x1p-6f)) - (121 << 23);
+        const U code = ((U)larger(normal, small) + (get_words(words + i) >> (32 - DROPPED))) >> DROPPED;
+        return code | ((U)y >> 24 & 0x80u);
     });
+    return uint8_t(exponent);
 }
 // The same for positive numbers; returns the scale.
-inline uint16_t encode_positive(const float* __restrict x, const uint32_t* __restrict words, uint8_t* __restrict codes,
-                                int64_t size) {
-    return with_size(size, [&](int64_t n) __attribute__((always_inline)) {
-        int32_t largest = 0, smallest = 0x7fffffff;
-        for (int64_t i = 0; i < n; ++i) {
-            const int32_t pattern = int32_t(pattern_of(x[i]));
-            largest = pattern > largest ? pattern : largest;
-            smallest = pattern < smallest ? pattern : smallest;
-        }
-        const int32_t most = int32_t((uint32_t(largest) + 0xffffu) >> 16);  // in units of 2^16, rounded up
-        if (most < 0x80 || most > 0x7f70) {
-            std::memset(codes, 0, size_t(n));
-            return uint16_t(most < 0x80 ? 0 : 0x7fc0);
-        }
-        int32_t base = (smallest >> 16) & 0xff80;
-        const int32_t least = ((most + 15) & 0x1ff80) - 31 * 0x80;
-        base = base > least ? base : least;
-        base = base > 0x80 ? base : 0x80;
-        // An integer rounded up to 8 bits has 8 + shift bits.
-        const int32_t reach = int32_t((bits_of(float(most > base ? most - base : 0)) + 0xffffu) >> 23) - 134;
-        const int32_t shift = reach > 0 ? reach : 0, begin = base << 16;
-        for (int64_t i = 0; i < n; ++i) {
-            const int32_t above = int32_t(pattern_of(x[i])) - begin;
-            const uint32_t steps = uint32_t(above > 0 ? above : 0) << (8 - shift);
-            codes[i] = uint8_t((steps + (words[i] >> (32 - NOISE_BITS))) >> NOISE_BITS);
-        }
-        return uint16_t(base | (shift + 16));
+HALFSTEP_INLINE uint16_t encode_positive(const float* x, const uint32_t* words, uint8_t* codes, int64_t size) {
+    I highest = (I)magnitude(get(x)), lowest = highest;
+    for (int64_t i = W; i < SPAN; i += W) {
+        highest = larger(highest, (I)magnitude(get(x + i)));
+        lowest = smaller(lowest, (I)magnitude(get(x + i)));
+    }
+    const int32_t largest = largest_lane(highest), smallest = 0x7fffffff - largest_lane(0x7fffffff - lowest);
+    const int32_t most = int32_t((uint32_t(largest) + 0xffffu) >> 16);  // in units of 2^16, rounded up
+    if (most < 0x80 || most > 0x7f70) {
+        std::memset(codes, 0, size_t(size));
+        return uint16_t(most < 0x80 ? 0 : 0x7fc0);
+    }
+    int32_t base = (smallest >> 16) & 0xff80;
+    const int32_t least = ((most + 15) & 0x1ff80) - 31 * 0x80;
+    base = base > least ? base : least;
+    base = base > 0x80 ? base : 0x80;
+    // An integer rounded up to 8 bits has 8 + shift bits.
+    const int32_t reach = int32_t((bits_of(float(most > base ? most - base : 0)) + 0xffffu) >> 23) - 134;
+    const int32_t shift = reach > 0 ? reach : 0, begin = base << 16;
+    put_codes(codes, size, [&](int64_t i) {
+        const U steps = (U)larger((I)magnitude(get(x + i)) - begin, I{}) << (8 - shift);
+        return (steps + (get_words(words + i) >> (32 - NOISE_BITS))) >> NOISE_BITS;
     });
+    return uint16_t(base | (shift + 16));
 }
 
-inline void decode_signed(const uint8_t* __restrict codes, uint8_t exponent, float* __restrict x, int64_t size) {
-    with_size(size, [&](int64_t n) __attribute__((always_inline)) {
-        alignas(64) f16 halves[SPAN];
-        for (int64_t i = 0; i < n; ++i) halves[i].bits = uint16_t((codes[i] & 0x7f) << 7 | (codes[i] & 0x80) << 8);
-        load(halves, x, n);
-        const float power = power_of_exponent(exponent);
-        for (int64_t i = 0; i < n; ++i) x[i] *= power;
+HALFSTEP_INLINE void decode_signed(const uint8_t* codes, uint8_t exponent, float* x, int64_t size) {
+    const V power = splat(power_of_exponent(exponent));
+    with_codes(codes, size, [&](int64_t i, U code) {
+        put(x + i, unpack<f16>(lower_half((code & 0x7fu) << 7 | (code & 0x80u) << 8)) * power);
     });
 }
-inline void decode_positive(const uint8_t* __restrict codes, uint16_t scale, float* __restrict x, int64_t size) {
-    with_size(size, [&](int64_t n) __attribute__((always_inline)) {
-        const uint32_t base = uint32_t(scale & 0xffe0) << 16, shift = scale & 31;
-        for (int64_t i = 0; i < n; ++i) x[i] = from_bits(base + (uint32_t(codes[i]) << shift));
-    });
+HALFSTEP_INLINE void decode_positive(const uint8_t* codes, uint16_t scale, float* x, int64_t size) {
+    const uint32_t base = uint32_t(scale & 0xffe0) << 16, shift = scale & 31;
+    with_codes(codes, size, [&](int64_t i, U code) { put(x + i, (V)(base + (code << shift))); });
 }
 
 }  // namespace halfstep

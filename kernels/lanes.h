@@ -43,15 +43,35 @@ inline U select(I take, U a, U b) { return (U)select(take, (V)a, (V)b); }
 inline V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
 inline V smaller(V a, V b) { return (V)_mm512_min_ps((__m512)a, (__m512)b); }
 inline U larger(U a, U b) { return (U)_mm512_max_epu32((__m512i)a, (__m512i)b); }
+inline I larger(I a, I b) { return (I)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+inline I smaller(I a, I b) { return (I)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 #elif defined(__AVX2__)
 inline V larger(V a, V b) { return (V)_mm256_max_ps((__m256)a, (__m256)b); }
 inline V smaller(V a, V b) { return (V)_mm256_min_ps((__m256)a, (__m256)b); }
 inline U larger(U a, U b) { return (U)_mm256_max_epu32((__m256i)a, (__m256i)b); }
+inline I larger(I a, I b) { return (I)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+inline I smaller(I a, I b) { return (I)_mm256_min_epi32((__m256i)a, (__m256i)b); }
 #else
 inline V larger(V a, V b) { return select(a > b, a, b); }
 inline V smaller(V a, V b) { return select(a < b, a, b); }
 inline U larger(U a, U b) { return select((I)(a > b), a, b); }
+inline I larger(I a, I b) { return (I)select(a > b, (U)a, (U)b); }
+inline I smaller(I a, I b) { return (I)select(a < b, (U)a, (U)b); }
 #endif
+
+HALFSTEP_INLINE int32_t largest_lane(I x) {
+#if defined(HALFSTEP_AVX512)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__)
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+#else
+    int32_t largest = x[0];
+    for (int i = 1; i < W; ++i) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+#endif
+}
 
 // The correctly rounded square root.
 inline V root(V x) {
@@ -100,6 +120,38 @@ inline H lower_half(U x) {
 inline U zero_extend(H x) { return __builtin_convertvector(x, U); }
 inline H lower_half(U x) { return __builtin_convertvector(x, H); }
 #endif
+
+// The lowest bytes of the lanes of two vectors, in order, to memory; and W bytes from there, to a lane each.
+HALFSTEP_INLINE void put_bytes(uint8_t* to, U a, U b) {
+#if defined(HALFSTEP_AVX512)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)a));
+    _mm_storeu_si128((__m128i*)(to + W), _mm512_cvtepi32_epi8((__m512i)b));
+#elif defined(__AVX2__)
+    const __m256i halves = _mm256_packus_epi32((__m256i)(a & 0xffu), (__m256i)(b & 0xffu));
+    const __m256i quarters = _mm256_packus_epi16(halves, halves);
+    const __m256i ordered = _mm256_permutevar8x32_epi32(quarters, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+    _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(ordered));
+#else
+    const B bytes[2] = {__builtin_convertvector(a, B), __builtin_convertvector(b, B)};
+    std::memcpy(to, bytes, sizeof bytes);
+#endif
+}
+HALFSTEP_INLINE U get_words(const uint32_t* from) {
+    U words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
+}
+HALFSTEP_INLINE U get_bytes(const uint8_t* from) {
+#if defined(HALFSTEP_AVX512)
+    return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    return (U)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    B bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, U);
+#endif
+}
 
 template <typename T> struct Lanes;
 template <> struct Lanes<float> { using type = V; };

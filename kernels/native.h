@@ -96,80 +96,41 @@ template <typename F, Rounding R, bool SATURATE> inline uint32_t round_to(float 
 
 // The random numbers of kernels/philox.py: the words of calls, four for each group of eight elements.
 constexpr int ROUNDS = 7;
+#if defined(__AVX2__)
+// A word of a call in the lower half of each lane. The upper half is of no use, and a product does not look at it.
 #if defined(__AVX512F__)
-// Sixteen groups, in order. What the compiler makes of the loop below takes 1.8 times as long.
-inline void sixteen_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64_t group, uint32_t* words) {
-    constexpr auto ODD = _MM_PERM_ENUM(0xf5), EVEN = _MM_PERM_ENUM(0xa0);
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i low = _mm512_set1_epi32(int(uint32_t(group))), high = _mm512_set1_epi32(int(uint32_t(group >> 32)));
-    const __m512i a = _mm512_set1_epi64(0xd2511f53u), b = _mm512_set1_epi64(0xcd9e8d57u), one = _mm512_set1_epi32(1);
-    __m512i c0 = _mm512_add_epi32(low, lane);
-    __m512i c1 = _mm512_mask_add_epi32(high, _mm512_cmplt_epu32_mask(c0, lane), high, one);  // where c0 wrapped
-    __m512i c2 = _mm512_set1_epi32(int(step)), c3 = _mm512_set1_epi32(int(stream));
-    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-    for (int round = 0; round < ROUNDS; ++round) {
-        // 64-bit products of the even lanes and of the odd ones, then their upper and lower halves side by side.
-        const __m512i p0 = _mm512_mul_epu32(c0, a), q0 = _mm512_mul_epu32(_mm512_shuffle_epi32(c0, ODD), a);
-        const __m512i p1 = _mm512_mul_epu32(c2, b), q1 = _mm512_mul_epu32(_mm512_shuffle_epi32(c2, ODD), b);
-        const __m512i upper0 = _mm512_mask_shuffle_epi32(q0, 0x5555, p0, ODD);
-        const __m512i upper1 = _mm512_mask_shuffle_epi32(q1, 0x5555, p1, ODD);
-        c0 = _mm512_xor_si512(_mm512_xor_si512(upper1, c1), _mm512_set1_epi32(int(k0)));
-        c2 = _mm512_xor_si512(_mm512_xor_si512(upper0, c3), _mm512_set1_epi32(int(k1)));
-        c1 = _mm512_mask_shuffle_epi32(p1, 0xaaaa, q1, EVEN);
-        c3 = _mm512_mask_shuffle_epi32(p0, 0xaaaa, q0, EVEN);
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
-    }
-    // From one word of all groups per register to all words of four groups per register.
-    const __m512i u = _mm512_unpacklo_epi32(c0, c1), v = _mm512_unpacklo_epi32(c2, c3);
-    const __m512i x = _mm512_unpackhi_epi32(c0, c1), y = _mm512_unpackhi_epi32(c2, c3);
-    const __m512i g0 = _mm512_unpacklo_epi64(u, v), g1 = _mm512_unpackhi_epi64(u, v);  // groups 0 4 8 12, 1 5 9 13
-    const __m512i g2 = _mm512_unpacklo_epi64(x, y), g3 = _mm512_unpackhi_epi64(x, y);  // groups 2 6 10 14, 3 7 11 15
-    const __m512i s = _mm512_shuffle_i32x4(g0, g1, 0x44), t = _mm512_shuffle_i32x4(g2, g3, 0x44);
-    const __m512i m = _mm512_shuffle_i32x4(g0, g1, 0xee), n = _mm512_shuffle_i32x4(g2, g3, 0xee);
-    _mm512_store_si512(words, _mm512_shuffle_i32x4(s, t, 0x88));
-    _mm512_store_si512(words + 16, _mm512_shuffle_i32x4(s, t, 0xdd));
-    _mm512_store_si512(words + 32, _mm512_shuffle_i32x4(m, n, 0x88));
-    _mm512_store_si512(words + 48, _mm512_shuffle_i32x4(m, n, 0xdd));
-}
+typedef uint64_t Words __attribute__((vector_size(64)));
+constexpr Words NUMBERS = {0, 4, 1, 5, 2, 6, 3, 7};  // of the calls: the even lanes first, then the odd ones
+inline Words product(Words x, Words y) { return (Words)_mm512_mul_epu32((__m512i)x, (__m512i)y); }
+inline Words even_lanes(Words x, Words y) { return (Words)_mm512_unpacklo_epi64((__m512i)x, (__m512i)y); }
+inline Words odd_lanes(Words x, Words y) { return (Words)_mm512_unpackhi_epi64((__m512i)x, (__m512i)y); }
+#else
+typedef uint64_t Words __attribute__((vector_size(32)));
+constexpr Words NUMBERS = {0, 2, 1, 3};
+inline Words product(Words x, Words y) { return (Words)_mm256_mul_epu32((__m256i)x, (__m256i)y); }
+inline Words even_lanes(Words x, Words y) { return (Words)_mm256_unpacklo_epi64((__m256i)x, (__m256i)y); }
+inline Words odd_lanes(Words x, Words y) { return (Words)_mm256_unpackhi_epi64((__m256i)x, (__m256i)y); }
+#endif
+// What the compiler makes of the loops below takes 1.8 times as long.
 inline void words_of_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64_t group, int64_t groups, uint32_t* to) {
-    for (int64_t i = 0; i < groups; i += 16) sixteen_groups(seed, step, stream, group + i, to + 4 * i);
-}
-#elif defined(__AVX2__)
-// Eight groups, in order, likewise.
-inline void eight_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64_t group, uint32_t* words) {
-    constexpr int ODD = 0xf5, EVEN = 0xa0, ODD_LANES = 0xaa;
-    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i low = _mm256_set1_epi32(int(uint32_t(group))), high = _mm256_set1_epi32(int(uint32_t(group >> 32)));
-    const __m256i a = _mm256_set1_epi64x(0xd2511f53u), b = _mm256_set1_epi64x(0xcd9e8d57u), one = _mm256_set1_epi32(1);
-    __m256i c0 = _mm256_add_epi32(low, lane);
-    const __m256i whole = _mm256_cmpeq_epi32(_mm256_max_epu32(c0, lane), c0);  // where c0 did not wrap
-    __m256i c1 = _mm256_add_epi32(high, _mm256_andnot_si256(whole, one));
-    __m256i c2 = _mm256_set1_epi32(int(step)), c3 = _mm256_set1_epi32(int(stream));
-    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-    for (int round = 0; round < ROUNDS; ++round) {
-        const __m256i p0 = _mm256_mul_epu32(c0, a), q0 = _mm256_mul_epu32(_mm256_shuffle_epi32(c0, ODD), a);
-        const __m256i p1 = _mm256_mul_epu32(c2, b), q1 = _mm256_mul_epu32(_mm256_shuffle_epi32(c2, ODD), b);
-        const __m256i upper0 = _mm256_blend_epi32(_mm256_shuffle_epi32(p0, ODD), q0, ODD_LANES);
-        const __m256i upper1 = _mm256_blend_epi32(_mm256_shuffle_epi32(p1, ODD), q1, ODD_LANES);
-        c0 = _mm256_xor_si256(_mm256_xor_si256(upper1, c1), _mm256_set1_epi32(int(k0)));
-        c2 = _mm256_xor_si256(_mm256_xor_si256(upper0, c3), _mm256_set1_epi32(int(k1)));
-        c1 = _mm256_blend_epi32(p1, _mm256_shuffle_epi32(q1, EVEN), ODD_LANES);
-        c3 = _mm256_blend_epi32(p0, _mm256_shuffle_epi32(q0, EVEN), ODD_LANES);
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
+    constexpr int64_t LANES = sizeof(Words) / sizeof(uint64_t);
+    constexpr uint64_t LOWER = 0xffffffffu;
+    for (int64_t i = 0; i < groups; i += LANES) {
+        Words c0 = NUMBERS + (group + uint64_t(i)), c1 = c0 >> 32, c2 = Words{} + step, c3 = Words{} + stream;
+        uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+        for (int round = 0; round < ROUNDS; ++round) {
+            const Words p0 = product(c0, Words{} + 0xd2511f53u), p1 = product(c2, Words{} + 0xcd9e8d57u);
+            c0 = (p1 >> 32) ^ c1 ^ k0;
+            c2 = (p0 >> 32) ^ c3 ^ k1;
+            c1 = p1;
+            c3 = p0;
+            k0 += 0x9e3779b9u;
+            k1 += 0xbb67ae85u;
+        }
+        const Words front = (c0 & LOWER) | c1 << 32, back = (c2 & LOWER) | c3 << 32;
+        const Words in_order[2] = {even_lanes(front, back), odd_lanes(front, back)};
+        std::memcpy(to + 4 * i, in_order, sizeof in_order);
     }
-    const __m256i u = _mm256_unpacklo_epi32(c0, c1), v = _mm256_unpacklo_epi32(c2, c3);
-    const __m256i x = _mm256_unpackhi_epi32(c0, c1), y = _mm256_unpackhi_epi32(c2, c3);
-    const __m256i g0 = _mm256_unpacklo_epi64(u, v), g1 = _mm256_unpackhi_epi64(u, v);  // groups 0 4, 1 5
-    const __m256i g2 = _mm256_unpacklo_epi64(x, y), g3 = _mm256_unpackhi_epi64(x, y);  // groups 2 6, 3 7
-    _mm256_store_si256((__m256i*)words, _mm256_permute2x128_si256(g0, g1, 0x20));
-    _mm256_store_si256((__m256i*)words + 1, _mm256_permute2x128_si256(g2, g3, 0x20));
-    _mm256_store_si256((__m256i*)words + 2, _mm256_permute2x128_si256(g0, g1, 0x31));
-    _mm256_store_si256((__m256i*)words + 3, _mm256_permute2x128_si256(g2, g3, 0x31));
-}
-inline void words_of_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64_t group, int64_t groups, uint32_t* to) {
-    for (int64_t i = 0; i < groups; i += 8) eight_groups(seed, step, stream, group + i, to + 4 * i);
 }
 #else
 inline void words_of_groups(uint64_t seed, uint32_t step, uint32_t stream, uint64_t group, int64_t groups, uint32_t* to) {
@@ -207,21 +168,25 @@ inline void words_of_groups(uint64_t seed, uint32_t step, uint32_t stream, uint6
 // of draws 1 and 2 if there are as many. n is at most LIMIT.
 template <int64_t LIMIT, int DRAWS = 1, int64_t STRIDE = LIMIT>
 inline void random_words(uint64_t seed, uint32_t step, uint32_t stream, int64_t first, int64_t n, uint32_t* words) {
-    constexpr int64_t MOST = ((LIMIT + 14) / 8 + 15) / 16 * 64;  // words of whole calls of sixteen_groups
+    constexpr int64_t MOST = ((LIMIT + 14) / 8 + 15) / 16 * 64;  // words of whole sixteen groups, which are written at most
     alignas(64) uint32_t all[DRAWS][MOST];
     const int64_t group = first / 8, groups = n > 0 ? (first + n - 1) / 8 - group + 1 : 0;
     words_of_groups(seed, step, stream, uint64_t(group), groups, all[0]);
     if (DRAWS == 3) {
+        typedef uint32_t Call __attribute__((vector_size(16)));
         for (int64_t i = 0; i < 4 * groups; i += 4) {
-            for (int64_t k = 0; k < 4; ++k) all[1 % DRAWS][i + k] = all[0][i + k] ^ all[0][i + (k + 1) % 4];
-            for (int64_t k = 0; k < 4; ++k) all[2 % DRAWS][i + k] = all[1 % DRAWS][i + k] ^ all[0][i + (k + 2) % 4];
+            Call word;
+            std::memcpy(&word, all[0] + i, sizeof word);
+            const Call one = word ^ Call{word[1], word[2], word[3], word[0]};
+            const Call two = one ^ Call{word[2], word[3], word[0], word[1]};
+            std::memcpy(all[1 % DRAWS] + i, &one, sizeof one);
+            std::memcpy(all[2 % DRAWS] + i, &two, sizeof two);
         }
     }
+    typedef uint16_t __attribute__((may_alias)) Half;
     for (int draw = 0; draw < DRAWS; ++draw) {
         // In memory the lower half of a word comes first, as the even element does.
-        alignas(64) uint16_t halves[2 * MOST];
-        std::memcpy(halves, all[draw], 16 * groups);
-        const uint16_t* from = halves + (first - 8 * group);
+        const Half* from = (const Half*)all[draw] + (first - 8 * group);
         for (int64_t i = 0; i < n; ++i) words[draw * STRIDE + i] = uint32_t(from[i]) << 16 | 0x8000u;
     }
 }

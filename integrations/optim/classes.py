@@ -13,6 +13,7 @@ from operator import attrgetter, is_
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
@@ -29,6 +30,8 @@ from halfstep.numerics.scaling.topology import is_sharded, settle_gradients
 from halfstep.numerics.scaling.verdict import parameters_of
 
 _gradient = attrgetter("grad")
+# What dynamo does with the frames to come: None for nothing. Versions of torch that cannot tell get the slower way.
+_dynamo_callback: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", object)
 
 
 def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
@@ -174,9 +177,11 @@ class _AdamBase(CanonicalState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._decision is None:
+        # A decision is made by a scaler or a step in the backward, which are never compiled. Keeping dynamo away takes
+        # five Python calls, so it is asked first whether it is there.
+        if self._decision is None and (is_dynamo_compiling() or _dynamo_callback() is not None):
             self._step_on_device()
-        else:  # made by a scaler or a step in the backward, which are never compiled
+        else:
             self._update()
         return loss
 

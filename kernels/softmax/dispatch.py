@@ -15,9 +15,9 @@ from halfstep.kernels.softmax.reference import reference_backward, reference_for
 # The kernels count the elements of a row in 32 bits, and look up to a few blocks beyond its end. The Triton kernels
 # count rows in 32 bits too: more of them, which nobody was seen to have, are left to the reference.
 LONGEST = 2**31 - 2**20
-# On a CPU torch's own backward of fp32 rows up to this length is the same formula and takes 4 to 30% less time, as it
-# is called without ctypes; over longer rows its sum loses digits (41 against 6 units in the last place at 2^20 fp32
-# columns). In 16-bit formats ours is the faster one.
+# On a CPU torch's own backward of fp32 rows up to this length is the same formula, and calling it needs less Python;
+# over longer rows its sum loses digits (41 against 6 units in the last place at 2^20 fp32 columns). In 16-bit formats
+# ours is the faster one.
 TORCHS_ROWS = 2**14
 
 
@@ -27,27 +27,33 @@ def _countable(x: torch.Tensor, dim: int, implementation: str) -> bool:
     return columns <= LONGEST and (implementation == "native" or x.numel() <= LONGEST * columns)
 
 
-def quick_forward(x: torch.Tensor, scale: float, log: bool) -> torch.Tensor | None:
-    """`forward` over the last dimension of a plain, contiguous tensor on the CPU that needs no gradient and no mask.
+def usual_code(x: torch.Tensor) -> int | None:
+    """The code of the dtype of a plain, contiguous tensor with rows on the CPU, for `usual_forward`.
 
-    Returns None for others, and if `Op` must see the call. It takes half of the time on small tensors.
+    Returns None for others, and if `Op` must see the call.
     """
     if is_dynamo_compiling() or torch.autograd.forward_ad._current_level >= 0:
         return None
     module = native.calls()
     if module is None or not native_on_cpu("softmax") or not 0 <= (code := module.code(x)) < len(DTYPE_CODES):
         return None
-    if x.requires_grad and torch.is_grad_enabled():
-        return None
     shape = x.shape
-    if not shape or shape[-1] > LONGEST:
-        return None
+    return code if shape and shape[-1] <= LONGEST else None
+
+
+def usual_forward(x: torch.Tensor, scale: float, log: bool, code: int) -> torch.Tensor:
+    """`forward` over the last dimension, without a mask or a derivative. It takes half of the time on small tensors."""
     y = torch.empty_like(x)
-    columns = shape[-1]
+    columns = x.shape[-1]
     native.function("softmax", "softmax_rows")(
         x, y, x.numel() // columns, columns, 0, scale, log, code, code, native.threads()
     )
     return y
+
+
+def torchs_backward(y: torch.Tensor, scale: float, log: bool) -> bool:
+    """Whether the gradient of plain rows is left to torch's own kernel, which also knows its derivative."""
+    return y.dtype is torch.float32 and scale == 1.0 and not log and y.shape[-1] <= TORCHS_ROWS
 
 
 def quick_backward(
@@ -66,10 +72,10 @@ def quick_backward(
     if module.code(grad) != code or torch.autograd.forward_ad._current_level >= 0:
         return None
     columns = y.shape[-1] if y.ndim else LONGEST + 1
-    if code == DTYPE_CODES[torch.float32] and scale == 1.0 and not log and columns <= TORCHS_ROWS:
-        return torch._softmax_backward_data(grad, y, -1, dtype)
     if columns > LONGEST:
         return None
+    if torchs_backward(y, scale, log):
+        return torch._softmax_backward_data(grad, y, -1, dtype)
     dx = torch.empty_like(y)
     native.function("softmax", "softmax_backward")(
         *(grad, y, dx, y.numel() // columns, columns, 0, scale, log, code, code, native.threads())
@@ -129,8 +135,8 @@ def backward(
     if implementation == "reference" or wide or not _countable(y, dim, implementation):
         return reference_backward(grad, y, dim, scale, causal, log, dtype)
     grad, y = grad.resolve_neg(), y.resolve_neg()
-    plain = implementation == "native" and dim == -1 and scale == 1.0 and not causal and not log
-    if plain and grad.dtype == y.dtype == dtype == torch.float32 and y.shape[-1] <= TORCHS_ROWS:
+    plain = implementation == "native" and dim == -1 and not causal and grad.dtype == y.dtype == dtype
+    if plain and torchs_backward(y, scale, log):
         return torch._softmax_backward_data(grad, y, -1, dtype)
     check_addresses(grad, y)
     if y.is_contiguous():

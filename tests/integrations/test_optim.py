@@ -20,7 +20,7 @@ import torch
 from tolerances import ADAM_AGAINST_TORCH, ADAM_ERROR_AGAINST_TORCH
 
 import halfstep
-from halfstep.integrations.optim import step_plan
+from halfstep.integrations.optim import classes, step_plan
 from halfstep.kernels.rounding import round_to_24_bits
 
 PAIRS = [(halfstep.AdamW, torch.optim.AdamW), (halfstep.Adam, torch.optim.Adam)]
@@ -508,6 +508,19 @@ def test_numpy_numbers_are_numbers() -> None:
     p.grad = torch.ones(2)
     halfstep.AdamW([p], lr=numpy.float32(0.5), weight_decay=numpy.float64(0), eps=numpy.float32(0)).step()
     assert torch.equal(p.detach(), torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["eager", "dynamo looks at frames"])
+def test_dynamo_is_kept_away_only_where_it_looks_at_frames(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classes, "_dynamo_callback", object if looks else lambda: None)
+    kept_away: list[Any] = []
+    monkeypatch.setattr(classes._AdamBase, "_step_on_device", lambda self: kept_away.append(self))
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = halfstep.AdamW([parameter])
+    optimizer.step()
+    assert kept_away == [optimizer] * looks
+    assert torch.equal(parameter.detach(), torch.ones(3)) == looks
 
 
 def test_step_inside_a_compiled_function() -> None:

@@ -35,12 +35,19 @@ WRAPPER = """
 #include "{header}"
 using namespace halfstep;
 extern "C" void encode(const float* x, const uint32_t* words, uint8_t* codes, void* scale, int64_t n, int64_t sign) {{
-    if (sign) *(uint8_t*)scale = encode_signed(x, words, codes, n);
-    else *(uint16_t*)scale = encode_positive(x, words, codes, n);
+    float numbers[SPAN];
+    uint32_t chances[SPAN]{{}};
+    std::memcpy(numbers, x, n * sizeof *x);
+    std::memcpy(chances, words, n * sizeof *words);
+    fill_up(numbers, n);
+    if (sign) *(uint8_t*)scale = encode_signed(numbers, chances, codes, n);
+    else *(uint16_t*)scale = encode_positive(numbers, chances, codes, n);
 }}
 extern "C" void decode(const uint8_t* codes, const void* scale, float* x, int64_t n, int64_t sign) {{
-    if (sign) decode_signed(codes, *(const uint8_t*)scale, x, n);
-    else decode_positive(codes, *(const uint16_t*)scale, x, n);
+    float numbers[SPAN];
+    if (sign) decode_signed(codes, *(const uint8_t*)scale, numbers, n);
+    else decode_positive(codes, *(const uint16_t*)scale, numbers, n);
+    std::memcpy(x, numbers, n * sizeof *x);
 }}
 """
 
