@@ -108,18 +108,19 @@ def test_shards_have_the_bits_of_the_whole(
 
 
 @layouts
+@pytest.mark.parametrize("columns", [300, 320])  # 320: with wide accesses
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_not_finite_spoils_its_block_alone(name: str, layout: Layout) -> None:
+def test_what_is_not_finite_spoils_its_block_alone(name: str, layout: Layout, columns: int) -> None:
     rng = np.random.default_rng(2)
     hostile = (NAN, -NAN, INF)
-    tensors = [matrix(layout, 4, 300, rng, step=2) for _ in hostile]
-    first, second = ([gradient(layout, 1200, rng) for _ in hostile] for _ in range(2))
+    tensors = [matrix(layout, 4, columns, rng, step=2) for _ in hostile]
+    first, second = ([gradient(layout, 4 * columns, rng) for _ in hostile] for _ in range(2))
     for grad, bad in zip(first, hostile, strict=True):
-        grad[300 + 130] = bad
+        grad[columns + 130] = bad
     for after in examine((name,), layout, tensors, [Step(first), Step(second)]):
         # Infinite gradients make infinite first moments; the square stops at the largest number.
         assert after.m_scales is not None and (after.m_scales == 255).nonzero() == (np.array([1]), np.array([4]))
-        spoiled = ~np.isfinite(after.param.astype(np.float32)).reshape(4, 300)
+        spoiled = ~np.isfinite(after.param.astype(np.float32)).reshape(4, columns)
         assert spoiled[1, 128:160].all() and spoiled.sum() == block_oracle.SPAN
 
 
@@ -132,6 +133,7 @@ def test_huge_and_tiny_gradients_make_no_nan(name: str, stochastic: bool) -> Non
     tensor = make(layout, np.ones(1024, np.float32), rng, columns=256, beta2=0.0, eps=1e-8)
     grad = np.ones(1024, np.float32)
     grad[:256:2], grad[1:256:2], grad[256:512], grad[512:768:3] = 3e38, 1e-30, 1e-35, 1e-44
+    grad[960:992], grad[992:] = 1.5e1 * 2.0**-109, 1.5e1 * 2.0**-110  # first moments on both sides of what is kept
     after = examine((name,), layout, [tensor], [Step([grad]), Step([grad / 2]), Step([grad])])
     assert np.isfinite(after[0].param).all() and (after[0].v_scales != block_oracle.NAN_SCALE).all()
     # The largest code of a block that spans 32 powers of two, of which the last one is 2^127.
