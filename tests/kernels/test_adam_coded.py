@@ -133,7 +133,8 @@ def test_huge_and_tiny_gradients_make_no_nan(name: str, stochastic: bool) -> Non
     tensor = make(layout, np.ones(1024, np.float32), rng, columns=256, beta2=0.0, eps=1e-8)
     grad = np.ones(1024, np.float32)
     grad[:256:2], grad[1:256:2], grad[256:512], grad[512:768:3] = 3e38, 1e-30, 1e-35, 1e-44
-    grad[960:992], grad[992:] = 1.5e1 * 2.0**-109, 1.5e1 * 2.0**-110  # first moments on both sides of what is kept
+    # Moments on both sides of what is kept: second ones, a step each, then first ones.
+    grad[928:960], grad[960:992], grad[992:] = 2.0**-63, 15 * 2.0**-109, 15 * 2.0**-110
     after = examine((name,), layout, [tensor], [Step([grad]), Step([grad / 2]), Step([grad])])
     assert np.isfinite(after[0].param).all() and (after[0].v_scales != block_oracle.NAN_SCALE).all()
     # The largest code of a block that spans 32 powers of two, of which the last one is 2^127.
