@@ -176,7 +176,9 @@ def _in_process(name: str, parameters: int, width: int) -> dict[str, Any] | str:
 
 def _parser() -> Parser:
     parser = Parser("bench memory", "Train with every layout of the optimizer, and count the bytes it takes.")
-    parser.add_argument("--params", type=whole(1), default=100_000_000, metavar="N", help="parameters, at least (default: 1e8)")
+    parser.add_argument(
+        "--params", type=whole(1), default=100_000_000, metavar="N", help="least parameters (default: 1e8)"
+    )
     parser.add_argument("--width", type=whole(1), default=2048, metavar="N", help="of each layer (default: 2048)")
     parser.add_argument("--row", choices=ROWS, metavar="NAME", help="measure one row in this process, and print JSON")
     return parser

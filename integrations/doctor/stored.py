@@ -144,8 +144,8 @@ def _rounded(names: list[str], tensors: dict[str, torch.Tensor]) -> list[Finding
                 "warning",
                 some(state, "tensor"),
                 "they are in fp32, and hold numbers of bf16 only",
-                "unless the optimizer holds moments in bf16 or 8 bits, they were rounded to bf16 in between: a run that is "
-                "resumed differs from one that goes on",
+                "unless the optimizer holds moments in bf16 or 8 bits, they were rounded to bf16 in between: a run "
+                "that is resumed differs from one that goes on",
                 "save what the optimizer holds; Optimizer.load_state_dict casts it to the dtype of the parameters",
             )
         )
