@@ -109,7 +109,9 @@ def test_the_file_takes_the_bytes_that_the_state_takes(layout: str, tmp_path: Pa
 
 PROGRAM = """
 import sys
-sys.path[:0] = sys.argv[3:]
+sys.path[:0] = sys.argv[4:]
+import torch
+torch.set_num_threads(int(sys.argv[3]))  # on which the bits of torch's gradients depend
 import test_checkpoint_held as tests
 from pathlib import Path
 run = tests._run(sys.argv[2], seed=1)
@@ -125,7 +127,7 @@ def test_a_run_goes_on_in_another_process_with_the_bits_of_one_that_did_not_stop
     path = _save(tmp_path, run)
     _train(run, range(3, 6))
     folders = [str(Path(__file__).parent), str(Path(attacks.__file__).parent)]
-    command = [sys.executable, "-c", PROGRAM, str(path), layout, *folders]
+    command = [sys.executable, "-c", PROGRAM, str(path), layout, str(torch.get_num_threads()), *folders]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip() == _digest(run), done.stderr
 
