@@ -127,9 +127,9 @@ def _of_group(group, seed, step, stream):
     """The four words of each of a block of int64 groups; `seed` is an integer, of `step` and `stream` 32 bits count."""
     c0 = group.to(tl.uint32)
     c1 = (group >> 32).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + tl.to_tensor(step).to(tl.uint32)
-    c3 = tl.zeros_like(c0) + tl.to_tensor(stream).to(tl.uint32)
-    key = tl.to_tensor(seed).to(tl.uint64)
+    c2 = tl.zeros_like(c0) + tl.cast(step, tl.uint32)
+    c3 = tl.zeros_like(c0) + tl.cast(stream, tl.uint32)
+    key = tl.cast(seed, tl.uint64)
     k0 = key.to(tl.uint32)
     k1 = (key >> 32).to(tl.uint32)
     for _ in tl.static_range(_ROUNDS):
