@@ -825,31 +825,36 @@ def _coded_block(
     _store_scales(of_first, scales_m, here, HINT)
     _store_scales(of_second, scales_v, here, HINT)
     if AMSGRAD:
-        v = decode_positive_block(codes_v, scales_v[:, None])
-        top = decode_positive_block(tl.load(at_top, mask=mask), tl.load(of_top, mask=here, other=0)[:, None])
+        top, scales_top = tl.load(at_top, mask=mask, other=0), tl.load(of_top, mask=here, other=0)
+        if PACKED:
+            v = decode_positive_packed(codes_v, scales_v[:, None])
+            top = decode_positive_packed(top, scales_top[:, None])
+        else:
+            v = decode_positive_block(codes_v, scales_v[:, None])
+            top = decode_positive_block(top, scales_top[:, None])
         v = tl.where((v > top) | (v != v), v, top)
         codes_top, scales_top = encode_positive_block(v, _UP, mask)
         tl.store(at_top, codes_top, mask=mask)
         _store_scales(of_top, scales_top, here, HINT)
-    if PACKED and not L2:
+    if PACKED:
         # Beyond these bounds the shorter way to root and quotient could round wrongly.
         usual = (root >= 1.0) & (root < 2.0**60) & (eps >= 0.0) & (eps < 2.0**60)
         least = tl.where(usual, 2.0**-49, float("inf"))
         if SHORT:  # elements that do not exist would make their warp take the longer way
             least = tl.where(mask, least, -1.0)
+        # 0 times a weight, added to the update, changes no bit of the new weight: it has the weight's sign.
+        rate = decay * 0.0 if L2 else decay
         if REMAINDER:
             weight, rest = _updated(
-                m, v, weight, rest, word, decay, root, eps, step_size, least, smallest, REMAINDER, STOCHASTIC
+                m, v, weight, rest, word, rate, root, eps, step_size, least, smallest, REMAINDER, STOCHASTIC
             )
             tl.store(at_param, weight, mask=mask)
             tl.store(at_extra, rest, mask=mask)
         else:
-            w = _updated(m, v, w, 0, 0, decay, root, eps, step_size, least, smallest, REMAINDER, False)
+            w = _updated(m, v, w, 0, 0, rate, root, eps, step_size, least, smallest, REMAINDER, False)
             _store_weight(at_param, at_extra, w, word << 8, mask, PARAM_T, MASTER, STOCHASTIC)
     else:
         w = _new_weight(w, m, v, decay, root, eps, step_size, L2)
-        if PACKED:
-            word = word << (24 if MASTER == _SPLIT24_MASTER else 8)
         _store_weight(at_param, at_extra, w, word, mask, PARAM_T, MASTER, STOCHASTIC)
 
 

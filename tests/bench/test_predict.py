@@ -23,6 +23,7 @@ EXCEPTIONS: dict[str, tuple[float, float, float, str]] = {
     "statistics bf16, scale 0.3": (1.19, 2.06, 0.20, "the same and a product, for 2 bytes"),
     "statistics bf16 with errors, scale 0.3": (4.38, 7.79, 0.20, "products have errors of up to three words"),
     "AdamW bf16 split, bf16 moments, zero gradients and moments": (0.62, 1.07, 0.20, ZERO),
+    "AdamW bf16 no master, 8-bit moments, stochastic": (0.71, 1.01, 0.20, "three random roundings for 10 bytes in all"),
 }
 
 

@@ -241,6 +241,14 @@ def cases() -> dict[str, Callable[[], Made]]:
         "AdamW bf16 split24, 8-bit moments, stochastic": partial(
             _adam, BF16, state_dtype="8bit", master_weights="split24", **random
         ),
+        "AdamW bf16 split, 8-bit moments, stochastic, amsgrad": partial(
+            _adam, BF16, state_dtype="8bit", amsgrad=True, **random
+        ),
+        "Adam bf16 split, 8-bit moments, stochastic, L2": partial(
+            _adam, BF16, cls="Adam", state_dtype="8bit", weight_decay=0.01, **random
+        ),
+        "AdamW bf16 no master, 8-bit moments, stochastic": partial(_adam, BF16, state_dtype="8bit", **none, **random),
+        "AdamW fp32, 8-bit moments, stochastic": partial(_adam, FP32, state_dtype="8bit", **random),
         "AdamW bf16 full": partial(_adam, BF16, master_weights="full"),
         "AdamW bf16 no master, fp32 moments": partial(_adam, BF16, **none),
         "AdamW bf16 no master, fp32 moments, stochastic": partial(_adam, BF16, **none, **random),
