@@ -104,6 +104,14 @@ def _same(one: Run, other: Run) -> bool:
     )
 
 
+def _check_that_both_go_on_alike(one: Run, other: Run) -> None:
+    assert _same(one, other)
+    for number in (3, 4):
+        one.step(number)
+        other.step(number)
+    assert _same(one, other)
+
+
 @layouts
 @pairs
 def test_a_checkpoint_of_torch_continues_with_the_same_bits(
@@ -119,11 +127,7 @@ def test_a_checkpoint_of_torch_continues_with_the_same_bits(
     read = {"model": model, "optimizer": state}
     dcp.load(read, checkpoint_id=tmp_path)
     set_state_dict(target.net, target.optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
-    assert _same(source, target)
-    for number in (3, 4):
-        source.step(number)
-        target.step(number)
-    assert _same(source, target)
+    _check_that_both_go_on_alike(source, target)
 
 
 @pairs
@@ -147,11 +151,7 @@ def test_our_checkpoint_of_shards_continues_with_the_same_bits(
     path = checkpoint.newest(tmp_path)
     assert path is not None
     checkpoint.load(path, model=target.net, optimizer=target.optimizer)
-    assert _same(source, target)
-    for number in (3, 4):
-        source.step(number)
-        target.step(number)
-    assert _same(source, target)
+    _check_that_both_go_on_alike(source, target)
 
 
 @layouts
@@ -260,11 +260,7 @@ def test_a_checkpoint_loads_while_a_first_backward_is_stepped(reader: str, tmp_p
         set_optimizer_state_dict(target.net, target.optimizer, state)
     else:
         checkpoint.load(path, model=target.net, optimizer=target.optimizer)
-    assert _same(source, target)
-    for number in (3, 4):
-        source.step(number)
-        target.step(number)
-    assert _same(source, target)
+    _check_that_both_go_on_alike(source, target)
 
 
 def test_a_failing_load_restores_what_a_first_backward_steps_meanwhile(tmp_path: Path) -> None:
