@@ -94,6 +94,7 @@ docs: $(DOCS)/.installed
 # Every kernel as compiled for each target, and what the software GPU itself must get right.
 software-gpu: $(VENV)/.test
 	$(ON_GPU) sm_90 -m "not exhaustive" tests/software_gpu
+	$(ON_GPU) sm_90 --dist load -k "triton and not Adam-" tests/test_golden.py
 	$(ON_GPU) sm_80 -k every_kernel tests/software_gpu
 	$(ON_GPU) sm_100 -k every_kernel tests/software_gpu
 	$(ON_GPU) gfx942 -m "not exhaustive" -k "amd or every_kernel" tests/software_gpu
@@ -114,6 +115,7 @@ coverage: $(VENV)/.test
 exhaustive: $(VENV)/.test
 	$(BIN)/pytest -m exhaustive
 	$(foreach target,$(GPUS),$(ON_GPU) $(target) tests/software_gpu &&) true
+	$(foreach target,$(GPUS),$(ON_GPU) $(target) --dist load -k triton tests/test_golden.py &&) true
 	AMDGCN_USE_BUFFER_OPS=0 $(ON_GPU) gfx942 -k every_kernel tests/software_gpu  # as over tensors of 2 GiB and more
 	$(foreach target,$(GPUS),$(ON_GPU) $(target) -m "not exhaustive" -k "triton or interpreter" \
 		--ignore tests/kernels/test_compile.py tests/kernels tests/integrations tests/numerics &&) true

@@ -490,6 +490,7 @@ void vector_integers() {
     op("v_lshrrev_b64", [](u32 by, u64 a) -> u64 { return a >> (by & 63); });
     op("v_ashrrev_i64", [](u32 by, i64 a) -> i64 { return a >> (by & 63); });
     packed("v_pk_lshlrev_b16", [](u16 by, u16 a) -> u16 { return u16(a << (by & 15)); });
+    packed("v_pk_lshrrev_b16", [](u16 by, u16 a) -> u16 { return u16(a >> (by & 15)); });
     packed("v_pk_sub_i16", [](u16 a, u16 b) -> u16 { return u16(a - b); });
     op("v_mul_lo_u32", [](u32 a, u32 b) -> u32 { return a * b; });
     op("v_mul_hi_u32", [](u32 a, u32 b) -> u32 { return u32(u64(a) * b >> 32); });

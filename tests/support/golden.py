@@ -1,0 +1,309 @@
+"""Golden digests: SHA-256 of what the kernels compute on fixed inputs, in tests/golden/*.json.
+
+A refactoring changes none of them. A change of bits writes them anew and says so in the first line of its commit:
+
+    python tests/support/golden.py --write
+
+All implementations have the same digest: the reference, C++, the interpreter and the compiled kernels executed by the
+software GPU. Only softmax has one for each, because its exponential is not specified to the bit.
+
+The inputs are made of a generator's raw bits and of nothing that could round, so that they are the same everywhere.
+NaN is hashed as one pattern, since its payload is not specified.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+FOLDER = Path(__file__).resolve().parents[1] / "golden"
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+FORMATS = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+EXTREMES = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-45, 1e-39, 65504.0, 65520.0, 3.4e38, 1.0, -2.0)
+
+Results = dict[str, torch.Tensor]
+
+
+def raw(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Random words of 32 bits."""
+    return np.random.PCG64(seed).random_raw((count + 1) // 2).view(np.uint32)[:count]
+
+
+def patterns(count: int, seed: int) -> torch.Tensor:
+    """Patterns of fp32 of every kind, with the extremes in front."""
+    values = torch.from_numpy(raw(count, seed).copy().view(np.float32))
+    values[: len(EXTREMES)] = torch.tensor(EXTREMES, dtype=FP32)[:count]
+    return values
+
+
+def moderate(shape: tuple[int, ...], seed: int, dtype: torch.dtype = FP32, smallest: int = -8) -> torch.Tensor:
+    """Numbers of both signs with magnitudes from 2^smallest to 4, which every dtype rounds in the same way."""
+    words = raw(math.prod(shape), seed)
+    exponents = (127 + smallest + (words >> 8) % (2 - smallest)).astype(np.uint32)
+    bits = (words & 0x8000_0000) | (exponents << 23) | ((words * np.uint32(2_654_435_761)) & 0x7F_FFFF)
+    return torch.from_numpy(bits.view(np.float32).copy()).view(shape).to(dtype)
+
+
+def digest(results: Results) -> str:
+    """SHA-256 of names, dtypes, shapes and bits."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(results.items()):
+        tensor = tensor.detach().cpu().contiguous()
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        if tensor.is_floating_point():
+            # FP8 has no operations of its own.
+            invalid = (tensor.float() if tensor.itemsize == 1 else tensor).isnan()
+            quiet = torch.full((), math.nan, dtype=tensor.dtype, device="cpu")
+            tensor = torch.where(invalid, quiet.view(INTEGERS[tensor.itemsize]), tensor.view(INTEGERS[tensor.itemsize]))
+        total.update(tensor.numpy().tobytes())
+    return total.hexdigest()[:32]
+
+
+# ------------------------------------------------------------------------------------------------------------- cases
+
+
+def _names(*columns: tuple[str, ...]) -> list[str]:
+    names = [""]
+    for column in columns:
+        names = [f"{name} {entry}".strip() for name in names for entry in column]
+    return names
+
+
+SHAPES = ((), (1,), (17,), (3, 70), (0,), (5, 31, 3), (40, 128), (2, 1040))
+
+
+def adam(name: str) -> Results:
+    """Three steps of a layout, with a NaN, an infinity and subnormal gradients, a misaligned weight, a strided gradient
+    and a step that is skipped."""
+    import halfstep
+
+    optimizer_name, dtype_name, master, moments, rounding, amsgrad = name.split(" ")
+    dtype = FORMATS[dtype_name]
+    parameters = []
+    for index, shape in enumerate(SHAPES):
+        memory = torch.zeros(math.prod(shape) + 1, dtype=dtype)
+        values = memory[index % 2 : index % 2 + math.prod(shape)].view(shape)
+        parameters.append(torch.nn.Parameter(values.copy_(moderate(shape, index, dtype))))
+    options: dict[str, Any] = {"master_weights": None if master == "none" else master} if dtype != FP32 else {}
+    if rounding == "stochastic":
+        options["seed"] = 7
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "group 0 rounds moments of 8 bits to nearest")
+        optimizer = getattr(halfstep, optimizer_name)(
+            *(parameters,),
+            lr=0.0125,
+            weight_decay=0.1,
+            amsgrad=amsgrad == "amsgrad",
+            state_dtype={"fp32": FP32, "bf16": BF16, "8bit": "8bit"}[moments],
+            rounding=rounding,
+            maximize=optimizer_name == "Adam" and rounding == "stochastic",
+            **options,
+        )
+    for step in range(3):
+        for index, parameter in enumerate(parameters):
+            grad = moderate((2, *parameter.shape), 100 * step + index, smallest=-20)[0].to(dtype)
+            parameter.grad = grad.T.contiguous().T if grad.ndim == 2 and index % 3 == 0 else grad
+        flat = parameters[3].grad.reshape(-1)  # type: ignore[union-attr]
+        flat[:4] = torch.tensor([math.nan, math.inf, 1e-45, -1e-39] if step == 0 else [0.0, -0.0, 1e-39, 1e-45])
+        parameters[3].grad = flat.view(parameters[3].shape)
+        optimizer.grad_scale = optimizer.found_inf = None
+        if step:  # as torch's scalers pass them to a fused optimizer
+            optimizer.grad_scale = torch.tensor(4.0, dtype=FP32)
+            optimizer.found_inf = torch.tensor(float(step == 1), dtype=FP32)
+        optimizer.step()
+    results = {f"weight {index}": parameter.detach() for index, parameter in enumerate(parameters)}
+    for index, state in optimizer.held_state_dict()["state"].items():
+        results |= {f"{key} {index}": torch.as_tensor(value) for key, value in state.items()}
+    return results
+
+
+def adam_names() -> Iterator[str]:
+    """Every layout: two optimizers, dtype, master, moments, rounding, amsgrad."""
+    for dtype, masters in (
+        ("fp32", ("none",)),
+        ("bf16", ("none", "full", "split", "split24")),
+        ("fp16", ("none", "full")),
+    ):
+        for master in masters:
+            for moments in ("fp32", "bf16", "8bit"):
+                for rounding in ("nearest", "stochastic"):
+                    for amsgrad in ("plain", "amsgrad"):
+                        for optimizer in ("Adam", "AdamW"):
+                            yield f"{optimizer} {dtype} {master} {moments} {rounding} {amsgrad}"
+
+
+def amp(name: str) -> Results:
+    """A scaler, clipping, an overflow: weights, scale, norm."""
+    import halfstep
+
+    dtype = FORMATS[name.split(" ")[0]]
+    parameters = [torch.nn.Parameter(moderate((count,), count, dtype)) for count in (17, 2501, 300)]
+    optimizer = halfstep.AdamW(parameters, lr=0.01, max_grad_norm=1.0)
+    scaler = halfstep.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler.scale(torch.zeros((), dtype=FP32))
+    for step in range(4):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = moderate((parameter.numel(),), 10 * step + index, dtype)
+        if step == 1:
+            parameters[1].grad[3] = math.inf  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update()
+    results = {f"weight {index}": parameter.detach() for index, parameter in enumerate(parameters)}
+    assert optimizer.grad_norm is not None and scaler._scale is not None and scaler._growth_tracker is not None
+    return results | {"norm": optimizer.grad_norm, "scale": scaler._scale, "tracker": scaler._growth_tracker}
+
+
+def cast(name: str) -> Results:
+    """A tensor and a list, misaligned, to nearest, towards zero and stochastically, with and without saturation."""
+    import halfstep
+
+    source, target, rounding, saturate = name.split(" ")
+    options: dict[str, Any] = {"rounding": rounding, "saturate": saturate == "saturating"}
+    if rounding == "stochastic":
+        options["seed"] = 5
+    values = patterns(2061, 3)
+    values[200:1200] = moderate((1000,), 4, smallest=-30)
+    values = values.to(FORMATS[source])
+    if source != "fp32":  # also patterns that no conversion makes
+        values[1500:] = torch.from_numpy(raw(561, 9).view(np.uint8)[: 561 * values.itemsize].copy()).view(values.dtype)
+    pieces = [values[:1], values[3:1501], values[1504:2061].clone()]
+    listed = halfstep.foreach_cast(pieces, FORMATS[target], **options)
+    return {"tensor": halfstep.cast(values[1:], FORMATS[target], **options)} | {
+        f"list {index}": tensor for index, tensor in enumerate(listed)
+    }
+
+
+def check(name: str) -> Results:
+    """Flags, norm and, where they are written, unscaled gradients, finite and not."""
+    import halfstep
+
+    dtype_name, spoiled = name.split(" ")
+    grads = [moderate((count,), count, FORMATS[dtype_name], smallest=-14) for count in (1, 15, 4099, 513, 1, 33_000)]
+    grads.append(moderate((60, 50), 8, FORMATS[dtype_name])[:, ::2])
+    if spoiled == "overflow":
+        grads[2][-1], grads[3][7], grads[6][4, 3] = math.inf, math.nan, -math.inf
+    verdict = halfstep.foreach_check(grads, inv_scale=0.125)
+    results = {"found": verdict.found_inf, "flags": verdict.flags, "squares": verdict.sum_of_squares}
+    unscaled = halfstep.foreach_unscale_(grads, torch.tensor(1 / 3, dtype=FP32))
+    results["unscaled found"] = unscaled.found_inf
+    return results | {f"unscaled {index}": grad for index, grad in enumerate(grads)}
+
+
+def statistics(name: str) -> Results:
+    from halfstep.kernels.statistics import Grid, foreach_count_, width
+
+    dtype_name, errors = name.split(" ")
+    values = [patterns(count, count).to(FORMATS[dtype_name]) for count in (1, 700, 16_385, 9000)]
+    counts = torch.zeros(4, width(errors == "errors"), dtype=torch.int64)
+    grid = Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20)
+    foreach_count_(values, counts, grid, rows=[3, 1, 0, 2], scale=torch.tensor(3.0, dtype=FP32))
+    return {"counts": counts}
+
+
+def softmax(name: str) -> Results:
+    """Forward and backward of rows, masked, causal and over another dimension."""
+    import halfstep
+
+    dtype_name, form = name.split(" ")
+    shape, options = {
+        "rows": ((21, 333), {}),
+        "log": ((2, 9001), {"log": True}),
+        "masked": ((7, 257), {"mask": moderate((7, 257), 2) > -0.5}),
+        "causal": ((40, 40), {"causal": True}),
+        "columns": ((60, 33), {"dim": 0}),
+    }[form]
+    function = halfstep.log_softmax if options.pop("log", False) else halfstep.softmax
+    x = moderate(shape, 1, FORMATS[dtype_name])
+    if form == "rows":
+        x[3, 5], x[4, 6], x[5, :] = math.nan, math.inf, -math.inf
+    x.requires_grad_()
+    y = function(x, **options)
+    y.backward(moderate(shape, 3, FORMATS[dtype_name]))
+    assert x.grad is not None
+    return {"y": y, "grad": x.grad}
+
+
+WIDE = ("fp32", "fp16", "bf16")
+CASES: dict[str, tuple[Callable[[str], Results], list[str]]] = {
+    "adam": (adam, list(adam_names())),
+    "amp": (amp, _names(WIDE)),
+    "cast": (
+        cast,
+        _names(tuple(FORMATS), tuple(FORMATS), ("nearest", "toward_zero", "stochastic"), ("plain", "saturating")),
+    ),
+    "check": (check, _names(WIDE, ("finite", "overflow"))),
+    "statistics": (statistics, _names(WIDE, ("plain", "errors"))),
+    "softmax": (softmax, _names(WIDE, ("rows", "log", "masked", "causal", "columns"))),
+}
+
+
+def recorded(subject: str) -> dict[str, Any]:
+    """The digests in the repository."""
+    return json.loads((FOLDER / f"{subject}.json").read_text())  # type: ignore[no-any-return]
+
+
+def implementation_of_softmax(backend: str, target: str | None) -> str:
+    """The name under which a digest of softmax is recorded: its bits depend on the library of the exponential."""
+    if target is not None:
+        return target
+    return f"{backend} {torch.backends.cpu.get_cpu_capability()} numpy {np.__version__}"
+
+
+def write() -> None:
+    """Record the digests of the reference, and those of softmax on each implementation."""
+    import halfstep
+
+    for subject, (run, names) in CASES.items():
+        if subject == "softmax":
+            continue
+        with halfstep.backend("reference"):
+            digests = {name: digest(run(name)) for name in names}
+        (FOLDER / f"{subject}.json").write_text(json.dumps(digests, indent=0) + "\n")
+        print(f"{subject}: {len(digests)} digests")
+    path = FOLDER / "softmax.json"
+    by_implementation = {} if not path.exists() else recorded("softmax")
+    for backend, target in (("reference", None), ("triton", None), *(("triton", target) for target in TARGETS)):
+        # Triton is interpreted or compiled for one target in the whole process.
+        command = [sys.executable, __file__, "--softmax", backend, *([] if target is None else [target])]
+        by_implementation |= json.loads(subprocess.check_output(command))
+    path.write_text(json.dumps(dict(sorted(by_implementation.items())), indent=0) + "\n")
+    print(f"softmax: {len(by_implementation)} implementations")
+
+
+def print_softmax(backend: str, target: str | None = None) -> None:
+    """Print the digests of one implementation of softmax."""
+    if target is None:
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        from software_gpu import gpu
+
+        gpu.install(target)
+    import halfstep
+
+    _, names = CASES["softmax"]
+    with halfstep.backend(backend):
+        digests = {name: digest(softmax(name)) for name in names}
+    print(json.dumps({implementation_of_softmax(backend, target): digests}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true")
+    action.add_argument("--softmax", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    write() if arguments.write else print_softmax(*arguments.softmax)

@@ -1,0 +1,56 @@
+"""Every implementation gives the digests of tests/golden, which `python tests/support/golden.py --write` records."""
+
+from __future__ import annotations
+
+import golden
+import pytest
+from implementations import ALL, using
+
+import halfstep
+from halfstep.kernels import backend
+
+# The C++ of each subject, without which "native" would be the reference.
+FAMILIES = {"adam": "adam", "amp": "unscale", "cast": "cast", "check": "unscale", "statistics": "statistics"}
+EXACT = [(subject, name) for subject, (_, names) in golden.CASES.items() if subject != "softmax" for name in names]
+SOFTMAX = golden.CASES["softmax"][1]
+
+
+@pytest.mark.parametrize("implementation", ALL)
+@pytest.mark.parametrize(("subject", "name"), EXACT, ids=lambda text: text.replace(" ", "-"))
+def test_bits(subject: str, name: str, implementation: str) -> None:
+    run, _ = golden.CASES[subject]
+    with using(implementation, FAMILIES[subject]) as device:
+        if device.type != "cpu":
+            pytest.skip("the inputs are on the CPU")
+        assert golden.digest(run(name)) == golden.recorded(subject)[name]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax(name: str, implementation: str, request: pytest.FixtureRequest) -> None:
+    target = request.config.getoption("--software-gpu") if implementation == "triton" else None
+    key = golden.implementation_of_softmax(implementation, target)
+    digests = golden.recorded("softmax").get(key)
+    if digests is None:
+        pytest.skip(f"no digests of softmax are recorded for {key}")
+    with using(implementation, "softmax"):
+        assert golden.digest(golden.softmax(name)) == digests[name]
+
+
+def test_subjects_are_recorded_whole() -> None:
+    for subject, (_, names) in golden.CASES.items():
+        digests = golden.recorded(subject)
+        for recorded in digests.values() if subject == "softmax" else [digests]:
+            assert list(recorded) == names
+
+
+def test_a_bit_changes_the_digest() -> None:
+    results = golden.cast("fp32 bf16 nearest plain")
+    before = golden.digest(results)
+    results["tensor"].view(golden.INTEGERS[2])[-1] ^= 1
+    assert golden.digest(results) != before
+    with halfstep.backend("reference"):
+        nan = {"nan": golden.torch.tensor([float("nan")])}
+        other = {"nan": -nan["nan"]}
+    assert golden.digest(nan) == golden.digest(other)  # NaN is a class
+    assert backend.chosen() != "reference"
