@@ -201,7 +201,7 @@ if INTERPRET:  # the interpreter compiles for no GPU, and Triton's function asks
 
 
 # Whether Triton kernels accept CPU tensors, as interpreted kernels do. Processes that replace the GPU's driver, such as
-# that of `bench/host_cost.py`, also set it for compiled kernels; `INTERPRET` keeps its value from the import.
+# the software GPU of the tests, also set it for compiled kernels; `INTERPRET` keeps its value from the import.
 TAKES_CPU_TENSORS = INTERPRET
 
 

@@ -24,9 +24,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.bench import predict
 from halfstep.bench.audit import bounds as audit_bounds
-from halfstep.bench.audit import markdown, peers
+from halfstep.bench.audit import markdown, peers, roofline
 from halfstep.bench.audit.markdown import number
 from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
 from halfstep.cli.command_line import Parser, UsageError, a_path, input_file, make_folder, output_file, run
@@ -151,9 +150,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--counts",
         type=input_file,
-        default=predict.COUNTS_FILE,
+        default=roofline.COUNTS_FILE,
         metavar="FILE",
-        help=f"executed counts that make bounds recorded, for --out (default: {predict.COUNTS_FILE})",
+        help=f"executed counts that make bounds recorded, for --out (default: {roofline.COUNTS_FILE})",
     )
     parser.add_argument(
         *("--jobs",),
@@ -196,11 +195,10 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     import triton
 
     if arguments.out:  # first, since it does not depend on the audit, which takes minutes
-        counts = predict.read(arguments.counts)
+        counts = roofline.read(arguments.counts)
         picture = make_folder(arguments.out) / "roofline.png"
-        draw(
-            picture, predict.panels(counts), f"Predicted from executed kernels of Triton {counts['triton']}, cold cache"
-        )
+        title = f"Predicted from executed kernels of Triton {counts['triton']}, cold cache"
+        draw(picture, roofline.panels(counts), title)
         print(f"wrote {picture}", file=sys.stderr)
     modules = list(dict.fromkeys(arguments.module or FAMILIES))
     targets = list(dict.fromkeys(arguments.target or TARGETS))
@@ -267,6 +265,8 @@ def main(argv: Sequence[str]) -> int:
         # Wrong files are refused before the audit, which takes minutes.
         if arguments.bounds:
             audit_bounds.load(arguments.bounds)
+        if arguments.out:
+            roofline.read(arguments.counts)
         if arguments.markdown not in (None, "-"):
             markdown.check(markdown.OURS, arguments.markdown)
         status = _without_interpreter(argv)

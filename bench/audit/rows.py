@@ -17,8 +17,7 @@ from typing import Any
 
 from halfstep.bench.audit import machine_code, peers
 from halfstep.bench.audit.launches import Launch, Variant, gpu_target, recorded
-from halfstep.bench.predict import SHOWN
-from halfstep.bench.predictor import GPUS
+from halfstep.bench.audit.roofline import GPUS
 
 PEERS = "halfstep.bench.audit.peers"
 FAMILIES = tuple(
@@ -198,7 +197,7 @@ def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
         floor_read=variant.bytes_read,
         floor_written=variant.bytes_written,
         peer=peer,
-        floor_ms={name: 1e12 * floor / GPUS[name].bandwidth for name in SHOWN if GPUS[name].target == target},
+        floor_ms={name: 1e12 * floor / gpu.bandwidth for name, gpu in GPUS.items() if gpu.target == target},
     )
     try:
         launch = recorded(variant, target)

@@ -46,33 +46,8 @@ COMMANDS = (
         "halfstep.bench.audit.command",
         "compile every kernel for four GPU architectures, and check it",
     ),
-    _Command(
-        ("bench", "clipping"),
-        "halfstep.bench.clipping",
-        "compare clipping by the norm of the last step with exact clipping",
-    ),
-    _Command(
-        ("bench", "codec"),
-        "halfstep.bench.codec_speed",
-        "time the codec on one core, and numpy, torch, ml_dtypes and gfloat",
-    ),
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
-    _Command(("bench", "host"), "halfstep.bench.host_cost", "measure what a step costs the host, without a GPU"),
-    _Command(
-        ("bench", "memory"),
-        "halfstep.bench.memory",
-        "count the bytes that a training takes with every layout of the optimizer",
-    ),
-    _Command(
-        ("bench", "moments"),
-        "halfstep.bench.moments",
-        "compare moments of few bits with float64, and trainings with them",
-    ),
-    _Command(("bench", "predict"), "halfstep.bench.predict", "predict what limits each kernel on a GPU, without one"),
     _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step, and installed peers"),
-    _Command(
-        ("bench", "step"), "halfstep.bench.optimizer_step", "time the optimizer step, and those of torch and DeepSpeed"
-    ),
 )
 
 

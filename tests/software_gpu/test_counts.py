@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 from software_gpu import sass, snippets
-from software_gpu.counts import FILLING, MACHINE, NEEDED, TABLE, cases, class_of, counted, filling, markdown
+from software_gpu.counts import MACHINE, NEEDED, TABLE, cases, class_of, counted, markdown
 from software_gpu.gpu import COUNTS, SoftwareGPU
 
 from halfstep.bench.audit import machine_code
@@ -36,9 +36,7 @@ def test_every_case_is_recorded() -> None:
     assert all(set(recorded) == set(cases()) for recorded in RECORD["targets"].values())
 
 
-@pytest.mark.parametrize(
-    ("name", "table"), [(TABLE, markdown), (FILLING, filling), (NEEDED, instruction_bounds.markdown)]
-)
+@pytest.mark.parametrize(("name", "table"), [(TABLE, markdown), (NEEDED, instruction_bounds.markdown)])
 def test_a_table_in_the_documentation_is_that_of_the_record(name: str, table: Callable[[Any], str]) -> None:
     text = (ROOT / "docs" / "performance_tables.md").read_text()
     start, end = between(name, text)

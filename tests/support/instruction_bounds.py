@@ -156,7 +156,7 @@ def issued(row: Mapping[str, Any]) -> dict[str, float]:
 
 def markdown(record: Mapping[str, Any]) -> str:
     """A table of what each case needs, issues and may issue within the limits."""
-    from halfstep.bench import predict
+    from halfstep.bench.audit import roofline
 
     lines = [
         f"Machine instructions per element on {TARGET}: those that the operations need, for the method of the kernel;",
@@ -168,13 +168,13 @@ def markdown(record: Mapping[str, Any]) -> str:
     ]
     found = {
         (one.case, one.kernel): one.issue
-        for one in predict.limits({"targets": {TARGET: {case: record["targets"][TARGET][case] for case in NEEDED}}})
+        for one in roofline.ratios({"targets": {TARGET: {case: record["targets"][TARGET][case] for case in NEEDED}}})
         if one.gpu == GPU
     }
     for (case, kernel), share in found.items():
         row = record["targets"][TARGET][case][kernel]
         need, issues = needed(case), issued(row)
-        allowed, whole = predict.ISSUE_LIMIT[GPU] / share * row["machine"], sum(need.values())
+        allowed, whole = roofline.ISSUE_LIMIT[GPU] / share * row["machine"], sum(need.values())
         cells = [", ".join(f"{of.get(name, 0.0):.1f}" for name in [*GROUPS, "subroutines"]) for of in (need, issues)]
         shown = f"**{whole:.1f}**" if whole > allowed else f"{whole:.1f}"
         lines.append(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.bench import predict
-from halfstep.bench.audit import command, machine_code, rows
+from halfstep.bench.audit import command, machine_code, roofline, rows
 from halfstep.bench.audit.machine_code import Access
 from halfstep.cli.roofline_picture import family
 from halfstep.kernels.block_instructions import EXACT
@@ -330,12 +329,12 @@ def test_the_roofline_is_drawn_before_anything_is_compiled(
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(command, "_without_interpreter", lambda argv: None)
     monkeypatch.setattr(command, "audit", lambda *arguments: [])
-    recorded = Path(__file__).resolve().parents[3] / predict.COUNTS_FILE
+    recorded = Path(__file__).resolve().parents[3] / roofline.COUNTS_FILE
     out = tmp_path / "new" / "folder"
     assert command.main(["--out", str(out), "--counts", str(recorded)]) == 0
     assert f"wrote {out / 'roofline.png'}" in capsys.readouterr().err
     assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
-    drawn = predict.panels(predict.read(recorded))
+    drawn = roofline.panels(roofline.read(recorded))
     assert [panel.gpu for panel in drawn] == ["A100", "H100", "H200", "B200", "MI300X"]
     for panel in drawn:
         assert len(panel.points) >= 49

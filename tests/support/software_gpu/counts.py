@@ -63,7 +63,7 @@ MACHINE_CODE = ("sm_90", "sm_100")  # for sm_80, ptxas takes loops apart in ways
 SIZE = 2**20
 SHOWN = "sm_90"  # whose counts the tables show
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-TABLE, FILLING, NEEDED = "executed counts", "how launches fill GPUs", "instructions needed"
+TABLE, NEEDED = "executed counts", "instructions needed"
 
 
 def class_of(opcode: str) -> str:
@@ -406,15 +406,15 @@ def usage(text: str, target: str) -> dict[str, int]:
 
 def _limits(record: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     """The case to its kernel with the most instructions and the limits of that by GPU, ours and then those of peers."""
-    from halfstep.bench import predict
+    from halfstep.bench.audit import roofline
 
     peers = {
         target: {f"{case} ({peer['peer']})": peer["kernels"] for case, peer in cases_of.items()}
         for target, cases_of in record.get("peers", {}).items()
     }
-    found: dict[tuple[str, str], dict[str, predict.Limits]] = {}
+    found: dict[tuple[str, str], dict[str, roofline.Ratios]] = {}
     for of in (record["targets"], peers):
-        for one in predict.limits({"targets": of}):
+        for one in roofline.ratios({"targets": of}):
             found.setdefault((one.case, one.kernel), {})[one.gpu] = one
     limits = {}
     for case, kernels in {**record["targets"][SHOWN], **peers.get(SHOWN, {})}.items():
@@ -426,14 +426,14 @@ def _limits(record: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def markdown(record: dict[str, Any]) -> str:
     """The table of the docs: the kernel of each case with the most instructions, ours and then those of peers."""
-    from halfstep.bench import predict
+    from halfstep.bench.audit import roofline
 
     lines = [
         f"Triton {record['triton']}, executed. Per element on {SHOWN}: thread instructions of PTX; machine",
         "instructions issued for them, times the lanes of a warp, first by weights of PTX, then as ptxas makes them;",
         "lanes of warps that took the subroutine of a root or a quotient; 32-byte sectors of global memory, how much",
         "of them is of use, and wavefronts of shared memory (128 bytes at a time). Then the predicted time to issue",
-        f"these machine instructions, as a part of the time of memory, on {', '.join(predict.SHOWN)}.",
+        f"these machine instructions, as a part of the time of memory, on {', '.join(roofline.GPUS)}.",
         "",
         "| case | kernel | instructions | of them special, popc, shuffle | weighted | machine | slow | sectors "
         "| of use | wavefronts | predicted issue / memory |",
@@ -444,34 +444,8 @@ def markdown(record: dict[str, Any]) -> str:
         machine = f"{row['machine']:.1f}" if "machine" in row else "-"
         figures = f"{row['instructions']:.1f} | {parts} | {row['issued']:.1f} | {machine} | {row['slow']:.2g}"
         useful = f"{row['sectors']:.3f} | {100 * row['least'] / row['sectors']:.0f} %"
-        issue = " / ".join(f"{100 * row['on'][gpu].issue:.0f} %" if gpu in row["on"] else "-" for gpu in predict.SHOWN)
+        issue = " / ".join(f"{100 * row['on'][gpu].issue:.0f} %" if gpu in row["on"] else "-" for gpu in roofline.GPUS)
         lines.append(f"| {case} | `{kernel}` | {figures} | {useful} | {row['wavefronts']:.3f} | {issue} |")
-    return "\n".join(lines)
-
-
-def filling(record: dict[str, Any]) -> str:
-    """The second table of the docs: how the blocks of each case's kernel fill the GPUs."""
-    from halfstep.bench import predict
-
-    lines = [
-        f"Predicted from the counts for {', '.join(predict.SHOWN)}: blocks on a multiprocessor at a time;",
-        "the bytes that a full GPU requests at a time, over the product of its bandwidth and latency (600 ns;",
-        "below 1, latency limits the bandwidth); the waves of blocks of a call with",
-        f"{predict.ELEMENTS:,} elements, and the most time that the last, incomplete wave adds. The model takes the",
-        "blocks of a wave to end together; on a GPU, the next blocks start as others end, so the tail is smaller.",
-        "",
-        "| case | kernel | blocks | bytes in flight | waves | tail, at most |",
-        f"|{'---|' * 6}",
-    ]
-    for case, (kernel, row) in _limits(record).items():
-        on = [row["on"].get(gpu) for gpu in predict.SHOWN]
-        columns = (
-            [str(one.resident) if one else "-" for one in on],
-            [f"{one.in_flight:.1f}" if one else "-" for one in on],
-            [f"{one.waves:.1f}" if one else "-" for one in on],
-            [f"{100 * one.tail:.0f} %" if one else "-" for one in on],
-        )
-        lines.append(f"| {case} | `{kernel}` | {' | '.join(' / '.join(of) for of in columns)} |")
     return "\n".join(lines)
 
 
@@ -554,7 +528,6 @@ def main() -> int:
         from halfstep.bench.audit.markdown import write
 
         write(TABLE, markdown(record), given.markdown)
-        write(FILLING, filling(record), given.markdown)
         write(NEEDED, instruction_bounds.markdown(record), given.markdown)
     return 0
 

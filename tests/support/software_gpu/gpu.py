@@ -15,7 +15,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -317,6 +317,42 @@ def _put_under_hip(target: str, library: Path) -> None:
 _installed: SoftwareGPU | None = None
 
 
+def _use_driver_without_torch(capability: int) -> None:
+    """Make Triton's NVIDIA driver answer itself what it would ask a torch with CUDA.
+
+    Args:
+        capability: compute capability of the GPU, for example 90.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    class Driver(CudaDriver):  # type: ignore[misc]  # Triton is not typed
+        def __init__(self) -> None:
+            try:
+                super().__init__()
+            except (AttributeError, AssertionError):  # a CPU build of torch lacks names that the base class looks up
+                pass
+            self.get_current_device = lambda: 0
+            self.set_current_device = lambda device: None
+            self.get_current_stream = lambda device: 0
+            self.get_device_capability = lambda device: divmod(capability, 10)
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", capability, 32)
+
+        def get_benchmarker(self) -> Any:
+            """A benchmarker for autotuners: all configurations take the same time, so the first one is chosen."""
+
+            def run_once(call: Callable[[], object], *, quantiles: Sequence[float], **options: Any) -> list[float]:
+                call()
+                return [1.0 for _ in quantiles]
+
+            return run_once
+
+    triton.runtime.driver.set_active(Driver())
+
+
 def install(target: str) -> SoftwareGPU:
     """Make Triton use the software GPU, permanently. Call it before halfstep is imported, without ``TRITON_INTERPRET``.
 
@@ -338,11 +374,9 @@ def install(target: str) -> SoftwareGPU:
     else:
         from triton.backends.nvidia.compiler import CUDABackend
 
-        from halfstep.bench.host_cost import use_stubbed_driver
-
         # The machine runs PTX: what comes after it is left out.
         CUDABackend.make_cubin = lambda self, source, metadata, options, capability: source.encode() + b"\0"
-        use_stubbed_driver(int(target.removeprefix("sm_")))
+        _use_driver_without_torch(int(target.removeprefix("sm_")))
 
     from halfstep.kernels import adam, backend, cast, loss_scale, rounding, statistics, unscale  # noqa: F401
     from halfstep.kernels.softmax import dispatch  # noqa: F401

@@ -1,0 +1,182 @@
+"""How long a kernel issues instructions and uses shared memory, over how long it uses memory, on each GPU.
+
+    memory = 32 * (fresh sectors + repeated ones that miss the cache) / (reached share of the bandwidth * bandwidth)
+    issue  = machine instructions * lanes of a warp / (multiprocessors * lanes per clock * clock)
+    shared = wavefronts of 128 bytes / (multiprocessors * clock)
+
+The counts are recorded by ``make bounds``, while a software GPU executes the kernels (docs/software_gpu.md). A sector
+is fresh if no instruction of the launch accessed it before. The others miss the cache in proportion to the part of the
+data of the running blocks that exceeds `CACHE_KEPT` of it. Nothing here was measured on a GPU, and no time is
+predicted: the order of instructions, their dependencies and the time of the host are not modelled.
+
+Bandwidths, multiprocessors, clocks and caches are those of the manufacturers (NVIDIA's whitepapers on A100 and H100,
+AMD's CDNA 3 whitepaper; for B200 commonly reported values).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from halfstep.cli.command_line import UsageError
+from halfstep.cli.roofline_picture import Panel, Point
+
+COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
+SECTOR = 32  # bytes
+REGISTERS = 65536  # of a multiprocessor of an NVIDIA GPU
+CACHE_KEPT = 0.81  # share of the second-level cache that holds data for repeated reads
+# The largest allowed ratio of the time to issue instructions to the time of memory. The two overlap imperfectly.
+ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "H200": 0.85, "B200": 0.85, "MI300X": 0.85}
+SHARED_LIMIT = 0.20
+
+
+class GPU(NamedTuple):
+    """A GPU.
+
+    Attributes:
+        target: the architecture, for example ``"sm_90"``.
+        multiprocessors: their number.
+        lanes: threads per clock for which a multiprocessor issues an instruction.
+        clock: in Hz.
+        bandwidth: bytes per second, from the datasheet.
+        cache: bytes of the second-level cache.
+        shared: bytes of shared memory of a multiprocessor.
+        reached: share of the bandwidth that kernels reach; 1 if it is not known.
+    """
+
+    target: str
+    multiprocessors: int
+    lanes: int
+    clock: float
+    bandwidth: float
+    cache: float
+    shared: int
+    reached: float
+
+
+GPUS = {
+    "A100": GPU("sm_80", 108, 128, 1.41e9, 2.039e12, 40e6, 164 << 10, 0.77),
+    "H100": GPU("sm_90", 132, 128, 1.755e9, 3.35e12, 50e6, 228 << 10, 0.90),
+    "H200": GPU("sm_90", 132, 128, 1.755e9, 4.8e12, 50e6, 228 << 10, 0.90),
+    "B200": GPU("sm_100", 148, 128, 1.85e9, 8.0e12, 126e6, 228 << 10, 0.80),
+    "MI300X": GPU("gfx942", 304, 64, 2.1e9, 5.3e12, 256e6, 64 << 10, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """What a kernel takes on a GPU.
+
+    Attributes:
+        bytes: bytes of global memory per element, in whole sectors.
+        issue: time to issue the instructions, as the machine code has them, over the time of memory.
+        shared: time of shared memory over the time of memory.
+        within: whether `issue` and `shared` are within their limits.
+    """
+
+    case: str
+    kernel: str
+    gpu: str
+    bytes: float
+    issue: float
+    shared: float
+    within: bool
+
+
+def resident(gpu: GPU, launch: Mapping[str, Any]) -> int:
+    """The number of blocks of a launch that a multiprocessor holds at a time.
+
+    Registers are allocated to warps in units of 256, from four partitions of the register file.
+    """
+    lanes = 64 if gpu.target.startswith("gfx") else 32
+    warps = max(1, launch["threads"] // lanes)
+    if lanes == 64:  # each of 4 units has 512 registers per lane and holds 8 waves
+        fitting = 4 * min(8, 512 // max(1, launch["registers"]))
+    else:
+        fitting = min(64, REGISTERS // 4 // max(256, math.ceil(launch["registers"] * 32 / 256) * 256) * 4)
+    blocks = min(32, fitting // warps)
+    if launch["shared_bytes"]:
+        blocks = min(blocks, gpu.shared // (launch["shared_bytes"] + 1024))
+    return max(1, blocks)
+
+
+def seconds(gpu: GPU, counts: Mapping[str, Any], instructions: float) -> tuple[float, float, float]:
+    """The seconds that memory, issue and shared memory take for a recorded launch.
+
+    Args:
+        gpu: the GPU.
+        counts: a record of the launch: ``elements``; per element ``sectors``, ``fresh`` and ``wavefronts``; ``blocks``,
+            ``threads``, ``registers``, ``shared_bytes``, ``spilled`` and ``trips``.
+        instructions: issued per element, times the lanes of a warp.
+    """
+    elements, cycles = counts["elements"], gpu.multiprocessors * gpu.clock
+    running = min(counts["blocks"], resident(gpu, counts) * gpu.multiprocessors)
+    kept = CACHE_KEPT * gpu.cache
+    in_use = SECTOR * counts["fresh"] * elements * running / max(1, counts["blocks"])
+    missed = max(0.0, 1 - kept / in_use) if in_use else 0.0
+    moved = SECTOR * elements * (counts["fresh"] + missed * (counts["sectors"] - counts["fresh"]))
+    if counts["spilled"]:  # stores and loads of the same bytes; those that exceed the cache go to memory
+        spilled = counts["spilled"] * counts["threads"] * counts["blocks"] * counts["trips"]
+        moved += spilled * max(0.0, 1 - kept / (counts["spilled"] / 2 * counts["threads"] * running))
+    return (
+        moved / (gpu.reached * gpu.bandwidth),
+        instructions * elements / (gpu.lanes * cycles),
+        counts["wavefronts"] * elements / cycles,
+    )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The counts that `make bounds` recorded in a file.
+
+    Raises:
+        UsageError: the file cannot be read, or contains no counts.
+    """
+    try:
+        counts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        list(ratios(counts)), counts["triton"]
+    except OSError as error:
+        raise UsageError(
+            f"--counts {path} cannot be read: {error.strerror}; it comes with a checkout of halfstep: run this in its "
+            "root, or name the file"
+        ) from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"expected --counts to be a file of make bounds, but got {path}, which holds no counts"
+        ) from error
+    return counts
+
+
+def ratios(counts: dict[str, Any]) -> Iterator[Ratios]:
+    """The ratios of all kernels in recorded counts, except those that move less than a byte per element."""
+    for name, gpu in GPUS.items():
+        for case, kernels in counts["targets"].get(gpu.target, {}).items():
+            for kernel, counted in kernels.items():
+                if SECTOR * counted["sectors"] < 1:
+                    continue
+                # As ptxas makes them; for AMD by weights.
+                memory, issue, shared = seconds(gpu, counted, counted.get("machine", counted["issued"]))
+                within = issue <= ISSUE_LIMIT[name] * memory and shared <= SHARED_LIMIT * memory
+                yield Ratios(case, kernel, name, SECTOR * counted["sectors"], issue / memory, shared / memory, within)
+
+
+def panels(counts: dict[str, Any]) -> list[Panel]:
+    """The rooflines of the GPUs, with the kernel of each case that issues the most instructions."""
+    result = []
+    for name, gpu in GPUS.items():
+        cases = dict(counts["targets"].get(gpu.target, {}))
+        cases |= {case: peer["kernels"] for case, peer in counts.get("peers", {}).get(gpu.target, {}).items()}
+        bandwidth = gpu.bandwidth * gpu.reached
+        points = []
+        for case, kernels in cases.items():
+            counted = max(kernels.values(), key=lambda kernel: float(kernel["issued"]))
+            times = seconds(gpu, counted, counted["issued"])
+            moved = times[0] * bandwidth
+            if SECTOR * counted["sectors"] >= 1:
+                points.append(Point(case, counted["issued"] * counted["elements"] / moved, moved / max(times)))
+        issue = gpu.multiprocessors * gpu.lanes * gpu.clock
+        result.append(Panel(name, bandwidth, issue, ISSUE_LIMIT[name], points))
+    return result

@@ -1,0 +1,99 @@
+"""What kernels take of a GPU's issue and shared memory: the formula, the recorded kernels within the limits, errors."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfstep.bench.audit import command, roofline
+
+RECORDED = Path(__file__).resolve().parents[3] / roofline.COUNTS_FILE
+
+ZERO = "the slow path of the root and the quotient of a zero"
+# Cases beyond a limit, and the most that they may be beyond it: issue over memory on H100 and B200, shared memory over
+# memory on B200; and why. The first pattern that fits counts. tests/support/instruction_bounds.py has what they need.
+EXCEPTIONS: dict[str, tuple[float, float, float, str]] = {
+    "statistics bf16 with errors": (2.94, 5.28, 0.20, "a division, a rounding and a second word per element"),
+    "statistics bf16": (1.01, 1.79, 0.20, "16 instructions form a place and add a bit, for 2 bytes"),
+    "statistics bf16, scale 0.3": (1.19, 2.06, 0.20, "the same and a product, for 2 bytes"),
+    "statistics bf16 with errors, scale 0.3": (4.38, 7.79, 0.20, "products have errors of up to three words"),
+    "AdamW bf16 split, bf16 moments, zero gradients and moments": (0.62, 1.07, 0.20, ZERO),
+    "AdamW bf16 no master, 8-bit moments, stochastic": (0.71, 1.01, 0.20, "three random roundings for 10 bytes in all"),
+}
+
+
+def counts(**changes: Any) -> dict[str, Any]:
+    """A record of 2^20 elements in 512 blocks of 256 threads, of 32 bytes each, read once."""
+    plain = {"elements": 1 << 20, "blocks": 512, "threads": 256, "registers": 32, "shared_bytes": 0, "trips": 1.0}
+    work = {"issued": 100.0, "sectors": 1.0, "loaded": 0.5, "fresh": 1.0, "wavefronts": 0.4, "spilled": 0}
+    return {"triton": "3.7.1", "targets": {"sm_90": {"a case": {"a_kernel": {**plain, **work, **changes}}}}}
+
+
+def test_parts_of_the_time_of_memory() -> None:
+    """A kernel that moves 32 B per element, at 0.9 * 3.35 TB/s: 10.61 ps. An H100 issues 29.65 instructions per ps."""
+    ratios = {row.gpu: row for row in roofline.ratios(counts())}
+    assert set(ratios) == {"H100", "H200"}
+    row = ratios["H100"]
+    assert row.bytes == 32 and row.within
+    assert row.issue == pytest.approx(100 / (132 * 128 * 1.755) * 0.9 * 3350 / 32, rel=1e-12)
+    assert row.shared == pytest.approx(0.4 / (132 * 1.755) * 0.9 * 3350 / 32, rel=1e-12)
+
+
+def test_repeated_sectors_count_where_the_cache_does_not_hold_them() -> None:
+    """512 running blocks of 2,048 elements each, 32 bytes an element: 34 MB, which an H100's cache of 50 MB holds."""
+    (kept, _), (missed, _) = (
+        list(roofline.ratios(counts(sectors=3.0, elements=elements))) for elements in (1 << 20, 1 << 22)
+    )
+    assert kept.issue == next(roofline.ratios(counts())).issue
+    share = 1 - 0.81 * 50e6 / (32 * 2**22)
+    assert missed.issue == pytest.approx(kept.issue / (1 + 2 * share))
+
+
+@pytest.mark.parametrize("changes", [{"issued": 190.0}, {"wavefronts": 0.6}])
+def test_what_is_above_a_limit_says_so(changes: dict[str, float]) -> None:
+    assert not next(roofline.ratios(counts(**changes))).within
+
+
+def test_the_machine_code_decides_where_it_was_counted() -> None:
+    counted, weighted = (next(roofline.ratios(counts(**changes))) for changes in ({"machine": 80.0}, {}))
+    assert counted.issue == pytest.approx(0.8 * weighted.issue)
+
+
+def test_a_kernel_that_moves_nothing_is_left_out() -> None:
+    assert list(roofline.ratios(counts(sectors=0.03, fresh=0.03))) == []
+
+
+def test_the_recorded_kernels_are_within_the_limits() -> None:
+    """Issue at most 60 % of the time of memory on an H100 and 85 % on a B200, shared memory at most 20 %; what is
+    beyond is named above, and may not get worse."""
+    beyond, used = [], set()
+    for row in roofline.ratios(json.loads(RECORDED.read_text())):
+        pattern = next((pattern for pattern in EXCEPTIONS if fnmatchcase(row.case, pattern)), None)
+        used.add(pattern)
+        h100, b200, shared = EXCEPTIONS[pattern][:3] if pattern else (0.60, 0.85, 0.20)
+        most = {"H100": h100, "B200": b200}.get(row.gpu)
+        if most is not None and (row.issue > most or row.shared > shared):
+            beyond.append(f"{row.case} on {row.gpu}: issue {row.issue:.2f}, shared {row.shared:.2f}")
+    assert not beyond
+    assert set(EXCEPTIONS) <= used, "an exception that nothing needs"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"targets": {"sm_90": {"a": {"b": {}}}}}', '{"targets": 3}'])
+def test_what_is_no_record_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "counts.json"
+    file.write_text(content)
+    assert command.main(["--out", str(tmp_path), "--counts", str(file)]) == 2
+    message = f"expected --counts to be a file of make bounds, but got {file}, which holds no counts"
+    assert message in capsys.readouterr().err
+
+
+def test_outside_a_checkout_the_remedy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["--out", str(tmp_path / "out")]) == 2
+    assert "it comes with a checkout of halfstep: run this in its root, or name the file" in capsys.readouterr().err
