@@ -24,8 +24,8 @@ transposed `x`, and for a gradient that is not contiguous.
 Online rescaling for long rows: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. Starting `m`
 from the lowest finite number instead of -inf is what keeps blocks of -inf from making NaN.
 
-Files: ``reference.py`` is the specification in plain torch. ``dispatch.py`` chooses between it, C++ (``softmax.cpp``,
-called by ``cpu.py``) and Triton: ``row_kernels.py`` for the last dimension, launched by ``row_launches.py``, and
+Files: ``reference.py`` is the specification in plain torch. ``dispatch.py`` chooses between it, torch's kernels on a
+CPU (``cpu.py``) and Triton: ``row_kernels.py`` for the last dimension, launched by ``row_launches.py``, and
 ``strided.py`` for other dimensions. Both compute with ``blocks.py`` and see tensors and masks as ``layout.py`` says.
 ``operators.py`` registers operators and derivatives with torch, ``public.py`` checks arguments.
 """

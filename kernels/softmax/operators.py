@@ -10,14 +10,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels.op import Op, batch_first
-from halfstep.kernels.softmax.dispatch import (
-    backward,
-    forward,
-    quick_backward,
-    torchs_backward,
-    usual_code,
-    usual_forward,
-)
+from halfstep.kernels.softmax.dispatch import backward, forward
 from halfstep.kernels.softmax.reference import math_dtype, reference_double_backward
 
 
@@ -33,10 +26,7 @@ def _differentiate_forward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor |
     dx = dmask = None
     needed = ctx.needs_input_grad
     if needed[0]:
-        options = (*ctx.options, ctx.x_dtype)
-        dx = quick_backward(grad, y, options)
-        if dx is None:
-            dx = softmax_backward(grad, y, *options)
+        dx = softmax_backward(grad, y, *ctx.options, ctx.x_dtype)
     if needed[1]:
         dim, _, causal, log = ctx.options
         dz = softmax_backward(grad, y, dim, 1.0, causal, log, math_dtype(grad.dtype, y.dtype))
@@ -100,37 +90,3 @@ softmax_backward = Op(
     tangent=_no_forward_mode,
     batch=_batch_backward,
 )
-
-
-class _Usual(torch.autograd.Function):
-    """Softmax over the last dimension of a usual CPU tensor, with as little Python in the backward as possible.
-
-    Once a kernel has gone through a large tensor, the caches hold nothing else, and all that the interpreter reads for
-    a line comes from memory: what `Op` does beyond this took 5 us after a tiny tensor, and 23 us after one of 4 MiB.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float, log: bool, code: int) -> torch.Tensor:
-        y = usual_forward(x, scale, log, code)
-        ctx.save_for_backward(y)
-        ctx.options, ctx.torchs = (-1, scale, False, log, x.dtype), torchs_backward(y, scale, log)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (y,) = ctx.saved_tensors
-        if ctx.torchs:
-            return torch._softmax_backward_data(grad, y, -1, torch.float32), None, None, None
-        dx = quick_backward(grad, y, ctx.options)
-        return softmax_backward(grad, y, *ctx.options) if dx is None else dx, None, None, None
-
-
-def quick_forward(x: torch.Tensor, scale: float, log: bool) -> torch.Tensor | None:
-    """Softmax over the last dimension without a mask; None if `x` is not usual or `Op` must see the call."""
-    code = usual_code(x)
-    if code is None:
-        return None
-    if x.requires_grad and torch.is_grad_enabled():
-        result: torch.Tensor = _Usual.apply(x, scale, log, code)
-        return result
-    return usual_forward(x, scale, log, code)

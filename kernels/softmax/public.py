@@ -46,11 +46,6 @@ def _checked(
     dtype: torch.dtype | None,
     log: bool,
 ) -> torch.Tensor:
-    usual = mask is None and dtype is None and causal is False and type(scale) is float and type(dim) is int
-    if usual and abs(scale) <= _LARGEST_SCALE and (dim == -1 or dim == getattr(x, "ndim", 0) - 1 >= 0):
-        result = operators.quick_forward(x, scale, log)
-        if result is not None:
-            return result
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"Expected x to be a tensor, but got a {type(x).__name__}: use torch.as_tensor(x)")
     if x.dtype not in FLOATS:
@@ -106,7 +101,7 @@ def softmax(
     causal: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``softmax(scale * x + mask)`` over one dimension, computed in fp32, in one pass over memory.
+    """``softmax(scale * x + mask)`` over one dimension, computed in fp32; on a GPU in one pass over memory.
 
     A fully masked row is 0 with gradient 0, where torch gives NaN. A NaN in the input stays NaN. The result is
     contiguous. Differentiable any number of times; works with ``torch.compile``, ``torch.func.grad`` and ``vmap``.
@@ -120,8 +115,8 @@ def softmax(
         mask: a tensor that broadcasts to ``x.shape``. A boolean mask keeps elements that are True. A floating-point
             mask is added to ``scale * x`` and may require a gradient.
         causal: keep element ``[..., i, j]`` only for ``j <= i``, counted from the upper left corner as in
-            ``scaled_dot_product_attention(is_causal=True)``. Masked elements are not read. Requires that `dim` is the
-            last dimension.
+            ``scaled_dot_product_attention(is_causal=True)``. A GPU does not read masked elements. Requires that `dim`
+            is the last dimension.
         dtype: dtype of the result. Default: that of `x`.
 
     Returns:

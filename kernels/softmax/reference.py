@@ -16,6 +16,16 @@ def _dropped_by_causal(x: torch.Tensor) -> torch.Tensor:
     return torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
 
 
+def logits(
+    x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, compute: torch.dtype
+) -> torch.Tensor:
+    """``scale * x + mask`` in the dtype `compute`, -inf where a boolean mask or `causal` drops an element."""
+    z = x.to(compute) * scale
+    if mask is not None:
+        z = torch.where(mask, z, -math.inf) if mask.dtype == torch.bool else z + mask.to(compute)
+    return z.masked_fill(_dropped_by_causal(x), -math.inf) if causal else z
+
+
 def reference_forward(
     x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -23,11 +33,7 @@ def reference_forward(
     compute = math_dtype(x.dtype, dtype)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
-    z = x.to(compute) * scale
-    if mask is not None:
-        z = torch.where(mask, z, -math.inf) if mask.dtype == torch.bool else z + mask.to(compute)
-    if causal:
-        z = z.masked_fill(_dropped_by_causal(x), -math.inf)
+    z = logits(x, mask, scale, causal, compute)
     # Not below the lowest finite number: -inf - -inf would be NaN. A NaN passes through clamp.
     z = z - z.amax(dim, keepdim=True).clamp(min=torch.finfo(compute).min)
     e = z.exp()

@@ -5,8 +5,6 @@ NaN in what is dropped proves that it does not count (test_softmax.py); only thi
 
 from __future__ import annotations
 
-import sys
-
 import forks
 import numpy as np
 import pytest
@@ -198,52 +196,3 @@ def test_a_mask_may_step_further_than_32_bits_count(name: str, paths: list[str])
             pytest.skip("made for CPU tensors")
     done = forks.run(["-c", FAR_MASK, "auto" if name == "native" else name, *paths])
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# Each row's last kept element is the last of a page, and the next page cannot be read.
-GUARDED = """
-import ctypes, itertools, mmap, sys
-import torch
-import halfstep
-from halfstep.kernels.softmax import dispatch
-
-PAGE, QUERIES, PAGES = mmap.PAGESIZE, 8, 4
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def guarded(dtype):
-    \"\"\"(QUERIES, columns): row r + 1 begins one element nearer to a page's end than row r.\"\"\"
-    size = dtype.itemsize
-    columns = PAGES * PAGE // size - 1
-    memory = mmap.mmap(-1, (QUERIES * PAGES + 2) * PAGE)
-    whole = torch.frombuffer(memory, dtype=dtype)
-    begin = PAGE // size - 1
-    x = whole[begin : begin + QUERIES * columns].view(QUERIES, columns)
-    for row in range(QUERIES):
-        x[row, : row + 1] = torch.linspace(0.1, 0.9, row + 1)
-    for row in range(QUERIES):  # row `row` ends where page 1 + row * PAGES begins
-        end = whole.data_ptr() + (1 + row * PAGES) * PAGE
-        assert end == x[row, row + 1 :].data_ptr()
-        assert libc.mprotect(ctypes.c_void_p(end), (PAGES - 1) * PAGE, 0) == 0
-    return x
-
-
-if sys.argv[1:]:
-    float(guarded(torch.float32)[3, 3 + 1])
-for dtype, log in itertools.product((torch.float32, torch.bfloat16, torch.float16), (False, True)):
-    x = guarded(dtype)
-    y = (halfstep.log_softmax if log else halfstep.softmax)(x, causal=True)
-    total = (y.float().exp() if log else y.float()).sum(-1)
-    assert (total - 1).abs().max() < 0.02, (dtype, log, total)
-    dx = dispatch.backward(x, guarded(dtype), -1, 1.0, True, log, dtype)
-    assert dx[:, QUERIES:].eq(0).all() and dx.isfinite().all(), (dtype, log)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="protects pages with Linux's mprotect")
-def test_compiled_kernels_do_not_touch_pages_of_dropped_columns() -> None:
-    with using("native", "softmax"):
-        pass
-    done = forks.run(["-c", GUARDED])
-    assert done.returncode == 0, done.stderr
-    assert forks.run(["-c", GUARDED, "touch"]).returncode < 0, "the guard does not guard"
