@@ -147,7 +147,6 @@ def _build_stub(folder: Path) -> Path:
     subprocess.run(
         [compiler, "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(target)], check=True
     )
-    (folder / "libcuda.so").symlink_to(target)  # Triton 3.4 links with this name
     return target
 
 

@@ -349,8 +349,7 @@ def calls() -> Any:
     """The module of calls.cpp; None, without a warning, if it cannot be used here: the rest works without it."""
     import torch
 
-    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None or sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
     source = _HERE / f"{CALLS}.cpp"
     try:
@@ -360,6 +359,7 @@ def calls() -> Any:
         loader = ExtensionFileLoader(f"halfstep_{CALLS}", found._name)
         module: Any = module_from_spec(ModuleSpec(loader.name, loader, origin=found._name))
         loader.exec_module(module)
+        exchange = torch.Tensor.__dlpack_c_exchange_api__
         questions = (
             torch._C._len_torch_dispatch_stack,
             torch._C._is_tracing,

@@ -27,12 +27,6 @@ from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit import markdown as audit_markdown
 from halfstep.bench.audit import rows as audit
 
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-    pytest.skip(
-        f"triton {triton.__version__} divides with .ftz, and compiles for AMD only beside ROCm's own linker",
-        allow_module_level=True,
-    )
-
 SUPPORT = Path(__file__).parents[1] / "support"
 BOUNDS = Path(__file__).parent / "audit_bounds.json"
 # Another Triton is another compiler: what it makes is compared with no number that this one reached.
