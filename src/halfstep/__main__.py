@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from halfstep._interrupt import interrupted
 from halfstep._version import __version__
 from halfstep.cli.command_line import complain, with_output
 from halfstep.cli.terminal import Terminal, terminal
@@ -141,8 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return with_output("halfstep", lambda: _run(arguments))
     except KeyboardInterrupt:
-        print("halfstep: interrupted", file=sys.stderr)
-        return 130
+        return interrupted()
 
 
 def _run(arguments: list[str]) -> int:
@@ -177,6 +178,7 @@ def program() -> int:
     reports a failed run.
     """
     status = main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what shuts Python down would print a traceback
     if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
