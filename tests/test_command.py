@@ -6,7 +6,6 @@ import importlib
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +83,12 @@ import runpy, signal, sys
 class Finder:
     def find_spec(name, path=None, target=None):
         if name == wanted:
-            signal.raise_signal(signal.SIGINT)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                if name == "numpy":  # torch's C++ goes on without numpy
+                    raise ImportError
+                raise
 
 script, wanted, *sys.argv[1:] = sys.argv[1:]
 sys.meta_path.insert(0, Finder)
@@ -104,7 +108,7 @@ sys.exit(program())
         ("halfstep.cli.terminal", ["--version"]),
         ("halfstep.cli.formats.format", ["format", "bf16"]),
         ("torch", ["inspect", "x.pt"]),
-        ("torch.nn", ["inspect", "x.pt"]),
+        ("numpy", ["inspect", "x.pt"]),
         ("difflib", ["trian"]),
     ],
 )
@@ -114,13 +118,14 @@ def test_an_interrupted_import_ends_without_a_traceback(script: str, module: str
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "halfstep: interrupted\n")
 
 
-def test_an_interrupted_end_is_quiet() -> None:
+def test_an_interrupted_end_has_no_traceback() -> None:
     code = (
         "import atexit, signal, sys; from halfstep.__main__ import program; "
         "atexit.register(signal.raise_signal, signal.SIGINT); sys.argv[1:] = ['--version']; sys.exit(program())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, f"halfstep {halfstep.__version__}\n", "")
+    assert (done.returncode, done.stderr) == (130, "halfstep: interrupted\n")
+    assert done.stdout == f"halfstep {halfstep.__version__}\n"
 
 
 @pytest.mark.parametrize("buffered", [True, False])
