@@ -451,6 +451,8 @@ def read(
             with torch.no_grad(), _quiet():
                 rollback.put_back()
             if isinstance(error, CheckpointError):
+                if not path.exists():  # a save has removed it meanwhile
+                    raise files.missing(path) from error
                 raise CheckpointError(f"checkpoint {path} does not fit: {error}") from error
             raise
     return load.beside
@@ -477,6 +479,8 @@ class _Load:
             raise CheckpointError(
                 f"it holds neither {files.MANIFEST} nor {METADATA}: it is not a checkpoint, or is truncated"
             )
+        if not ours and files.has_our_name(path):
+            raise CheckpointError(f"its {files.MANIFEST} is missing; if torch wrote it, rename it")
         if ours:
             complaint = files.folder_complaint(path, ranks.rank, ranks.size)
             if complaint is not None:
