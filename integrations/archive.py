@@ -199,7 +199,13 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, torch.storage.TypedStorage):
             storage, dtype = value._untyped_storage, value.dtype
-            kind = getattr(torch, next(name for name, one in STORAGES.items() if one is dtype))
+            name = next((name for name, one in STORAGES.items() if one is dtype), None)
+            if name is None:
+                raise ArchiveError(
+                    f"Expected tensors of dtypes of whole bytes that are not quantized, but got {dtype}, which load "
+                    "could not restore: save it as .view(torch.uint8), and view that as the dtype after loading"
+                )
+            kind = getattr(torch, name)
             numbers = storage.nbytes() // dtype.itemsize
         elif isinstance(value, torch.UntypedStorage):
             storage, dtype, kind, numbers = value, torch.uint8, torch.UntypedStorage, value.nbytes()

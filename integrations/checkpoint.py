@@ -261,6 +261,8 @@ def load(
                 return files.read_archive(path, path.stat().st_size - files.TRAILER_LENGTH)
         except (CheckpointError, OSError) as error:
             complaint = str(error)
+        if not path.exists():  # a save has removed it meanwhile
+            raise files.missing(path)
         raise CheckpointError(f"checkpoint {path} cannot be used: {complaint}; {files.remedy(path)}")
 
 

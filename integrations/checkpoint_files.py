@@ -66,7 +66,7 @@ def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
         match = _NAME.fullmatch(replaced or path.name)
         if not match or (replaced is not None and (folder / replaced).exists()):
             continue
-        if path.is_file() if match[2] else (path / MANIFEST).is_file():
+        if os.path.isfile(path if match[2] else path / MANIFEST):  # False where `Path.is_file` may raise
             found.append((int(match[1]), path))
     return sorted(found)
 
@@ -83,13 +83,13 @@ def newest(folder: str | Path) -> Path | None:
 
 
 def _has_its_length(path: Path) -> bool:
-    if path.is_file():
-        return _trailer(path).startswith(TRAILER[:17])
     try:
+        if path.is_file():
+            return _trailer(path).startswith(TRAILER[:17])
         listed = read_manifest(path)["files"].items()
-    except CheckpointError:
+        return all((path / name).is_file() and (path / name).stat().st_size == known["bytes"] for name, known in listed)
+    except (CheckpointError, OSError):
         return False
-    return all((path / name).is_file() and (path / name).stat().st_size == known["bytes"] for name, known in listed)
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -195,7 +195,7 @@ def folder_complaint(folder: Path, part: int = 0, parts: int = 1) -> str | None:
             return f"it holds {', '.join(unlisted)}, which its {MANIFEST} does not list: shards of another checkpoint"
     for name in sorted(files)[part::parts]:
         path, expected = folder / name, files[name]
-        if not path.is_file():
+        if not os.path.isfile(path):
             return f"its file {name} is missing"
         size = path.stat().st_size
         if size < expected["bytes"]:
@@ -233,6 +233,11 @@ def remedy(path: Path) -> str:
     if good:
         return f"{good[-1]} is good: continue from that, or delete the damaged one"
     return "no other checkpoint in that folder is good: delete it and start a new run, or restore it from a copy"
+
+
+def has_our_name(path: Path) -> bool:
+    """Whether `save` gives this name to a folder."""
+    return bool(_NAME.fullmatch(path.name)) and not path.suffix
 
 
 def missing(path: Path) -> CheckpointError:

@@ -22,10 +22,9 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import io
-import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
@@ -245,35 +244,6 @@ def save(
         return pending
 
 
-# If two dimensions of a mesh shard one dimension unevenly, as tensor parallelism under FSDP2 does, torch 2.8 silently
-# saves and loads the shards at wrong positions. torch 2.13 is correct; the versions between were not tried.
-UNEVEN_PARTS_SINCE = (2, 13)
-
-
-def _refuse_uneven_parts(tensors: Iterable[tuple[str, Any]]) -> None:
-    """Refuse tensors that torch before `UNEVEN_PARTS_SINCE` would save and load at wrong positions.
-
-    Raises:
-        CheckpointError: there is such a tensor, and this version of torch is older.
-    """
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= UNEVEN_PARTS_SINCE:
-        return
-    for name, tensor in tensors:
-        if not isinstance(tensor, DTensor):
-            continue
-        ways: dict[int, list[int]] = {}
-        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-            if placement.is_shard() or type(placement).__name__ == "_StridedShard":
-                ways.setdefault(placement.dim, []).append(size)  # type: ignore[attr-defined]
-        for dim, sizes in ways.items():
-            if len(sizes) > 1 and tensor.shape[dim] % math.prod(sizes):
-                raise CheckpointError(
-                    f"dimension {dim} of {name} has {tensor.shape[dim]} elements, which {' x '.join(map(str, sizes))} "
-                    f"ranks do not divide; torch {torch.__version__} would save and load its parts at wrong places; "
-                    "use a size that they divide, or torch 2.13 or later"
-                )
-
-
 def _serialize_beside(state: dict[str, Any], beside: dict[str, Any], kept: io.BytesIO) -> None:
     """Serialize the state other than shards, which may change while a background thread writes.
 
@@ -281,7 +251,6 @@ def _serialize_beside(state: dict[str, Any], beside: dict[str, Any], kept: io.By
         ArchiveError: an object could not be read again.
         CheckpointError: a tensor of `state` could not be read again.
     """
-    _refuse_uneven_parts(_leaves(state, ""))
     objects = [(name, value) for name, value in _leaves(state, "") if not isinstance(value, torch.Tensor)]
     for name, value in (*objects, *beside.items()):
         archive.writable(value, name)
@@ -482,6 +451,8 @@ def read(
             with torch.no_grad(), _quiet():
                 rollback.put_back()
             if isinstance(error, CheckpointError):
+                if not path.exists():  # a save has removed it meanwhile
+                    raise files.missing(path) from error
                 raise CheckpointError(f"checkpoint {path} does not fit: {error}") from error
             raise
     return load.beside
@@ -508,6 +479,8 @@ class _Load:
             raise CheckpointError(
                 f"it holds neither {files.MANIFEST} nor {METADATA}: it is not a checkpoint, or is truncated"
             )
+        if not ours and files.has_our_name(path):
+            raise CheckpointError(f"its {files.MANIFEST} is missing; if torch wrote it, rename it")
         if ours:
             complaint = files.folder_complaint(path, ranks.rank, ranks.size)
             if complaint is not None:
@@ -530,7 +503,6 @@ class _Load:
 
     def compare(self) -> None:
         """Raise unless the checkpoint is of the same model and of an optimizer with the same groups."""
-        _refuse_uneven_parts(_leaves(self.model_state, ""))
         saved = {place[1]: name for place, name in self.names.items() if place[0] == "model" and len(place) == 2}
         if saved.keys() != self.model_state.keys():
             differing = ", ".join(sorted(map(str, saved.keys() ^ self.model_state.keys()))[:5])

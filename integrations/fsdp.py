@@ -28,7 +28,7 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
 
     Raises:
         ValueError: FSDP2 shards no part of the model, or reduces a part in another dtype. Nothing was changed.
-        RuntimeError: this version of torch has no ``Tensor.grad_dtype``, or its FSDP2 has different internals.
+        RuntimeError: the FSDP2 of this version of torch has different internals.
 
     Examples:
         >>> import torch.distributed as dist
@@ -45,11 +45,6 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
         (torch.bfloat16, torch.float32)
         >>> dist.destroy_process_group()
     """
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        raise RuntimeError(
-            f"Expected a torch with Tensor.grad_dtype, but got {torch.__version__}: update torch, or do without "
-            "keep_reduced_gradients"
-        )
     groups = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):

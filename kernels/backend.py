@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -25,15 +24,11 @@ from halfstep.kernels import native
 try:
     import triton
     import triton.language as tl
-except ImportError:  # not needed on the CPU; there is no Triton for macOS and Windows
-    triton = None
-    tl = None
 
-# In kernels: whether they are compiled for an NVIDIA GPU of this compute capability or a later one; (8, 9) is sm_89.
-try:
+    # In kernels: whether they are compiled for NVIDIA GPUs of this compute capability and later ones; (8, 9) is sm_89.
     from triton.language.target_info import cuda_capability_geq
-except ImportError:  # Before Triton 3.5, kernels use what every GPU has.
-    cuda_capability_geq = tl and tl.constexpr_function(lambda major, minor=0: False)
+except ImportError:  # not needed on the CPU; there is no Triton for macOS and Windows
+    triton = tl = cuda_capability_geq = None
 
 NAMES = ("auto", "reference", "triton")
 MOST_THREADS = 1024  # threads that a program may have, on every GPU
@@ -203,23 +198,3 @@ if INTERPRET:  # the interpreter compiles for no GPU, and Triton's function asks
 # Whether Triton kernels accept CPU tensors, as interpreted kernels do. Processes that replace the GPU's driver, such as
 # the software GPU of the tests, also set it for compiled kernels; `INTERPRET` keeps its value from the import.
 TAKES_CPU_TENSORS = INTERPRET
-
-
-def _warn_of_flushed_subnormals() -> None:
-    """Warn if Adam would have other bits on this machine's GPU than the reference, because of the version of Triton.
-
-    Up to Triton 3.5, `tl.div_rn` and `tl.sqrt_rn` compile to ``div.rn.ftz.f32`` and ``sqrt.rn.ftz.f32`` on NVIDIA.
-    """
-    if triton is None or INTERPRET or torch.version.cuda is None:
-        return
-    if triton_version() < (3, 6) and torch.cuda.device_count() > 0:
-        warnings.warn(
-            f"triton {triton.__version__} flushes subnormal numbers to zero in division and square root on NVIDIA GPUs,"
-            " so halfstep.Adam and AdamW give other bits there than elsewhere where a moment or an update is below "
-            "1.2e-38; install triton 3.6 or later, which comes with torch 2.10, or use halfstep.backend('reference')",
-            stacklevel=2,
-        )
-
-
-# `device_count` uses NVML and does not initialize CUDA, so that a process may still fork after the import.
-_warn_of_flushed_subnormals()

@@ -41,6 +41,7 @@ from halfstep.kernels.fp8_instructions import fp8_assembly, packed_assembly, sto
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
+    PLAIN_TYPES,
     TableCache,
     TensorTable,
     address,
@@ -51,7 +52,6 @@ from halfstep.kernels.multi_tensor import (
     check_tensor_list,
     flattened,
     is_flat,
-    is_plain,
     own_operations,
 )
 from halfstep.kernels.op import Op, batch_first
@@ -769,7 +769,7 @@ def cast(
     if out is None:
         token = None
         if rounding == "stochastic":
-            with nullcontext() if is_plain(x) else own_operations([x]):
+            with nullcontext() if type(x) in PLAIN_TYPES else own_operations([x]):
                 token = _drawn() if seed is None else torch.tensor(seed, dtype=torch.int64, device="cpu")
         return _cast(x, dtype, rounding, saturate, token, offset)
     if out.shape != x.shape or out.dtype != dtype or out.device != x.device:

@@ -74,14 +74,6 @@ def check_addresses(*tensors: torch.Tensor | None) -> None:
             address(tensor)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a `torch.Tensor` or a parameter, and of no other subclass.
-
-    torch 2.8 can compile these comparisons but not a look-up in `PLAIN_TYPES`.
-    """
-    return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-
-
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether kernels may read and write the elements of a tensor at its address.
 

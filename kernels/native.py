@@ -171,6 +171,35 @@ def _includes(family: str) -> list[str]:
     return [f"-I{sysconfig.get_path('include')}"] if family == CALLS else []
 
 
+# Runs a compiler, "$@", as the shell of a process group of its own. Where standard input ends, because whoever started
+# it is gone or waits no longer, a watcher ends the group and removes the output, "$0".
+_TIED = """
+exec 3<&0 </dev/null
+(trap "" TERM; read _ <&3; kill -TERM -$$; rm -f "$0") >/dev/null 2>&1 &
+"$@" 3<&-
+status=$?
+kill -KILL $!
+exit $status
+"""
+
+
+def _compile(command: list[str], output: str) -> subprocess.CompletedProcess[str]:
+    """Run a compiler that writes `output`. It ends when this process ends, however that happens."""
+    reading, writing = os.pipe()
+    try:
+        return subprocess.run(
+            ["/bin/sh", "-c", _TIED, output, *command, "-o", output],
+            stdin=reading,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            start_new_session=True,
+        )
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
 def _build(source: Path, target: Path, command: list[str]) -> str:
     """Compile `source` and move the result to `target` at once. Returns "", or the last error of the compiler."""
     complaint = ""
@@ -178,12 +207,7 @@ def _build(source: Path, target: Path, command: list[str]) -> str:
         handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
         os.close(handle)
         try:
-            done = subprocess.run(
-                [*command, *_EXACT, *flags, *_includes(source.stem), str(source), "-o", name],
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
+            done = _compile([*command, *_EXACT, *flags, *_includes(source.stem), str(source)], name)
             if done.returncode == 0:
                 os.chmod(name, 0o755)
                 with open(name, "rb+") as written:
@@ -349,8 +373,7 @@ def calls() -> Any:
     """The module of calls.cpp; None, without a warning, if it cannot be used here: the rest works without it."""
     import torch
 
-    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None or sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return None
     source = _HERE / f"{CALLS}.cpp"
     try:
@@ -360,6 +383,7 @@ def calls() -> Any:
         loader = ExtensionFileLoader(f"halfstep_{CALLS}", found._name)
         module: Any = module_from_spec(ModuleSpec(loader.name, loader, origin=found._name))
         loader.exec_module(module)
+        exchange = torch.Tensor.__dlpack_c_exchange_api__
         questions = (
             torch._C._len_torch_dispatch_stack,
             torch._C._is_tracing,

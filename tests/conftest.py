@@ -124,9 +124,9 @@ def pytest_collection_finish() -> None:
 
 
 def state_of_torch() -> tuple[bool, Any, torch.dtype, torch.device, int]:
-    """Global state of torch. `torch.get_default_device` of torch 2.8 raises after a default was set and removed."""
-    made, functions = torch.empty(0), torch._C._get_torch_function_state()
-    return torch.is_grad_enabled(), functions, made.dtype, made.device, torch.get_num_threads()
+    """Global state of torch."""
+    functions, threads = torch._C._get_torch_function_state(), torch.get_num_threads()
+    return torch.is_grad_enabled(), functions, torch.get_default_dtype(), torch.get_default_device(), threads
 
 
 @pytest.fixture

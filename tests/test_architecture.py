@@ -204,30 +204,6 @@ def test_the_check_for_long_modules_can_fail() -> None:
 KNOWS_RANKS = {"numerics/scaling/topology.py"}
 
 
-# What kernels use of triton.language. Triton 3.4 has all of it; a name of a later version would fail on GPUs alone.
-OF_TRITON_3_4 = set(
-    """PropagateNan abs add arange atomic_add atomic_max atomic_or bfloat16 broadcast_to cast cdiv constexpr
-    constexpr_function div_rn exp float16 float32 float64 float8e4nv float8e5 full histogram inline_asm_elementwise int1
-    int16 int32 int64 int8 join load log max max_contiguous maximum min minimum multiple_of permute pointer_type
-    program_id reduce reshape split sqrt sqrt_rn static_range store sum trans uint16 uint32 uint64 uint8 where xor_sum
-    zeros zeros_like""".split()
-)
-
-
-def used_of_triton(tree: ast.AST) -> set[str]:
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tl"
-    }
-
-
-def test_kernels_use_what_the_oldest_triton_has() -> None:
-    used = [used_of_triton(ast.parse(path.read_text())) for path in (ROOT / "kernels").rglob("*.py")]
-    assert set().union(*used) == OF_TRITON_3_4, "look up a new name in Triton 3.4, then add it"
-    assert used_of_triton(ast.parse("tl.to_tensor(1).to(tl.int8)")) - OF_TRITON_3_4 == {"to_tensor"}
-
-
 def test_only_the_topology_knows_of_ranks() -> None:
     found = {
         str(path.relative_to(ROOT))

@@ -77,6 +77,57 @@ def test_an_interrupt_ends_without_a_traceback(
     assert capsys.readouterr().err == "halfstep: interrupted\n"
 
 
+CTRL_C_DURING_AN_IMPORT = """
+import runpy, signal, sys
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == wanted:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                if name == "numpy":  # torch's C++ goes on without numpy
+                    raise ImportError
+                raise
+
+script, wanted, *sys.argv[1:] = sys.argv[1:]
+sys.meta_path.insert(0, Finder)
+if script == "module":
+    runpy.run_module("halfstep", run_name="__main__")
+from halfstep.__main__ import program
+sys.exit(program())
+"""
+
+
+@pytest.mark.parametrize("script", ["module", "console script"])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("halfstep.cli.command_line", ["--version"]),  # what the program imports before it reads its arguments
+        ("argparse", ["--version"]),
+        ("halfstep.cli.terminal", ["--version"]),
+        ("halfstep.cli.formats.format", ["format", "bf16"]),
+        ("torch", ["inspect", "x.pt"]),
+        ("numpy", ["inspect", "x.pt"]),
+        ("difflib", ["trian"]),
+    ],
+)
+def test_an_interrupted_import_ends_without_a_traceback(script: str, module: str, words: list[str]) -> None:
+    code = [sys.executable, "-c", CTRL_C_DURING_AN_IMPORT, script, module, *words]
+    done = subprocess.run(code, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "halfstep: interrupted\n")
+
+
+def test_an_interrupted_end_has_no_traceback() -> None:
+    code = (
+        "import atexit, signal, sys; from halfstep.__main__ import program; "
+        "atexit.register(signal.raise_signal, signal.SIGINT); sys.argv[1:] = ['--version']; sys.exit(program())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "halfstep: interrupted\n")
+    assert done.stdout == f"halfstep {halfstep.__version__}\n"
+
+
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("words", ["plan --params 7e9 --json", "plan --help", "--help", "--version", "bench --help"])
 def test_a_pipe_closed_by_its_reader_is_not_an_error(words: str, buffered: bool) -> None:

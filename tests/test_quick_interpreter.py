@@ -13,9 +13,7 @@ tl: Any = pytest.importorskip("triton.language")
 
 from halfstep.kernels import backend  # noqa: E402  (after Triton's interpreter is known to be there)
 
-pytestmark = pytest.mark.skipif(
-    not backend.interpreting() or not hasattr(interpreter, "_LangPatchScope"), reason="needs Triton's interpreter, 3.7"
-)
+pytestmark = pytest.mark.skipif(not backend.interpreting(), reason="needs Triton's interpreter")
 
 
 @backend.jit

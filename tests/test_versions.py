@@ -52,5 +52,5 @@ def test_the_result_is_pytests_closing_line(log: str, status: int, words: str) -
 
 
 def test_a_row_without_its_python_is_named_and_does_not_fail(tmp_path: Path) -> None:
-    row = versions.Row("none", "3.0", "2.8.0", "3.4.0")
+    row = versions.Row("none", "3.0", "2.11.0", "3.6.0")
     assert versions.run(row, tmp_path, []) == ("not run: python3.0 is not on the path", 0)

@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
 from halfstep.cli.command_line import Parser, UsageError, a_path, input_file, make_folder, output_file, run
 from halfstep.cli.numbers import whole
 from halfstep.cli.roofline_picture import draw
-from halfstep.cli.terminal import Progress, table, terminal
+from halfstep.cli.terminal import Progress, say, table, terminal
 
 # Set in a restarted process. If its kernels are still interpreted, it stops instead of restarting again.
 _RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
@@ -199,7 +200,7 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
         picture = make_folder(arguments.out) / "roofline.png"
         title = f"Predicted from executed kernels of Triton {counts['triton']}, cold cache"
         draw(picture, roofline.panels(counts), title)
-        print(f"wrote {picture}", file=sys.stderr)
+        say(f"wrote {picture}", sys.stderr)
     modules = list(dict.fromkeys(arguments.module or FAMILIES))
     targets = list(dict.fromkeys(arguments.target or TARGETS))
     families = {module.rpartition(".")[2] for module in arguments.module} if arguments.module else None
@@ -209,7 +210,7 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
         peers_missing = found.left_out
         modules = [*modules, *([PEERS] if found.variants else [])]
     for line in peers_missing:
-        print(line, file=sys.stderr)
+        say(line, sys.stderr)
 
     start = time.monotonic()
     with Progress(0, patience=2.0) as progress:
@@ -229,21 +230,21 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     left = []
     if arguments.bounds:
         bounds = audit_bounds.load(arguments.bounds)
-        remedy = f"halfstep bench audit --record {arguments.bounds}"
+        remedy = f"halfstep bench audit --record {shlex.quote(str(arguments.bounds))}"
         left = audit_bounds.departures(own, bounds, triton.__version__, families, targets, remedy)
         if triton.__version__ != bounds.triton:
-            print(
+            say(
                 f"{arguments.bounds} was recorded with Triton {bounds.triton}, this is {triton.__version__}, so only "
                 f"{', '.join(audit_bounds.EVERYWHERE)} are compared",
-                file=sys.stderr,
+                sys.stderr,
             )
         for line in left:
-            print(f"FAIL {line}", file=sys.stderr)
+            say(f"FAIL {line}", sys.stderr)
     if arguments.record:
         if failing:
-            print(f"{arguments.record}: not written, since {len(failing)} rows fail", file=sys.stderr)
+            say(f"{arguments.record}: not written, since {len(failing)} rows fail", sys.stderr)
             return 1
-        print(audit_bounds.record(own, arguments.record, triton.__version__, families, targets), file=sys.stderr)
+        say(audit_bounds.record(own, arguments.record, triton.__version__, families, targets), sys.stderr)
         own = markdown.from_bounds(audit_bounds.load(arguments.record).entries)
     if arguments.markdown:
         tables = {markdown.OURS: own}

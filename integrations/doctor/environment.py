@@ -15,7 +15,7 @@ import torch
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, in_order
 from halfstep.kernels import native
 
-OLDEST = {"torch": (2, 8), "triton": (3, 4)}
+OLDEST = {"torch": (2, 11), "triton": (3, 6)}
 # Interfaces that reach no other machine.
 _LOCAL_INTERFACES = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "tunl", "sit", "ip6tnl", "dummy")
 

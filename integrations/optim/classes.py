@@ -30,8 +30,8 @@ from halfstep.numerics.scaling.topology import is_sharded, settle_gradients
 from halfstep.numerics.scaling.verdict import parameters_of
 
 _gradient = attrgetter("grad")
-# What dynamo does with the frames to come: None for nothing. Versions of torch that cannot tell get the slower way.
-_dynamo_callback: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", object)
+# What dynamo does with the frames to come: None for nothing.
+_dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def _control_on(control: adam.Control, device: torch.device) -> adam.Control:

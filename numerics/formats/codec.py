@@ -511,7 +511,7 @@ def _array_of(tensor: Any, codes: bool = False) -> Array:
 def _unknown_to_numpy() -> tuple[Any, ...]:
     torch = sys.modules["torch"]
     names = (form.torch for form in formats.values() if form.bits in (8, 16) and form.kind != "integer")
-    return tuple(getattr(torch, name) for name in names if name and hasattr(torch, name))
+    return tuple(getattr(torch, name) for name in names if name)
 
 
 def _as_tensor(array: Array, like: Any) -> Any:

@@ -11,10 +11,8 @@ from halfstep.kernels.multi_tensor import DTYPE_CODES
 from halfstep.numerics.formats.table import Format
 from halfstep.numerics.scaling.topology import local
 
-_WIDENED = tuple(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
+_WIDENED = (
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 )
 
 

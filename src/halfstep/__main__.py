@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep._version import __version__
+from halfstep.cli._interrupt import end_at_once, interrupted, raise_again
 from halfstep.cli.command_line import complain, with_output
 from halfstep.cli.terminal import Terminal, terminal
 from halfstep.numerics.messages import instead
@@ -116,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return with_output("halfstep", lambda: _run(arguments))
     except KeyboardInterrupt:
-        print("halfstep: interrupted", file=sys.stderr)
-        return 130
+        return interrupted()
 
 
 def _run(arguments: list[str]) -> int:
@@ -134,7 +134,9 @@ def _run(arguments: list[str]) -> int:
         if tuple(arguments[:length]) == command.words:
             if command.words == ("train",):
                 _shorten_openmp_spinning()
-            return int(importlib.import_module(command.module).main(arguments[length:]))
+            module = importlib.import_module(command.module)
+            raise_again()
+            return int(module.main(arguments[length:]))
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         print("\n".join(_listed(family)))
@@ -151,7 +153,9 @@ def program() -> int:
     message while Python shuts down aborts the process ("terminate called without an active exception"), and torchrun
     reports a failed run.
     """
+    end_at_once()
     status = main()
+    end_at_once()
     if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()

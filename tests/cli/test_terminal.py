@@ -48,6 +48,19 @@ def test_a_ruled_table_has_a_bold_header() -> None:
     assert lines == ["\x1b[1mx\x1b[0m  \x1b[1my\x1b[0m", "\x1b[1m%\x1b[0m", "────", "1  2"]
 
 
+@pytest.mark.parametrize("colour", [False, True])
+def test_only_the_colours_of_tables_are_escape_codes(colour: bool) -> None:
+    screen, stream = Terminal(80, colour=colour), Screen()
+    name = "a\x1b[2J\x1b]0;t\x07\x9b8m\x1b[8m\rb\u202e\n\udc80"
+    screen.show([f"{screen.paint(name, 'bad')} {screen.paint('ok', 'strong')}"], stream)
+    safe = r"a\x1b[2J\x1b]0;t\x07\x9b8m\x1b[8m\rb\u202e"
+    expected = "\x1b[31m{}\x1b[0m\\n\x1b[31m{}\x1b[0m \x1b[1mok\x1b[0m\n" if colour else "{}\\n{} ok\n"
+    assert stream.getvalue() == expected.format(safe, r"\udc80")
+    stream = Screen()
+    Terminal(80, colour=False).show(["\x1b[31mred"], stream)
+    assert stream.getvalue() == "\\x1b[31mred\n"
+
+
 class Screen(io.StringIO):
     encoding = "utf-8"
 

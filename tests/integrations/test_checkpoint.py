@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import forks
 import pytest
 import torch
 
+import halfstep
 from halfstep.integrations import checkpoint, checkpoint_files
 
 
@@ -125,6 +127,57 @@ def test_a_missing_file_is_named_with_those_that_are_there(tmp_path: Path) -> No
     with pytest.raises(checkpoint.CheckpointError) as error:
         checkpoint.load(tmp_path / "step-00000099.pt")
     assert "step-00000099.pt" in str(error.value) and str(there) in str(error.value)
+
+
+def test_a_neighbour_that_cannot_be_read_hides_no_checkpoint(tmp_path: Path) -> None:
+    good = checkpoint.save(tmp_path, 10, _state(10))
+    (tmp_path / "step-00000020.pt").symlink_to("/proc/self/mem")  # its first bytes are an I/O error
+    model = torch.nn.Linear(2, 2)
+    path = checkpoint.save(tmp_path, 30, model=model, optimizer=halfstep.AdamW(model.parameters()), keep=9)
+    manifest = checkpoint_files.read_manifest(path)
+    checkpoint_files.write_manifest(path, 30, 1, {**manifest["files"], "x" * 300: {"bytes": 1, "sha256": ""}})
+    assert checkpoint.newest(tmp_path) == good
+    with pytest.raises(checkpoint.CheckpointError, match=rf"its file x+ is missing; {re.escape(str(good))} is good"):
+        checkpoint.load(path, model=model)
+
+
+def test_a_folder_without_its_manifest_and_its_state_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    path = checkpoint.save(tmp_path, 10, {"tokens": 5}, model=model, optimizer=halfstep.AdamW(model.parameters()))
+    for name in ("manifest.json", "halfstep.pt"):
+        (path / name).unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=r"its manifest.json is missing; if torch wrote it, rename it"):
+        checkpoint.load(path, model=model)
+    assert checkpoint.load(path.rename(tmp_path / "of-torch"), model=model) == {}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    kept = {"model": model, "optimizer": halfstep.AdamW(model.parameters())} if sharded else {}
+    path, later = (checkpoint.save(tmp_path, step, {"tokens": step}, **kept) for step in (10, 20))
+    read = checkpoint_files.read_archive
+
+    def pruned_meanwhile(path: Path, *more: int) -> object:
+        checkpoint.save(tmp_path, 30, {"tokens": 30}, **kept, keep=2)
+        return read(path, *more)
+
+    monkeypatch.setattr(checkpoint_files, "read_archive", pruned_meanwhile)
+    with pytest.raises(
+        checkpoint.CheckpointError, match=rf"no checkpoint {path}; .* there are: {re.escape(str(later))}, "
+    ):
+        checkpoint.load(path, **({"model": model} if sharded else {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.int4, torch.uint1, torch.qint8], ids=str)
+@pytest.mark.filterwarnings("ignore:.*quantized")
+def test_dtypes_that_cannot_be_saved_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.zeros(3, dtype=torch.uint8).view(dtype)
+    with pytest.raises(checkpoint.CheckpointError, match=rf"but got {dtype}, .*: save it as .view\(torch.uint8\)"):
+        checkpoint.save(tmp_path, 1, {"w": tensor})
+    assert checkpoint.load(checkpoint.save(tmp_path, 1, {"w": tensor.view(torch.uint8)}))["w"].tolist() == [0, 0, 0]
 
 
 def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_entries_that_do_not_fit_are_refused_and_nothing_changes(change: str, lo
     model, optimizer = _run("split, 8 bits", steps=2)
     state = checkpoint_sharded.state_of(model, optimizer, held=True)
     state["optimizer"]["state"]["1.weight"].update({key: value})
-    path = tmp_path / "step-00000003"
+    path = tmp_path / "of-torch"
     attacks.write_by_torch(state, path)
     target = _run(loading, steps=1, seed=1)
     before = _digest(target)

@@ -266,7 +266,7 @@ def test_this_environment_is_described() -> None:
 @pytest.mark.parametrize(
     ("changed", "name", "where"),
     [
-        ({"versions": {"torch": "2.7.1"}, "gpus": 0, "gpu_files": False}, "version-too-old", "torch 2.7.1"),
+        ({"versions": {"torch": "2.10.0"}, "gpus": 0, "gpu_files": False}, "version-too-old", "torch 2.10.0"),
         ({"cuda": None, "gpus": 0}, "gpu-not-usable", "torch.cuda"),
         ({"versions": {"torch": "2.13.0"}}, "no-triton", "triton"),
         ({"compiler": False, "gpus": 0, "gpu_files": False}, "no-compiler", "C++"),

@@ -286,9 +286,6 @@ def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
         assert_same_state(*optimizers)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch wants gradients of their tensor's dtype"
-)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", EXACT)
 def test_gradients_of_another_dtype_than_the_parameter(name: str, grad_dtype: torch.dtype) -> None:

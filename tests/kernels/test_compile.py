@@ -27,12 +27,6 @@ from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit import markdown as audit_markdown
 from halfstep.bench.audit import rows as audit
 
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-    pytest.skip(
-        f"triton {triton.__version__} divides with .ftz, and compiles for AMD only beside ROCm's own linker",
-        allow_module_level=True,
-    )
-
 SUPPORT = Path(__file__).parents[1] / "support"
 BOUNDS = Path(__file__).parent / "audit_bounds.json"
 # Another Triton is another compiler: what it makes is compared with no number that this one reached.
@@ -232,7 +226,8 @@ def test_the_audit_rejects_what_it_must(failing: subprocess.CompletedProcess[str
     assert "spills" in problems["spills", "sm_90"]
     assert problems["too many of 64 lanes", "sm_90"] == ""
     assert problems["shared", "sm_90"] == ""
-    assert problems["shared", "gfx942"] == "131072 bytes of shared memory per block; at most 65536 are allowed"
+    if triton.__version__ == RECORDED_WITH:  # that of 3.6 needs none
+        assert problems["shared", "gfx942"] == "131072 bytes of shared memory per block; at most 65536 are allowed"
     expected = "32 warps of 64 lanes are 2048 threads; at most 1024 are allowed"
     assert problems["too many of 64 lanes", "gfx942"] == expected
 

@@ -6,11 +6,13 @@ import ctypes
 import os
 import re
 import shlex
+import signal
 import stat
 import subprocess
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forks
@@ -437,8 +439,42 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
 
 def test_a_compiler_that_dies_is_a_warning(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(compiler_script(tmp_path, '[ "$1" = --version ] || kill -9 $$')))
-    with pytest.warns(RuntimeWarning, match="could not compile toy.cpp: no message"):
+    with pytest.warns(RuntimeWarning, match="could not compile toy.cpp: .*Killed"):
         assert native.library("toy") is None
+
+
+def _with_this_cache(cache: Path) -> set[int]:
+    """The processes that have this cache folder in their environment: all that a compilation starts."""
+    found = set()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"HALFSTEP_CACHE={cache}\0".encode() in environment.read_bytes():
+                found.add(int(environment.parent.name))
+        except OSError:  # it has ended
+            pass
+    return found
+
+
+def _wait_for(true: Callable[[], bool], seconds: float = 30) -> bool:
+    end = time.monotonic() + seconds
+    while not (answer := true()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return answer
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_the_compiler_ends_with_the_process_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    temporary.mkdir()
+    code = "from halfstep.kernels import native; native.library('adam')"
+    environment = {**os.environ, "HALFSTEP_CACHE": str(cache), "TMPDIR": str(temporary)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    assert _wait_for(lambda: any(temporary.iterdir())), "the compiler writes what it hands to the assembler"
+    process.send_signal(getattr(signal, name))
+    process.wait()
+    assert _wait_for(lambda: not _with_this_cache(cache), 2), _with_this_cache(cache)
+    assert [path.name for path in (*cache.iterdir(), *temporary.iterdir())] == ["lock"]
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,7 @@ def test_fake_and_meta_tensors_give_their_like(kind: str, name: str) -> None:
 
     with using(name, "unscale"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # that of 3.4 uses numpy in old ways
+        warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # that of 3.6 uses numpy in old ways
         with mode:
             x = torch.empty(4, 6, requires_grad=True)
         if kind == "meta":

@@ -75,7 +75,7 @@ class Bases:
         self.file = checkpoint.save(folder / "file", 7, checkpoint.gather(whole))
         self.shards = checkpoint.save(folder / "shards", 7, EXTRA, model=model, optimizer=optimizer, scaler=scaler_of())
         self.state = checkpoint_sharded.state_of(model, optimizer)
-        self.theirs = folder / "theirs" / "step-00000007"
+        self.theirs = folder / "theirs"
         write_by_torch(self.state, self.theirs)
         self.held_state = checkpoint_sharded.state_of(model, optimizer, held=True)
         for entry in self.held_state["optimizer"]["state"].values():
@@ -83,7 +83,7 @@ class Bases:
                 values = entry.pop(moment)
                 coded = encode(values, len(values), signed=moment == "exp_avg")
                 entry[f"{moment}_codes"], entry[f"{moment}_scale"] = coded
-        self.held = folder / "held" / "step-00000007"
+        self.held = folder / "held"
         write_by_torch(self.held_state, self.held)
 
 

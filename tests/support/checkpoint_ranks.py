@@ -66,8 +66,8 @@ def model_of(layout: str, seed: int = 0) -> torch.nn.Module:
     dtype, options = LAYOUTS[layout]
     # Stochastic rounding needs the index of each element in the whole parameter, as one range per shard. Uneven shards
     # of TP x FSDP are no such range, so the layouts with stochastic rounding have 8 rows, which 2 x 2 ranks divide
-    # evenly. torch 2.8 saves and loads uneven shards of TP x FSDP in wrong places (docs/versions.md).
-    hidden = 8 if "rounding" in options or torch.__version__.startswith("2.8.") else 6
+    # evenly.
+    hidden = 8 if "rounding" in options else 6
     sizes = 5, hidden, 10
     if options.get("state_dtype") == "8bit":
         # Matrices of more than 4,096 elements. Two ranks cut the columns of `down` between two blocks;

@@ -80,7 +80,7 @@ class Tries:
                 path = place / "step-00000009.pt"
                 way = "file: " + attacks.attack_file(self.bases, path, rng)
             else:
-                path = place / "step-00000009"
+                path = place / "shards"  # a name that torch may have written
                 way = "shards: " + attacks.attack_folder(self.bases, path, rng)
         scaled = None if rng.random() < 0.3 else scaler
         error: BaseException | None = None

@@ -21,12 +21,10 @@ from typing import Any
 
 
 def install() -> None:
-    """Remove that work from the interpreter. Does nothing before Triton 3.7, whose interpreter differs."""
+    """Remove that work from the interpreter."""
     try:
         from triton.runtime import interpreter
     except ImportError:
-        return
-    if not hasattr(interpreter, "_LangPatchScope"):
         return
     builder = interpreter.interpreter_builder
     builder.options = without_ignored_checks(builder.options)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import forks
-import gloo
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -96,7 +95,7 @@ def _rank(
     torch.set_num_threads(1)
     gc.freeze()  # so that collections do not visit what was imported before
     if world:
-        gloo.start(rank, world, timedelta(seconds=300))
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=300))
     result = getattr(importlib.import_module(module), name)(rank, *arguments)
     torch.save(result, _answer(folder, rank))
     if world:

@@ -10,7 +10,6 @@ import os
 import sys
 from pathlib import Path
 
-import gloo
 import torch
 from torch.distributed.fsdp import fully_shard
 
@@ -27,7 +26,7 @@ def model_of() -> torch.nn.Module:
 def main(rank: int, port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
-    gloo.start(rank, 2)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     model = model_of()
     fully_shard(model, shard_placement_fn=lambda parameter: torch.distributed.tensor.Shard(1))
     optimizer = halfstep.AdamW(model.parameters())

@@ -38,11 +38,9 @@ class Row:
         return [f"torch=={self.torch}", f"triton=={self.triton}", f"numpy{self.numpy}"]
 
 
-# torch 2.8 to 2.10 come with Triton 3.4 to 3.6, whose interpreter takes no numpy from 2.4 on.
+# torch 2.11 comes with Triton 3.6, whose interpreter takes no numpy from 2.4 on.
 ROWS = (
-    Row("floor", "3.10", "2.8.0", "3.4.0", "==1.26.4"),
-    Row("2.9", "3.12", "2.9.1", "3.5.1", "<2.4"),
-    Row("2.10", "3.12", "2.10.0", "3.6.0", "<2.4"),
+    Row("floor", "3.10", "2.11.0", "3.6.0", "==1.26.4"),
     Row("pin on 3.10", "3.10", "2.13.0", "3.7.1"),
     Row("pin", "3.11", "2.13.0", "3.7.1"),
     Row("pin on 3.12", "3.12", "2.13.0", "3.7.1"),

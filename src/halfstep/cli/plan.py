@@ -22,7 +22,7 @@ from typing import Any
 from halfstep._version import __version__
 from halfstep.cli.command_line import Parser, output_file, picture, run
 from halfstep.cli.numbers import above_zero, count, counts, share_or_bytes, whole
-from halfstep.cli.terminal import terminal
+from halfstep.cli.terminal import say, terminal
 from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning import (
     CARDS,
@@ -406,7 +406,7 @@ def _page(given: argparse.Namespace) -> None:
     from halfstep.cli.pages.planner.planner import planner_page, settings
 
     said = write(Path(given.page or PAGE), planner_page(settings(given)), given.open)
-    print(said, file=sys.stderr if given.json else sys.stdout)
+    say(said, sys.stderr if given.json else sys.stdout)
 
 
 def shape_over_params(given: argparse.Namespace) -> int | None:

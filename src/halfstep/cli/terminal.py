@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple, TextIO
 
+from halfstep.numerics.messages import printable
+
 PIPE_WIDTH = 160  # columns of an output that is not a terminal, which breaks no lines
 
 # SGR parameters by meaning, from the sixteen colours that every theme has.
@@ -32,6 +34,7 @@ _ASCII = str.maketrans(
 )
 RULE: tuple[str, ...] = ()  # a row of a table that is drawn as a horizontal line
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+_COLOUR = re.compile(rf"(\x1b\[(?:0|{'|'.join(STYLES.values())})m)")
 
 
 class Terminal(NamedTuple):
@@ -54,13 +57,20 @@ class Terminal(NamedTuple):
         return "\n".join(f"\x1b[{STYLES[style]}m{line}\x1b[0m" if line else line for line in text.split("\n"))
 
     def show(self, lines: Sequence[str], stream: TextIO) -> None:
-        """Write lines. Characters that the stream's encoding does not have are replaced."""
-        text = "\n".join(line.rstrip() for line in lines) + "\n"
+        """Write lines. Characters that cannot be printed or that the stream's encoding does not have are escaped.
+
+        Lines hold text of others, such as names of files and tensors: of escape codes, only colours reach the terminal.
+        """
+        text = "\n".join(self._safe(line.rstrip()) for line in lines) + "\n"
         if not self.unicode:
             text = text.translate(_ASCII)
         encoding = stream.encoding or "utf-8"
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
+
+    def _safe(self, line: str) -> str:
+        parts = _COLOUR.split(line) if self.colour else [line]
+        return "".join(part if place % 2 else printable(part) for place, part in enumerate(parts))
 
     def wrap(self, text: str, indent: str = "") -> list[str]:
         """Break a paragraph into lines of at most the width; `indent` precedes every line but the first."""
@@ -76,6 +86,12 @@ class Terminal(NamedTuple):
     def title(self, text: str) -> list[str]:
         """The lines above a table: a paragraph in bold type and an empty line."""
         return [*(self.paint(line, "strong") for line in self.wrap(text)), ""]
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write one line as `Terminal.show` does, to standard output if `stream` is None."""
+    stream = sys.stdout if stream is None else stream
+    terminal(stream).show([text], stream)
 
 
 def visible(text: str) -> int:

@@ -11,15 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+
+# Triton's own: under the interpreter, which may be on here, the kernels' asks nothing.
+from triton.language.target_info import cuda_capability_geq
 from triton.runtime.jit import JITFunction
 
 from halfstep.bench.audit.launches import Launch, Variant, recorded, recording
 from halfstep.kernels import backend
-
-try:  # Triton's own: under the interpreter, which may be on here, the kernels' asks nothing
-    from triton.language.target_info import cuda_capability_geq
-except ImportError:  # before Triton 3.5
-    cuda_capability_geq = None
 
 
 def _kernel(x, y, scale, n, stride, flag, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
@@ -132,7 +130,6 @@ def test_the_launch_that_is_meant_is_found() -> None:
         recorded(variant(launch, OTHER, -1), "sm_90")
 
 
-@pytest.mark.skipif(cuda_capability_geq is None, reason="before Triton 3.5 kernels cannot ask")
 def test_a_kernel_that_asks_for_its_gpu_is_compiled_for_the_target() -> None:
     asks: Any = JITFunction(_asks)
     x = torch.empty(64, dtype=torch.int32, device="cpu")

@@ -492,6 +492,19 @@ def test_a_new_run_does_not_replace_the_checkpoints_of_an_old_one(
     assert "already holds checkpoints, up to step 12" in capsys.readouterr().err
 
 
+def test_names_of_files_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = tmp_path / "\x1b]0;owned\x07\x1b[2J.py", tmp_path / "\x1b[8mout\nreport: "
+    text.write_bytes(TEXT)
+    assert _train(text, out, "--save-every", 6) == 0
+    assert _train(text, out, "--save-every", 6) == 2
+    printed = "".join(capsys.readouterr())
+    assert (
+        r"\x1b]0;owned\x07\x1b[2J.py: " in printed
+        and rf"report: {tmp_path}/\x1b[8mout\nreport: /report.json" in printed
+    )
+    assert all(sign.isprintable() or sign == "\n" for sign in printed)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_after_the_step_and_the_run_resumes(text: Path, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "out"

@@ -94,8 +94,6 @@ def test_restarted_ranks_do_not_meet_where_the_dead_ones_left_their_addresses(
     place |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": restarts}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    if not hasattr(kept, "list_keys"):
-        pytest.skip(f"the store of torch {torch.__version__} does not list its keys")
     with world.world("ddp", "cpu", world.ExecutionOptions()) as here:
         assert here.mean(torch.tensor(3.0)) == 3 and dist.get_world_size() == 1
         left = [key for key in kept.list_keys() if not key.startswith("init/")]

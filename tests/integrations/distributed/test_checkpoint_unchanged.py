@@ -190,7 +190,7 @@ def test_after_a_failed_load_all_is_what_it_was(
     bases: attacks.Bases, tmp_path: Path, name: str, optimizer_has_state: bool
 ) -> None:
     make, words = FAILURES[name]
-    path = tmp_path / "step-00000001"
+    path = tmp_path / "of-torch"
     make(path, bases)
     model = attacks.model_of(-1.0)
     optimizer: Any = attacks.optimizer_of(model) if optimizer_has_state else halfstep.AdamW(model.parameters())
@@ -228,7 +228,7 @@ def test_one_optimizers_state_in_another_fits_or_changes_nothing(tmp_path: Path,
 
 
 def test_it_goes_on_as_if_nothing_had_been(bases: attacks.Bases, tmp_path: Path) -> None:
-    path = tmp_path / "step-00000001"
+    path = tmp_path / "of-torch"
     FAILURES["lr -1"][0](path, bases)
 
     def ends(failing: bool, **options: Any) -> Any:

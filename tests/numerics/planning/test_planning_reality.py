@@ -291,8 +291,6 @@ def saved_bytes(run: Callable[[], torch.Tensor], parameters: list[nn.Parameter])
 )
 def test_a_block_saves_what_the_paper_counts(options: dict[str, Any], dtype: torch.dtype) -> None:
     """The one difference: LayerNorm keeps mean and 1/σ of each token, which the paper leaves out as s·b, not s·b·h."""
-    if "kv_heads" in options and torch.__version__.startswith("2.8."):
-        pytest.skip("torch 2.8 keeps other tensors of grouped-query attention on CPUs")
     b, s = 3, 20
     shape = Transformer(1, 16, 4, 32, s, **options)
     layer = PaperLayer(shape).to(dtype)

@@ -39,7 +39,7 @@ def gradient(step: int, shape: tuple[int, ...], sparse: bool) -> torch.Tensor:
 
 def trained(scaler: Any, make: Any, options: dict[str, Any], way: str, sparse: bool) -> list[Any]:
     """Weights, state and the history of the scale."""
-    shapes = ((4, 3), (2, 5)) if sparse or make is getattr(torch.optim, "Muon", None) else ((4, 3), (5,), ())
+    shapes = ((4, 3), (2, 5)) if sparse or make is torch.optim.Muon else ((4, 3), (5,), ())
     generator = torch.Generator().manual_seed(9)
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     optimizer = make(parameters, **{name: v.clone() if torch.is_tensor(v) else v for name, v in options.items()})

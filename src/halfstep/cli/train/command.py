@@ -17,7 +17,7 @@ from typing import Any
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder, run
 from halfstep.cli.figures import MISSING
 from halfstep.cli.numbers import number, whole
-from halfstep.cli.terminal import Progress, terminal
+from halfstep.cli.terminal import Progress, say, terminal
 from halfstep.cli.train import adapters, data, loop, report, world
 from halfstep.cli.train.model import INITS, SIZES
 from halfstep.integrations import checkpoint
@@ -222,7 +222,7 @@ class _Display:
         if self._progress is not None:
             self._progress.clear()
         if not self._quiet:
-            terminal().show([text], sys.stdout)
+            say(text)
 
 
 def _command(argv: Sequence[str]) -> str:

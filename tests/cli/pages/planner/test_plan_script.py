@@ -6,6 +6,7 @@ import difflib
 import math
 import random
 import struct
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,35 @@ def test_options_that_the_command_line_parses_differently(tmp_path: Path) -> Non
         "argument --gpus: expected one argument",
         "argument --offload: takes no value, and was given 'yes'",
     ]
+
+
+# Settings as a link may hold them, and the arguments of the command that is copied.
+HOSTILE: list[tuple[Settings, list[str]]] = [
+    ({"model": "gpt2", "x;touch pwn": ""}, ["--model", "gpt2"]),
+    ({"model": "gpt2", "$(touch pwn)": "1", "`touch pwn`": ""}, ["--model", "gpt2"]),
+    ({"model": "gpt2; touch pwn"}, ["--model", "gpt2; touch pwn"]),
+    ({"model": "gpt2\ntouch pwn"}, ["--model", "gpt2touch pwn"]),
+    ({"model": "'; touch pwn; '"}, ["--model", "'; touch pwn; '"]),
+    ({"model": "\\'; touch pwn #"}, ["--model", "\\'; touch pwn #"]),
+    ({"model": "$(touch pwn)`touch pwn`!touch"}, ["--model", "$(touch pwn)`touch pwn`!touch"]),
+    ({"model": "x\x1b[201~\x03\r\x9btouch pwn\x7f\u202e\u2028"}, ["--model", "x[201~touch pwn"]),
+    ({"model": "--page=pwn", "card": "--out"}, ["--model=--page=pwn", "--card=--out"]),
+    ({"model": "", "offload": "", "rank": "-1"}, ["--model", "--offload", "--rank=-1"]),
+    ({"model": "*", "card": "~", "gpus": "8,64"}, ["--model", "*", "--card", "~", "--gpus", "8,64"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_the_command_of_a_link_runs_halfstep_plan_and_nothing_else(shell: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lines = run_script(
+        "node", script_of_plans(), "answer(input.map(commandLine));", [one for one, _ in HOSTILE], tmp_path
+    )
+    for line, (options, expected) in zip(lines, HOSTILE, strict=True):
+        code = f"halfstep() {{ printf '%s\\n' \"$@\"; }}\n{line}"
+        done = subprocess.run([shell, "-c", code], capture_output=True, text=True, cwd=tmp_path / "run")
+        assert (done.stdout.splitlines(), done.stderr) == (["plan", *expected], ""), options
+        assert not any((tmp_path / "run").iterdir()), options
 
 
 @pytest.mark.exhaustive

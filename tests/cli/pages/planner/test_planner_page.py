@@ -109,6 +109,15 @@ def test_settings_of_the_page_are_those_of_the_command() -> None:
         assert parser.parse(words(planner.settings(given))) == given
 
 
+@pytest.mark.parametrize("words", [["plan", "--params", "5", "--page"], ["explore", "--no-open", "--out"]])
+def test_the_name_of_a_page_cannot_steer_the_terminal(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert halfstep_main([*words, str(tmp_path / "\x1b[2J.html")]) == 0
+    printed = capsys.readouterr().out
+    assert f"wrote {tmp_path}/\\x1b[2J.html: open " in printed and "\x1b" not in printed
+
+
 def test_texts_of_settings_cannot_end_the_script() -> None:
     written = planner.planner_page({"model": "</script><b>"})
     assert written.count("</script>") == 2 and '"\\u003c/script>\\u003cb>"' in written

@@ -11,6 +11,7 @@ from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats import arguments
 from halfstep.cli.pages.explorer.page import explorer_page
 from halfstep.cli.pages.html import write
+from halfstep.cli.terminal import say
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS
 
 # In the working directory, since browsers that are installed as a snap or flatpak read neither /tmp nor hidden folders.
@@ -68,7 +69,7 @@ def _start(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _explore(options: argparse.Namespace) -> int:
-    print(write(Path(options.out), explorer_page(_start(options)), opens=not options.no_open))
+    say(write(Path(options.out), explorer_page(_start(options)), opens=not options.no_open))
     return 0
 
 

@@ -233,6 +233,21 @@ export function contentOf(options) {
   };
 }
 
+const quoted = (text) => (/^[\w.,%+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+
+// The command line of these options, which come from the address, that is from whoever wrote the link: it must run
+// nothing but `halfstep plan`. Unknown options are left out, and so are control characters, which would end a paste into
+// a terminal. A value that begins with "-" stays the value of its option.
+export function commandLine(options) {
+  const known = Object.entries(options).filter(([name]) => facts.options.some((one) => one.names.includes(`--${name}`)));
+  const words = known.map(([name, text]) => {
+    const value = text.replace(/[\p{C}\p{Zl}\p{Zp}]/gu, "");
+    if (value === "") return `--${name}`;
+    return value.startsWith("-") ? quoted(`--${name}=${value}`) : `--${name} ${quoted(value)}`;
+  });
+  return ["halfstep plan", ...words].join(" ");
+}
+
 // The number of parameters that was given in addition to a shape, or null.
 export function shapeOverParams(options) {
   const given = parse(options);

@@ -333,9 +333,6 @@ function chooseBeside(compare, settings, place) {
   $("beside").rows[place]?.querySelector("button").focus(); // the row was made again
 }
 
-const quoted = (text) => (/^[\w.,%+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
-const commandLine = () => ["halfstep plan", ...Object.entries(options).map(([name, text]) => (text === "" ? `--${name}` : `--${name} ${quoted(text)}`))].join(" ");
-
 // What `show` refuses with its message, or null.
 function attempt(show) {
   try {
@@ -351,7 +348,7 @@ function showAll() {
   history.replaceState(null, "", `#${new URLSearchParams({ ...options, ...(theme ? { theme } : {}) })}`);
   showForm();
   $("compare").value = options.compare ?? "strategies";
-  $("command").textContent = commandLine();
+  $("command").textContent = commandLine(options);
   const refused = attempt(() => {
     if (options.strategy === "zero1-torch" && !checkAssigned(options)) throw new Refused("The page plans zero1-torch on up to 65,536 GPUs; halfstep plan has no such limit.");
     showPlan(contentOf(single()));
@@ -394,7 +391,7 @@ function showTheme(dark) {
 makeForm();
 $("compare").replaceChildren(...facts.comparisons.map((name) => new Option(name, name)));
 $("compare").addEventListener("input", () => set({ compare: $("compare").value === "strategies" ? null : $("compare").value }));
-$("copy").addEventListener("click", () => copy(commandLine(), "Command"));
+$("copy").addEventListener("click", () => copy(commandLine(options), "Command"));
 $("link").addEventListener("click", () => copy(location.href, "Link"));
 $("data").addEventListener("toggle", showJson);
 addEventListener("hashchange", () => {
