@@ -137,7 +137,7 @@ def test_pinned_memory_is_used_again_after_its_copy_only() -> None:
 
 
 def test_pinned_memory_is_allocated_in_a_capture_where_no_event_is_queried() -> None:
-    """torch 2.8 to 2.10 query an event of all pinned memory that was freed after a copy. Since 2.11 graphs have a pool."""
+    """torch 2.8 to 2.10 query events of pinned memory that was freed after a copy. Since 2.11 a graph has a pool."""
 
     def capture(model: Model, aside: bool) -> None:
         side = torch.cuda.Stream()
