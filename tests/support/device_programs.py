@@ -218,7 +218,7 @@ class Program:
 
     def load(self) -> None:
         if self.saved is not None and self.saved_scale is not None:
-            self.optimizer.load_state_dict(self._on_cpu(self.saved))  # torch's optimizers go on in the memory of a state
+            self.optimizer.load_state_dict(self._on_cpu(self.saved))  # torch writes to what it loads
             self.scaler.load_state_dict(self.saved_scale)
 
     def file(self) -> None:
