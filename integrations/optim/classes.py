@@ -41,14 +41,14 @@ def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
     if all(map(is_, numbers, repeat(None))):
         return control
     dtypes = torch.float32, torch.float32, torch.float64
-    fitting = [
-        number
-        if number is None or isinstance(number, torch.Tensor)
-        else torch.full((), number, dtype=dtype, device=device)
-        for number, dtype in zip(numbers, dtypes, strict=True)
-    ]
-    fitting = all_to_device(fitting, device, dtypes)
-    return control if all(map(is_, fitting, numbers)) else adam.Control(*fitting)
+    fitting = []
+    fits = True
+    for number, dtype in zip(numbers, dtypes, strict=True):
+        if number is not None and not isinstance(number, torch.Tensor):
+            number, fits = torch.full((), float(number), dtype=dtype, device=device), False
+        fits = fits and (number is None or (number.dtype is dtype and number.device == device))
+        fitting.append(number)
+    return control if fits else adam.Control(*all_to_device(fitting, device, dtypes))
 
 
 def _as_fp32(value: Any) -> torch.Tensor:
@@ -287,12 +287,12 @@ class _AdamBase(CanonicalState):
             assert verdict is not None
             control = _skipping_zeros(control, verdict)
         writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
-        needed = {  # and keeps alive what the calls hold the addresses of
-            device: (plan.group_table(device, groups, limit, changed), _control_on(control, device))
-            for device in dict.fromkeys(batch.device for batch, _ in plan.batches)
-        }
+        needed: dict[torch.device, tuple[torch.Tensor, adam.Control]] = {}  # the calls hold addresses in them
         for batch, indices in plan.batches:
             own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
+            if batch.device not in needed:
+                table = plan.group_table(batch.device, groups, limit, changed)
+                needed[batch.device] = table, _control_on(control, batch.device)
             writes.append((batch.parameters, batch.prepare(own, contiguous, *needed[batch.device])))
         if part != WHOLE:
             writes[-1][1].extend(partial(setattr, parameter, "grad", None) for parameter in parameters)

@@ -513,8 +513,10 @@ class GradScaler(torch.amp.GradScaler):
         ]
         if not found:
             raise AssertionError("No inf checks were recorded prior to update.")
-        flags = all_to_device([flag.reshape(()) for flag in found], scale.device, [torch.float32] * len(found))
-        overflow = self._agreed(torch.stack(flags).amax() if len(flags) > 1 else flags[0])
+        overflow = found[0]
+        if len(found) > 1 or overflow.device != scale.device:
+            overflow = torch.stack(all_to_device(found, scale.device)).amax()
+        overflow = self._agreed(overflow)
         assert self._hysteresis_tracker is not None and self._skipped is not None and self._counts is not None
         state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)
         loss_scale.update(state, overflow, self._rules())

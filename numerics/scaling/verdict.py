@@ -78,11 +78,11 @@ def _on_device(
     device: torch.device, factor: Factor | None, step: torch.Tensor | None
 ) -> tuple[Factor | None, torch.Tensor | None]:
     """The factor and the number of steps on a device. The host waits once if the CPU needs numbers of a GPU."""
-    if factor is None or not isinstance(factor.value, torch.Tensor):
-        return factor, None if step is None else to_device(step, device)
-    value, step = all_to_device([factor.value, step], device)
-    assert value is not None
-    return (factor if value is factor.value else Factor(value, factor.inverted)), step
+    value = factor.value if factor is not None and isinstance(factor.value, torch.Tensor) else None
+    if (value is None or value.device == device) and (step is None or step.device == device):
+        return factor, step
+    value, step = all_to_device([value, step], device)
+    return (factor if factor is None or value is None else Factor(value, factor.inverted)), step
 
 
 class Combination:
@@ -198,7 +198,11 @@ class Checker:
             places = [place for place, grad in enumerate(grads) if grad is not None]
             grads = [grads[place] for place in places]
         kinds = self._by_kind(parameters, grads, places)
-        # On the CPU's way first: it would wait for a check on a GPU, too, if that was launched before.
+        if len(kinds) == 1 and not topology.groups:
+            ((kind, (tensors, where)),) = kinds.items()
+            factor, step = _on_device(kind[0], factor, step)
+            return self._of_kind(kind, tensors, where, len(parameters), factor, step, write, keep)
+        # Before the first check: the CPU would wait for that, too.
         numbers = {device: _on_device(device, factor, step) for device in dict.fromkeys(kind[0] for kind in kinds)}
         verdicts = {
             kind: self._of_kind(kind, tensors, where, len(parameters), *numbers[kind[0]], write, keep)
