@@ -11,7 +11,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels.statistics import foreach_count_, width
-from halfstep.kernels.streams import capturing
+from halfstep.kernels.streams import capturing, to_device
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.scaling.scaler import unwrapped
 from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale
@@ -162,7 +162,7 @@ class AmpMonitor:
             return
         for device, (listed, places) in by_device.items():
             counts = self._table(device)
-            there = None if scale is None else scale.to(device, non_blocking=True)
+            there = None if scale is None else to_device(scale, device)
             for double in (False, True):  # fp64 is unscaled before it becomes fp32
                 rows = [
                     place for place, one in zip(places, listed, strict=True) if (one.dtype == torch.float64) is double
@@ -220,7 +220,7 @@ class AmpMonitor:
         # Usually one device. A copy, since counting continues.
         table = tables[0].clone()
         for other in tables[1:]:
-            table += other.to(table.device, non_blocking=True)
+            table += to_device(other, table.device)
         return Statistics(names, dtypes, self.format, 1.0, [(table, range(len(names)))])
 
     def report(self, share: float = 1e-3, headroom: int = 2) -> AmpReport:

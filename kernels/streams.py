@@ -1,4 +1,4 @@
-"""Rules for streams and CUDA graphs in host code, and transfers from the host to a device.
+"""Rules for streams and CUDA graphs in host code, and transfers between the host and devices.
 
 **A graph owns its tables.** Captured work runs in each replay. Between replays there are eager calls, other captures,
 and memory that the caller frees. Therefore:
@@ -16,14 +16,22 @@ may call the same function at the same time.
 
 **The host does not wait.** Numbers are transferred through pinned memory (`upload`). An index is a tensor on the device
 or a slice, never a list, which would be copied from memory that is not pinned.
+
+**The host waits for what it reads.** ``tensor.to("cpu", non_blocking=True)`` returns before the numbers have arrived,
+and work on the CPU would read whatever was there before. Therefore only this module uses ``non_blocking``: copies to a
+GPU are asynchronous, copies to the CPU have ended when they are returned (`to_device`, `all_to_device`) or are read
+after their event (`download`).
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
+
+_Number = TypeVar("_Number", torch.Tensor, torch.Tensor | None)
 
 # The memory that captured copies read: by graph, or forever if torch does not say which graph is captured.
 _of_graphs: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -68,6 +76,54 @@ def upload(numbers: torch.Tensor, device: torch.device, out: torch.Tensor | None
     if out is None:
         out = torch.empty(numbers.shape, dtype=numbers.dtype, device=device)
     return out.copy_(pinned, non_blocking=True)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``tensor.to(device, dtype)``. The host waits only for a copy to the CPU, which it is going to read."""
+    return tensor.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
+
+
+def all_to_device(
+    tensors: Sequence[_Number], device: torch.device, dtypes: Sequence[torch.dtype] | None = None
+) -> list[_Number]:
+    """`to_device` for several tensors. The host waits once for all that come from a GPU to the CPU.
+
+    Args:
+        tensors: the tensors, each of which may be None.
+        device: the target device.
+        dtypes: the dtype of each result. Default: those of `tensors`.
+
+    Returns:
+        The tensors on the device: a tensor itself if it is there in that dtype, None for None.
+    """
+    moved = list(tensors)
+    awaited: set[torch.device] = set()
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        dtype = tensor.dtype if dtypes is None else dtypes[index]
+        if device.type == "cpu" and tensor.device.type == "cuda":
+            moved[index] = tensor.to(device, dtype, non_blocking=True)
+            awaited.add(tensor.device)
+        elif tensor.device != device or tensor.dtype is not dtype:
+            moved[index] = to_device(tensor, device, dtype)
+    for source in awaited:
+        torch.cuda.current_stream(source).synchronize()
+    return moved
+
+
+def download(numbers: torch.Tensor, out: torch.Tensor, event: torch.cuda.Event) -> None:
+    """Queue a copy from a GPU to pinned memory in the current stream, and record an event after it.
+
+    Args:
+        numbers: a tensor on a GPU.
+        out: pinned memory of the same shape and dtype, which must not be read before `event` has been waited for, or
+            its `query` has returned True.
+        event: the event.
+    """
+    with torch.cuda.device(numbers.device):
+        out.copy_(numbers, non_blocking=True)
+        event.record()
 
 
 def _keep(pinned: torch.Tensor) -> None:

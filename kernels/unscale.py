@@ -57,7 +57,7 @@ from halfstep.kernels.multi_tensor import (
     own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
-from halfstep.kernels.streams import capturing, current_stream, upload
+from halfstep.kernels.streams import capturing, current_stream, to_device, upload
 
 CHUNK = 4096
 LANES = 1024
@@ -790,7 +790,7 @@ def _checked_factor(value: torch.Tensor | float | None, device: torch.device) ->
         raise TypeError(f"Expected inv_scale to have a real dtype, but got {value.dtype}")
     if value.dtype == torch.float32 and value.device == device:
         return Factor(value.detach().resolve_neg().reshape(()))
-    return Factor(value.detach().reshape(()).to(device=device, dtype=torch.float32, non_blocking=True))
+    return Factor(to_device(value.detach().reshape(()), device, torch.float32))
 
 
 def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float | None = None) -> Verdict:
@@ -802,7 +802,8 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
             summed; the gradients are not written.
 
     Returns:
-        `Verdict`: ``(found_inf, sum_of_squares, flags)`` on the device. The call does not wait for the device.
+        `Verdict`: ``(found_inf, sum_of_squares, flags)`` on the device. The call does not wait for the device, except
+        for an `inv_scale` on a GPU that gradients on the CPU are multiplied by.
 
     Raises:
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
@@ -838,7 +839,8 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         inv_scale: a float or a one-element tensor on any device.
 
     Returns:
-        `Unscaled`: ``(found_inf, norm)``, 0-dim tensors on the device. The call does not wait for the device.
+        `Unscaled`: ``(found_inf, norm)``, 0-dim tensors on the device. The call does not wait for the device, except
+        for an `inv_scale` on a GPU that gradients on the CPU are multiplied by.
 
     Raises:
         TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.

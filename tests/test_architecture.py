@@ -200,6 +200,51 @@ def test_the_check_for_long_modules_can_fail() -> None:
     assert longer({"a.py": LONGEST + 1, "b.py": LONGEST}) == {"a.py"}
 
 
+# Where copies may be asynchronous: `to_device` and its like, and offloading, which waits for an event after each copy.
+COPY_WITHOUT_WAITING = {"kernels/streams.py", "integrations/offload.py"}
+
+
+def copies_without_waiting(source: str) -> list[int]:
+    """Lines with a copy that may be asynchronous, towards the CPU too: ``non_blocking``, by name or by position."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.keyword) and node.arg == "non_blocking":
+            asked = not (isinstance(node.value, ast.Constant) and node.value.value is False)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) > 1:
+            booleans = [one for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, bool)]
+            asked = node.func.attr in ("copy_", "cuda") or (node.func.attr == "to" and bool(booleans))
+        else:
+            asked = isinstance(node, ast.Constant) and node.value == "non_blocking"
+        if asked:
+            lines.append(node.lineno)  # type: ignore[attr-defined]
+    return lines
+
+
+def test_what_is_copied_to_the_cpu_has_arrived() -> None:
+    found = {str(path.relative_to(ROOT)): copies_without_waiting(path.read_text()) for _, path in SOURCES}
+    asynchronous = {name: lines for name, lines in found.items() if lines and name not in COPY_WITHOUT_WAITING}
+    assert asynchronous == {}, "use to_device or all_to_device of kernels/streams.py"
+    assert found["kernels/streams.py"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x.to(device, non_blocking=True)",
+        "x.to(device, torch.float32, True)",
+        "x.to(device, non_blocking=device.type == 'cuda')",
+        "x.copy_(y, True)",
+        "torch.Tensor.copy_(x, y)",
+        "x.cuda(None, True)",
+        "partial(x.copy_, non_blocking=True)",
+        "x.to(**{'non_blocking': True})",
+    ],
+)
+def test_the_check_for_asynchronous_copies_can_fail(source: str) -> None:
+    assert copies_without_waiting(f"import torch\n\n{source}") == [3]
+    assert not copies_without_waiting("x.to(y, non_blocking=False).to(device, torch.float32)\nx.copy_(y).cuda(0)")
+
+
 # What may know how torch spreads a model over ranks, in the layers below integrations.
 KNOWS_RANKS = {"numerics/scaling/topology.py"}
 

@@ -23,7 +23,7 @@ from halfstep.integrations.optim.options import check_number, check_options, che
 from halfstep.integrations.optim.state import WHOLE
 from halfstep.integrations.optim.step_plan import StepPlan
 from halfstep.kernels import adam
-from halfstep.kernels.streams import capturing
+from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
 from halfstep.numerics.scaling.topology import is_sharded, settle_gradients
@@ -35,18 +35,20 @@ _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fr
 
 
 def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
-    """The control of a step with the dtypes and the device that the kernels need. Does not wait for the device."""
+    """The control of a step with the dtypes and the device that the kernels need. Waits only for numbers of a GPU that
+    a step on the CPU needs."""
     numbers = control.grad_scale, control.found_inf, control.sum_of_squares
     if all(map(is_, numbers, repeat(None))):
         return control
+    dtypes = torch.float32, torch.float32, torch.float64
     fitting = []
-    for number, dtype in zip(numbers, (torch.float32, torch.float32, torch.float64), strict=True):
+    fits = True
+    for number, dtype in zip(numbers, dtypes, strict=True):
         if number is not None and not isinstance(number, torch.Tensor):
-            number = torch.full((), float(number), dtype=dtype, device=device)
-        elif number is not None and (number.dtype is not dtype or number.device != device):
-            number = number.to(device=device, dtype=dtype, non_blocking=True)
+            number, fits = torch.full((), float(number), dtype=dtype, device=device), False
+        fits = fits and (number is None or (number.dtype is dtype and number.device == device))
         fitting.append(number)
-    return control if all(map(is_, fitting, numbers)) else adam.Control(*fitting)
+    return control if fits else adam.Control(*all_to_device(fitting, device, dtypes))
 
 
 def _as_fp32(value: Any) -> torch.Tensor:
@@ -285,13 +287,13 @@ class _AdamBase(CanonicalState):
             assert verdict is not None
             control = _skipping_zeros(control, verdict)
         writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
-        needed: list[tuple[adam.Control, torch.Tensor]] = []  # keeps alive what the calls hold the addresses of
+        needed: dict[torch.device, tuple[torch.Tensor, adam.Control]] = {}  # the calls hold addresses in them
         for batch, indices in plan.batches:
             own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
-            here = _control_on(control, batch.device)
-            table = plan.group_table(batch.device, groups, limit, changed)
-            needed.append((here, table))
-            writes.append((batch.parameters, batch.prepare(own, contiguous, table, here)))
+            if batch.device not in needed:
+                table = plan.group_table(batch.device, groups, limit, changed)
+                needed[batch.device] = table, _control_on(control, batch.device)
+            writes.append((batch.parameters, batch.prepare(own, contiguous, *needed[batch.device])))
         if part != WHOLE:
             writes[-1][1].extend(partial(setattr, parameter, "grad", None) for parameter in parameters)
         self._commit(part, writes)

@@ -23,7 +23,7 @@ from halfstep.integrations.optim.state import (
 from halfstep.kernels import adam
 from halfstep.kernels.block_codes import blocks_per_row, rows_and_columns
 from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory, has_numbers
-from halfstep.kernels.streams import upload
+from halfstep.kernels.streams import all_to_device, upload
 from halfstep.numerics.scaling.topology import local
 from halfstep.numerics.scaling.verdict import parameters_of
 
@@ -125,8 +125,9 @@ class StepPlan:
                 self._tables[device] = (None, table)  # content unknown until the upload has ended
             table = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), device, out=table)
             self._tables[device] = (values, table)
-        for row, column, value in late:
-            table[row, column].copy_(value.reshape(()), non_blocking=True)
+        on_device = all_to_device([value.reshape(()) for _, _, value in late], device)
+        for (row, column, _), value in zip(late, on_device, strict=True):
+            table[row, column].copy_(value)
         return table
 
     def stepped(self, groups: list[Group], limit: float | None) -> None:

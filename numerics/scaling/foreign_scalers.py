@@ -10,6 +10,9 @@ scalers unscale in place, reduce their flag where they can, and do not call ``st
 `torch.amp.GradScaler` does not reduce its flag for plain tensors, so it is wrong under FSDP1 with every optimizer.
 Reading the attribute is the only moment before the first step at which an optimizer meets its scaler, so the error is
 raised there.
+
+torch's scalers copy the scale to the CPU and do not wait for it: gradients on the CPU are multiplied by whatever was in
+that memory before. They are refused there, too.
 """
 
 from __future__ import annotations
@@ -29,15 +32,18 @@ class StepSupportsAmpScaling:
     A value that is set on an instance takes precedence.
 
     Raises:
-        RuntimeError: `torch.amp.GradScaler` reads the attribute, and FSDP1 shards the optimizer's parameters.
+        RuntimeError: a scaler of torch reads the attribute, and its scale is on a GPU and a parameter on the CPU, or
+            the other way round; or `torch.amp.GradScaler` does, and FSDP1 shards the optimizer's parameters.
     """
 
     def __get__(self, optimizer: Any, owner: Any = None) -> bool:
         if optimizer is not None:
             # The reader of an attribute is visible only in its frame.
             asking = sys._getframe(1).f_locals.get("self")
-            if isinstance(asking, torch.amp.GradScaler) and _reduces_nothing(type(asking)):
-                _refuse_cut_parameters(optimizer)
+            if isinstance(asking, torch.amp.GradScaler):
+                _refuse_other_devices(asking, optimizer)
+                if _reduces_nothing(type(asking)):
+                    _refuse_cut_parameters(optimizer)
         return False
 
 
@@ -45,6 +51,18 @@ def _reduces_nothing(scaler: type[torch.amp.GradScaler]) -> bool:
     """Whether a class is torch's plain scaler, or a subclass that unscales in the same way."""
     plain = torch.amp.GradScaler
     return scaler.unscale_ is plain.unscale_ and scaler._unscale_grads_ is plain._unscale_grads_
+
+
+def _refuse_other_devices(scaler: torch.amp.GradScaler, optimizer: StepsOnVerdict) -> None:
+    devices = {parameter.device for parameter in parameters_of(optimizer)}
+    scale = scaler._scale
+    if scale is None or {device.type for device in devices} <= {scale.device.type}:
+        return
+    raise RuntimeError(
+        f"Expected scaler to be halfstep.GradScaler for parameters on {', '.join(sorted(map(str, devices)))} and a "
+        f"loss scale on {scale.device}, but got {type(scaler).__qualname__} of torch: it copies numbers from the GPU "
+        "to the CPU without waiting for them, and uses them before they have arrived"
+    )
 
 
 def _refuse_cut_parameters(optimizer: StepsOnVerdict) -> None:

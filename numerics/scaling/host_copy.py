@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from halfstep.kernels.streams import capturing
+from halfstep.kernels.streams import capturing, download
 
 
 class HostCopy:
@@ -36,9 +36,7 @@ class HostCopy:
             place = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._free.append((torch.cuda.Event(), place))
         event, place = self._free.pop()
-        with torch.cuda.device(numbers.device):
-            place.copy_(numbers, non_blocking=True)
-            event.record()
+        download(numbers, place, event)
         self._under_way.append((event, place))
 
     def _look(self) -> None:

@@ -32,6 +32,7 @@ from torch.amp.grad_scaler import OptState
 from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
 from halfstep.kernels.multi_tensor import all_have_memory
+from halfstep.kernels.streams import all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
@@ -41,15 +42,6 @@ from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, St
 # 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices flush to 0, so no scale grows beyond
 # that.
 SMALLEST_SCALE, USUAL_MAX_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126, torch.finfo(torch.float32).max
-
-
-def _in_fp32(outputs: Any) -> Any:
-    """The losses, with 16-bit ones converted to fp32, also inside lists and tuples."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
-    if isinstance(outputs, (list, tuple)):
-        return type(outputs)(map(_in_fp32, outputs))
-    return map(_in_fp32, outputs) if isinstance(outputs, Iterable) else outputs
 
 
 class _Option(NamedTuple):
@@ -254,7 +246,19 @@ class GradScaler(torch.amp.GradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss, or an iterable of losses, by the scale, in fp32 at least."""
-        return super().scale(_in_fp32(outputs)) if self._enabled else outputs
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, torch.Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            assert self._scale is not None
+            wide = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+            return wide * to_device(self._scale, outputs.device)
+        if isinstance(outputs, (list, tuple)):
+            return type(outputs)(map(self.scale, outputs))
+        if isinstance(outputs, Iterable):
+            return map(self.scale, outputs)
+        raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, but got {outputs!r}")
 
     # ----------------------------------------------------------------------------------------------------- checking
 
@@ -364,6 +368,8 @@ class GradScaler(torch.amp.GradScaler):
             return self._step_wrapper(optimizer, inner, *args, **kwargs)
         stepping = _stepping(optimizer)
         if not isinstance(stepping, StepsOnVerdict):
+            if self._is_elsewhere(optimizer):
+                return self._step_wrapper(optimizer, optimizer, *args, **kwargs)
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -379,6 +385,16 @@ class GradScaler(torch.amp.GradScaler):
             stepping._decision = None
         state["stage"] = OptState.STEPPED
         return result
+
+    def _is_elsewhere(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has parameters on the CPU and the scale is on a GPU, or the other way round.
+
+        torch's fused steps then copy the scale and the flag without waiting, and read them on the CPU before they have
+        arrived: gradients are unscaled here, and the flag is read.
+        """
+        assert self._scale is not None
+        kinds = {parameter.device.type for parameter in parameters_of(optimizer)}
+        return not kinds <= {self._scale.device.type}
 
     def _verdict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Verdict | None:
         """The verdict for the next step of an optimizer of halfstep. If there is none yet, it is made."""
@@ -464,7 +480,7 @@ class GradScaler(torch.amp.GradScaler):
         for grad in shards:
             by_device.setdefault(grad.device, []).append(grad)
         for device, own in by_device.items():
-            torch._foreach_mul_(own, factor.to(device, non_blocking=True))
+            torch._foreach_mul_(own, to_device(factor, device))
         # As in torch, the dtype of the gradients; on ranks without gradients that of the parameters.
         return norm.to(functools.reduce(torch.promote_types, {one.dtype for one in grads or parameters}))
 
@@ -497,10 +513,9 @@ class GradScaler(torch.amp.GradScaler):
         ]
         if not found:
             raise AssertionError("No inf checks were recorded prior to update.")
-        if len(found) > 1:
-            overflow = torch.stack([flag.reshape(()).to(scale.device, non_blocking=True) for flag in found]).amax()
-        else:
-            overflow = found[0].to(scale.device, torch.float32, non_blocking=True)
+        overflow = found[0]
+        if len(found) > 1 or overflow.device != scale.device:
+            overflow = torch.stack(all_to_device(found, scale.device)).amax()
         overflow = self._agreed(overflow)
         assert self._hysteresis_tracker is not None and self._skipped is not None and self._counts is not None
         state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
-from halfstep.kernels.streams import capturing
+from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
 from halfstep.numerics.scaling.topology import NOWHERE, Topology, TopologyMemory, local, settle_gradients
 
@@ -74,11 +74,15 @@ class _PartOf(NamedTuple):
     stream: torch.cuda.Stream | None
 
 
-def _factor_on(factor: Factor | None, device: torch.device) -> Factor | None:
-    """The factor on a device. Does not wait for the device."""
-    if factor is not None and isinstance(factor.value, torch.Tensor) and factor.value.device != device:
-        return factor._replace(value=factor.value.to(device, non_blocking=True))
-    return factor
+def _on_device(
+    device: torch.device, factor: Factor | None, step: torch.Tensor | None
+) -> tuple[Factor | None, torch.Tensor | None]:
+    """The factor and the number of steps on a device. The host waits once if the CPU needs numbers of a GPU."""
+    value = factor.value if factor is not None and isinstance(factor.value, torch.Tensor) else None
+    if (value is None or value.device == device) and (step is None or step.device == device):
+        return factor, step
+    value, step = all_to_device([value, step], device)
+    return (factor if factor is None or value is None else Factor(value, factor.inverted)), step
 
 
 class Combination:
@@ -97,22 +101,24 @@ class Combination:
         """
         if not topology.groups:
             home = found[0].device
-            flag = torch.stack([one.to(home, non_blocking=True) for one in found]).amax() if found[1:] else found[0]
-            total = sum((one.to(home, non_blocking=True) for one in squares[1:]), start=squares[0])
+            values = all_to_device([*found, *squares], home)
+            found, squares = values[: len(found)], values[len(found) :]
+            flag = torch.stack(found).amax() if found[1:] else found[0]
+            total = sum(squares[1:], start=squares[0])
             return Verdict(flag, total, torch.empty(0, dtype=torch.int32, device=home))
         held = [*found, *map(local, topology.parameters[:1])]
         home = held[0].device if held else torch.device("cpu")
         device = topology.device_for(home)
         numbers, verdict = self._on(device)
-        for total, own in ((numbers[0], found), (numbers[1], squares)):
+        values = all_to_device([*found, *squares], device)
+        for total, own in ((numbers[0], values[: len(found)]), (numbers[1], values[len(found) :])):
             if not own:
                 total.zero_()
-            for index, one in enumerate(own):
-                value = one.to(device, non_blocking=True)
+            for index, value in enumerate(own):
                 total.copy_(value) if index == 0 else total.add_(value)
         topology.sum_over_ranks(numbers)
         torch.gt(numbers[0], 0, out=verdict.found_inf)
-        return verdict if home == device or not held else Verdict(*(part.to(home) for part in verdict))
+        return verdict if home == device or not held else Verdict(*all_to_device(verdict, home))
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, Verdict]:
         """The two fp64 numbers to sum over ranks, flag and sum of squares, and the verdict made from them."""
@@ -194,9 +200,12 @@ class Checker:
         kinds = self._by_kind(parameters, grads, places)
         if len(kinds) == 1 and not topology.groups:
             ((kind, (tensors, where)),) = kinds.items()
-            return self._of_kind(kind, tensors, where, len(parameters), factor, write, step, keep)
+            factor, step = _on_device(kind[0], factor, step)
+            return self._of_kind(kind, tensors, where, len(parameters), factor, step, write, keep)
+        # Before the first check: the CPU would wait for that, too.
+        numbers = {device: _on_device(device, factor, step) for device in dict.fromkeys(kind[0] for kind in kinds)}
         verdicts = {
-            kind: self._of_kind(kind, tensors, where, len(parameters), factor, write, step, keep)
+            kind: self._of_kind(kind, tensors, where, len(parameters), *numbers[kind[0]], write, keep)
             for kind, (tensors, where) in kinds.items()
         }
         return self._combined(verdicts, keep)
@@ -229,7 +238,8 @@ class Checker:
         for kind, (tensors, where) in kinds.items():
             device, _, known = kind
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            part = check_part(tensors, _factor_on(factor, device), in_memory=known and all_have_memory(tensors))
+            there, _ = _on_device(device, factor, None)
+            part = check_part(tensors, there, in_memory=known and all_have_memory(tensors))
             for place, dtype, sums, flag in zip(where, part.dtypes, part.sums, part.flags, strict=True):
                 self._parts[place] = _PartOf(kind, part.in_memory, dtype, sums, flag, stream)
 
@@ -248,7 +258,7 @@ class Checker:
     def _of_parts(self, kind: Kind, parts: list[tuple[int, _PartOf]], step: torch.Tensor | None) -> Verdict:
         device, slots = kind[0], len(self._places)
         out = Verdict.empty(slots, device)
-        tally = None if step is None else self._tally(slots, device, step, False)
+        tally = None if step is None else self._tally(slots, device, to_device(step, device), False)
         others = {one.stream for _, one in parts if one.stream is not None}
         if others:
             now = torch.cuda.current_stream(device)
@@ -302,12 +312,11 @@ class Checker:
         where: Sequence[int],
         slots: int,
         factor: Factor | None,
-        write: bool,
         step: torch.Tensor | None,
+        write: bool,
         keep: bool,
     ) -> Verdict:
         device, _, known = kind
-        factor = _factor_on(factor, device)
         recording = capturing(device)
         out = self._kept.get(kind) if keep and not recording else None
         if out is None or out.flags.numel() != slots:
@@ -330,5 +339,4 @@ class Checker:
             if counts is not None:
                 grown[: counts.shape[0]] = counts
             counts = self.counts[device] = grown
-        step = step if step.device == device else step.to(device, non_blocking=True)
         return Tally(counts if counts.shape[0] == slots else counts[:slots], step)

@@ -32,6 +32,7 @@ from halfstep.kernels.statistics import (
     foreach_count_,
     width,
 )
+from halfstep.kernels.streams import to_device
 from halfstep.numerics.formats.table import Format, formats
 from halfstep.numerics.presentation import shown
 from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
@@ -468,7 +469,7 @@ def statistics(
         counts = torch.zeros(len(placed), width(errors), dtype=torch.int64, device=device)
         there: torch.Tensor | None = None
         if isinstance(factor, torch.Tensor):
-            there = factor.to(device, non_blocking=True)
+            there = to_device(factor, device)
         elif factor != 1:
             there = torch.full((), factor, dtype=torch.float32, device=device)
         for double in (False, True):  # fp64 is scaled before it becomes fp32

@@ -13,7 +13,7 @@ from stream_model import Model
 import halfstep
 from halfstep.kernels import streams, unscale
 from halfstep.kernels.multi_tensor import TableCache
-from halfstep.kernels.streams import capturing, upload
+from halfstep.kernels.streams import all_to_device, capturing, to_device, upload
 
 KERNELS = ["native", "triton"]
 
@@ -156,6 +156,57 @@ def test_capturing_asks_about_the_device_that_it_was_given() -> None:
         assert model.current_device == 1
         model.current_device = 0
         assert capturing(torch.device("cuda")) and not capturing(torch.device("cpu"))
+
+
+def test_a_capture_pins_memory_as_torch_allows_since_2_11() -> None:
+    for pins_in_capture in (True, False):
+        with Model("late", pins_in_capture=pins_in_capture):
+            tensors = [ones(4), ones(9)]
+            halfstep.foreach_check(tensors)
+            torch.cuda.synchronize()
+            if pins_in_capture:
+                with captured() as graph:
+                    found = halfstep.foreach_check(tensors).sum_of_squares
+                graph.replay()
+                assert found.item() == 13.0
+            else:
+                with pytest.raises(RuntimeError, match="an event of pinned memory is queried"), captured():
+                    halfstep.foreach_check(tensors)
+
+
+# --------------------------------------------------------------------------------------------------- copies and devices
+
+
+@pytest.mark.parametrize("order", ["late", "at once"])
+def test_what_is_moved_to_the_cpu_has_arrived_after_one_wait(order: str) -> None:
+    with Model(order) as model:
+        cpu, gpu = torch.device("cpu"), model.device
+        numbers = [torch.full((), 1.5, device=gpu) * 2, None, torch.tensor(4), torch.full((3,), 5, device=gpu) + 1]
+        moved = all_to_device(numbers, cpu, [torch.float64, torch.float32, torch.int64, torch.float32])
+        assert model.blocking == ["Stream.synchronize"] and model.pageable == []
+        assert moved[1] is None and moved[2] is numbers[2]
+        assert [one.tolist() for one in moved if one is not None] == [3.0, 4, [6.0] * 3]
+        assert [one.dtype for one in moved if one is not None] == [torch.float64, torch.int64, torch.float32]
+        model.blocking.clear()
+        assert to_device(torch.full((), 2.5, device=gpu) * 2, cpu).item() == 5.0
+        assert model.blocking == ["a copy from the device"]
+
+
+def test_what_is_moved_to_a_gpu_is_waited_for_by_no_one() -> None:
+    with Model("late") as model:
+        numbers = [torch.tensor(1.5), torch.full((), 2, device=model.device), None]
+        moved = all_to_device(numbers, model.device)
+        assert moved[1] is numbers[1] and moved[2] is None
+        assert to_device(torch.tensor(3), model.device, torch.float32).dtype == torch.float32
+        assert model.blocking == [] and moved[0] is not None and moved[0].item() == 1.5
+
+
+def test_nothing_is_read_from_a_capture() -> None:
+    for move in (lambda x: to_device(x, torch.device("cpu")), lambda x: all_to_device([x], torch.device("cpu"))):
+        with Model("late"):
+            x = ones(4)
+            with pytest.raises(RuntimeError, match="previous error during capture"), captured():
+                move(x)
 
 
 # ------------------------------------------------------------------------------------------------------ no hidden waits

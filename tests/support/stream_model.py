@@ -7,12 +7,13 @@ frees are recorded on the current stream and executed later: in any order that s
 numbers, and read their tables when they are executed. Graphs are captured and replayed. Calls that PyTorch and CUDA
 refuse during a capture are refused here.
 
-Pinned and pageable memory are distinguished. `blocking` lists every call in which the host waited for the device, and
-`pageable` every copy from memory that is not pinned. With ``torch.cuda.set_sync_debug_mode("error")``, waiting calls
-raise.
+Pinned and pageable memory are distinguished. As in PyTorch, pinned memory that was freed is reused when a later
+allocation finds by a query of events that its copies are done, which a capture forbids. `blocking` lists every call in
+which the host waited for the device, and `pageable` every copy from memory that is not pinned. With
+``torch.cuda.set_sync_debug_mode("error")``, waiting calls raise.
 
-Simplifications: there are one device and one thread, captured nodes are replayed in the order of their capture, and
-copies from pageable memory read the host immediately.
+Simplifications: there are one device and one thread, in which work for a thread pool runs at once, captured nodes are
+replayed in the order of their capture, and copies from pageable memory read the host immediately.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import ctypes
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -132,6 +134,8 @@ class Model:
         kernels: the implementation of our kernels: ``"native"`` (C++), ``"triton"`` (the interpreter) or
             ``"reference"``.
         size: bytes of memory.
+        pins_in_capture: whether a captured stream allocates pinned memory from the pool of its graph, which needs no
+            query of an event. torch does so since 2.11 (https://github.com/pytorch/pytorch/pull/167507).
 
     Attributes:
         device: the device to pass to functions of torch.
@@ -140,8 +144,15 @@ class Model:
         launches: names of the launched kernels.
     """
 
-    def __init__(self, order: str = "random", seed: int = 0, kernels: str = "native", size: int = 1 << 24) -> None:
-        self.device, self.order, self.kernels = DEVICE, order, kernels
+    def __init__(
+        self,
+        order: str = "random",
+        seed: int = 0,
+        kernels: str = "native",
+        size: int = 1 << 24,
+        pins_in_capture: bool = True,
+    ) -> None:
+        self.device, self.order, self.kernels, self.pins_in_capture = DEVICE, order, kernels, pins_in_capture
         self.blocking: list[str] = []
         self.pageable: list[str] = []
         self.launches: list[str] = []
@@ -150,7 +161,9 @@ class Model:
         self._random = random.Random(seed)
         self.memory, self.pinned = Memory(size, self._freed), Memory(size, self._freed_pinned)
         self._left: set[int] = set()  # blocks freed while another stream than theirs was current
-        self._in_use: dict[int, int] = {}  # pinned blocks by their address: copies under way
+        # By the address of a pinned block: copies under way, for blocks that were copied; bytes, for those freed since.
+        self._in_use: dict[int, int] = {}
+        self._freed_in_use: dict[int, int] = {}
         self._numbers = itertools.count()
         self._streams: list[Stream] = []
         self.default = self.current = self.stream()
@@ -165,6 +178,7 @@ class Model:
             torch.Tensor.numpy: lambda func, tensor: func(self._to(func, tensor, "cpu")),
             torch.Tensor.pin_memory: lambda func, tensor: self.new_pinned(tensor).copy_(tensor),
             torch.Tensor.is_pinned: lambda func, tensor: self.pinned.holds(tensor),
+            torch.Tensor.register_post_accumulate_grad_hook: self._hook,
         }
 
     # ------------------------------------------------------------------------------------------------------ context
@@ -198,6 +212,7 @@ class Model:
             enter(mock.patch.object(module, "resolve", partial(self._resolve, module.resolve)))
             if hasattr(module, "native"):
                 enter(mock.patch.object(module, "native", self._native()))
+        enter(mock.patch.object(ThreadPoolExecutor, "submit", _run_at_once))
         enter(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", self._grouping()))
         if self.kernels == "triton":
             from triton.runtime.interpreter import InterpretedFunction
@@ -207,6 +222,15 @@ class Model:
         enter(_Deferred(self))
         enter(_Python(self))
         return self
+
+    def _hook(self, func: Any, tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        """`torch.Tensor.register_post_accumulate_grad_hook`. Autograd calls hooks without the modes of its caller."""
+
+        def call(parameter: torch.Tensor) -> None:
+            with _Python(self):
+                hook(parameter)
+
+        return func(tensor, call)
 
     def __exit__(self, *error: Any) -> None:
         try:
@@ -235,11 +259,15 @@ class Model:
 
     def _grouping(self) -> Callable[..., Any]:
         """torch's grouping by device. The C++ original would take the tensors of the device for CPU tensors."""
-        usual = torch._C._group_tensors_by_device_and_dtype
 
-        def grouped(lists: list[list[torch.Tensor]], indices: bool = False) -> Any:
-            found = usual(lists, indices)
-            return {(own[0][0][0].device, dtype): own for (_, dtype), own in found.items()}
+        def grouped(lists: list[list[torch.Tensor]], with_indices: bool = False) -> Any:
+            indices: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+            for index, tensor in enumerate(lists[0]):
+                indices.setdefault((tensor.device, tensor.dtype), []).append(index)
+            return {
+                key: ([[one[index] for index in own] if one else [] for one in lists], own if with_indices else [])
+                for key, own in indices.items()
+            }
 
         return grouped
 
@@ -358,7 +386,19 @@ class Model:
         return made
 
     def new_pinned(self, like: torch.Tensor) -> torch.Tensor:
+        if self.current.graph is None or not self.pins_in_capture:
+            self._reuse_pinned()
         return self.pinned.new(None, like.shape, like.stride(), like.dtype)
+
+    def _reuse_pinned(self) -> None:
+        """Make freed blocks available whose copies are done, until the first one whose copies are not."""
+        for block, size in list(self._freed_in_use.items()):
+            for graph in self.captures():
+                graph.fail("operation not permitted when stream is capturing: an event of pinned memory is queried")
+            if self._in_use[block]:
+                return
+            del self._in_use[block], self._freed_in_use[block]
+            self.pinned.give(None, block, size)
 
     def _freed(self, pool: Stream | Pool, offset: int, size: int) -> None:
         poison = partial(self.memory.poison, offset, size)
@@ -374,14 +414,12 @@ class Model:
         self.memory.give(pool, offset, size)
 
     def _freed_pinned(self, pool: None, offset: int, size: int) -> None:
-        if self._in_use.get(offset):
-            self._in_use[offset] |= 1 << 32  # freed, when the last copy is done
-            return
-        self.pinned.poison(offset, size)
-        self.pinned.give(None, offset, size)
-
-    def _used(self, block: int) -> None:
-        self._in_use[block] -= 1
+        if not self._in_use.get(offset):
+            self.pinned.poison(offset, size)
+        if offset in self._in_use:
+            self._freed_in_use[offset] = size
+        else:
+            self.pinned.give(None, offset, size)
 
     def check_table(self, kind: str, rows: int, chunk_tensor: int, tensors: int, chunks: int) -> None:
         """Refuse a launch whose table no longer exists."""
@@ -456,7 +494,6 @@ class Model:
                 target.copy_(source)
             return target
         block = host.untyped_storage().data_ptr() - self.pinned.start
-        size = host.untyped_storage().nbytes()
         copy = partial(self.alias(target).copy_, self.alias(source))
         if self.current.graph is not None:
             self.current.push(copy)  # no stream waits for a replay
@@ -465,10 +502,9 @@ class Model:
 
             def work() -> None:
                 copy()
-                self._used(block)
-                if self._in_use[block] == 1 << 32:
-                    del self._in_use[block]
-                    self._freed_pinned(None, block, size)
+                self._in_use[block] -= 1
+                if not self._in_use[block] and block in self._freed_in_use:
+                    self.pinned.poison(block, self._freed_in_use[block])
 
             self.current.push(work)
         if not non_blocking:
@@ -516,6 +552,16 @@ class Model:
             like = torch.empty_like(tensor, dtype=dtype or tensor.dtype)
             target = self.new(like) if there else self.new_pinned(like) if non_blocking else like
         return target.copy_(tensor, non_blocking=non_blocking)
+
+
+def _run_at_once(pool: ThreadPoolExecutor, call: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:
+    """`ThreadPoolExecutor.submit` without a thread, in which no mode would be active."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(call(*arguments, **options))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def _forget() -> None:

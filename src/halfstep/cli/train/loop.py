@@ -43,6 +43,7 @@ from halfstep.cli.train.world import ThisRank
 from halfstep.integrations import checkpoint
 from halfstep.integrations.doctor import Diagnosis
 from halfstep.integrations.monitor import AmpMonitor
+from halfstep.kernels.streams import to_device
 from halfstep.numerics.planning.work import utilisation
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 
@@ -399,7 +400,7 @@ class Trainer:
             group["lr"] = settings.rate(self.step)
         self._clock.start()
         loss = torch.zeros((), dtype=torch.float32, device=device)
-        parts = self._parts(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True))
+        parts = self._parts(to_device(inputs, device), to_device(targets, device))
         for number, part in enumerate(parts, 1):
             with backward_of(self.model, last=number == len(parts)):
                 share = self.model(*part)
