@@ -34,8 +34,8 @@ def usual_code(x: torch.Tensor) -> int | None:
     """
     if is_dynamo_compiling() or torch.autograd.forward_ad._current_level >= 0:
         return None
-    module = native.calls()
-    if module is None or not native_on_cpu("softmax") or not 0 <= (code := module.code(x)) < len(DTYPE_CODES):
+    module = native.calls() if native_on_cpu(x, "softmax") else None
+    if module is None or not 0 <= (code := module.code(x)) < len(DTYPE_CODES):
         return None
     shape = x.shape
     return code if shape and shape[-1] <= LONGEST else None
@@ -66,8 +66,8 @@ def quick_backward(
     dim, scale, causal, log, dtype = options
     if is_dynamo_compiling() or torch.is_grad_enabled() or dim != -1 or causal or dtype is not y.dtype:
         return None
-    module = native.calls()
-    if module is None or not native_on_cpu("softmax") or not 0 <= (code := module.code(y)) < len(DTYPE_CODES):
+    module = native.calls() if native_on_cpu(y, "softmax") else None
+    if module is None or not 0 <= (code := module.code(y)) < len(DTYPE_CODES):
         return None
     if module.code(grad) != code or torch.autograd.forward_ad._current_level >= 0:
         return None
