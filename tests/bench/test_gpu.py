@@ -159,9 +159,7 @@ def killed_after_each_step(out: Path, only: str) -> list[str]:
 
 
 def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path) -> None:
-    names = killed_after_each_step(
-        tmp_path / "out", r"^machine$|NaN|captured$|^time of adamw, fp32, 1 tensors|^time of cast"
-    )
+    names = killed_after_each_step(tmp_path / "out", r"^machine$|NaN|captured$|^time of adamw, fp32, 10 tensors$")
     assert names[:3] == ["machine", "NaN patterns", "AMP steps, captured"] and names[3].startswith("time of adamw")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["device"] == "model of a GPU" and results["left_out"] == 0 and len(results["results"]) > 1
@@ -169,7 +167,7 @@ def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path)
 
 @pytest.mark.exhaustive
 def test_the_whole_command_killed_after_each_of_its_steps(tmp_path: Path) -> None:
-    names = killed_after_each_step(tmp_path / "out", "")
+    names = killed_after_each_step(tmp_path / "out", r"^(?!time of)|^time of adamw, fp32, 10 tensors$")
     assert names[:3] == ["machine", "NaN patterns", "root and quotient"]
     assert gpu_checks.TESTS in names and sum(name.startswith("bits of Adam") for name in names) == 7
     assert names == list(dict.fromkeys(names))
