@@ -1,122 +1,143 @@
-"""``halfstep bench gpu --out DIR``: check and measure halfstep on this machine's GPU.
+"""``halfstep bench gpu``: check and measure halfstep on this machine's GPU. Every minute of it is of use.
 
-The command first compares one kernel of each family with torch (`gpu_checks.smoke`). It then compares whole AMP steps
-(check, norm, clip, update, scale), some of which overflow, with the reference, bit for bit: eager steps, steps that
-unscale in place, CUDA graphs replayed between eager steps, and steps on two streams, all under
-``torch.cuda.set_sync_debug_mode("error")`` (`gpu_checks.steps`). Finally it runs the cases of ``halfstep bench run``.
+Each check runs in a process of its own, which is ended if it takes more than a minute, and appends its outcome to
+``checks.jsonl`` in the folder of results, on the disk, before the next one starts. In order: versions, driver and copy
+bandwidth; what our PTX assumes of the GPU's arithmetic; the bits of every layout of the optimizer and of the other
+kernels; AMP steps, eager, captured and on two streams, none of which may wait for the GPU; the tests marked gpu of a
+checkout; and times, those of the largest tensors first and what ``torch.compile`` has to compile last.
 
-It writes ``checks.json`` (the outcome of each check, and the environment) and the files of ``halfstep bench run --out``
-to DIR: ``results.json``, ``table.md`` and, if matplotlib is installed, two pictures. Exit status: 0 if all checks
-passed, including the check before each time; 1 if one failed; 2 if there is no GPU.
+The command ends after ``--minutes``, and the next call continues where it ended, or was killed: outcomes of other code
+or versions do not count. Two calls of nine minutes are enough. It needs torch, Triton and numpy, and runs in a checkout
+that is not installed: ``PYTHONPATH=src python3 -m halfstep bench gpu``.
+
+The other files are made from ``checks.jsonl``: ``results.json`` and ``table.md`` as of ``halfstep bench run``, and, if
+matplotlib is installed, its pictures. Exit status: 0 if nothing has failed; 1 if something did; 2 without a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import os
-import platform
+import re
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
-from importlib.metadata import packages_distributions
+from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from halfstep.bench import gpu_checks, run
+from halfstep.bench import gpu_checks, run_report
+from halfstep.bench.gpu_checks import DONE, FAILED, PASSED, STOPPED, TEST_MINUTES, TESTS
+from halfstep.bench.harness import Result
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
-from halfstep.cli.machine import version_of
 from halfstep.cli.numbers import above_zero
+from halfstep.cli.terminal import terminal
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def environment() -> dict[str, Any]:
-    """The environment of the measurements, without the names of the machine and its user."""
-    import numpy
-
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "processors": os.cpu_count(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "numpy": numpy.__version__,
-        "devices": [],
-    }
-    for name in ("triton", "liger_kernel", "optimi", "flashoptim", "torchao", "apex", "transformer_engine"):
-        found[name] = _version_of(name)
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found["devices"].append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-                "multiprocessors": properties.multi_processor_count,
-                "l2_bytes": getattr(properties, "L2_cache_size", None),
-            }
-        )
-    found["driver"] = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    found["clocks"] = _output(["nvidia-smi", "--query-gpu=clocks.max.sm,clocks.max.mem", "--format=csv,noheader"])
-    found["commit"] = _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"])
-    return found
-
-
-def _version_of(module: str) -> str | None:
-    if importlib.util.find_spec(module) is None:
-        return None
-    return version_of(packages_distributions().get(module, [module])[0]) or "installed"
-
-
-def _output(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+LIMIT = 60.0  # seconds of a check, compiling included
+LIMITS = {TESTS: 60 * TEST_MINUTES + 30}
+PROCESS = [sys.executable, "-m", "halfstep.bench.gpu_checks"]
 
 
 def _parser() -> Parser:
     parser = Parser("bench gpu", "Check and measure halfstep on this machine's GPU.")
-    parser.add_argument("--out", type=a_path, required=True, metavar="DIR", help="folder for the results")
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
     parser.add_argument(
-        "--minutes", type=above_zero, metavar="M", help="start no further case after so long (default: no limit)"
+        "--out", type=a_path, metavar="DIR", help="folder for the results (default: bench/results/ and the GPU's name)"
+    )
+    parser.add_argument("--quick", action="store_true", help="measure fewer and smaller cases")
+    parser.add_argument(
+        "--minutes", type=above_zero, default=9.0, metavar="M", help="end after so long; the next call continues"
     )
     return parser
 
 
+def _environment() -> dict[str, str]:
+    """That of the processes, which import the halfstep of this one, wherever they run."""
+    paths = [str(Path(gpu_checks.__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _run_checks(names: Sequence[str], file: Path, quick: bool, end: float) -> None:
+    """Run checks in one process, and in another one what is left after a check that took too long or ended it."""
+    pending = list(names)
+    while pending and time.monotonic() < end:
+        offset = file.stat().st_size if file.exists() else 0
+        command = [*PROCESS, str(file), str(int(quick)), *pending]
+        process = subprocess.Popen(command, env=_environment(), start_new_session=True)
+        left, since, why = pending, time.monotonic(), ""
+        try:
+            while not why:
+                ended, now = process.poll() is not None, time.monotonic()
+                before, left = left, [name for name in pending if name not in gpu_checks.records(file, offset)]
+                if ended:
+                    why = f"its process ended with status {process.returncode}"
+                elif now > end:
+                    return
+                elif len(left) < len(before):
+                    since = now
+                elif now > since + (LIMITS.get(left[0], LIMIT) if left else LIMIT):
+                    why = f"it took more than {now - since:.0f} s"
+                time.sleep(0.05)
+        finally:  # also what the process has started
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if left:
+            gpu_checks.append(file, {"check": left[0], "status": STOPPED, "error": why})
+            print(f"{left[0]}: {STOPPED}, {why}", flush=True)
+        pending = left[1:]
+
+
+def _report(out: Path, about: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
+    """Write and show the times, and say what failed."""
+    results = [Result(**one) for record in records.values() for one in (record.get("detail") or {}).get("results", ())]
+    if results:
+        run_report.write_json(out / "results.json", about, results)
+        (out / "table.md").write_text(run_report.markdown(about, results))
+        with suppress(ImportError):  # no matplotlib
+            run_report.draw(out, about, results)
+        screen = terminal()
+        screen.show(run_report.table_lines(about, results, screen), sys.stdout)
+    for name, record in records.items():
+        if record["status"] != PASSED:
+            print(f"{name}: {record['status']}: {record['error'].strip().splitlines()[-1]}")
+
+
 def _run(options: argparse.Namespace) -> int:
+    end = time.monotonic() + 60 * options.minutes
     if not torch.cuda.is_available():
         raise UsageError(
             "no GPU: torch.cuda.is_available() is False. Use halfstep bench run to measure on the CPU, halfstep bench "
             "host for the host's time of a step, or halfstep bench audit to audit the compiled kernels"
         )
-    make_folder(options.out)
-    failed = check(torch.device("cuda", torch.cuda.current_device()), options.out / "checks.json")
-    chosen = ["--quick"] * options.quick + (["--minutes", str(options.minutes)] if options.minutes else [])
-    status = run.main(["--out", str(options.out), *chosen])
-    return 1 if failed else status
-
-
-def check(device: torch.device, file: Path) -> list[str]:
-    """Run all checks, print their outcome and write `file`. Returns the names of those that failed."""
-    found: dict[str, Any] = {"environment": environment(), "failed": []}
-    for part in (gpu_checks.smoke, gpu_checks.steps):
-        found[part.__name__] = done = part(device)
-        found["failed"] += done.pop("failed")
-        for name, outcome in done.items():
-            print(f"{name:40} {outcome['status']:8} {outcome['seconds']:6.1f} s", flush=True)
-        # After each part, so that an interrupted run leaves its results.
-        file.write_text(json.dumps(found, indent=1) + "\n")
-    failed: list[str] = found["failed"]
-    return failed
+    device = torch.device("cuda", torch.cuda.current_device())
+    about = run_report.environment(device)
+    slug = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+    out = options.out or Path("bench", "results", slug)
+    make_folder(out)
+    file = out / "checks.jsonl"
+    checks, every = gpu_checks.checks(out), [*gpu_checks.checks(out), *gpu_checks.timings(options.quick)]
+    before = {name: record["status"] for name, record in gpu_checks.records(file).items()}
+    # What a process had to be stopped in, or what ended it, comes last.
+    left = sorted(
+        (name for name in every if before.get(name) not in DONE), key=lambda name: before.get(name) == STOPPED
+    )
+    print(f"{about['device']}: {len(every) - len(left)} of {len(every)} checks and times are in {file}", flush=True)
+    for _, names in groupby(left, lambda name: name if name in checks else ""):
+        if time.monotonic() < end:
+            _run_checks(list(names), file, options.quick, end)
+    records = gpu_checks.records(file)
+    rest = sum(name not in records or records[name]["status"] not in DONE for name in every)
+    machine = records.get("machine", {}).get("detail") or {"copy_gb_per_s": 0.0}
+    _report(out, {**about, **machine, "quick": options.quick, "left_out": rest}, records)
+    if rest:
+        print(f"{rest} of {len(every)} checks and times are left: the same command continues")
+    return 1 if any(record["status"] in (FAILED, STOPPED) for record in records.values()) else 0
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,36 +1,53 @@
-"""Checks of `halfstep bench gpu`: kernels against torch, and whole AMP steps against the reference, bit for bit."""
+"""The checks and measurements of `halfstep bench gpu`, and the process that runs some of them.
+
+python -m halfstep.bench.gpu_checks FILE QUICK NAME...      # append a line of JSON to FILE after each
+"""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from functools import cache, partial
+from importlib.metadata import packages_distributions
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import halfstep
+from halfstep.bench import gpu_instructions, harness, run, run_report, timing
+from halfstep.bench.cases.catalogue import cases
+from halfstep.bench.cases.sizes import sizes_for
+from halfstep.cli.machine import version_of
+
+ROOT = Path(__file__).resolve().parents[1]
+# The statuses of a check. One that does not end with the first two is tried again by the next call.
+PASSED, FAILED, UNFINISHED, STOPPED = "passed", "failed", "unfinished", "stopped"
+DONE = (PASSED, FAILED)
+TESTS, TEST_MINUTES = "tests marked gpu", 4.0
 # How gradients are unscaled and clipped before a step.
 WAYS = ("step", "unscale_", "clip_grad_norm_", "write_back")
 STEP_SIZES = (1, 15, 1000, 4097, 0, 65_536, 300, 1_000_003)
+# Rows of whole and of short blocks of 8-bit moments, several chunks per row and several rows per chunk, and a vector.
+SHAPES = ((40, 128), (1001,), (32, 144), (63, 65), (5, 0), (3, 2500), (4096, 1), (9, 2048))
 
 
-def _checks(checks: dict[str, Callable[[], object]]) -> dict[str, Any]:
-    """Run all checks, even if some fail. Returns the outcome of each by name, and the failed names as ``"failed"``."""
-    done: dict[str, Any] = {}
-    failures = []
-    for name, check in checks.items():
-        start = time.monotonic()
-        try:
-            check()
-            done[name] = {"status": "passed"}
-        except Exception:
-            done[name] = {"status": "failed", "error": traceback.format_exc()}
-            failures.append(name)
-            print(f"{name} failed\n{traceback.format_exc()}", flush=True)
-        done[name]["seconds"] = round(time.monotonic() - start, 2)
-    done["failed"] = failures
-    return done
+class Unfinished(Exception):
+    """A check has not come to its end, and the next call continues it. The message says why."""
 
 
 def _expect(equal: bool, what: str) -> None:
@@ -38,38 +55,192 @@ def _expect(equal: bool, what: str) -> None:
         raise AssertionError(what)
 
 
-def smoke(device: torch.device) -> dict[str, Any]:
-    """One kernel of each family, against torch."""
-    import halfstep
+# ------------------------------------------------------------------------------------------------------------- machine
 
-    x = torch.linspace(-3.0, 3.0, 1001, dtype=torch.float32, device=device)
 
-    def cast() -> None:
-        with halfstep.backend("triton"):  # the default is torch's cast
-            _expect(torch.equal(halfstep.cast(x, torch.bfloat16), x.bfloat16()), "cast to bf16 is not torch's")
+def machine(device: torch.device) -> dict[str, Any]:
+    """The environment of the measurements, without the names of the machine and its user, and the copy bandwidth."""
+    import numpy
 
-    def check() -> None:
-        found = halfstep.foreach_check([x, x.half()])
-        _expect(found.found_inf.item() == 0 and found.flags.tolist() == [0, 0], "found an Inf in finite tensors")
-        squares = x.double().square().sum() + x.half().double().square().sum()
-        _expect(abs(found.sum_of_squares.item() / squares.item() - 1) < 1e-6, "sum of squares")
+    properties = torch.cuda.get_device_properties(device)
+    peers = {name: _version_of(name) for name in ("liger_kernel", "optimi", "flashoptim", "torchao", "apex")}
+    return {
+        **run_report.environment(device),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processors": os.cpu_count(),
+        "numpy": numpy.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "ptxas": _ptxas(),
+        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
+        "clocks": _output(["nvidia-smi", "--query-gpu=clocks.max.sm,clocks.max.mem", "--format=csv,noheader"]),
+        "commit": _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": getattr(properties, "L2_cache_size", None),
+        "peers": {name: version for name, version in peers.items() if version},
+        "copy_gb_per_s": timing.copy_gb_per_s(timing.clock_for(device), run.COPY_BYTES["cuda"]),
+    }
 
-    def softmax() -> None:
-        y = halfstep.softmax(x.view(7, 143))
-        torch.testing.assert_close(y, x.view(7, 143).softmax(-1), rtol=1e-5, atol=1e-7)
 
-    def adam() -> None:
-        def stepped(where: torch.device, backend: str) -> torch.Tensor:
-            with halfstep.backend(backend):
-                parameter = torch.nn.Parameter(x.to(where).bfloat16())
-                parameter.grad = x.to(where).bfloat16().neg()
-                halfstep.AdamW([parameter]).step()
-            return parameter.detach().cpu()
+def _version_of(module: str) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return None
+    return version_of(packages_distributions().get(module, [module])[0]) or "installed"
 
-        mine = stepped(device, "triton")
-        _expect(torch.equal(mine, stepped(torch.device("cpu"), "reference")), "AdamW is not the reference's")
 
-    return _checks({"cast": cast, "check": check, "softmax": softmax, "adam": adam})
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _ptxas() -> dict[str, str | None]:
+    """The last line of what each ptxas of Triton, or of the system, says of its version."""
+    found = importlib.util.find_spec("triton")
+    folder = Path(found.origin or "").parent / "backends" / "nvidia" / "bin" if found else Path()
+    paths = sorted(folder.glob("ptxas*")) or [Path(path) for path in [shutil.which("ptxas")] if path]
+    return {path.name: (_output([str(path), "--version"]) or "").rpartition("\n")[2] or None for path in paths}
+
+
+# -------------------------------------------------------------------------------------------------------- instructions
+
+
+def _on_nvidia(check: Callable[[torch.device, bool], dict[str, Any]], device: torch.device) -> dict[str, Any]:
+    if torch.version.hip is not None:
+        return {"left out": "our PTX runs on NVIDIA GPUs only"}
+    pairings = gpu_instructions.pairings(device)
+    return {"f32x2" if paired else "f32": check(device, paired) for paired in pairings}
+
+
+def _quotients(device: torch.device, paired: bool) -> dict[str, Any]:
+    """The quick way, then the other one."""
+    gpu_instructions.root_and_quotient(device, paired, moments=1, least=float("inf"))
+    return gpu_instructions.root_and_quotient(device, paired)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether the bits are equal, or both are NaN."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+    left, right = left.detach().cpu().reshape(-1), right.detach().cpu().reshape(-1)
+    same = left.view(integers) == right.view(integers)
+    if left.is_floating_point():
+        same |= left.float().isnan() & right.float().isnan()
+    return left.dtype == right.dtype and bool(same.all())
+
+
+def _normal(shape: Sequence[int], dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device=device, dtype=dtype)
+
+
+def other_kernels(device: torch.device) -> dict[str, Any]:
+    """Casts, check, unscale and statistics against the reference, and softmax within its error."""
+    from halfstep.kernels.statistics import Grid, foreach_count_, width
+
+    bits = torch.randint(-(2**31), 2**31, (100_003,), generator=torch.Generator().manual_seed(0), device="cpu")
+    patterns = bits.to(torch.int32).view(torch.float32)
+    dtypes = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+    def results(where: torch.device) -> dict[str, torch.Tensor]:
+        x = patterns.to(where)
+        found = {}
+        for dtype, rounding in product(dtypes, ("nearest", "toward_zero", "stochastic")):
+            options: dict[str, Any] = {"seed": 7} if rounding == "stochastic" else {}
+            found[f"cast to {dtype}, {rounding}"] = halfstep.foreach_cast([x], dtype, rounding=rounding, **options)[0]
+            found[f"cast of {dtype} from {rounding}"] = halfstep.foreach_cast(
+                [found[f"cast to {dtype}, {rounding}"]], torch.float32
+            )[0]
+        counts = torch.zeros(1, width(True), dtype=torch.int64, device=where)
+        foreach_count_([x], counts, Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20))
+        found["statistics"] = counts
+        grads = [
+            _normal((size,), dtype, size, where) for size in STEP_SIZES for dtype in (torch.bfloat16, torch.float32)
+        ]
+        found |= dict(halfstep.foreach_check(grads, 0.125)._asdict())
+        found["found_inf after unscaling"], found["norm"] = halfstep.foreach_unscale_(grads, 0.125)
+        found |= {f"unscaled {index}": grad for index, grad in enumerate(grads)}
+        return found
+
+    with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # the default is torch's cast
+        mine = results(device)
+        x = _normal((7, 40_003), torch.float32, 0, device)
+        torch.testing.assert_close(halfstep.softmax(x), x.softmax(-1), rtol=1e-5, atol=1e-7)
+    with halfstep.backend("reference"):
+        theirs = results(torch.device("cpu"))
+    different = [name for name, value in theirs.items() if not _same_bits(mine[name], value)]
+    _expect(not different, f"the GPU's bits are not the reference's: {different}")
+    return {"compared": len(theirs)}
+
+
+MASTERS: tuple[tuple[torch.dtype, str | None], ...] = (
+    (torch.float32, "auto"),
+    (torch.bfloat16, "split"),
+    (torch.bfloat16, "split24"),
+    (torch.bfloat16, "full"),
+    (torch.bfloat16, None),
+    (torch.float16, "full"),
+    (torch.float16, None),
+)
+# Dtype of the moments, rounding, and whether the largest second moments are kept.
+STATES: tuple[tuple[Any, str, bool], ...] = (
+    (torch.float32, "nearest", False),
+    (torch.bfloat16, "nearest", True),
+    (torch.bfloat16, "stochastic", False),
+    ("8bit", "nearest", True),
+    ("8bit", "stochastic", False),
+)
+
+
+def layouts(master: str | None) -> list[dict[str, Any]]:
+    """Options of the optimizer: every state with these masters."""
+    states = [*STATES, (torch.float32, "stochastic", False)] if master in (None, "split24") else STATES
+    return [
+        {"master_weights": master, "state_dtype": state, "rounding": rounding, "amsgrad": amsgrad}
+        for state, rounding, amsgrad in states
+    ]
+
+
+def _trained(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Parameters and all that the optimizer holds after three steps, of which one has Infs and NaNs."""
+    parameters = [torch.nn.Parameter(_normal(shape, dtype, index, device)) for index, shape in enumerate(SHAPES)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "group 0 rounds moments of 8 bits to nearest")
+        seed: dict[str, Any] = {"seed": 5} if options["rounding"] == "stochastic" else {}
+        optimizer = halfstep.AdamW(parameters, lr=1e-2, weight_decay=0.1, **options, **seed)
+    for step in range(3):
+        for index, parameter in enumerate(parameters):
+            spread = torch.exp2(-8 * _normal(parameter.shape, torch.float32, 50 + index, device).abs())
+            grad = _normal(parameter.shape, torch.float32, 100 * step + index, device) * spread
+            parameter.grad = grad.to(dtype)
+        if step == 1:
+            parameters[3].grad[2, 3], parameters[5].grad[1, 300] = torch.inf, torch.nan  # type: ignore[index]
+        optimizer.step()
+    held = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+    return [parameter.detach() for parameter in parameters] + held
+
+
+def adam(dtype: torch.dtype, master: str | None, device: torch.device) -> dict[str, Any]:
+    """Steps of every layout with these masters, against the reference."""
+    different, compared = [], 0
+    for options in layouts(master):
+        mine = _trained(device, dtype, options)
+        with halfstep.backend("reference"):
+            theirs = _trained(torch.device("cpu"), dtype, options)
+        compared += 1
+        if len(mine) != len(theirs) or not all(map(_same_bits, mine, theirs)):
+            different.append({name: str(value) for name, value in options.items()})
+    _expect(not different, f"the GPU's bits are not the reference's: {different}")
+    return {"layouts": compared}
+
+
+# ----------------------------------------------------------------------------------------------------------- AMP steps
 
 
 class _Training:
@@ -77,8 +248,6 @@ class _Training:
 
     def __init__(self, device: torch.device, steps: int = 6, way: str = "step") -> None:
         """`way` is one of `WAYS`."""
-        import halfstep
-
         self.way = way
         generator = torch.Generator().manual_seed(0)
 
@@ -168,129 +337,228 @@ def _refusing_waits(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
-    return torch.equal(left.cpu().reshape(-1).view(integers), right.cpu().reshape(-1).view(integers))
-
-
-def steps(device: torch.device) -> dict[str, Any]:
-    """Whole AMP steps: none waits for the GPU, and eager and captured steps give the bits of the reference."""
-    import halfstep
-
-    kept: dict[str, _Training] = {}
-
-    def eager() -> None:
-        kept["eager"] = training = _Training(device)
+def _steps(device: torch.device, way: str = "step", moved: bool = False) -> _Training:
+    """Eager steps, none of which waits; with `moved`, every other step has its gradients in new memory."""
+    training = _Training(device, way=way)
+    torch.cuda.synchronize()
+    with _refusing_waits(device):
         for index in range(len(training.gradients)):
-            training.load(index)
+            (training.give if moved and index % 2 == 0 else training.load)(index)
             training.step()
+    return training
 
-    def against_the_reference() -> None:
-        with halfstep.backend("reference"):
-            training = _Training(torch.device("cpu"))
-            for index in range(len(training.gradients)):
-                training.load(index)
-                training.step()
-        different = kept["eager"].differences(training)
-        _expect(not different, f"the GPU's bits are not the reference's: {different}")
 
-    def expect_eager_bits(training: _Training, what: str) -> None:
-        different = kept["eager"].differences(training)
-        _expect(not different, f"{what} differ from eager steps: {different}")
+def _expect_reference(training: _Training) -> None:
+    with halfstep.backend("reference"):
+        reference = _Training(torch.device("cpu"), way=training.way)
+        for index in range(len(reference.gradients)):
+            reference.load(index)
+            reference.step()
+    different = training.differences(reference)
+    _expect(not different, f"{training.way}: the bits are not the reference's: {different}")
 
-    def no_waiting() -> None:
-        training = _Training(device)
-        torch.cuda.synchronize()
+
+def eager(device: torch.device) -> None:
+    """Eager steps."""
+    _expect_reference(_steps(device))
+
+
+def moved(device: torch.device) -> None:
+    """Every way to unscale and clip, with gradients that move."""
+    for way in WAYS:
+        _expect_reference(_steps(device, way, moved=True))
+
+
+def captured(device: torch.device) -> None:
+    """Replays of a CUDA graph; then eager steps before, between and after captures and replays."""
+    training = _Training(device)
+    torch.cuda.synchronize()
+    graph = training.captured()
+    with _refusing_waits(device):
+        for index in range(len(training.gradients)):
+            training.replay(*graph, index)
+    torch.cuda.synchronize()
+    _expect_reference(training)
+
+    training = _Training(device)
+    torch.cuda.synchronize()
+    group = training.optimizer.param_groups[0]
+    first = training.captured()
+    with _refusing_waits(device):
+        training.give(0)
+        training.step()
+        training.replay(*first, 1)
+        training.give(2)
+        training.step()
+    usual, group["lr"] = group["lr"], 1.0
+    second = training.captured()  # never replayed
+    group["lr"] = usual
+    with _refusing_waits(device):
+        training.give(3)
+        training.step()
+        training.replay(*first, 4)
+        training.give(5)
+        training.step()
+    torch.cuda.synchronize()
+    _expect_reference(training)
+    del second
+
+
+def two_streams(device: torch.device) -> None:
+    """Steps alternately on two streams, and concurrent checks of tensors of the same sizes on a third stream."""
+    training = _Training(device)
+    others = [torch.ones_like(parameter) for parameter in training.parameters]
+    expected = float(sum(other.numel() for other in others))
+    streams, aside = [torch.cuda.Stream(device), torch.cuda.Stream(device)], torch.cuda.Stream(device)
+    torch.cuda.synchronize()
+    sums = []
+    try:
         with _refusing_waits(device):
             for index in range(len(training.gradients)):
-                (training.load if index % 2 else training.give)(index)
-                training.step()
-        expect_eager_bits(training, "steps with moving gradients")
-
-    def no_way_waits() -> None:
-        for way in WAYS:
-            training = _Training(device, way=way)
-            torch.cuda.synchronize()
-            with _refusing_waits(device):
-                for index in range(len(training.gradients)):
+                here, before = streams[index % 2], streams[1 - index % 2]
+                here.wait_stream(before)
+                with torch.cuda.stream(here):
                     training.give(index)
                     training.step()
-            with halfstep.backend("reference"):
-                other = _Training(torch.device("cpu"), way=way)
-                for index in range(len(other.gradients)):
-                    other.give(index)
-                    other.step()
-            different = training.differences(other)
-            _expect(not different, f"{way}: the GPU's bits are not the reference's: {different}")
+                with torch.cuda.stream(aside):
+                    sums.append(halfstep.foreach_check(others).sum_of_squares)
+    finally:
+        torch.cuda.synchronize()  # before memory that other streams use is freed
+    _expect([value.item() for value in sums] == [expected] * len(sums), "checks on another stream")
+    _expect_reference(training)
 
-    def graph() -> None:
-        training = _Training(device)
-        torch.cuda.synchronize()
-        captured = training.captured()
-        with _refusing_waits(device):
-            for index in range(len(training.gradients)):
-                training.replay(*captured, index)
-        torch.cuda.synchronize()
-        expect_eager_bits(training, "replayed steps")
 
-    def graphs_between() -> None:
-        """Eager steps before, between and after captures and replays, with another lr at the second capture."""
-        training = _Training(device)
-        torch.cuda.synchronize()
-        group = training.optimizer.param_groups[0]
-        first = training.captured()
-        with _refusing_waits(device):
-            training.give(0)
-            training.step()
-            training.replay(*first, 1)
-            training.give(2)
-            training.step()
-        usual, group["lr"] = group["lr"], 1.0
-        second = training.captured()  # never replayed
-        group["lr"] = usual
-        with _refusing_waits(device):
-            training.give(3)
-            training.step()
-            training.replay(*first, 4)
-            training.give(5)
-            training.step()
-        torch.cuda.synchronize()
-        expect_eager_bits(training, "eager and replayed steps in turn")
-        del second
+# --------------------------------------------------------------------------------------------------- tests and timings
 
-    def two_streams() -> None:
-        """Steps alternately on two streams, and concurrent checks of tensors of the same sizes on a third stream."""
-        training = _Training(device)
-        others = [torch.ones_like(parameter) for parameter in training.parameters]
-        expected = float(sum(one.numel() for one in others))
-        streams, aside = [torch.cuda.Stream(device), torch.cuda.Stream(device)], torch.cuda.Stream(device)
-        torch.cuda.synchronize()
-        found = []
-        try:
-            with _refusing_waits(device):
-                for index in range(len(training.gradients)):
-                    here, before = streams[index % 2], streams[1 - index % 2]
-                    here.wait_stream(before)
-                    with torch.cuda.stream(here):
-                        training.give(index)
-                        training.step()
-                    with torch.cuda.stream(aside):
-                        found.append(halfstep.foreach_check(others).sum_of_squares)
-        finally:
-            torch.cuda.synchronize()  # before memory that other streams use is freed
-        _expect([one.item() for one in found] == [expected] * len(found), "checks on another stream")
-        expect_eager_bits(training, "steps on two streams")
 
-    checks: dict[str, Callable[[], object]] = {
-        "eager steps": eager,
-        "same bits as the reference": against_the_reference,
+def gpu_tests(folder: Path) -> dict[str, Any]:
+    """The tests marked gpu, of a checkout. What a call leaves to do, the next one does."""
+    program = ROOT / "tests" / "support" / "run_gpu_tests.py"
+    missing = next(
+        (
+            what
+            for what, there in (("pytest is", importlib.util.find_spec("pytest")), ("the tests are", program.exists()))
+            if not there
+        ),
+        None,
+    )
+    if missing:
+        return {"left out": f"{missing} not here"}
+    folder = folder / f"tests-{fingerprint()}"
+    subprocess.run([sys.executable, str(program), "--out", str(folder), "--minutes", str(TEST_MINUTES)])
+    report = json.loads((folder / "tests.json").read_text())
+    detail = {"counts": report["counts"], "collected": report["collected"], "failed": report["failed"]}
+    failed = [one["test"] for one in report["failed"] if one["outcome"] == "failed"]
+    _expect(not failed, f"failed: {failed}; {folder / 'tests.txt'} has their messages")
+    if report["not_run"] or report["failed"]:
+        raise Unfinished(f"{report['counts']}, {report['not_run']} not run")
+    return detail
+
+
+def _measured(case: harness.Case, device: torch.device) -> dict[str, Any]:
+    results = harness.measure(case, device, seconds=run.SECONDS[False], clock=timing.clock_for(device))
+    return {"results": [asdict(result) for result in results]}
+
+
+def _compiling(provider: str) -> bool:
+    return provider == "torch.compile" or provider.startswith("torchao")
+
+
+def timings(quick: bool) -> dict[str, harness.Case]:
+    """The cases of ``halfstep bench run`` by name, the largest of each operation first; last, what compiles."""
+    every = cases(("adam", "step", "unscale", "softmax", "cast"), sizes_for(torch.device("cuda"), quick))
+    every = [every[index] for index in run.largest_first(every)]
+    found = {}
+    for case in every:
+        providers = {name: make for name, make in case.providers.items() if not _compiling(name)}
+        found[f"time of {case.name}"] = replace(case, providers=providers)
+    for case in every:
+        providers = {name: make for name, make in case.providers.items() if _compiling(name) or harness.ours(name)}
+        if any(map(_compiling, providers)):
+            found[f"time of {case.name}, compiled"] = replace(case, providers=providers)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- a process
+
+
+def checks(folder: Path) -> dict[str, Callable[[torch.device], dict[str, Any] | None]]:
+    """All checks by name, in their order. They run in a process each."""
+    adams = {
+        f"bits of Adam, {str(dtype).removeprefix('torch.')}, master {master}": partial(adam, dtype, master)
+        for dtype, master in MASTERS
     }
-    if device.type == "cuda":
-        checks |= {
-            "no step waits for the device": no_waiting,
-            "no way of unscaling and clipping waits": no_way_waits,
-            "CUDA graph replays the same bits": graph,
-            "CUDA graphs between eager steps": graphs_between,
-            "steps on two streams": two_streams,
-        }
-    return _checks(checks)
+    return {
+        "machine": machine,
+        "NaN patterns": partial(_on_nvidia, gpu_instructions.nan_patterns),
+        "root and quotient": partial(_on_nvidia, _quotients),
+        **adams,
+        "bits of other kernels": other_kernels,
+        "AMP steps": eager,
+        "AMP steps, gradients moved": moved,
+        "AMP steps, captured": captured,
+        "AMP steps on two streams": two_streams,
+        TESTS: lambda device: gpu_tests(folder),
+    }
+
+
+@cache
+def fingerprint() -> str:
+    """Of the code and the versions that results belong to."""
+    digest = hashlib.sha256(f"{torch.__version__} {version_of('triton')}".encode())
+    for room in ("kernels", "numerics", "integrations", "bench"):
+        for file in sorted((ROOT / room).rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def append(file: Path, record: dict[str, Any]) -> None:
+    """Append a line of JSON, which is on the disk when this returns."""
+    before = file.read_bytes() if file.exists() else b""
+    with open(file, "ab") as output:
+        if before and not before.endswith(b"\n"):  # a process was killed while it wrote
+            output.write(b"\n")
+        output.write(json.dumps({**record, "code": fingerprint()}).encode() + b"\n")
+        output.flush()
+        os.fsync(output.fileno())
+
+
+def records(file: Path, offset: int = 0) -> dict[str, dict[str, Any]]:
+    """The last record of each check of the present code, of those from a byte of the file on."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in file.read_bytes()[offset:].splitlines() if file.exists() else []:
+        with suppress(ValueError):  # a line can be cut off
+            record = json.loads(line)
+            if record["code"] == fingerprint():
+                found[record["check"]] = record
+    return found
+
+
+def main(argv: Sequence[str], device: torch.device | None = None) -> None:
+    """Run the checks and measurements of some names, and append the outcome of each to a file."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: no check goes on when the command was killed
+    file, quick, *names = argv
+    device = device or torch.device("cuda", torch.cuda.current_device())
+    known = checks(Path(file).parent)
+    measured = timings(bool(int(quick)))
+    for name in names:
+        print(f"{name} ...", flush=True)
+        start = time.monotonic()
+        record: dict[str, Any] = {"check": name, "status": PASSED}
+        try:
+            record["detail"] = known[name](device) if name in known else _measured(measured[name], device)
+        except Unfinished as error:
+            record |= {"status": UNFINISHED, "error": str(error)}
+        except Exception:
+            record |= {"status": FAILED, "error": traceback.format_exc()}
+        record["seconds"] = round(time.monotonic() - start, 2)
+        append(Path(file), record)
+        print(f"{name}: {record['status']}, {record['seconds']:.1f} s", flush=True)
+        if "error" in record:
+            print(record["error"], flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -85,7 +85,7 @@ def run(
     results: list[Result] = []
     found: dict[int, list[Result]] = {}
     with Progress(len(every)) as progress:
-        for number, index in enumerate(range(len(every)) if minutes is None else _largest_first(every)):
+        for number, index in enumerate(range(len(every)) if minutes is None else largest_first(every)):
             if minutes is not None and time.monotonic() - start > 60 * minutes:
                 about["left_out"] = len(every) - number
                 break
@@ -103,7 +103,7 @@ def run(
     return about, results
 
 
-def _largest_first(cases: Sequence[Any]) -> list[int]:
+def largest_first(cases: Sequence[Any]) -> list[int]:
     """An order for a limited time: the largest case of each operation and dtype, then the second largest of each ..."""
     lines: dict[tuple[str, str], list[int]] = {}
     for index, case in enumerate(cases):

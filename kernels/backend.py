@@ -119,9 +119,12 @@ def resolve(device: torch.device, family: str) -> str:
     return "reference"
 
 
-def native_on_cpu(family: str) -> bool:
-    """Whether `resolve` gives "native" for tensors on the CPU, in a quarter of the time."""
-    return _chosen == "auto" and native.library(family) is not None
+def native_on_cpu(x: object, family: str) -> bool:
+    """Whether `x` is a tensor on the CPU for which `resolve` gives "native", in a quarter of the time.
+
+    The device is asked for first: a process whose tensors are on a GPU must not compile C++, which takes seconds.
+    """
+    return _chosen == "auto" and getattr(x, "is_cpu", False) and native.library(family) is not None
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:

@@ -32,6 +32,7 @@ from halfstep.kernels.backend import (
     chosen,
     cuda_capability_geq,
     jit,
+    native_on_cpu,
     on_device,
     resolve,
     tl,
@@ -477,7 +478,7 @@ def _native(
 @functools.cache
 def _native_list(target: torch.dtype) -> Callable[..., bool]:
     """The C++ function for lists of sources and of targets with dtype `target`: see `native.list_function`."""
-    if target not in CODES or native.library("cast") is None:
+    if target not in CODES:
         return lambda *arguments: False
     return native.list_function("cast", "cast", CHUNK, bytes([2 ** len(CODES) - 1, 2 ** CODES[target]]))
 
@@ -696,7 +697,7 @@ def _quick(target: torch.dtype) -> Callable[[Any], torch.Tensor | None]:
     torch's own conversion takes half of the time of an operation of ours on small tensors; its derivative is the same.
     """
     module = native.calls()
-    if module is None or target not in CODES or native.library("cast") is None:
+    if module is None or target not in CODES:
         return lambda x: None
     plan = (
         _torchs(target),
@@ -759,7 +760,7 @@ def cast(
         tensor(1.0020)
     """
     if rounding == "nearest" and not saturate and seed is None and out is None and offset == 0:
-        if chosen() == "auto" and not is_dynamo_compiling():
+        if not is_dynamo_compiling() and native_on_cpu(x, "cast"):
             result = _quick(dtype)(x)
             if result is not None:
                 return result
@@ -840,7 +841,7 @@ def foreach_cast(
     """
     if out is not None and rounding == "nearest" and seed is None and offsets is None:
         # What follows takes longer than the kernel for thousands of tensors.
-        usual = chosen() == "auto" and not is_dynamo_compiling()
+        usual = type(tensors) is list and tensors and not is_dynamo_compiling() and native_on_cpu(tensors[0], "cast")
         if usual and _native_list(dtype)(tensors, out, NEAREST, saturate, 0):
             torch._C._increment_version(out)
             return list(out)

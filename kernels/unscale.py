@@ -41,7 +41,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, native_on_cpu, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import jit, most_warps, native_on_cpu, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
@@ -61,11 +61,10 @@ from halfstep.kernels.streams import capturing, current_stream, to_device, uploa
 
 CHUNK = 4096
 LANES = 1024
-UNROLLED = 8  # loads per lane that the last launch issues before it adds any
+UNROLLED = 8  # chunks per lane and turn of the last launch, of whose loads ptxas has three to five under way at a time
 # 2 warps take 8.9 instructions per bf16 element, 4 warps 10.8, 8 warps 18.9. What unscales also stores, and would need
 # almost all registers of a thread in 2 warps.
 CHECK_WARPS, UNSCALE_WARPS = 2, 4
-FINISH_WARPS = 8
 
 _CPU = torch.device("cpu")
 _CODES = bytes([2 ** len(DTYPE_CODES) - 1])  # as `native.list_function` has it: all three dtypes
@@ -472,7 +471,7 @@ def _gather(
             LANES=LANES,
             UNROLLED=UNROLLED,
             TALLY=tally is not None,
-            num_warps=FINISH_WARPS,
+            num_warps=most_warps(out.flags.device),  # a thread for each of the lanes, which load at the same time
             enable_fp_fusion=False,
         )
         return
@@ -519,7 +518,7 @@ def _is_quick(tensors: object) -> bool:
 
     Dynamo cannot trace what follows; other compilers use dispatch modes, for which `native.calls` asks.
     """
-    if type(tensors) is not list or not tensors or is_dynamo_compiling() or not native_on_cpu("unscale"):
+    if type(tensors) is not list or not tensors or is_dynamo_compiling() or not native_on_cpu(tensors[0], "unscale"):
         return False
     module = native.calls()
     return module is not None and 0 <= module.code(tensors[0]) < len(DTYPE_CODES)

@@ -109,12 +109,27 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU if there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU, skip the tests marked gpu that the model of a GPU's streams cannot run."""
     if not HAS_GPU:
         for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+            marker = item.get_closest_marker("gpu")
+            if marker and (marker.kwargs or config.getoption("--software-gpu")):
+                reason = marker.kwargs.get("only", "the software GPU has no streams")
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def streams_of_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Without a GPU, run a test marked gpu on the model of a GPU's streams, whose device is as late as possible."""
+    if HAS_GPU or not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    import devices
+    from stream_model import Model
+
+    with Model("late", size=1 << 26), mock.patch.object(devices, "MODELED", True):
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -149,7 +149,7 @@ NAMES = [" ".join(command.words) for command in COMMANDS]
 # What each command needs so that only the mistake is wrong.
 NEEDED = {
     "encode": ["1"], "decode": ["0x1"], "why": ["1", "fp16"], "compare": ["fp16", "bf16"], "ladder": ["--out", "x.png"],
-    "plan": ["--params", "7e9"], "inspect": ["x.pt"], "bench gpu": ["--out", "x"],
+    "plan": ["--params", "7e9"], "inspect": ["x.pt"],
 }  # fmt: skip
 
 
@@ -189,7 +189,6 @@ def test_an_unknown_option_is_answered_with_the_nearest(
         # a value that is missing, or too many
         ("plan --params", "argument --params: expected one argument; see halfstep plan --help"),
         ("inspect", "the following arguments are required: FILE; see halfstep inspect --help"),
-        ("bench gpu", "the following arguments are required: --out; see halfstep bench gpu --help"),
         ("bench run --quick=3", "argument --quick: takes no value, and was given '3'"),
         # an unknown choice
         ("train --precision fp17", "unknown precision 'fp17'; did you mean 'fp16'? Choose from fp32, bf16"),

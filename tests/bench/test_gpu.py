@@ -1,8 +1,13 @@
-"""`halfstep bench gpu` as far as a machine without a GPU can tell: its checks, its arguments, what it writes."""
+"""`halfstep bench gpu` on the model of a GPU: what its checks find, and what is on the disk when it is killed."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +16,11 @@ import torch
 from stream_model import Model
 
 from halfstep.bench import gpu, gpu_checks
-from halfstep.kernels import backend
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "support" / "bench_gpu_on_model.py"
+AMP = (gpu_checks.eager, gpu_checks.moved, gpu_checks.captured, gpu_checks.two_streams)
 
 
 def test_without_a_gpu_it_says_what_to_use_instead(
@@ -32,44 +39,18 @@ def test_bad_minutes_are_named(value: str, capsys: pytest.CaptureFixture[str]) -
     assert f"expected a number above 0, but got {value!r}" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not backend.interpreting(), reason="needs TRITON_INTERPRET=1")
-def test_the_smoke_part_passes_under_the_interpreter() -> None:
-    result = gpu_checks.smoke(CPU)
-    assert result["failed"] == []
-    assert {name for name, check in result.items() if name != "failed"} == {"cast", "check", "softmax", "adam"}
+# -------------------------------------------------------------------------------------------------------------- checks
 
 
-def test_a_failing_check_is_recorded_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "_expect", lambda equal, what: 1 / 0)
-    result = gpu_checks.smoke(CPU)
-    assert result["failed"] == ["cast", "check", "adam"]
-    assert result["softmax"]["status"] == "passed"
-    assert "ZeroDivisionError" in result["cast"]["error"]
-
-
-def test_whole_steps_have_the_bits_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "STEP_SIZES", (1, 15, 1000, 4097, 0))
-    assert gpu_checks.steps(CPU)["failed"] == []
-
-
-def test_steps_that_need_a_gpu_pass_on_a_model_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs between eager steps, two streams, and nothing waits: on the model these are the checks that a GPU gets."""
+@pytest.mark.parametrize("check", AMP, ids=lambda check: check.__name__)
+def test_amp_steps_pass_on_a_model_of_a_gpu(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "STEP_SIZES", (1, 15, 300, 0))
     with Model("random") as model:
-        result = gpu_checks.steps(model.device)
-    assert result["failed"] == []
-    assert set(result) - {"failed"} == {
-        "eager steps",
-        "same bits as the reference",
-        "no step waits for the device",
-        "no way of unscaling and clipping waits",
-        "CUDA graph replays the same bits",
-        "CUDA graphs between eager steps",
-        "steps on two streams",
-    }
+        check(model.device)
 
 
-def test_steps_that_wait_fail_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("check", AMP, ids=lambda check: check.__name__)
+def test_amp_steps_that_wait_fail(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "STEP_SIZES", (1, 15, 40))
     usual = gpu_checks._Training.step
 
@@ -78,15 +59,8 @@ def test_steps_that_wait_fail_on_the_model(monkeypatch: pytest.MonkeyPatch) -> N
         training.scaler.get_scale()
 
     monkeypatch.setattr(gpu_checks._Training, "step", waiting)
-    with Model("late") as model:
-        failed = gpu_checks.steps(model.device)["failed"]
-    assert failed == [
-        "no step waits for the device",
-        "no way of unscaling and clipping waits",
-        "CUDA graph replays the same bits",
-        "CUDA graphs between eager steps",
-        "steps on two streams",
-    ]
+    with Model("late") as model, pytest.raises(RuntimeError, match=r"synchronizing|previous error during capture"):
+        check(model.device)
 
 
 def test_a_bit_of_difference_between_two_trainings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,36 +78,129 @@ def test_a_bit_of_difference_between_two_trainings_is_found(monkeypatch: pytest.
     ]
 
 
-def test_the_environment_names_versions_and_no_machine() -> None:
-    found = gpu.environment()
-    assert found["torch"] == torch.__version__
-    assert found["devices"] == [] or found["devices"][0]["memory_bytes"] > 0
-    assert not {"host", "hostname", "user", "path"} & set(found)
+def test_a_bit_of_difference_in_one_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "SHAPES", ((17,), (5,), (5, 0), (63, 65), (7,), (2, 2500)))
+    found = gpu_checks.adam(torch.bfloat16, "split24", CPU)
+    assert found == {"layouts": 6}
+    usual = gpu_checks._trained
+
+    def other(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> list[torch.Tensor]:
+        tensors = usual(device, dtype, options)
+        if options["state_dtype"] == "8bit" and not options["amsgrad"] and not calls:
+            next(one for one in tensors if one.dtype == torch.uint8).view(-1)[7] ^= 1
+            calls.append(options)
+        return tensors
+
+    calls: list[Any] = []
+    monkeypatch.setattr(gpu_checks, "_trained", other)
+    with pytest.raises(
+        AssertionError, match=r"not the reference's: \[\{'master_weights': 'split24', 'state_dtype': '8bit'"
+    ):
+        gpu_checks.adam(torch.bfloat16, "split24", CPU)
 
 
-@pytest.mark.parametrize("failing", [None, "smoke", "steps", "figures"])
-def test_a_run_goes_on_after_a_failure(
-    failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured: list[list[str]] = []
+def test_every_kind_of_master_and_state_is_checked() -> None:
+    masters = {master for _, master in gpu_checks.MASTERS}
+    assert masters == {"auto", "split", "split24", "full", None}
+    states = {
+        (options["state_dtype"], options["rounding"]) for master in masters for options in gpu_checks.layouts(master)
+    }
+    assert {dtype for dtype, _ in states} == {torch.float32, torch.bfloat16, "8bit"}
+    assert ("8bit", "stochastic") in states and {rounding for _, rounding in states} == {"nearest", "stochastic"}
 
-    def part(name: str) -> Any:
-        def checked(device: torch.device) -> dict[str, Any]:
-            bad = name == failing
-            return {"a check": {"status": "failed" if bad else "passed", "seconds": 0.1}, "failed": [name] * bad}
 
-        checked.__name__ = name
-        return checked
+def test_the_largest_come_first_and_what_compiles_last() -> None:
+    names = list(gpu_checks.timings(quick=True))
+    compiled = [name.endswith(", compiled") for name in names]
+    assert compiled == sorted(compiled) and 0 < sum(compiled) < len(names)
+    assert all(
+        not any(map(gpu_checks._compiling, case.providers)) for case in list(gpu_checks.timings(True).values())[:3]
+    )
+    assert names[0].startswith("time of adamw")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(gpu, "environment", lambda: {"torch": torch.__version__})
-    for name in ("smoke", "steps"):
-        monkeypatch.setattr(gpu_checks, name, part(name))
-    monkeypatch.setattr(gpu.run, "main", lambda argv: measured.append(argv) or int(failing == "figures"))
-    assert gpu.main(["--out", str(tmp_path), "--minutes", "2"]) == (0 if failing is None else 1)
-    assert measured == [["--out", str(tmp_path), "--minutes", "2.0"]]
-    written = json.loads((tmp_path / "checks.json").read_text())
-    assert written["failed"] == ([failing] if failing in ("smoke", "steps") else [])
-    assert written["environment"] == {"torch": torch.__version__}
-    assert capsys.readouterr().out.count("a check") == 2
+
+# -------------------------------------------------------------------------------------------------------- on the disk
+
+
+def command(out: Path, minutes: float = 30, **variables: str) -> subprocess.Popen[str]:
+    # As from a checkout that is not installed.
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}", **variables}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), "--out", str(out), "--minutes", str(minutes)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent,
+    )  # fmt: skip
+
+
+def outcomes(out: Path) -> list[tuple[str, str]]:
+    file = out / "checks.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [(line["check"], line["status"]) for line in lines]
+
+
+def killed_after_each_step(out: Path, only: str) -> list[str]:
+    """Start the command again and again, and kill it when it says that the second step of this call begins."""
+    calls: list[str] = []
+    while True:
+        process = command(out, BENCH_GPU_ONLY=only)
+        begun: list[str] = []
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.endswith(" ...\n"):
+                begun.append(line.removesuffix(" ...\n"))
+            if len(begun) == 2:
+                process.send_signal(signal.SIGKILL)
+                break
+        process.communicate()
+        calls += begun[:1]
+        assert outcomes(out) == [(name, "passed") for name in calls], "what was done is on the disk, once"
+        if len(begun) < 2:
+            return calls
+
+
+def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path) -> None:
+    names = killed_after_each_step(tmp_path / "out", r"^machine$|NaN|captured$|^time of adamw, fp32, 10 tensors$")
+    assert names[:3] == ["machine", "NaN patterns", "AMP steps, captured"] and names[3].startswith("time of adamw")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["device"] == "model of a GPU" and results["left_out"] == 0 and len(results["results"]) > 1
+
+
+@pytest.mark.exhaustive
+def test_the_whole_command_killed_after_each_of_its_steps(tmp_path: Path) -> None:
+    names = killed_after_each_step(tmp_path / "out", r"^(?!time of)|^time of adamw, fp32, 10 tensors$")
+    assert names[:3] == ["machine", "NaN patterns", "root and quotient"]
+    assert gpu_checks.TESTS in names and sum(name.startswith("bits of Adam") for name in names) == 7
+    assert names == list(dict.fromkeys(names))
+
+
+def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    settings = {"BENCH_GPU_ONLY": "^machine|NaN|root|streams$", "BENCH_GPU_LIMIT": "25"}
+    process = command(out, **settings, BENCH_GPU_HANGS="NaN patterns", BENCH_GPU_DIES="root and quotient")
+    text = process.communicate()[0]
+    assert process.returncode == 1, text
+    assert outcomes(out) == [
+        ("machine", "passed"),
+        ("NaN patterns", "stopped"),
+        ("root and quotient", "stopped"),
+        ("AMP steps on two streams", "passed"),
+    ]
+    assert re.search(r"NaN patterns: stopped, it took more than 2\d s", text)
+    assert "root and quotient: stopped, its process ended with status -11" in text
+    # A line that was cut off, and records of other code, do not count.
+    with (out / "checks.jsonl").open("a") as file:
+        file.write(json.dumps({"check": "NaN patterns", "status": "passed", "code": "other"}) + '\n{"check": "root and')
+    process = command(out, **settings)
+    assert "2 of 4 checks" in process.communicate()[0] and process.returncode == 0
+    assert set(gpu_checks.records(out / "checks.jsonl")) == {name for name, _ in outcomes_of_whole_lines(out)}
+
+
+def outcomes_of_whole_lines(out: Path) -> list[tuple[str, str]]:
+    lines = [line for line in (out / "checks.jsonl").read_text().splitlines() if line.endswith("}")]
+    return [(json.loads(line)["check"], json.loads(line)["status"]) for line in lines]
+
+
+def test_minutes_bound_the_whole_command(tmp_path: Path) -> None:
+    process = command(tmp_path / "out", minutes=0.25, BENCH_GPU_ONLY="^machine|NaN", BENCH_GPU_HANGS="NaN patterns")
+    assert "1 of 2 checks and times are left: the same command continues" in process.communicate(timeout=120)[0]
+    assert outcomes(tmp_path / "out") == [("machine", "passed")]

@@ -199,5 +199,5 @@ def test_a_limited_time_goes_to_the_largest_cases_first() -> None:
     cases = [
         SimpleNamespace(operation=operation, dtype="bf16", size=size) for operation in ("a", "b") for size in (1, 2, 3)
     ]
-    order = [(cases[at].operation, cases[at].size) for at in run._largest_first(cases)]
+    order = [(cases[at].operation, cases[at].size) for at in run.largest_first(cases)]
     assert order == [("a", 3), ("b", 3), ("a", 2), ("b", 2), ("a", 1), ("b", 1)]

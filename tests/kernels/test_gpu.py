@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from itertools import product
 
+import devices
 import pytest
 import torch
 from devices import WHERE, assert_same_bits, interpreted, kernels_on, normal, patterns, placed
 from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_FLUSHED, SOFTMAX_UNITS
 
 import halfstep
+from halfstep.kernels.statistics import Grid, foreach_count_, width
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 PAIRS = [(source, target) for source, target in product(FLOATS, FLOATS) if source != target]
@@ -20,11 +22,14 @@ SIZES = (1, 15, 16, 17, 0, 1000, 2048, 4097)
 OFFSETS = (0, 1, 0, 3, 0, 1, 0, 8)
 
 gpu = pytest.mark.gpu
+large = pytest.mark.gpu(only="the model has no room for 2^31 elements")
 
 
 def many(where: str) -> int:
     """How many elements: enough for every launch shape on a GPU, few enough for the interpreter."""
-    return 2**24 + 5 if where == "cuda" else 5000 if interpreted(where) else 300_001
+    if where == "cuda":
+        return 70_001 if devices.MODELED else 2**24 + 5
+    return 5000 if interpreted(where) else 300_001
 
 
 def lists(dtype: torch.dtype, device: torch.device, make: object = patterns) -> tuple[list[torch.Tensor], ...]:
@@ -121,11 +126,32 @@ def test_check_and_unscale_have_the_bits_of_the_reference(where: str, dtype: tor
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sum_of_squares_of_a_large_tensor_has_the_bits_of_the_reference(dtype: torch.dtype) -> None:
-    values = normal(2**24 + 5, dtype)
+    values = normal(many("cuda"), dtype)
     with halfstep.backend("reference"):
         expected = halfstep.foreach_check([values])
     for _ in range(3):  # the order of the sum must not depend on which program ends first
         assert_same_bits(halfstep.foreach_check([values.cuda()]).sum_of_squares, expected.sum_of_squares)
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+GRID = Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20)  # a grid like that of E4M3
+
+
+@pytest.mark.parametrize("errors", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("where", WHERE)
+def test_statistics_count_as_the_reference_does(where: str, dtype: torch.dtype, errors: bool) -> None:
+    with kernels_on(where) as device:
+        tensors, here = lists(dtype, device)
+        counts = torch.zeros(len(here), width(errors), dtype=torch.int64, device=device)
+        for _ in range(2):  # counts are added to
+            foreach_count_(here, counts, GRID, scale=torch.tensor(3.0, device=device))
+    expected = torch.zeros(len(tensors), width(errors), dtype=torch.int64)
+    with halfstep.backend("reference"):
+        for _ in range(2):
+            foreach_count_(tensors, expected, GRID, scale=torch.tensor(3.0))
+    assert_same_bits(counts, expected)
 
 
 # ------------------------------------------------------------------------------------------------------------- softmax
@@ -138,7 +164,8 @@ def test_sum_of_squares_of_a_large_tensor_has_the_bits_of_the_reference(dtype: t
 def test_softmax_is_within_the_stated_units(where: str, columns: int, dtype: torch.dtype, log: bool) -> None:
     if interpreted(where) and (columns > 1000 or dtype == torch.float16):
         pytest.skip("slow under the interpreter, which knows no approximate exponential anyway")
-    rows = max(2, min(64 if where == "cuda" else 3, 2**22 // columns))
+    most = 64 if where == "cuda" and not devices.MODELED else 3
+    rows = max(2, min(most, 2**22 // columns))
     values = normal(rows * columns, dtype).view(rows, columns) * 4
     grads = normal(rows * columns, dtype, 1).view(rows, columns)
     with kernels_on(where) as device:
@@ -200,7 +227,7 @@ def _free_gib() -> float:
     return torch.cuda.mem_get_info()[0] / 2**30
 
 
-@gpu
+@large
 def test_more_elements_than_an_int32_counts() -> None:
     size = 2**31 + 17
     if _free_gib() < 40:
@@ -215,6 +242,9 @@ def test_more_elements_than_an_int32_counts() -> None:
     assert [listed[at].item() for at in (-1, 2**31 - 1, 2**31, 0)] == [1.0, 2.0, 3.0, 4.0]
     halfstep.foreach_unscale_([x], 0.5)
     assert [x[at].item() for at in (-1, 2**31 - 1, 2**31, 0)] == [0.5, 1.0, 1.5, 2.0]
+    counts = torch.zeros(1, width(False), dtype=torch.int64, device="cuda")
+    foreach_count_([x], counts, GRID)
+    assert counts.sum().item() == size
     x[-1] = torch.inf
     assert halfstep.foreach_check([x]).flags.tolist() == [1]
 
@@ -234,8 +264,8 @@ def test_no_function_waits_for_the_device() -> None:
             halfstep.foreach_cast([x, x[1:100]], torch.float16)
             halfstep.cast(x, torch.float8_e4m3fn, rounding="stochastic")
             halfstep.foreach_cast([x], torch.float8_e5m2, rounding="stochastic")
-            check = halfstep.foreach_check([x, x[1:100]], inv_scale=inverse)
-            halfstep.foreach_check([x, x[1:100]], inv_scale=0.5, out=check)
+            halfstep.foreach_check([x, x[1:100]], inv_scale=inverse)
+            halfstep.foreach_check([x, x[1:100]], inv_scale=0.5)
             halfstep.foreach_unscale_([x, x[1:100]], 0.5)
             halfstep.softmax(wide, scale=0.5, causal=True).sum().backward()
         finally:
@@ -275,7 +305,7 @@ def test_pinned_copies_of_addresses_arrive_before_their_kernel_runs() -> None:
     assert [value.item() for value in squares] == [5000.0 * index * index for index in range(20)]
 
 
-@gpu
+@pytest.mark.gpu(only="the model is one device")
 def test_every_device_computes_its_own_tensors() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

@@ -334,13 +334,6 @@ def test_errors_name_the_argument() -> None:
     assert good.sum() == 0
 
 
-@pytest.mark.gpu
-def test_more_elements_than_a_32_bit_index_holds() -> None:
-    counts = torch.zeros(1, width(False), dtype=torch.int64, device="cuda")
-    foreach_count_([torch.ones(2**31 + 5, dtype=FP16, device="cuda")], counts, GRIDS["fp16"])
-    assert counts.sum().item() == 2**31 + 5
-
-
 def test_one_launch_per_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
     real = statistics._launch

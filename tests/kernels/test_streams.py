@@ -11,8 +11,10 @@ import torch
 from stream_model import Model
 
 import halfstep
-from halfstep.kernels import streams, unscale
+from halfstep.kernels import cast, native, streams, unscale
 from halfstep.kernels.multi_tensor import TableCache
+from halfstep.kernels.softmax import dispatch
+from halfstep.kernels.statistics import Grid, foreach_count_, width
 from halfstep.kernels.streams import all_to_device, capturing, to_device, upload
 
 KERNELS = ["native", "triton"]
@@ -232,3 +234,43 @@ def test_scratch_of_a_graph_is_its_own() -> None:
         graph.replay()
         halfstep.foreach_check([ones(5000, 3.0)])
         assert found.item() == 5000.0
+
+
+# ---------------------------------------------------------------------------------------------------------- no compiler
+
+
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_tensors_of_a_gpu_compile_nothing_for_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C++ of all families takes ten seconds and more to compile."""
+
+    def compiles(*family: str) -> None:
+        raise AssertionError(f"C++ is compiled: {family or 'calls'}")
+
+    with Model("late", kernels=name) as model:
+        for function in ("library", "functions", "function", "calls", "list_function", "packed_form"):
+            monkeypatch.setattr(native, function, compiles)
+        for module in (cast, dispatch):  # whose operators the model runs on tensors of the CPU
+            monkeypatch.setattr(
+                module, "resolve", lambda device, family: name if device.type == "cuda" else "reference"
+            )
+        cast._quick.cache_clear()
+        cast._native_list.cache_clear()
+        x = torch.full((3, 40), 2.0, device=model.device)
+        halfstep.cast(x, torch.bfloat16)
+        halfstep.foreach_cast([x], torch.bfloat16)
+        halfstep.foreach_cast([x], torch.float16, out=[torch.empty(3, 40, dtype=torch.float16, device="cuda")])
+        halfstep.foreach_check([x])
+        halfstep.foreach_unscale_([x], 0.5)
+        halfstep.softmax(x)
+        halfstep.log_softmax(x, dim=0)
+        foreach_count_([x], torch.zeros(1, width(True), dtype=torch.int64, device="cuda"), Grid(20, -6, 8, 7 << 20))
+        for layout in ({}, {"state_dtype": "8bit", "max_grad_norm": 1.0}):
+            weights = [torch.nn.Parameter(torch.ones(64, 65, dtype=torch.bfloat16, device=model.device))]
+            optimizer = halfstep.AdamW(weights, **layout)
+            scaler = halfstep.GradScaler("cuda")
+            scaler.scale(torch.zeros((), device=model.device))
+            for _ in range(2):
+                weights[0].grad = torch.ones_like(weights[0])
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()

@@ -15,6 +15,8 @@ from halfstep.kernels import backend
 # the software GPU (pytest --software-gpu).
 WHERE = [pytest.param("cuda", marks=pytest.mark.gpu), "interpreter"]
 
+MODELED = False  # whether the GPU is the model of its streams (conftest.py)
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -1,8 +1,9 @@
 """Run the tests marked ``gpu`` so that none can hang the others: ``python tests/support/run_gpu_tests.py --out DIR``.
 
 For a first run on unknown hardware. Several processes share the tests. If a test hangs or breaks the GPU's context, its
-process is ended and a new one continues with the other tests (``watchdog.py``). DIR receives ``tests.txt`` and
-``tests.json``. Exit status: 0 if every test passed or was skipped.
+process is ended and a new one continues with the other tests (``watchdog.py``). DIR receives a record of each test when
+it ends, ``tests.txt`` and ``tests.json``; another call with the same DIR continues with the tests that have not ended.
+Exit status: 0 if every test passed or was skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,9 @@ def run_tests(seconds: float, folder: Path, tests: Path, processes: int, marker:
     end = time.monotonic() + seconds
     command = [sys.executable, "-m", "pytest", "-p", "watchdog", "-p", "no:cacheprovider", "-q"]
     command += ["-m", marker, "--tb=short", *files]
-    records = [folder / f"tests-{share}.jsonl" for share in range(processes)]
+    before = sorted(folder.glob("tests-*.jsonl"))
+    over = {entry["test"] for record in before for entry in watchdog.entries(record) if entry["event"] == "end"}
+    records = [folder / f"tests-{len(before) + share:04}.jsonl" for share in range(processes)]
     running: dict[int, subprocess.Popen[bytes]] = {}
     turns: dict[int, int] = {}
     ended: list[int] = []
@@ -72,7 +74,7 @@ def run_tests(seconds: float, folder: Path, tests: Path, processes: int, marker:
                 if status not in (0, 1, 2, 3, 4, 5) or (status == 1 and _unfinished(records[share])):
                     if begun and time.monotonic() < end:
                         start(share)
-    return _outcomes(records, ended)
+    return _outcomes(before, records, ended, len(over))
 
 
 def _unfinished(record: Path) -> set[str]:
@@ -81,13 +83,14 @@ def _unfinished(record: Path) -> set[str]:
     return {entry["test"] for entry in entries if entry["event"] == "start"} - over
 
 
-def _outcomes(records: Sequence[Path], ended: Sequence[int]) -> dict[str, Any]:
-    """Counts and failures from the records of all processes."""
+def _outcomes(before: Sequence[Path], records: Sequence[Path], ended: Sequence[int], over: int) -> dict[str, Any]:
+    """Counts and failures from the records of all processes; `before` are those of earlier calls, with `over` tests."""
     outcome: dict[str, dict[str, Any]] = {}
-    collected = 0
-    for share, record in enumerate(records):
+    collected = over
+    for share, record in enumerate([*before, *records], -len(before)):
         entries = watchdog.entries(record)
-        collected += next((entry["tests"] for entry in entries if entry["event"] == "collected"), 0)
+        if share >= 0:
+            collected += next((entry["tests"] for entry in entries if entry["event"] == "collected"), 0)
         for entry in entries:
             if entry["event"] == "start":
                 reason = "the time for all tests was over" if share in ended else "it hung or ended the process"
@@ -137,8 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 2)), metavar="N")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_tests(60 * options.minutes, Path(folder), ROOT / "tests", options.processes)
+    found = run_tests(60 * options.minutes, options.out, ROOT / "tests", options.processes)
     (options.out / "tests.txt").write_text(text_of(found))
     (options.out / "tests.json").write_text(json.dumps(found, indent=1) + "\n")
     print(text_of(found).partition("\n")[0])
@@ -146,4 +148,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watchdog.end_with_parent()
     raise SystemExit(main())

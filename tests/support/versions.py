@@ -41,6 +41,7 @@ class Row:
 # torch 2.11 comes with Triton 3.6, whose interpreter takes no numpy from 2.4 on.
 ROWS = (
     Row("floor", "3.10", "2.11.0", "3.6.0", "==1.26.4"),
+    Row("2.11", "3.12", "2.11.0", "3.6.0", "<2.4"),
     Row("pin on 3.10", "3.10", "2.13.0", "3.7.1"),
     Row("pin", "3.11", "2.13.0", "3.7.1"),
     Row("pin on 3.12", "3.12", "2.13.0", "3.7.1"),

@@ -11,9 +11,11 @@ Settings, as environment variables: ``HALFSTEP_WATCHDOG_RECORD`` (file to append
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,24 @@ def _record() -> Path:
 def _write(**entry: Any) -> None:
     with open(_record(), "a") as file:
         file.write(json.dumps(entry) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def entries(record: Path) -> list[dict[str, Any]]:
-    """The entries of a record so far."""
-    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    """The entries of a record so far; a line that is cut off is none."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def end_with_parent() -> None:
+    """On Linux, end this process when the one that started it ends, however it does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+
+
+def pytest_configure() -> None:
+    end_with_parent()
 
 
 @pytest.hookimpl(trylast=True)
@@ -46,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep the share of this process, without tests that have already run."""
     share, of = map(int, os.environ.get(PREFIX + "SHARE", "0/1").split("/"))
     had = {entry["test"] for entry in entries(_record()) if entry["event"] == "start"}
+    for record in _record().parent.glob("tests-*.jsonl"):  # also of calls before this one
+        had |= {entry["test"] for entry in entries(record) if entry["event"] == "end"}
     kept = [item for index, item in enumerate(items) if index % of == share and item.nodeid not in had]
     kept_ids = {item.nodeid for item in kept}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept_ids])

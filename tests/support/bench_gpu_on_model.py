@@ -1,0 +1,120 @@
+"""`halfstep bench gpu` without a GPU: its checks run on the model of a GPU's streams, and on the software GPU.
+
+    python tests/support/bench_gpu_on_model.py --out DIR [OPTIONS of halfstep bench gpu]
+
+Its processes start this program in place of ``halfstep.bench.gpu_checks``. Checks of instructions run on the software
+GPU, on a sample of the numbers; kernels and AMP steps on the model, with smaller tensors. Two of the tests marked gpu
+run. Times are taken on the CPU, of halfstep alone. Environment variables: ``BENCH_GPU_ONLY`` is a regular expression
+for the checks and times to run, ``BENCH_GPU_HANGS`` names a check that hangs, ``BENCH_GPU_DIES`` one that ends its
+process, and ``BENCH_GPU_LIMIT`` is the limit of a check in seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+INSTRUCTIONS = ("NaN patterns", "root and quotient")
+NAME = "model of a GPU"
+
+
+def _run(name: str, check: Callable[[Any], Any], device: Any) -> Any:
+    if name == os.environ.get("BENCH_GPU_HANGS"):
+        time.sleep(600)
+    if name == os.environ.get("BENCH_GPU_DIES"):
+        os.kill(os.getpid(), 11)
+    return check(device)
+
+
+def replace_checks() -> None:
+    """Of the checks, keep those that the environment names, on smaller tensors."""
+    from halfstep.bench import gpu_checks, gpu_instructions, harness, timing
+    from halfstep.bench.cases.sizes import Sizes
+
+    only = re.compile(os.environ.get("BENCH_GPU_ONLY", ""))
+    checks, timings, measure = gpu_checks.checks, gpu_checks.timings, harness.measure
+    quotients = gpu_instructions.root_and_quotient
+
+    def measured(case: harness.Case, device: Any, **options: Any) -> list[harness.Result]:
+        import torch
+
+        ours = {name: make for name, make in case.providers.items() if harness.ours(name)}
+        return measure(replace(case, providers=ours), torch.device("cpu"), **options)
+
+    small = {
+        "STEP_SIZES": (1, 15, 300, 0),
+        "SHAPES": ((32, 144), (17,), (5, 0), (63, 65), (7,), (2, 2500)),
+        "sizes_for": lambda device, quick: Sizes(2**12, (256,), (2**10,), (1, 10), 0, slow=False),
+        "checks": lambda folder: {
+            name: partial(_run, name, check) for name, check in checks(folder).items() if only.search(name)
+        },
+        "timings": lambda quick: {name: case for name, case in timings(quick).items() if only.search(name)},
+    }
+    vars(gpu_checks).update(small)
+    gpu_checks.run.COPY_BYTES, gpu_checks.run.SECONDS = {"cuda": 1 << 20}, {False: 0.0}
+    gpu_instructions.root_and_quotient = lambda device, paired, moments=2, least=2**-49: quotients(
+        device, paired, count=2048, moments=2, least=least
+    )
+    timing.clock_for = lambda device: timing.CpuClock()
+    harness.measure = measured
+
+
+def run_process(argv: Sequence[str]) -> None:
+    """What `halfstep.bench.gpu_checks.main` does, for checks of one kind."""
+    if argv[2] in INSTRUCTIONS:
+        from software_gpu import gpu
+
+        gpu.install("sm_100")
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    from halfstep.bench import gpu_checks
+
+    properties = SimpleNamespace(
+        name=NAME, major=10, minor=0, total_memory=1 << 26, multi_processor_count=1, L2_cache_size=1 << 20
+    )
+    answers = {
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: NAME,
+        "get_device_capability": lambda device=None: (10, 0),
+    }
+    replace_checks()
+    with mock.patch.multiple(torch.cuda, **answers):
+        if argv[2] in INSTRUCTIONS or argv[2].startswith("time of"):
+            gpu_checks.main(argv, torch.device("cpu"))
+            return
+        from stream_model import Model
+
+        with Model("late", size=1 << 26) as model:
+            gpu_checks.main(argv, model.device)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command. Returns its exit status."""
+    import torch
+
+    from halfstep.bench import gpu
+
+    os.environ.setdefault("PYTEST_ADDOPTS", "-k 'captured_amp_step or waits_for_nothing'")
+    gpu.PROCESS = [sys.executable, __file__, "--process"]
+    gpu.LIMIT = float(os.environ.get("BENCH_GPU_LIMIT", gpu.LIMIT))
+    replace_checks()
+    answers = {"is_available": lambda: True, "current_device": lambda: 0, "get_device_name": lambda device=None: NAME}
+    with mock.patch.multiple(torch.cuda, **answers):
+        return gpu.main(argv)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--process"]:
+        run_process(sys.argv[2:])
+    else:
+        sys.exit(main(sys.argv[1:]))
