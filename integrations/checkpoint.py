@@ -28,8 +28,7 @@ from halfstep.integrations import archive, interrupts, unfinished_saves
 from halfstep.integrations import checkpoint_files as files
 from halfstep.integrations.checkpoint_files import CheckpointError, checkpoints, newest
 from halfstep.integrations.optim.foreign_codes import decode
-from halfstep.integrations.optim.held import CODES
-from halfstep.integrations.optim.state import SCALES
+from halfstep.integrations.optim.state import CODES, SCALES
 from halfstep.integrations.rollback import Rollback
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def save(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
-    optimizer_state: Literal["canonical", "held"] = "canonical",
+    optimizer_state: Literal["held", "canonical"] = "held",
     asynchronous: Literal[False] = False,
     process_group: Any = None,
 ) -> Path: ...
@@ -75,7 +74,7 @@ def save(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
-    optimizer_state: Literal["canonical", "held"] = "canonical",
+    optimizer_state: Literal["held", "canonical"] = "held",
     asynchronous: Literal[True],
     process_group: Any = None,
 ) -> PendingSave: ...
@@ -90,7 +89,7 @@ def save(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: Any = None,
-    optimizer_state: Literal["canonical", "held"] = "canonical",
+    optimizer_state: Literal["held", "canonical"] = "held",
     asynchronous: bool = False,
     process_group: Any = None,
 ) -> Path | PendingSave:
@@ -107,9 +106,10 @@ def save(
             `save`, and each writes its shards.
         optimizer: optimizer of the model's parameters.
         scaler: an object with a ``state_dict()``, which is stored.
-        optimizer_state: ``"canonical"`` stores masters and moments in fp32, which torch can read. ``"held"`` stores
-            them in the bytes that they take in memory: codes and scales, bf16 moments, and remainders instead of
-            masters. `load` recognizes both, and loads both into every layout.
+        optimizer_state: ``"held"`` stores the state of an optimizer of halfstep in the bytes that it takes in
+            memory: codes and scales, bf16 moments, and remainders instead of masters. ``"canonical"`` stores them in
+            fp32, which torch's optimizers, and parameters that FullyShardedDataParallel has flattened, can load; those
+            are always saved so. `load` recognizes both, and loads both into every layout.
         asynchronous: copy everything to the CPU, return, and write the files in a thread while training continues. Only
             one save runs at a time: the next `save` or `load` waits for it, and raises if it failed.
         process_group: the ranks that save together, such as those of one pipeline. Default: all.
@@ -120,8 +120,7 @@ def save(
 
     Raises:
         CheckpointError: it could not be written, on all ranks alike. Earlier checkpoints are untouched.
-        ValueError: an argument is out of range, or goes together with `model` only; or `optimizer_state` is ``"held"``,
-            and the optimizer is not one of halfstep, or its parameters are flat ones of FSDP1.
+        ValueError: an argument is out of range, or goes together with `model` only.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -150,7 +149,7 @@ def save(
     _only_with_model(
         optimizer=optimizer,
         scaler=scaler,
-        optimizer_state=optimizer_state if held else None,
+        optimizer_state=None if held else optimizer_state,
         asynchronous=asynchronous or None,
         process_group=process_group,
     )
@@ -325,8 +324,6 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a gathered ``optimizer.state_dict()``. Tensors with the shape of their parameter are sharded like it.
 
-    A gathered ``held_state_dict()`` loads too, after the model.
-
     States of whole parameters of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded first.
 
     Raises:
@@ -352,7 +349,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     def cut(number: int, key: str, value: Any) -> Any:
         # Codes are decoded with their scales before they are cut.
         whole = key in (*CODES.values(), *SCALES.values())
-        fits = isinstance(value, torch.Tensor) and value.shape == of[number].shape and not whole
+        shapes = of[number].shape, (*of[number].shape, 2)  # the latter of remainders in pairs of bytes
+        fits = isinstance(value, torch.Tensor) and value.shape in shapes and not whole
         return scatter(value, of[number]) if fits else value
 
     rollback = Rollback(None, optimizer)

@@ -29,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -54,9 +54,9 @@ from halfstep.integrations import checkpoint_files as files
 from halfstep.integrations.archive import ArchiveError
 from halfstep.integrations.checkpoint_files import CheckpointError
 from halfstep.integrations.checkpoint_metadata import METADATA
-from halfstep.integrations.optim.checkpoints import CanonicalState
-from halfstep.integrations.optim.held import CODES, HELD, empty_scales, scales_shape, shards_blocks
-from halfstep.integrations.optim.state import SCALES
+from halfstep.integrations.optim.checkpoints import CanonicalState, saving
+from halfstep.integrations.optim.held import HELD, empty_entry, shards_blocks
+from halfstep.integrations.optim.state import CODES, SCALES
 from halfstep.integrations.ranks import Ranks
 from halfstep.integrations.rollback import Rollback
 from halfstep.numerics.scaling.topology import local
@@ -189,23 +189,10 @@ def _is_flattened(model: torch.nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, held: bool = False) -> dict[str, Any]:
-    """The state that torch.distributed.checkpoint writes, the optimizer's canonical or as held. Collective under FSDP.
-
-    Raises:
-        ValueError: the state is to be written as held, and the optimizer has none, or its parameters are flat.
-    """
-    if held and not isinstance(optimizer, CanonicalState):
-        raise ValueError(
-            f"Expected an optimizer of halfstep with optimizer_state='held', but got {type(optimizer).__name__}: pass "
-            "the optimizer that a wrapper holds, or leave optimizer_state out"
-        )
-    if held and _is_flattened(model):
-        raise ValueError(
-            "Expected a model without FullyShardedDataParallel with optimizer_state='held', but got one with flat "
-            "parameters: use fully_shard, or leave optimizer_state out"
-        )
-    with _quiet(), optimizer._saving_held() if held and isinstance(optimizer, CanonicalState) else nullcontext():
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, held: bool = True) -> dict[str, Any]:
+    """The state that torch.distributed.checkpoint writes, the optimizer's as held or canonical. Collective in FSDP1."""
+    form: Literal["held", "canonical"] = "held" if held else "canonical"
+    with _quiet(), saving(optimizer, form):
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         if optimizer is not None:
             state["optimizer"] = get_optimizer_state_dict(model, optimizer)
@@ -589,10 +576,9 @@ class _Load:
             coded = key in CODES.values() or key in SCALES.values()
             # Codes that cannot be sharded with their scales are read as a whole.
             if parameter is not None and (not coded or shards_blocks(parameter)):
-                if key in SCALES.values() and known.size == scales_shape(parameter):
-                    return empty_scales(parameter, dtype)
-                if key not in SCALES.values() and known.size == parameter.shape:
-                    return torch.empty_like(parameter.detach(), dtype=dtype)
+                empty = empty_entry(parameter, key, known.size, dtype)
+                if empty is not None:
+                    return empty
         return torch.empty(known.size, dtype=known.properties.dtype, device="cpu")
 
     def load_into_live(self, rollback: Rollback) -> None:

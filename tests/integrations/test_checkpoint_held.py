@@ -155,7 +155,7 @@ def test_a_run_goes_on_with_the_same_bits(
 @pytest.mark.parametrize("other", ["split, fp32", "split24, 8 bits, amsgrad"])
 def test_one_file_of_gathered_state_goes_on_with_the_same_bits(other: str, tmp_path: Path) -> None:
     run, resumed = _run("split, 8 bits", steps=3), _run("split, 8 bits", seed=1)
-    state = {"model": run[0].state_dict(), "optimizer": run[1].held_state_dict()}
+    state = {"model": run[0].state_dict(), "optimizer": run[1].state_dict()}
     saved = checkpoint.load(checkpoint.save(tmp_path, 3, checkpoint.gather(state)))
     checkpoint.load_model(resumed[0], saved["model"])
     checkpoint.load_optimizer(resumed[1], saved["optimizer"])
@@ -165,14 +165,18 @@ def test_one_file_of_gathered_state_goes_on_with_the_same_bits(other: str, tmp_p
 def test_torch_finds_no_moments_instead_of_taking_codes_for_them(tmp_path: Path) -> None:
     model, optimizer = run = _run("split, 8 bits", steps=2)
     path = _save(tmp_path, run)
+    optimizer.state_dict_format = "canonical"
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     with pytest.raises(BaseException, match=re.escape("Missing key in checkpoint state_dict: optimizer.state.")):
         dcp.load(state, checkpoint_id=path, no_dist=True)
 
 
-def test_it_is_asked_for_by_name(tmp_path: Path) -> None:
+def test_it_is_the_default_and_the_canonical_state_is_asked_for_by_name(tmp_path: Path) -> None:
     model, optimizer = _run("split, 8 bits", steps=1)
-    path = checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer)
+    path = checkpoint.save(tmp_path, 2, model=model, optimizer=optimizer)
+    held = {name.split(".")[-1] for name in checkpoint_metadata.read(path).state_dict_metadata}
+    assert {"exp_avg_codes", "exp_avg_sq_scale", "master_remainder"} < held
+    path = checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer, optimizer_state="canonical")
     assert not any(
         "codes" in name or "remainder" in name for name in checkpoint_metadata.read(path).state_dict_metadata
     )
@@ -181,24 +185,24 @@ def test_it_is_asked_for_by_name(tmp_path: Path) -> None:
     ):
         checkpoint.save(tmp_path, 4, model=model, optimizer=optimizer, optimizer_state="compact")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="Expected model to be given together with optimizer_state, but got None"):
-        checkpoint.save(tmp_path, 4, {}, optimizer_state="held")
+        checkpoint.save(tmp_path, 4, {}, optimizer_state="canonical")
 
 
-@pytest.mark.parametrize("made", ["torch", "none"])
-def test_only_our_optimizers_have_such_a_state(made: str, tmp_path: Path) -> None:
-    model, _ = _run("split, fp32")
-    optimizer = torch.optim.AdamW(model.parameters()) if made == "torch" else None
-    message = (
-        f"Expected an optimizer of halfstep with optimizer_state='held', but got "
-        f"{'AdamW' if optimizer else 'NoneType'}: pass the optimizer that a wrapper holds, or leave optimizer_state out"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer, optimizer_state="held")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("form", ["held", "canonical"])
+def test_the_state_of_an_optimizer_of_torch_is_the_same_in_both_formats(form: Any, tmp_path: Path) -> None:
+    model = _run("fp16")[0].float()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _train((model, optimizer), range(2))
+    path = checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer, optimizer_state=form)
+    other = _run("fp16", seed=1)[0].float()
+    theirs = torch.optim.AdamW(other.parameters())
+    checkpoint.load(path, model=other, optimizer=theirs)
+    assert _digest((other, theirs)) == _digest((model, optimizer))
 
 
 def test_later_states_are_canonical_again_even_after_an_error() -> None:
     model, optimizer = _run("split, 8 bits", steps=1)
+    optimizer.state_dict_format = "canonical"
 
     def fail(*_: Any) -> None:
         raise ValueError("refused")
@@ -295,18 +299,22 @@ def test_weights_of_another_dtype_are_refused_before_a_remainder_is_joined(tmp_p
 
 
 @pytest.mark.usefixtures("_alone")
-def test_flat_parameters_of_fsdp1_are_refused(tmp_path: Path) -> None:
+def test_flat_parameters_of_fsdp1_are_saved_in_fp32_and_load_nothing_else(tmp_path: Path) -> None:
     def flat() -> Run:
         module = torch.nn.Linear(4, 4).bfloat16()
         model = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
         return model, halfstep.AdamW(model.parameters())
 
-    message = (
-        "Expected a model without FullyShardedDataParallel with optimizer_state='held', but got one with flat "
-        "parameters: use fully_shard, or leave optimizer_state out"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        _save(tmp_path, flat())
+    source, target = flat(), flat()
+    for parameter in source[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    source[1].step()
+    path = _save(tmp_path, source)
+    names = {name.split(".")[-1] for name in checkpoint_metadata.read(path).state_dict_metadata}
+    assert {"master", "exp_avg"} < names and "master_remainder" not in names
+    _load(path, target)
+    for one, other in zip(source[1].masters().values(), target[1].masters().values(), strict=True):
+        assert torch.equal(one, other)
     for options, key in (({}, "master_remainder"), ({"master_weights": "full", "state_dtype": BF16}, "exp_avg")):
         model = torch.nn.Linear(4, 4).bfloat16()
         optimizer = halfstep.AdamW(model.parameters(), **options)
