@@ -1,0 +1,165 @@
+"""Training loops as people write them (tests/support/user_loops.py), with each way to step: one result, or an error.
+
+With steps in the backward and with masters on the host, a loop must leave the bits that the plain optimizer leaves, or
+raise an error that names the remedy. To differ and say nothing always fails, but for what `DIFFERENT` quotes from the
+documentation. The plain optimizer has the bits of its reference, and in fp32 agrees with torch's AdamW.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+
+import pytest
+import torch
+from tolerances import ADAM_AGAINST_TORCH
+from torch import Tensor
+from user_loops import LAYOUTS, OFFLOADED, PROGRAMS, Run, differences, has_trained, results
+
+import halfstep
+
+pytestmark = pytest.mark.sample(3)
+
+LAYOUTS_OF_16_BITS = [name for name, (dtype, _) in LAYOUTS.items() if dtype != torch.float32]
+IN_BACKWARD = ("release", "offload step")  # the ways that have used and freed the gradients when a backward returns
+REMEDY = re.compile(r"Expected .+, but got .+: .+", re.DOTALL)
+
+# What cannot be done when the gradients are used in the backward. Each of these loops must be refused.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "reads or writes the gradients of the whole model after the backward": (
+        "clip_grad_norm",
+        "clip_grad_norm_and_model_zero_grad",
+        "clip_grad_norm_of_groups",
+        "clip_infinity_norm_of_one_module",
+        "clip_in_two_calls",
+        "clip_grad_value",
+        "clip_each_gradient_by_hand",
+        "clip_the_norm_by_hand",
+        "clip_with_foreach",
+        "adaptive_clipping",
+        "clipped_by_the_optimizer",
+        "norm_of_gradients_in_the_log",
+        "norm_of_gradients_in_the_log_after_the_step",
+        "histogram_of_gradients",
+        "flat_vector_of_gradients",
+        "gradients_as_numpy",
+        "centralized_gradients",
+        "noise_on_gradients",
+        "gradients_replaced_by_others",
+        "decay_added_to_gradients",
+        "a_row_without_gradient",
+        "masked_gradients",
+        "nan_gradients_set_to_zero",
+        "a_step_skipped_for_nan_gradients",
+        "sharpness_aware",
+        "averaged_by_hand",
+        "slow_gradients",
+        "accumulation_without_sync_clipped",
+        "accumulation_divided_at_the_end",
+        "hooks_after_accumulation_after_the_optimizer",
+        "gradients_of_two_tasks_projected",
+        "ppo",
+        "nanogpt",
+        "mingpt",
+    ),
+    "scales the loss, and must know about all gradients whether they are finite": (
+        "scaler_of_torch",
+        "scaler_of_torch_clipped",
+        "scaler_of_ours",
+        "scaler_of_ours_in_fp16_that_overflows",
+        "scaler_of_ours_clipped",
+        "timm",
+    ),
+    "has several backwards in a step, and does not say so": (
+        "accumulation",
+        "accumulation_and_model_zero_grad",
+        "two_losses_in_two_backwards",
+        "reentrant_checkpoints_that_share_a_block",
+        "gan",
+    ),
+    "discards gradients after the backward that has used them": (
+        "gradients_of_one_layer_dropped",
+        "a_step_skipped_after_the_backward",
+        "a_step_skipped_and_zeroed_at_the_top",
+        "an_exception_in_a_backward",
+        "adversarial_training",
+        "gan_in_one_backward_each",
+        "td3_with_a_delayed_actor",
+    ),
+    "sets an option after the backward that has used it": ("learning_rate_set_between_backward_and_step",),
+}
+# `in_backward="step"` has no context for the micro-batches before the last one, as steps in the backward have.
+REFUSED_BY_OFFLOAD_STEP = (
+    "accumulation_without_sync",
+    "accumulation_with_an_odd_last_batch",
+    "accumulated_gradients_discarded",
+    "two_backwards_of_one_graph",
+    "litgpt",
+    "mmengine",
+)
+# What differs and cannot be noticed: the weights between backward and step are those after the step.
+DIFFERENT = (
+    "decay_by_hand_between_backward_and_step",
+    "model_copied_between_backward_and_step",
+    "the_last_step_skipped",
+)
+# torch's AdamW in fp32 is as near as rounding lets it be, except where a loop rounds to 16 bits in its middle.
+ROUNDED = ("autocast",)
+
+refused = {(name, way) for names in REFUSED.values() for name in names for way in IN_BACKWARD}
+refused |= {(name, "offload step") for name in REFUSED_BY_OFFLOAD_STEP}
+different = {(name, way) for name in DIFFERENT for way in IN_BACKWARD}
+
+
+def outcome(name: str, way: str, layout: str) -> dict[str, Tensor]:
+    """What a program leaves. Each optimizer must have trained."""
+    torch._dynamo.reset() if name.startswith("compiled") else None
+    run = Run(way, layout)
+    PROGRAMS[name](run)
+    left = results(run)
+    assert has_trained(run)
+    return left
+
+
+@functools.cache
+def expected(name: str, layout: str) -> dict[str, Tensor]:
+    """What a program leaves with the plain optimizer, computed by its reference."""
+    with halfstep.backend("reference"):
+        return outcome(name, "plain", layout)
+
+
+def cases(ways: Iterable[str], skipped: Iterable[tuple[str, str]] = ()) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("name", "way"), [(name, way) for name in PROGRAMS for way in ways if (name, way) not in skipped]
+    )
+
+
+@cases(["plain", "release", *OFFLOADED], refused | different)
+@pytest.mark.parametrize("layout", LAYOUTS_OF_16_BITS)
+def test_the_bits_are_those_of_the_plain_optimizer(name: str, way: str, layout: str) -> None:
+    assert differences(outcome(name, way, layout), expected(name, layout)) == []
+
+
+@pytest.mark.parametrize(("name", "way"), sorted(refused))
+@pytest.mark.parametrize("layout", LAYOUTS_OF_16_BITS)
+def test_what_needs_the_gradients_later_is_refused_with_a_remedy(name: str, way: str, layout: str) -> None:
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=REMEDY):
+        outcome(name, way, layout)
+
+
+@pytest.mark.parametrize(("name", "way"), sorted(different))
+def test_what_reads_weights_before_the_step_sees_them_stepped(name: str, way: str) -> None:
+    assert differences(outcome(name, way, "split"), expected(name, "split"))
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ROUNDED])
+def test_the_plain_optimizer_in_fp32_agrees_with_torch(name: str) -> None:
+    left, of_torch = outcome(name, "plain", "fp32"), outcome(name, "torch", "fp32")
+    for key, values in of_torch.items():
+        torch.testing.assert_close(left[key], values, **ADAM_AGAINST_TORCH)
+
+
+def test_the_tables_name_programs() -> None:
+    named = [*(name for names in REFUSED.values() for name in names), *REFUSED_BY_OFFLOAD_STEP, *DIFFERENT, *ROUNDED]
+    assert len(PROGRAMS) >= 100 and set(named) <= set(PROGRAMS) and len(set(named)) == len(named)
