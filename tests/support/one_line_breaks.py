@@ -139,7 +139,9 @@ BREAKS = [
         "optimizer-of-other-parameters",
     ),
     Break(PLAIN, "AdamW(model.parameters()", "AdamW(Net().parameters()", "optimizer-of-other-parameters"),
-    Break(PLAIN, "AdamW(model.parameters()", "AdamW(Net().half().float().parameters()", "optimizer-of-other-parameters"),
+    Break(
+        PLAIN, "AdamW(model.parameters()", "AdamW(Net().half().float().parameters()", "optimizer-of-other-parameters"
+    ),
     Break(PLAIN, "AdamW(model.parameters()", "AdamW(model.body.parameters()", "parameters-not-optimized"),
     Break(
         PLAIN,
