@@ -42,8 +42,8 @@ def doctor(model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> Diagno
 
     Nothing is changed, and no step is needed: it may be called before training, after some steps, or after loading a
     checkpoint; after a step more can be said, since the optimizer then has its state. It reads weights, gradients and
-    state once, for NaN and Inf, and waits for the device. What only steps show (schedules that advance on skips, clipping of scaled
-    gradients, autocast, lost updates) is found by `halfstep.integrations.doctor.watch`.
+    state once, to look for NaN and Inf, and waits for the device. What only steps show (schedules that advance on
+    skips, clipping of scaled gradients, autocast, lost updates) is found by `halfstep.integrations.doctor.watch`.
 
     Args:
         model: the model, with the wrappers that train it (DistributedDataParallel, FSDP, ``torch.compile``).
