@@ -17,6 +17,7 @@ from halfstep.integrations.doctor.setup import (
     dtype_name,
     dtypes_of,
     names_of,
+    nonfinite,
     sample,
     world_size,
 )
@@ -40,20 +41,22 @@ def doctor(model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> Diagno
     """Examine a training set-up of any library, and name what is wrong with it.
 
     Nothing is changed, and no step is needed: it may be called before training, after some steps, or after loading a
-    checkpoint; after a step more can be said, since the optimizer then has its state. It reads at most 65,536 elements
-    of each tensor and waits for the device. What only steps show (schedules that advance on skips, clipping of scaled
-    gradients, autocast, lost updates) is found by `halfstep.integrations.doctor.watch`.
+    checkpoint; after a step more can be said, since the optimizer then has its state. It reads weights, gradients and
+    state once, to look for NaN and Inf, and waits for the device. What only steps show (schedules that advance on
+    skips, clipping of scaled gradients, autocast, lost updates) is found by `halfstep.integrations.doctor.watch`.
 
     Args:
         model: the model, with the wrappers that train it (DistributedDataParallel, FSDP, ``torch.compile``).
-        optimizer: its optimizer, or a sequence if there are several; wrappers such as Accelerate's are looked into.
-        scaler: the loss scaler; None if there is none.
+        optimizer: its optimizer, or a sequence or mapping if there are several; wrappers such as Accelerate's and
+            mmengine's are looked into, also for a scaler.
+        scaler: the loss scaler, or what holds it as ``_scaler``, ``loss_scaler`` or ``scaler``: timm's NativeScaler, an
+            Accelerator, Lightning's plugin. None if there is none.
 
     Returns:
         The findings, errors first. docs/doctor.md describes each.
 
     Raises:
-        TypeError: `model` is not a module, or an optimizer has no ``param_groups``.
+        TypeError: `model` is not a module, an optimizer has no ``param_groups``, or `scaler` is no scaler.
 
     Note:
         Under FSDP and tensor parallelism, each rank examines its own shards, without communication.
@@ -61,7 +64,7 @@ def doctor(model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> Diagno
     Examples:
         >>> model = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
         >>> print(halfstep.doctor(model, halfstep.AdamW(model.parameters())))
-        Linear of 1 parameter, AdamW: no findings
+        Linear of 1 parameter, halfstep.AdamW: no findings
         >>> halfstep.doctor(model, torch.optim.AdamW(model.parameters())).names
         ['moments-in-16-bits', 'decay-lost']
     """
@@ -98,6 +101,38 @@ def _membership(setup: Setup) -> Iterator[Finding]:
             "they require a gradient, and no optimizer holds them",
             "they stay as they are, and their gradients take memory",
             "add them to the optimizer, pass all optimizers here, or call requires_grad_(False)",
+        )
+
+
+def _values(setup: Setup) -> Iterator[Finding]:
+    entries = [(name, "weights", parameter) for name, parameter in setup.parameters()]
+    entries += [(name, "buffers", buffer) for name, buffer in setup.model.named_buffers()]
+    # A loss scaler skips steps whose gradients overflow, and the last one may be such a step.
+    grads = [(name, "gradients", one.grad) for name, one in setup.parameters() if one.grad is not None]
+    entries += [] if setup.scaler is not None else grads
+    for one in setup.held:
+        entries += [(one.name, "weights", one.parameter)] * (id(one.parameter) not in setup.names)
+        entries += [(one.name, key, value) for key, value in {**one.state, **one.scales}.items()]
+    values = nonfinite([value for _, _, value in entries])
+    hit = [
+        (name, kind, value)
+        for (name, kind, tensor), value in zip(entries, values, strict=True)
+        # Masks hold infinities in buffers and frozen parameters.
+        if value == "NaN" or (value and kind != "buffers" and (kind != "weights" or tensor.requires_grad))
+    ]
+    if hit:
+        kinds = {value: list(dict.fromkeys(kind for _, kind, other in hit if other == value)) for _, _, value in hit}
+        only_grads = all(kind == "gradients" for _, kind, _ in hit)
+        yield Finding(
+            "values-not-finite",
+            "warning" if only_grads else "error",
+            some(list(dict.fromkeys(name for name, _, _ in hit)), "tensor"),
+            "; ".join(f"{value} in {' and '.join(found)}" for value, found in kinds.items()),
+            "a step writes them into the weights, unless a loss scaler skips it"
+            if only_grads
+            else "all that is computed from them is NaN or Inf, and so it stays",
+            "load weights and state from before, and repeat the step in halfstep.integrations.doctor.first_nonfinite("
+            "model), which names the first operation that makes NaN or Inf out of finite numbers",
         )
 
 
@@ -542,6 +577,7 @@ def _weight_of(model: torch.nn.Module, getter: str) -> Any:
 
 
 RULES: Sequence[Rule] = (
+    _values,
     _membership,
     _frozen,
     _tied,

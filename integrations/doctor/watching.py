@@ -6,15 +6,28 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grad
+from torch.utils._pytree import tree_leaves
 
 from halfstep.integrations.doctor.at_rest import doctor, fp16_without_scaler, lost_finding
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, in_bytes, in_order, some
-from halfstep.integrations.doctor.setup import HALF, Held, Setup, dtype_name, dtypes_of, names_of, sample, world_size
+from halfstep.integrations.doctor.setup import (
+    HALF,
+    Held,
+    Setup,
+    dtype_name,
+    dtypes_of,
+    innermost,
+    names_of,
+    nonfinite,
+    sample,
+    world_size,
+)
 from halfstep.integrations.optim.state import OptimizerState
 from halfstep.numerics.scaling.topology import local
 
@@ -72,9 +85,13 @@ def watch(model: torch.nn.Module, optimizer: Any, scaler: Any = None, scheduler:
     with ExitStack() as stack:
         watcher.attach(stack)
         yield watched
-    after = {finding.name: finding for finding in before.findings}
-    after |= {finding.name: finding for finding in doctor(model, optimizer, scaler).findings}
-    after |= {finding.name: finding for finding in watcher.findings()}
+    last = doctor(model, optimizer, scaler)
+    after = {finding.name: finding for finding in (*before.findings, *last.findings, *watcher.findings())}
+    if "optimizer-of-other-parameters" not in last.names:  # the steps showed them to be copies
+        after.pop("optimizer-of-other-parameters", None)
+    if "values-not-finite" in after and watcher.broken:
+        first = after["values-not-finite"]
+        after[first.name] = replace(first, what=f"{first.what}; {watcher.broken}")
     if "weights-unchanged" in after or not watcher.lost_matters():
         after.pop("updates-lost", None)
     examined = f"{before.examined}, {watched.steps} step{'s' * (watched.steps != 1)}"
@@ -97,12 +114,15 @@ class _Watcher:
         self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients after a step, and their versions
         self._clips: dict[int, int] = defaultdict(int)  # since the last step, by id
         self._stepped: set[int] = set()  # ids of parameters stepped since their last gradient
-        self._scaled = False  # whether scaler.scale was called since the last step
+        self.broken = ""  # the first step after which a weight was not finite, in words
+        self._scaled = False  # whether a backward began at a scaled loss since the last step
         self._backward = False  # whether a gradient was computed since the last step
         self._ran = False  # whether the optimizer's step ran in the scaler's
+        self._in_scaler = False  # whether the scaler's step is running
         self._since_schedule = [0, 0]  # steps taken and skipped since a schedule advanced
-        self._moved = False  # whether a step changed a weight
+        self._first = [sample(one.parameter).clone() for one in setup.held]
         self._gradients = False  # whether a step had a gradient that is finite and not 0
+        self._finite = True  # whether the gradients of this step are finite
         self._dtypes: dict[torch.dtype, str] = {}  # of autocast, and the module in which it was seen
         self._elsewhere = ""
         self._eager = False  # whether a module ran that is not compiled, whose autocast is seen
@@ -116,6 +136,7 @@ class _Watcher:
 
     def attach(self, stack: ExitStack) -> None:
         """Attach all hooks, and detach them when `stack` closes."""
+        self._stack = stack
         for name, parameter in self.setup.trainable():
             handle = parameter.register_post_accumulate_grad_hook(lambda of, name=name: self._after_gradient(of, name))
             stack.callback(handle.remove)
@@ -197,9 +218,23 @@ class _Watcher:
     @torch._disable_dynamo
     @torch.no_grad()
     def _before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
-        self._ran = True
+        self._ran = self._finite = True
         held = self._of[id(optimizer)]
         self._weights = {id(one.parameter): sample(one.parameter).clone() for one in held}
+        if self.scaler is not None and self._scaled and not self._in_scaler and float(self.scaler.get_scale()) != 1:
+            unscaled = all(self._unscaled_of(id(one.parameter)) for one in held if one.parameter.grad is not None)
+            self._note(
+                Finding(
+                    "step-without-scaler",
+                    "error",
+                    type(optimizer).__name__,
+                    "optimizer.step() was called, and not scaler.step(optimizer)",
+                    "steps whose gradients overflow are not skipped: weights become NaN"
+                    if unscaled
+                    else f"gradients are {self.scaler.get_scale():g} times too large, and overflows are not skipped",
+                    "call scaler.step(optimizer)",
+                )
+            )
         for one in held:
             grad = one.parameter.grad
             if grad is None or grad.is_sparse or grad.is_meta:
@@ -207,6 +242,7 @@ class _Watcher:
             found = sample(grad)
             if not bool(found.isfinite().all()):
                 self._overflows[one.name] += 1
+                self._finite = False
             elif bool((found != 0).any()):
                 self._gradients = True
 
@@ -214,20 +250,23 @@ class _Watcher:
     @torch.no_grad()
     def _after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         self.watched.steps += 1
-        for one in self._of[id(optimizer)]:
+        held = self._of[id(optimizer)]
+        if not self.broken and any(nonfinite([one.parameter for one in held])):
+            grads = "finite" if self._finite else "not finite"
+            self.broken = f"seen in weights after step {self.watched.steps}, whose gradients were {grads}"
+        for one in held:
             key, grad = id(one.parameter), one.parameter.grad
             before = self._weights.pop(key, None)
             if before is None or before.is_meta:
                 continue
             after = sample(one.parameter)
             changed = after != before
-            self._moved |= bool(changed.any())
             if grad is not None and not grad.is_sparse and not one.keeps_updates and not self.setup.own_copies:
                 counts = self._lost.setdefault(one.name, [0, 0])
                 due = (sample(grad) != 0) & (float(one.group.get("lr") or 0.0) > 0)
                 counts[0] += int(due.sum())
                 counts[1] += int((due & ~changed).sum())
-        self._end_step(self._of[id(optimizer)], optimizer)
+        self._end_step(held, optimizer)
 
     def _end_step(self, held: Sequence[Held], optimizer: Any) -> None:
         """Forget what belongs to one step, and remember which gradients it used."""
@@ -262,13 +301,21 @@ class _Watcher:
 
     @torch._disable_dynamo
     def _in_scale(self, scaler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        result = method(*arguments, **options)
+        for loss in tree_leaves(result):
+            if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                self._stack.callback(loss.register_hook(self._in_scaled_backward).remove)
+        return result
+
+    @torch._disable_dynamo
+    def _in_scaled_backward(self, grad: torch.Tensor) -> None:
         self._scaled = True
-        return method(*arguments, **options)
 
     @torch._disable_dynamo
     def _in_scaler_step(self, scaler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         given = arguments[0] if arguments else options.get("optimizer")
-        optimizer = next((one for one in self.setup.optimizers if one is given or self._inside(given, one)), given)
+        inside = list(innermost(given))
+        optimizer = next((one for one in self.setup.optimizers if any(one is other for other in inside)), given)
         if self._backward and not self._scaled and float(scaler.get_scale()) != 1:
             self._note(
                 Finding(
@@ -282,7 +329,11 @@ class _Watcher:
             )
         self._ran = False
         before = self._first_weights(optimizer)
-        result = method(*arguments, **options)
+        self._in_scaler = True
+        try:
+            result = method(*arguments, **options)
+        finally:
+            self._in_scaler = False
         held = self._of[id(optimizer)]
         states = getattr(scaler, "_per_optimizer_states", {})
         known = [states[key] for key in {id(given), id(optimizer)} if key in states]
@@ -302,10 +353,6 @@ class _Watcher:
                         self._overflows[one.name] += 1
                 self._end_step(held, optimizer)
         return result
-
-    @staticmethod
-    def _inside(given: Any, optimizer: Any) -> bool:
-        return any(getattr(given, name, None) is optimizer for name in ("optimizer", "optim"))
 
     def _first_weights(self, optimizer: Any) -> list[torch.Tensor]:
         return [sample(one.parameter, 64).clone() for one in self._of[id(optimizer)]]
@@ -396,10 +443,22 @@ class _Watcher:
         yield from self.seen.values()
         setup, watched = self.setup, self.watched
         taken = watched.steps - watched.skipped
+        pairs = [(sample(one.parameter), first) for one, first in zip(setup.held, self._first, strict=True)]
+        moved = any(not first.is_meta and not torch.equal(now.to(first), first) for now, first in pairs)
         counts = {name: (count[0], count[1]) for name, count in self._lost.items() if count[0]}
-        if counts and self._moved and self.lost_matters():
+        if counts and moved and self.lost_matters():
             yield lost_finding(counts, f"of the updates in {taken} step{'s' * (taken != 1)}")
-        if taken and self._gradients and not self._moved and any(float(one.group.get("lr") or 0) for one in setup.held):
+        rates = any(float(one.group.get("lr") or 0) for one in setup.held)
+        if taken and rates and not moved and not self._gradients and not self._overflows:
+            yield Finding(
+                "steps-without-gradients",
+                "error",
+                some(names_of(setup.held)),
+                f"in {taken} step{'s' * (taken != 1)}, no gradient was there or other than 0, and no weight changed",
+                "nothing is trained",
+                "call loss.backward() before the step, and zero_grad() after it",
+            )
+        if taken and rates and not moved and self._gradients:
             yield Finding(
                 "weights-unchanged",
                 "error",

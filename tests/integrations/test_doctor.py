@@ -36,7 +36,7 @@ def test_the_text_of_a_finding() -> None:
     model = _net(BF16)
     found = doctor(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     assert str(found).split("\n")[:7] == [
-        "Sequential of 4 parameters, AdamW: 2 findings",
+        "Sequential of 4 parameters, torch.optim.AdamW: 2 findings",
         "error: moments-in-16-bits",
         "  where   4 parameters: 0.weight, 0.bias, 1.weight, ...",
         "  what    exp_avg_sq is in bf16, rounded to nearest",
