@@ -176,7 +176,7 @@ def test_the_whole_command_killed_after_each_of_its_steps(tmp_path: Path) -> Non
 
 def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    settings = {"BENCH_GPU_ONLY": "^machine|NaN|root|streams$", "BENCH_GPU_LIMIT": "25"}
+    settings = {"BENCH_GPU_ONLY": "^machine|NaN|root|streams$"}
     process = command(out, **settings, BENCH_GPU_HANGS="NaN patterns", BENCH_GPU_DIES="root and quotient")
     text = process.communicate()[0]
     assert process.returncode == 1, text
@@ -186,22 +186,19 @@ def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_fro
         ("root and quotient", "stopped"),
         ("AMP steps on two streams", "passed"),
     ]
-    assert re.search(r"NaN patterns: stopped, it took more than 2\d s", text)
+    assert re.search(r"NaN patterns: stopped, it took more than 15 s", text)
     assert "root and quotient: stopped, its process ended with status -11" in text
     # A line that was cut off, and records of other code, do not count.
     with (out / "checks.jsonl").open("a") as file:
         file.write(json.dumps({"check": "NaN patterns", "status": "passed", "code": "other"}) + '\n{"check": "root and')
     process = command(out, **settings)
     assert "2 of 4 checks" in process.communicate()[0] and process.returncode == 0
-    assert set(gpu_checks.records(out / "checks.jsonl")) == {name for name, _ in outcomes_of_whole_lines(out)}
-
-
-def outcomes_of_whole_lines(out: Path) -> list[tuple[str, str]]:
-    lines = [line for line in (out / "checks.jsonl").read_text().splitlines() if line.endswith("}")]
-    return [(json.loads(line)["check"], json.loads(line)["status"]) for line in lines]
+    records = gpu_checks.records(out / "checks.jsonl")
+    assert {name: record["status"] for name, record in records.items()} == dict.fromkeys(records, "passed")
+    assert len(records) == 4
 
 
 def test_minutes_bound_the_whole_command(tmp_path: Path) -> None:
-    process = command(tmp_path / "out", minutes=0.25, BENCH_GPU_ONLY="^machine|NaN", BENCH_GPU_HANGS="NaN patterns")
+    process = command(tmp_path / "out", minutes=1, BENCH_GPU_ONLY="^machine|NaN", BENCH_GPU_HANGS="NaN patterns")
     assert "1 of 2 checks and times are left: the same command continues" in process.communicate(timeout=120)[0]
     assert outcomes(tmp_path / "out") == [("machine", "passed")]

@@ -31,7 +31,7 @@ def test_nan_patterns_are_the_one_that_kernels_assume(paired: bool, monkeypatch:
 def test_roots_and_quotients_are_rounded_correctly_whatever_the_approximations(
     paired: bool, machine: SoftwareGPU, inexact: int
 ) -> None:
-    # The last two v have a root of 2 - 2^-23, the one divisor for which a correction of the reciprocal may not be enough
+    # The last two v have a root of 2 - 2^-23, the one divisor whose reciprocal a correction may leave a unit off
     # (Markstein): there the quotient depends on the GPU's approximation, as that of ptxas's own div.rn does.
     last = FIRST + COUNT - 2048 - 2 * (inexact != 0)
     with machine.set(inexact=inexact):
