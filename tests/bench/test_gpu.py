@@ -177,7 +177,8 @@ def test_the_whole_command_killed_after_each_of_its_steps(tmp_path: Path) -> Non
 def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
     settings = {"BENCH_GPU_ONLY": "^machine|NaN|root|streams$"}
-    process = command(out, **settings, BENCH_GPU_HANGS="NaN patterns", BENCH_GPU_DIES="root and quotient")
+    faults = {"BENCH_GPU_HANGS": "NaN patterns", "BENCH_GPU_LIMIT": "15", "BENCH_GPU_DIES": "root and quotient"}
+    process = command(out, **settings, **faults)
     text = process.communicate()[0]
     assert process.returncode == 1, text
     assert outcomes(out) == [
