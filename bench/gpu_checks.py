@@ -35,15 +35,19 @@ from halfstep.bench.cases.sizes import sizes_for
 from halfstep.cli.machine import version_of
 
 ROOT = Path(__file__).resolve().parents[1]
-# The statuses of a check. One that does not end with the first two is tried again by the next call.
-PASSED, FAILED, UNFINISHED, STOPPED = "passed", "failed", "unfinished", "stopped"
-DONE = (PASSED, FAILED)
+# The statuses of a check. One that does not end with one of the first three is tried again by the next call.
+PASSED, FAILED, LEFT_OUT, UNFINISHED, STOPPED = "passed", "failed", "left out", "unfinished", "stopped"
+DONE = (PASSED, FAILED, LEFT_OUT)
 TESTS, TEST_MINUTES = "tests marked gpu", 4.0
 # How gradients are unscaled and clipped before a step.
 WAYS = ("step", "unscale_", "clip_grad_norm_", "write_back")
 STEP_SIZES = (1, 15, 1000, 4097, 0, 65_536, 300, 1_000_003)
 # Rows of whole and of short blocks of 8-bit moments, several chunks per row and several rows per chunk, and a vector.
 SHAPES = ((40, 128), (1001,), (32, 144), (63, 65), (5, 0), (3, 2500), (4096, 1), (9, 2048))
+
+
+class LeftOut(Exception):
+    """A check that this machine or installation cannot run. The message says why."""
 
 
 class Unfinished(Exception):
@@ -111,7 +115,7 @@ def _ptxas() -> dict[str, str | None]:
 
 def _on_nvidia(check: Callable[[torch.device, bool], dict[str, Any]], device: torch.device) -> dict[str, Any]:
     if torch.version.hip is not None:
-        return {"left out": "our PTX runs on NVIDIA GPUs only"}
+        raise LeftOut("our PTX runs on NVIDIA GPUs only")
     pairings = gpu_instructions.pairings(device)
     return {"f32x2" if paired else "f32": check(device, paired) for paired in pairings}
 
@@ -434,16 +438,10 @@ def two_streams(device: torch.device) -> None:
 def gpu_tests(folder: Path) -> dict[str, Any]:
     """The tests marked gpu, of a checkout. What a call leaves to do, the next one does."""
     program = ROOT / "tests" / "support" / "run_gpu_tests.py"
-    missing = next(
-        (
-            what
-            for what, there in (("pytest is", importlib.util.find_spec("pytest")), ("the tests are", program.exists()))
-            if not there
-        ),
-        None,
-    )
-    if missing:
-        return {"left out": f"{missing} not here"}
+    if importlib.util.find_spec("pytest") is None:
+        raise LeftOut("pytest is not installed")
+    if not program.exists():
+        raise LeftOut("this is no checkout: there are no tests")
     folder = folder / f"tests-{fingerprint()}"
     subprocess.run([sys.executable, str(program), "--out", str(folder), "--minutes", str(TEST_MINUTES)])
     report = json.loads((folder / "tests.json").read_text())
@@ -549,8 +547,8 @@ def main(argv: Sequence[str], device: torch.device | None = None) -> None:
         record: dict[str, Any] = {"check": name, "status": PASSED}
         try:
             record["detail"] = known[name](device) if name in known else _measured(measured[name], device)
-        except Unfinished as error:
-            record |= {"status": UNFINISHED, "error": str(error)}
+        except (LeftOut, Unfinished) as error:
+            record |= {"status": LEFT_OUT if isinstance(error, LeftOut) else UNFINISHED, "error": str(error)}
         except Exception:
             record |= {"status": FAILED, "error": traceback.format_exc()}
         record["seconds"] = round(time.monotonic() - start, 2)
