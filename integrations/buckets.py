@@ -8,12 +8,35 @@ from typing import Any
 
 import torch
 
+from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
+
 
 def call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: torch.Tensor) -> None:
     """Call the method of an object unless the object was deleted: a hook does not keep what it serves."""
     alive = method()
     if alive is not None:
         alive(*arguments)
+
+
+def before_accumulation(
+    parameter: weakref.ref[torch.Tensor], method: weakref.WeakMethod[Callable[..., None]], grad: torch.Tensor
+) -> None:
+    """Call the method of an object with a parameter of which autograd has a gradient, before it stores or adds it.
+
+    If the object was deleted, remove the stand-in that it has left.
+    """
+    alive = parameter()
+    if alive is not None:
+        call_if_alive(method, alive)
+        if method() is None:
+            remove_stand_in(alive)
+
+
+# If a compiled function calls the backward, dynamo would trace these hooks, and all that they call.
+_eval_frame = torch._C._dynamo.eval_frame
+_skip = _eval_frame._FrameAction.SKIP
+for _hook in (call_if_alive, before_accumulation):
+    _eval_frame.set_code_exec_strategy(_hook.__code__, _eval_frame._FrameExecStrategy(_skip, _skip))
 
 
 class Bucket:
@@ -65,12 +88,13 @@ class BucketReduction:
             average = place[: member.numel()].view(member.shape)
             averages.append(average)
             place[member.numel() :].zero_()
-            if member.grad is None:
+            grad = gradient_of(member)
+            if grad is None:
                 missing.add(index)
                 average.zero_()
                 marks[index] = 0.0
             else:
-                torch.mul(member.grad, 1.0 / self._group.size(), out=average)  # as DistributedDataParallel
+                torch.mul(grad, 1.0 / self._group.size(), out=average)  # as DistributedDataParallel
                 member.grad = None
         work = torch.distributed.all_reduce(flat, group=self._group, async_op=True)
         self._running = bucket, averages, marks, missing, work

@@ -27,12 +27,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
-from itertools import repeat
-from operator import methodcaller
+from itertools import chain, groupby, repeat
+from operator import attrgetter, methodcaller
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from halfstep.integrations.buckets import call_if_alive
 from halfstep.integrations.interrupts import apply
@@ -40,9 +41,112 @@ from halfstep.integrations.optim.classes import Adam, AdamW
 from halfstep.integrations.optim.state import WHOLE
 from halfstep.integrations.release import BUCKET_BYTES, is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
+from halfstep.numerics.scaling.stand_ins import (
+    FreedGradient,
+    StandIn,
+    gradient_of,
+    gradients_of,
+    is_stand_in,
+    remove_stand_in,
+)
 from halfstep.numerics.scaling.topology import is_sharded
 
+aten = torch.ops.aten
+
 IN_BACKWARD = ("copy", "step", None)
+REMEDY = "use in_backward='copy', with which clipping, scaling and other code find the gradients"
+
+
+class HostGradient(StandIn):
+    """Stands in for a gradient that is on the host, or for a view of it. Operations have the results of the gradient.
+
+    What an operation writes to the stand-in, it writes on the host; other results are on the device.
+
+    Args:
+        like: a tensor with the shape, strides and dtype of the gradient.
+        device: the device of the parameter.
+        of: the optimizer and the mirror that have the gradient, or a view of it.
+    """
+
+    def __init__(
+        self,
+        like: torch.Tensor,
+        device: torch.device,
+        *,
+        of: tuple[weakref.ref[_Offloaded], weakref.ref[_Mirror]] | torch.Tensor,
+    ) -> None:
+        self._of = of
+
+    def _owner(self, of: tuple[weakref.ref[_Offloaded], weakref.ref[_Mirror]]) -> tuple[_Offloaded, _Mirror]:
+        optimizer, mirror = of[0](), of[1]()
+        if optimizer is None or mirror is None:
+            raise RuntimeError(
+                f"Expected the optimizer that has the gradient of a parameter of shape {tuple(self.shape)} on the host "
+                "to exist, but it was deleted: set .grad to None"
+            )
+        return optimizer, mirror
+
+    def _read(self) -> torch.Tensor:
+        """The gradient on the host, after it has arrived."""
+        if isinstance(self._of, torch.Tensor):
+            return self._of
+        optimizer, mirror = self._owner(self._of)
+        return optimizer._gradient_on_host(mirror)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is aten.add_.Tensor and isinstance(args[0], cls) and torch._C._current_graph_task_id() != -1:
+            of = args[0]._of
+            if not isinstance(of, torch.Tensor) and not kwargs:  # autograd adds a gradient
+                optimizer, mirror = args[0]._owner(of)
+                optimizer._add(mirror, args[1])
+                return args[0]
+        leaves = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        written = _written(func, args, kwargs)
+        if written and not any(isinstance(one, cls) for one in written):
+            args, kwargs = tree_map_only(cls, lambda one: one._read().to(one.device), (args, kwargs))
+            return func(*args, **kwargs)
+        stand_ins = [one for one in leaves if isinstance(one, cls)]
+        others = [one for one in leaves if not isinstance(one, cls)]
+        on_host = {id(one): one._read() for one in stand_ins} | {id(one): one.cpu() for one in others}
+        args, kwargs = tree_map_only(torch.Tensor, lambda one: on_host[id(one)], (args, kwargs))
+        result = func(*args, **kwargs)
+        for one in written:
+            if not isinstance(one, cls) and on_host[id(one)] is not one:
+                one.copy_(on_host[id(one)])
+        argument_of = {id(on_host[id(one)]): one for one in leaves}
+
+        def returned(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in argument_of:
+                return argument_of[id(tensor)]
+            if func.is_view:
+                return cls(tensor, stand_ins[0].device, of=tensor)
+            return tensor if "device" in kwargs else tensor.to(stand_ins[0].device)
+
+        return tree_map_only(torch.Tensor, returned, result)
+
+    def _numbers(self, reader: str) -> torch.Tensor:
+        return self._read()
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operation writes."""
+    schema = func._schema.arguments
+    values = [*zip(schema, args, strict=False), *((one, kwargs[one.name]) for one in schema if one.name in kwargs)]
+    return [
+        leaf
+        for argument, value in values
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    ]
 
 
 class _Mirror:
@@ -52,6 +156,7 @@ class _Mirror:
         parameter: the parameter.
         host: its copy, which the optimizer steps. Its gradient is that of the parameter, once it has arrived.
         bucket: the number of the parameters that are stepped together with it.
+        hooked: whether autograd calls the optimizer when its gradient is complete.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -59,20 +164,24 @@ class _Mirror:
         values = parameter.detach()
         self.host = torch.nn.Parameter(_on_host(values).copy_(values), requires_grad=parameter.requires_grad)
         self.bucket = 0
+        self.hooked = False
+        self.weight = self.host.data  # writes to it do not count as writes of the copy
         self._staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
         self._full = False  # whether there is such a gradient
+        self._attached: torch.Tensor | None = None  # the last one that became the gradient of the copy
+        self._stand_in: HostGradient | None = None
+        self._freed: FreedGradient | None = None
         self._seen = self._now()
+        weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
     def _now(self) -> tuple[int, int]:
         return self.parameter._version, self.parameter.data_ptr()
 
-    def take(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Begin to copy the gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
+    def take(self, grad: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """Begin to copy a gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
         if self._full:  # of an earlier backward
             apply(_arrivals([self]))
-        grad = self.parameter.grad
-        assert grad is not None
         if grad.layout != torch.strided:
             raise RuntimeError(
                 f"Expected a parameter of shape {tuple(grad.shape)} to have a dense gradient, but got layout "
@@ -88,38 +197,53 @@ class _Mirror:
                 self._arriving = stream.record_event()
         return self._arriving
 
-    def taken(self) -> None:
+    def taken(self, optimizer: weakref.ref[_Offloaded]) -> None:
         """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
-        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, None))()
+        assert self._staging is not None
+        stand_in, device = self._stand_in, self.parameter.device
+        if stand_in is None or stand_in.dtype != self._staging.dtype or stand_in.device != device:
+            stand_in = self._stand_in = HostGradient(self._staging, device, of=(optimizer, weakref.ref(self)))
+        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, stand_in))()
 
     def attach(self) -> None:
         """Set the gradient of the copy to a gradient that is being copied, unless it has one of earlier backwards."""
-        if self._full and self.host.grad is None:
-            self.host.grad = self._staging
-
-    @torch.no_grad()
-    def give_back(self) -> None:
-        """Return the gradient to the parameter, from where it would be copied again."""
-        apply(_arrivals([self]))
-        if self.host.grad is not None and self.parameter.grad is None:
-            grad = self.host.grad.to(self.parameter.device, copy=True)
-            _each(setattr, (self.parameter, self.host), repeat("grad"), (grad, None))()
+        if self._full and gradient_of(self.host) is None:
+            self.host.grad = self._attached = self._staging
 
     def forget(self) -> None:
-        """Drop a gradient that is being copied."""
+        """Drop the gradient on the host, also one that is being copied, unless other code has set it there."""
         if self._full and self._arriving is not None:
             self._arriving.synchronize()
         self._full = False
+        if self.host.grad is self._attached or is_stand_in(self.host.grad):
+            self.host.grad = self._attached = None
 
-    def take_outside_write(self) -> None:
-        """Copy the parameter if other code has written it since the last step."""
-        if self._now() != self._seen:
-            self.host.copy_(self.parameter)
-            self._seen = self._now()
+    def freed(self) -> FreedGradient:
+        """What the gradient of the copy is after a step in the backward."""
+        grad = self.host.grad
+        assert grad is not None
+        if self._freed is None or self._freed.dtype != grad.dtype:
+            self._freed = FreedGradient(grad, remedy=REMEDY)
+        self._freed.zeroed = False
+        return self._freed
+
+    def is_written(self) -> bool:
+        """Whether the parameter was written since the last step, in a way that autograd notices.
+
+        Full masters follow such writes only, those of `halfstep.AdamW` too.
+        """
+        return self._now() != self._seen
 
     def sent(self) -> None:
         """Note that the parameter has the weights of the copy."""
         self._seen = self._now()
+
+
+def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
+    """Remove the gradient of a parameter whose optimizer was deleted, and the gradient with it."""
+    alive = parameter()
+    if alive is not None:
+        remove_stand_in(alive)
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
@@ -135,9 +259,22 @@ def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
     ]
 
 
+def _copies(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> partial[Any]:
+    """One call that copies tensors, from and to the host without waiting."""
+    return _each(torch.Tensor.copy_, targets, sources, repeat(True))
+
+
 def _each(function: Callable[..., Any], *columns: Iterable[Any]) -> partial[Any]:
     """One call without Python code of ours that calls a function with each row of some columns."""
     return partial(deque, map(function, *columns), 0)
+
+
+class _Streams(NamedTuple):
+    """The streams of a GPU on which gradients and weights leave, and weights return."""
+
+    gradients: torch.cuda.Stream
+    weights: torch.cuda.Stream
+    back: torch.cuda.Stream
 
 
 class _InFlight(NamedTuple):
@@ -219,8 +356,9 @@ class _Offloaded(Adam):
         self._of_bucket: list[list[_Mirror]] = []
         self._arrived: dict[int, set[int]] = {}  # by bucket, the ids of parameters whose gradient is complete
         self._in_flight: deque[_InFlight] = deque()
-        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
-        self._steps: list[Future[None]] = []
+        self._streams: dict[torch.device, _Streams] = {}
+        self._weights_arriving: dict[int, list[torch.cuda.Event]] = {}  # by bucket
+        self._steps: dict[int, Future[None]] = {}  # by bucket
         self._worker: Executor | None = None
         self._stepping: int | None = None  # the thread that steps
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
@@ -244,9 +382,6 @@ class _Offloaded(Adam):
         self.__dict__["param_groups"] = groups
 
     def _groups_on_device(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if not self.state:  # a first step with gradients of 0 follows, unless the parameters have some
-            for mirror in self._mirrors.values():
-                mirror.give_back()
         parameters = [[self._by_host[id(host)].parameter for host in group["params"]] for group in groups]
         return [_GroupOnDevice(group, own) for group, own in zip(groups, parameters, strict=True)]
 
@@ -276,13 +411,18 @@ class _Offloaded(Adam):
             members = [given] if isinstance(given, torch.Tensor) else list(given)
             param_group = {**param_group, "params": [self._mirrored(one, added) for one in members]}
         super().add_param_group(param_group)
-        take = weakref.WeakMethod(self._take)
         self._mirrors |= added
         self._by_host |= {id(mirror.host): mirror for mirror in added.values()}
         for mirror in added.values():
-            if self.in_backward is not None and mirror.parameter.requires_grad:
-                mirror.parameter.register_post_accumulate_grad_hook(partial(call_if_alive, take))
+            self._hook(mirror)
         self._fill_buckets()
+
+    def _hook(self, mirror: _Mirror) -> None:
+        """Make autograd call `_take`, if the parameter is trained."""
+        if self.in_backward is not None and not mirror.hooked and mirror.parameter.requires_grad:
+            hook = partial(call_if_alive, weakref.WeakMethod(self._take))
+            mirror.parameter.register_post_accumulate_grad_hook(hook)
+            mirror.hooked = True
 
     def _mirrored(self, member: Any, added: dict[int, _Mirror]) -> Any:
         """A member of a group with the copy of its parameter, which is put into `added` if it is new."""
@@ -328,10 +468,9 @@ class _Offloaded(Adam):
 
     # ------------------------------------------------------------------------------------------------------ backward
 
-    def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """The streams of a GPU on which gradients leave and weights return."""
+    def _streams_of(self, device: torch.device) -> _Streams:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._streams[device] = _Streams(*(torch.cuda.Stream(device) for _ in _Streams._fields))
         return self._streams[device]
 
     @torch.no_grad()
@@ -346,7 +485,7 @@ class _Offloaded(Adam):
                     )
                 self._began = True
             mirror = self._mirrors[id(parameter)]
-            self._copy_out(mirror)
+            self._collect_from(mirror)
             # At most two buckets of gradients are on their way.
             while self._in_flight and (
                 sum(one.size for one in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
@@ -358,20 +497,49 @@ class _Offloaded(Adam):
             arrived.add(id(parameter))
             if len(arrived) == sum(one.parameter.requires_grad for one in bucket):
                 self._arrived[mirror.bucket] = set()
-                self._steps.append(self._submit(partial(self._step_bucket, mirror.bucket)))
+                self._steps[mirror.bucket] = self._submit(partial(self._step_bucket, mirror.bucket))
 
-    def _copy_out(self, mirror: _Mirror) -> None:
-        """Begin to copy a gradient to the host."""
-        parameter, grad = mirror.parameter, mirror.parameter.grad
-        assert grad is not None
-        stream = None
+    def _collect_from(self, mirror: _Mirror) -> None:
+        """Make the gradient on the host that of the parameter."""
+        grad = mirror.parameter.grad
+        if is_stand_in(grad):
+            return
+        self._finish_step(mirror.bucket)
+        mirror.forget()  # other code has discarded it
+        if grad is not None:
+            self._copy_out(mirror, grad)
+            self._hook(mirror)
+
+    def _copy_out(self, mirror: _Mirror, grad: torch.Tensor) -> None:
+        """Begin to copy a gradient to the host, where it is added to that of earlier backwards."""
+        parameter, stream = mirror.parameter, None
+        self._finish_step(mirror.bucket)
         if parameter.device.type == "cuda":
-            stream, _ = self._streams_of(parameter.device)
+            stream = self._streams_of(parameter.device).gradients
             stream.wait_stream(torch.cuda.current_stream(parameter.device))
-        ended = mirror.take(stream)
+        ended = mirror.take(grad, stream)
         if ended is not None:
             self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
-        mirror.taken()
+        mirror.taken(weakref.ref(self))
+
+    @torch.no_grad()
+    def _add(self, mirror: _Mirror, grad: torch.Tensor) -> None:
+        """Add a gradient to that on the host. The call of `_take` follows."""
+        with self._lock:
+            self._copy_out(mirror, grad)
+
+    @torch.no_grad()
+    def _gradient_on_host(self, mirror: _Mirror) -> torch.Tensor:
+        """The gradient of a parameter on the host, after it has arrived."""
+        self._finish_steps()
+        with self._lock:
+            apply(_arrivals([mirror]))
+        if mirror.host.grad is None:
+            raise RuntimeError(
+                f"Expected the gradient of a parameter of shape {tuple(mirror.host.shape)} to be on the host, but "
+                "other code has discarded it through param_groups of the optimizer: call optimizer.zero_grad()"
+            )
+        return mirror.host.grad
 
     def _submit(self, call: partial[None]) -> Future[None]:
         """Run a call in the thread of this optimizer, one after the other."""
@@ -389,18 +557,51 @@ class _Offloaded(Adam):
             self._stepping = None
 
     def _step_received(self, number: int) -> None:
-        ready = []
         for mirror in self._of_bucket[number]:
             apply(_arrivals([mirror]))
-            if mirror.host.grad is not None:
-                mirror.take_outside_write()
-                ready.append(mirror)
+        ready = [mirror for mirror in self._of_bucket[number] if gradient_of(mirror.host) is not None]
         if ready:
-            self._step_part(number, [mirror.host for mirror in ready])
+            self._read_weights(ready, last_step_returns=True)
+            freed = [mirror.freed() for mirror in ready]
+            self._step_part(number, [mirror.host for mirror in ready], freed)
         for mirror in ready:
             mirror.sent()
 
     # ---------------------------------------------------------------------------------------------------------- step
+
+    def _read_weights(self, mirrors: list[_Mirror], last_step_returns: bool = False) -> None:
+        """Begin to copy weights to the host, for `_commit` to wait for.
+
+        Args:
+            mirrors: the parameters, in the order of their buckets.
+            last_step_returns: whether weights of the last step may still be returning.
+        """
+        self._weights_arriving = {}
+        for device in {mirror.parameter.device for mirror in mirrors}:
+            of_device = [mirror for mirror in mirrors if mirror.parameter.device == device]
+            if device.type != "cuda":
+                _copies([one.weight for one in of_device], [one.parameter for one in of_device])()
+                continue
+            streams = self._streams_of(device)
+            streams.weights.wait_stream(streams.back if last_step_returns else torch.cuda.current_stream(device))
+            with torch.cuda.stream(streams.weights):
+                for bucket, members in groupby(of_device, attrgetter("bucket")):
+                    own = list(members)
+                    _copies([one.weight for one in own], [one.parameter for one in own])()
+                    self._weights_arriving.setdefault(bucket, []).append(streams.weights.record_event())
+        written = [mirror.host for mirror in mirrors if mirror.is_written()]
+        if written:
+            self._finish_reading()  # full masters are compared before the first launch
+            torch.autograd.graph.increment_version(written)
+
+    def _finish_reading(self) -> None:
+        """Wait for the weights that are being copied to the host."""
+        for event in chain.from_iterable(self._weights_arriving.values()):
+            event.synchronize()
+
+    def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        self._finish_reading()  # a new master is a copy of the weight
+        return super()._complete_state(parameter, group)
 
     def _bucket_number(self, parameter: torch.Tensor) -> int:
         return self._by_host[id(parameter)].bucket
@@ -408,17 +609,10 @@ class _Offloaded(Adam):
     @torch.no_grad()
     def _collect(self) -> None:
         """Wait for the steps of buckets, and begin to copy the gradients that are still on the device."""
-        if self._steps:
-            wait(self._steps)
-            for device in self._gpus(self._mirrors.values()):
-                torch.cuda.current_stream(device).wait_stream(self._streams_of(device)[1])
-            steps, self._steps = self._steps, []
-            for step in steps:
-                step.result()
+        self._finish_steps()
         for bucket in self._of_bucket:
             for mirror in bucket:
-                if mirror.parameter.grad is not None:
-                    self._copy_out(mirror)
+                self._collect_from(mirror)
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
 
     def _settle(self) -> None:
@@ -433,10 +627,12 @@ class _Offloaded(Adam):
             self._settle()  # all gradients decide about the norm, and whether a first step with lr 0 is taken
         else:
             self._collect()
-        for mirror in self._mirrors.values():
-            mirror.take_outside_write()
+        mirrors = list(chain.from_iterable(self._of_bucket))
+        for mirror in mirrors:
             mirror.attach()
-        stepped = [mirror for mirror in self._mirrors.values() if mirror.host.grad is not None]
+        grads = gradients_of([mirror.host for mirror in mirrors])
+        stepped = [mirror for mirror, grad in zip(mirrors, grads, strict=True) if grad is not None]
+        self._read_weights(stepped)
         try:
             self._stepping = threading.get_ident()
             super()._update_parameters()
@@ -455,35 +651,48 @@ class _Offloaded(Adam):
         written: list[_Mirror] = []
         for hosts, own in sorted(writes, key=lambda one: list(map(self._bucket_number, one[0][:1]))):
             mirrors = [self._by_host[id(host)] for host in hosts]
-            calls += [*_arrivals(mirrors), *own]
-            calls.append(_each(torch.Tensor.copy_, [one.parameter for one in mirrors], hosts, repeat(True)))
+            arriving = self._weights_arriving.get(self._bucket_number(hosts[0]), []) if hosts else []
+            calls += [_each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *own]
+            calls.append(_copies([one.parameter for one in mirrors], hosts))
             written += mirrors
         with ExitStack() as stack:
             for device in self._gpus(written):
-                back, now = self._streams_of(device)[1], torch.cuda.current_stream(device)
-                back.synchronize()  # copies of the last step read the weights on the host
+                back, now = self._streams_of(device).back, torch.cuda.current_stream(device)
                 if part == WHOLE:  # in the backward, all that read the weights was complete before their gradient was
                     back.wait_stream(now)
                     calls.append(partial(type(now).wait_stream, now, back))
                 stack.enter_context(torch.cuda.stream(back))
             apply(calls)
+        self._weights_arriving = {}
 
     def _gpus(self, mirrors: Iterable[_Mirror]) -> set[torch.device]:
         """The GPUs of parameters."""
         return {device for device in {mirror.parameter.device for mirror in mirrors} if device.type == "cuda"}
 
+    def _finish_step(self, bucket: int) -> None:
+        """Wait for the step of a bucket in a backward."""
+        if bucket in self._steps:
+            wait([self._steps[bucket]])
+
     def _finish_steps(self) -> None:
-        """Wait for the steps of a backward, and raise the error of one that failed."""
-        for step in self._steps:
-            step.result()
+        """Wait for the steps of a backward, the device for their weights. Raise the error of one that failed."""
+        if self._steps:
+            wait(self._steps.values())
+            for device in self._gpus(self._mirrors.values()):
+                torch.cuda.current_stream(device).wait_stream(self._streams_of(device).back)
+            steps, self._steps = self._steps, {}
+            for step in steps.values():
+                step.result()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients, those that are being copied too."""
-        with self._lock:
-            for mirror in self._mirrors.values():
-                mirror.forget()
-                mirror.parameter.grad = None
-            self._in_flight.clear()
+        """Discard all gradients, those that are being copied too, or set them to 0."""
+        if set_to_none:
+            with self._lock:
+                wait(self._steps.values())
+                for mirror in self._mirrors.values():
+                    mirror.forget()
+                    mirror.parameter.grad = None
+                self._in_flight.clear()
         super().zero_grad(set_to_none)
 
     # --------------------------------------------------------------------------------------------------------- state
@@ -516,10 +725,13 @@ class _Offloaded(Adam):
 
     @torch.no_grad()
     def _take_device(self) -> None:
-        """Copy parameters that other code has written, after the steps of a backward."""
+        """Copy the parameters to the host, after the steps of a backward."""
         self._finish_steps()
+        self._read_weights(list(chain.from_iterable(self._of_bucket)))
+        self._finish_reading()
+        self._weights_arriving = {}
         for mirror in self._mirrors.values():
-            mirror.take_outside_write()
+            mirror.sent()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -555,8 +767,8 @@ _DOCS = """
         >>> model = torch.nn.Linear(4, 1, bias=False).bfloat16()
         >>> optimizer = Offloaded{name}(model.parameters(), lr=0.1)
         >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-        >>> model.weight.grad is None  # it is on the host
-        True
+        >>> model.weight.grad  # stands in for the gradient on the host
+        HostGradient(shape=(1, 4), dtype=torch.bfloat16, device='cpu')
         >>> optimizer.step()
         >>> optimizer.masters()[model.weight].device
         device(type='cpu')

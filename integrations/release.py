@@ -15,6 +15,8 @@ not clipped.
 they are used. DistributedDataParallel does the same, but its buckets keep all gradients. The gradients of two buckets
 then exist: one in the reduction, and one that is being filled.
 
+**What code after the backward finds.** ``.grad`` is a `FreedGradient`, which raises an error if its numbers are needed.
+
 At any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient. FSDP2 reduces the gradients
 of a unit into one buffer, which is freed when the last of them is: two more units may then be in memory. If gradients
 become complete in another order than in the first backward, more buckets are filled at the same time.
@@ -25,7 +27,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -33,15 +35,22 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
 
-from halfstep.integrations.buckets import Bucket, BucketReduction, call_if_alive
+from halfstep.integrations.buckets import Bucket, BucketReduction, before_accumulation, call_if_alive
 from halfstep.integrations.optim.classes import Adam
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
+from halfstep.numerics.scaling.stand_ins import freed_gradient, gradient_of, is_stand_in, remove_stand_in
 from halfstep.numerics.scaling.topology import is_sharded, local
 from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
 
 BUCKET_BYTES = 25 * 2**20
+REMEDY = (
+    "to clip, set max_grad_norm of the optimizer and call step_in_backward with clipping='exact' or 'previous', or use "
+    "a trainer of halfstep.integrations.trainers; for a scaler, pass scaler= and clip by scaler.clip_grad_norm_; to "
+    "read each gradient, register a post-accumulate hook before step_in_backward"
+)
 DDP_KEEPS = (
     "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model in it "
     "and process_group=, which averages each bucket before its step"
@@ -81,16 +90,23 @@ class StepInBackward:
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
         # torch's garbage collection does not see these hooks, so they must not refer to the optimizer, which refers to
         # the parameters.
-        take, before = weakref.WeakMethod(self._take), weakref.WeakMethod(self._before_step)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(call_if_alive, take))
-            for parameter in parameters_of(optimizer)
-            if parameter.requires_grad
-        ]
-        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: call_if_alive(before)))
+        take, remove = weakref.WeakMethod(self._take), weakref.WeakMethod(self._remove)
+        self._hooks: list[Any] = []
+        self._freed: dict[int, torch.Tensor] = {}  # by the id of each parameter with a hook, its stand-in
+        self._removed: list[tuple[torch.Tensor, torch.Tensor]] = []  # stand-ins, in the present backward
+        for parameter in parameters_of(optimizer):
+            if parameter.requires_grad:
+                self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
+                before = unserializable_hook(partial(before_accumulation, weakref.ref(parameter), remove))
+                after = partial(call_if_alive, take)
+                self._hooks += [
+                    parameter.register_hook(before),
+                    parameter.register_post_accumulate_grad_hook(after),
+                ]
+        before_step, after_step = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: call_if_alive(before_step)))
         if clipping is not None:
-            after = weakref.WeakMethod(self._after_step)
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after)))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after_step)))
         self._reduction: BucketReduction | None = None
         if process_group is not None:
             self._reduction = BucketReduction(process_group)
@@ -144,7 +160,8 @@ class StepInBackward:
             raise RuntimeError(
                 "Expected clipping='exact' or a scaler in step_in_backward, but got neither: its steps need no check()"
             )
-        if any(p.grad is not None for p in parameters_of(optimizer)) or _has_accumulated(self._model()):
+        self._refuse_without_hook()
+        if any(gradient_of(p) is not None for p in parameters_of(optimizer)) or _has_accumulated(self._model()):
             raise RuntimeError(
                 "Expected no gradient before check(), which frees the gradients, but got some of an earlier backward: "
                 "call zero_grad(), or to accumulate, remove() and step after the backward"
@@ -191,11 +208,33 @@ class StepInBackward:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for parameter in parameters_of(self._optimizer):
+            remove_stand_in(parameter)
         self._optimizer._forget()
         self._optimizer._stepping_in_backward = None
 
+    def _remove(self, parameter: torch.Tensor) -> None:
+        """Called by autograd when it has a gradient of a parameter, which it would add to the stand-in."""
+        grad = parameter.grad
+        if grad is None or not is_stand_in(grad):
+            return
+        parameter.grad = None
+        with self._lock:
+            if not self._removed:
+                _call_after_backward(self._restore)
+            self._removed.append((parameter, grad))
+
+    def _restore(self) -> None:
+        """Called by autograd when the backward has ended: `torch.autograd.grad` has not stored the gradients."""
+        removed, self._removed = self._removed, []
+        for parameter, stand_in in removed:
+            if parameter.grad is None:
+                parameter.grad = stand_in
+
     def _take(self, parameter: torch.Tensor) -> None:
         """Called by autograd, or by FSDP2 after its reduction, when the gradient of a parameter is complete."""
+        if parameter.grad is self._freed[id(parameter)]:  # FSDP2 has set its local part to the gradient
+            self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
         if self._accumulating:
             return
         with self._lock:
@@ -212,7 +251,7 @@ class StepInBackward:
                         one.arrived = {}
                     if self._reduction is not None:
                         self._reduction.restart()
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+                _call_after_backward(self._finish)
                 self._backward = running
             bucket = self._bucket_of.get(id(parameter)) or self._assign(parameter)
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
@@ -296,10 +335,21 @@ class StepInBackward:
         """Check gradients of a bucket, or update their parameters, and free them."""
         if self._checks and self._checker is not None:
             self._add(self._checker, ready)
-            for parameter in ready:
-                parameter.grad = None
+            for parameter, stand_in in zip(ready, self._stand_ins(ready), strict=True):
+                parameter.grad = stand_in
         else:
             self._step(bucket.part, ready)
+
+    def _stand_ins(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What replaces the gradients of some parameters."""
+        found = []
+        for parameter in parameters:
+            stand_in = self._freed[id(parameter)]
+            if (stand_in.dtype, stand_in.device) != (parameter.grad.dtype, parameter.device):  # type: ignore[union-attr]
+                stand_in = self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
+            local(stand_in).zeroed = False  # type: ignore[attr-defined]
+            found.append(stand_in)
+        return found
 
     @torch.no_grad()
     def _add(self, checker: Checker, parameters: list[torch.Tensor]) -> None:
@@ -326,7 +376,7 @@ class StepInBackward:
             self._add(self._checker, parameters)
         optimizer._decision = self._decision()
         try:
-            optimizer._step_part(part, parameters)
+            optimizer._step_part(part, parameters, self._stand_ins(parameters))
         finally:
             optimizer._decision = None
 
@@ -342,6 +392,7 @@ class StepInBackward:
         """Raise unless a backward may step, or is checked."""
         if not self._checks or self._checker is not None:
             return
+        self._refuse_without_hook()
         checked = self._verdict is not None and not self._stepped
         if checked and self._scaler is not None:  # `update` or `unscale_` may have been called since
             checked = self._scaler._per_optimizer_states[id(self._optimizer)].get("verdict") is self._verdict
@@ -352,10 +403,23 @@ class StepInBackward:
                 "then once more"
             )
 
+    def _refuse_without_hook(self) -> None:
+        """Raise if a parameter could get a gradient that no check finds."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and id(parameter) not in self._freed:
+                    raise RuntimeError(
+                        "Expected the parameters that step_in_backward found to be all that are trained with "
+                        f"clipping='exact' or a scaler, but got another one of shape {tuple(parameter.shape)}: after "
+                        "requires_grad_() or add_param_group(), call remove() and step_in_backward again"
+                    )
+
     def _before_step(self) -> None:
         """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
         optimizer = self._optimizer
-        if self._reduction is not None and any(p.grad is not None for p in parameters_of(optimizer)):
+        if self._checks:
+            self._refuse_without_hook()
+        if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):
             raise RuntimeError(
                 "Expected no gradient at the step with process_group=, but got some that no backward has averaged over "
                 "its ranks: call zero_grad(); run the last backward outside of accumulate(); call step_in_backward "
@@ -367,7 +431,7 @@ class StepInBackward:
             if self._checker is None:
                 self._checker = optimizer._checker
                 self._checker.begin_parts()
-            left = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+            left = [parameter for parameter in parameters_of(optimizer) if gradient_of(parameter) is not None]
             if left:
                 self._add(self._checker, left)
             verdict, self._checker = self._checker.end_parts(), None
@@ -395,6 +459,11 @@ class StepInBackward:
                 self._use_reduced(reduction)
                 reduction.restart()
             self._stepped = self._checker is None
+
+
+def _call_after_backward(method: Callable[[], None]) -> None:
+    """Call a method when the present backward has ended without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(partial(call_if_alive, weakref.WeakMethod(method)))
 
 
 def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:
@@ -486,7 +555,7 @@ def step_in_backward(
         >>> before = model.weight.detach().clone()
         >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         >>> bool((model.weight != before).all()), model.weight.grad
-        (True, None)
+        (True, FreedGradient(shape=(1, 4), dtype=torch.bfloat16, device='cpu'))
         >>> optimizer.step()  # for its hooks and the schedulers
     """
     inner = unwrapped(optimizer)

@@ -223,8 +223,6 @@ class LaunchGroup:
             contiguous = all_contiguous(grads)
         gradients, copies = self._in_order(grads, contiguous)
         self.take_outside_writes()
-        for parameter, copy in self.copied:
-            copy.copy_(parameter)
         self.batch.lists[adam.GRAD] = gradients
         if self.batch.table is None:
             contents = list(self._contents)
@@ -234,7 +232,8 @@ class LaunchGroup:
         else:
             self.batch.table.point(adam.GRAD, gradients)
         back = [partial(parameter.copy_, copy) for parameter, copy in self.copied] if self.copied else []
-        return [*copies, adam.launch(self.batch, groups, control), *back]
+        there = [partial(copy.copy_, parameter) for parameter, copy in self.copied] if self.copied else []
+        return [*copies, *there, adam.launch(self.batch, groups, control), *back]
 
     def finish(self) -> None:
         """Release the gradients and record the update. Must run after the calls that `prepare` returned."""

@@ -6,7 +6,7 @@ import gc
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
@@ -26,6 +26,7 @@ from halfstep.kernels import adam
 from halfstep.kernels.streams import capturing
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
+from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
 from halfstep.numerics.scaling.topology import is_sharded, settle_gradients
 from halfstep.numerics.scaling.verdict import parameters_of
 
@@ -206,6 +207,9 @@ class _AdamBase(CanonicalState):
         first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in groups)
         parameters = parameters_of(self)
         grads = list(map(_gradient, parameters))
+        if not {torch.Tensor, type(None)}.issuperset(map(type, grads)):
+            settle_gradients(parameters)
+            grads = gradients_of(parameters)
         if any(map(is_, grads, repeat(None))):
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
@@ -218,9 +222,6 @@ class _AdamBase(CanonicalState):
             if first_at_rest:
                 self._checker.verdict(keep=False)
             return
-        if set(map(type, grads)) != {torch.Tensor}:
-            settle_gradients(parameters)
-            grads = list(map(_gradient, parameters))
         self._advance(WHOLE, parameters, grads, limit, changed, first_at_rest)
 
     def _check_changed_options(self, part: int, limit: float | None) -> bool:
@@ -233,18 +234,21 @@ class _AdamBase(CanonicalState):
         return changed
 
     @torch.no_grad()
-    def _step_part(self, part: int, parameters: list[torch.Tensor]) -> None:
+    def _step_part(
+        self, part: int, parameters: list[torch.Tensor], freed: Iterable[torch.Tensor | None] = repeat(None)
+    ) -> None:
         """Update a part of the parameters, and free their gradients. Only a decision made elsewhere unscales and clips.
 
         Args:
             part: a number for the same parameters in each step, not that of another part and not `WHOLE`.
             parameters: the parameters.
+            freed: what the ``.grad`` of each parameter is afterwards.
         """
         limit = None if self._decision is None else self._limit()
         changed = self._check_changed_options(part, limit)
         if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
             settle_gradients(parameters)
-        self._advance(part, parameters, list(map(_gradient, parameters)), limit, changed)
+        self._advance(part, parameters, list(map(_gradient, parameters)), limit, changed, freed=freed)
 
     def _advance(
         self,
@@ -254,16 +258,18 @@ class _AdamBase(CanonicalState):
         limit: float | None,
         changed: bool,
         first_at_rest: bool = False,
+        freed: Iterable[torch.Tensor | None] = (),
     ) -> None:
         """Update parameters with their gradients.
 
         Args:
-            part: whose plan is used. With a part other than `WHOLE`, the gradients are freed.
+            part: whose plan is used.
             parameters: at least one parameter.
             grads: their gradients.
             limit: the 2-norm to which the gradients are clipped.
             changed: whether an option of any group may have changed since the last step of this part.
             first_at_rest: whether to change nothing if all gradients are 0.
+            freed: what the ``.grad`` of each parameter becomes; empty if they stay.
         """
         groups, plan = self.param_groups, self._plans.get(part)
         contiguous = all_contiguous(grads)
@@ -292,8 +298,7 @@ class _AdamBase(CanonicalState):
             table = plan.group_table(batch.device, groups, limit, changed)
             needed.append((here, table))
             writes.append((batch.parameters, batch.prepare(own, contiguous, table, here)))
-        if part != WHOLE:
-            writes[-1][1].extend(partial(setattr, parameter, "grad", None) for parameter in parameters)
+        writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
         if recording:  # nothing was executed, and the tensors that a replay writes to must be kept alive
             for batch, _ in plan.batches:
@@ -345,7 +350,7 @@ class _AdamBase(CanonicalState):
         if cls is None or not torch.distributed.is_initialized() or not own or any(map(is_sharded, own)):
             return
         leaves = [one for one in gc.get_objects() if issubclass(type(one), cls) and one.is_leaf and one.requires_grad]
-        with_gradient = {leaf.shape for leaf in leaves if leaf.grad is not None}
+        with_gradient = {leaf.shape for leaf in leaves if gradient_of(leaf) is not None}
         shapes = {parameter.shape for parameter in own}
         if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:
             warnings.warn(

@@ -35,6 +35,7 @@ from halfstep.kernels.multi_tensor import all_have_memory
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
+from halfstep.numerics.scaling.stand_ins import refuse_freed
 from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, parameters_of
 
@@ -270,6 +271,7 @@ class GradScaler(torch.amp.GradScaler):
     def _check(self, optimizer: torch.optim.Optimizer, factor: Factor, write: bool = False) -> Verdict | None:
         """The verdict on an optimizer's gradients times a factor, which is stored until `update`."""
         self._refuse_twice(optimizer)
+        refuse_freed(parameters_of(optimizer), "a scaler")
         checker = self._checker(optimizer)
         verdict = checker.verdict(factor, write=write, step=self._decided)
         self._keep(optimizer, checker, verdict)
@@ -451,6 +453,7 @@ class GradScaler(torch.amp.GradScaler):
         topology = checker.find_topology(parameters)
         if not topology.settled:
             settle_gradients(parameters)
+        refuse_freed(parameters, "a scaler")
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
         shards = list(map(local, grads))
         # For subclasses torch's function computes the norm.

@@ -21,6 +21,7 @@ import torch
 from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
 from halfstep.kernels.streams import capturing
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
+from halfstep.numerics.scaling.stand_ins import is_stand_in
 from halfstep.numerics.scaling.topology import NOWHERE, Topology, TopologyMemory, local, settle_gradients
 
 Kind = tuple[torch.device, int, bool]
@@ -283,6 +284,8 @@ class Checker:
                 return {(devices.pop(), 0, True): (grads, places)}
         kinds: dict[Kind, tuple[list[torch.Tensor], list[int]]] = {}
         for grad, place in zip(grads, places, strict=True):
+            if is_stand_in(grad):
+                continue
             if grad.is_sparse:
                 if not grad.is_coalesced():  # the optimizer adds duplicates, and their sum may overflow
                     parameters[place].grad = grad = grad.coalesce()

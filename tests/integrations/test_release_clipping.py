@@ -316,10 +316,13 @@ def test_a_scaler_has_the_bits_of_a_step_after_the_backward(dtype: torch.dtype, 
 def test_a_scaler_that_was_updated_or_has_unscaled_does_not_step() -> None:
     run, scaler = _scaled(FP16, None)
     handle = step_in_backward(*run, scaler=scaler)
-    for forget in (scaler.update, lambda: scaler.unscale_(run[1])):
+    for unscales in (False, True):
         with handle.check():
             scaler.scale(loss_of(run[0], 0)).backward()
-        forget()
+        if unscales:
+            message = error_of(RuntimeError, lambda: scaler.unscale_(run[1]))
+            assert "clip by scaler.clip_grad_norm_" in message
+        scaler.update()
         loss = scaler.scale(loss_of(run[0], 0))
         assert "Expected check() before a backward" in error_of(RuntimeError, loss.backward)
         run[1].zero_grad()

@@ -18,6 +18,7 @@ import halfstep
 from halfstep.integrations.fsdp import keep_reduced_gradients
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import step_in_backward
+from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import local
 
 WORLD = 2
@@ -80,7 +81,7 @@ if can_keep():
 
 def _storages(model: Module) -> dict[int, int]:
     """Bytes of the storages of this rank's gradients, by address. Under FSDP2 those of a unit share one."""
-    storages = [local(p.grad).untyped_storage() for p in model.parameters() if p.grad is not None]
+    storages = [local(p.grad).untyped_storage() for p in model.parameters() if gradient_of(p) is not None]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
@@ -251,7 +252,7 @@ def replicas(name: str, bucket_bytes: int | None) -> dict[str, Any]:
         scaler.step(optimizer)
         scaler.update()
         logged.append(str(optimizer.grad_norm))
-        left = sum(parameter.grad is not None for parameter in model.parameters())
+        left = sum(gradient_of(parameter) is not None for parameter in model.parameters())
         optimizer.zero_grad()
     if handle is not None:
         handle.remove()

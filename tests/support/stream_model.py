@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from halfstep.kernels import adam, backend, cast, loss_scale, native, statistics, unscale
+from halfstep.numerics.scaling.stand_ins import StandIn
 
 aten = torch.ops.aten
 FAMILIES = (adam, cast, loss_scale, statistics, unscale)
@@ -101,6 +102,8 @@ class _Deferred(TorchDispatchMode):
         self.model = model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, StandIn) for one in types):
+            return NotImplemented  # it decides itself
         with torch._C.DisableTorchFunction():
             return self.model.operation(func, args, kwargs or {})
 
@@ -155,7 +158,7 @@ class Model:
         self._streams: list[Stream] = []
         self.default = self.current = self.stream()
         self.answers: dict[Any, Callable[..., Any]] = {
-            torch.Tensor.device.__get__: lambda func, tensor: DEVICE if self.is_here(tensor) else func(tensor),
+            torch.Tensor.device.__get__: lambda func, tensor: DEVICE if self.claims(tensor) else func(tensor),
             torch.Tensor.is_cuda.__get__: lambda func, tensor: self.is_here(tensor),
             torch.Tensor.is_cpu.__get__: lambda func, tensor: not self.is_here(tensor) and func(tensor),
             torch.Tensor.to: self._to,
@@ -204,6 +207,7 @@ class Model:
 
             enter(mock.patch.object(backend, "_lanes", lambda device: 32))  # the device has no properties
             enter(mock.patch.object(InterpretedFunction, "run", self._interpreted(InterpretedFunction.run)))
+        enter(mock.patch.object(torch.Tensor, "_make_wrapper_subclass", staticmethod(self._stand_in)))
         enter(_Deferred(self))
         enter(_Python(self))
         return self
@@ -342,6 +346,19 @@ class Model:
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the device."""
         return not tensor.is_meta and self.memory.holds(tensor)
+
+    def claims(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the device, or stands in for one that is."""
+        return self.is_here(tensor) or "of_the_model" in vars(tensor)
+
+    def _stand_in(self, cls: Any, *arguments: Any, device: torch.device, **options: Any) -> Any:
+        """A tensor without memory. Parameters on the device, whose ``.grad`` it becomes, are on the CPU for torch."""
+        made = torch._C.TensorBase._make_wrapper_subclass(
+            cls, *arguments, device=torch.device("cpu") if device == DEVICE else device, **options
+        )
+        if device == DEVICE:
+            vars(made)["of_the_model"] = True
+        return made
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of device or pinned memory, by its address."""

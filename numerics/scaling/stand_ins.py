@@ -1,0 +1,185 @@
+"""Stand-ins: what ``.grad`` of a parameter is while its gradient is elsewhere, or was used and freed in the backward.
+
+With None, ``torch.nn.utils.clip_grad_norm_`` would return 0 and clip nothing, and nobody could tell whether
+``model.zero_grad()`` was called. A stand-in has the metadata of a gradient and no memory, and decides about each
+operation on it. Optimizers, scalers and monitors of ours read gradients with the functions below, for which a stand-in
+is no gradient.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from halfstep.numerics.scaling.topology import is_sharded, local
+
+aten = torch.ops.aten
+
+
+class StandIn(torch.Tensor):
+    """A tensor without memory. Derived classes define ``__torch_dispatch__``.
+
+    Args:
+        like: a tensor with the shape, strides and dtype of the gradient.
+        device: the device of the gradient. Default: that of `like`.
+    """
+
+    def __new__(cls, like: torch.Tensor, device: torch.device | None = None, **_: Any) -> StandIn:
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device or like.device, storage_size=0
+        )
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+    def _numbers(self, reader: str) -> torch.Tensor:
+        """The gradient, for methods that torch does not dispatch."""
+        raise NotImplementedError
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._numbers("numpy").numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self._numbers("tolist").tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+class FreedGradient(StandIn):
+    """Stands in for a gradient that a step in the backward has used and freed, or for a view or copy of it.
+
+    It may be set to zero, moved, viewed and copied. Operations that need its numbers raise a RuntimeError.
+
+    Args:
+        like: a tensor with the shape, strides and dtype of the gradient.
+        device: the device of the gradient. Default: that of `like`.
+        remedy: what to do instead, for the error.
+
+    Attributes:
+        zeroed: whether it was set to zero. The next step then takes zeros, unless a backward computes a gradient.
+    """
+
+    zeroed = False
+
+    def __init__(self, like: torch.Tensor, device: torch.device | None = None, *, remedy: str) -> None:
+        self.remedy = remedy
+        self._alias_of: FreedGradient | None = self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        options = dict(kwargs or {})
+        one = next(leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, FreedGradient))
+        if func in (aten.zero_.default, aten._foreach_zero_.default):
+            for tensor in tree_leaves(args):
+                if not isinstance(tensor, FreedGradient):
+                    tensor.zero_()
+                elif tensor._alias_of is None:
+                    tensor._numbers("zero_ of a view or copy")
+                else:
+                    tensor._alias_of.zeroed = True
+            return one if func is aten.zero_.default else None
+        if func is aten.detach_.default:
+            return one
+        if func.is_view or func in (aten.clone.default, aten._to_copy.default):
+            device = options.pop("device", None) or one.device
+            args, options = tree_map_only(FreedGradient, _on_meta, (args, options))
+
+            def returned(result: torch.Tensor) -> FreedGradient:
+                made = type(one)(result, device, remedy=one.remedy)
+                made._alias_of = one._alias_of if func in (aten.detach.default, aten.alias.default) else None
+                return made
+
+            return tree_map_only(torch.Tensor, returned, func(*args, **options))
+        return one._numbers(func.name())
+
+    def _numbers(self, reader: str) -> torch.Tensor:
+        raise RuntimeError(
+            f"Expected no code after the backward to need the gradient of a parameter of shape {tuple(self.shape)}, "
+            f"which the backward has used and freed, but got {reader}: {self.remedy}"
+        )
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()
+
+
+class _FreedShard(FreedGradient):
+    """The local part of a DTensor that stands in for a gradient: FSDP2 adds the next gradient to it by ``+=``."""
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
+        return other
+
+
+def freed_gradient(parameter: torch.Tensor, remedy: str) -> torch.Tensor:
+    """What ``.grad`` of a parameter is after its gradient was used and freed: for DTensors a DTensor."""
+    grad = parameter.detach() if parameter.grad is None else parameter.grad
+    shard = local(parameter.detach())
+    like = torch.empty_strided(shard.shape, shard.stride(), dtype=grad.dtype, device="meta")
+    if not is_sharded(parameter):
+        return FreedGradient(like, shard.device, remedy=remedy)
+    from torch.distributed.tensor import DTensor
+
+    stand_in = DTensor.from_local(
+        _FreedShard(like, shard.device, remedy=remedy),
+        parameter.device_mesh,  # type: ignore[attr-defined]
+        parameter.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    stand_in._local_tensor = _FreedShard(like, shard.device, remedy=remedy)  # instead of a view
+    return stand_in
+
+
+def is_stand_in(grad: torch.Tensor | None) -> bool:
+    """Whether a gradient is a stand-in, or a DTensor of one."""
+    return isinstance(getattr(grad, "_local_tensor", grad), StandIn)
+
+
+def refuse_freed(parameters: list[torch.Tensor], reader: str) -> None:
+    """Raise a RuntimeError that names the remedy if the backward has used and freed a gradient."""
+    for parameter in parameters:
+        shard = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        if isinstance(shard, FreedGradient):
+            shard._numbers(reader)
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a parameter; None if it has none, or a stand-in."""
+    grad = parameter.grad
+    return None if is_stand_in(grad) else grad
+
+
+def remove_stand_in(parameter: torch.Tensor) -> None:
+    """Set ``.grad`` of a parameter to None if it is a stand-in."""
+    if is_stand_in(parameter.grad):
+        parameter.grad = None
+
+
+def gradients_of(parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of some parameters; None for those that have none, or a stand-in.
+
+    A stand-in that was set to zero becomes zeros.
+    """
+    grads: list[torch.Tensor | None] = list(map(attrgetter("grad"), parameters))
+    if not set(map(type, grads)) <= {torch.Tensor, type(None)}:
+        for index, grad in enumerate(grads):
+            if grad is not None and is_stand_in(grad):
+                if getattr(getattr(grad, "_local_tensor", grad), "zeroed", False):
+                    parameters[index].grad = torch.zeros_like(parameters[index].detach(), dtype=grad.dtype)
+                grads[index] = gradient_of(parameters[index])
+    return grads
