@@ -58,6 +58,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "accumulation_without_sync_clipped",
         "accumulation_divided_at_the_end",
         "hooks_after_accumulation_after_the_optimizer",
+        "hooks_that_add_decay_to_gradients",
         "gradients_of_two_tasks_projected",
         "ppo",
         "nanogpt",

@@ -160,6 +160,7 @@ CHANGES = [
     *("freeze_the_trunk", "freeze_a_head", "unfreeze", "unfreeze", "add_a_group", "write_weights", "set_the_rate"),
     *("write_data", "load_the_model", "load_the_optimizer", "evaluate"),
 ]
+WEIGHTS = ["write_weights", "write_data", "load_the_model", "load_the_optimizer", "evaluate"]
 # Between backward and step. Weights that are read or written there differ: see DIFFERENT in test_user_loops.py.
 AFTER_THE_BACKWARD = [
     *("clip_the_norm", "clip_values", "halve_the_gradients", "drop_a_gradient", "set_a_gradient", "freeze_a_head"),
@@ -172,7 +173,7 @@ def loop_of(seed: int) -> list[str]:
     draw = random.Random(seed)
     actions: list[str] = []
     for iteration in range(6):
-        if draw.random() < 0.5:
+        if actions[-1:] in ([], ["step"]) and draw.random() < 0.5:
             actions.append(draw.choice(CHANGES))
         actions.append(draw.choice(ZEROS))
         if draw.random() < 0.2:
@@ -190,12 +191,13 @@ def loop_of(seed: int) -> list[str]:
 def is_allowed(actions: list[str]) -> bool:
     """Whether a loop does nothing that differs as documented.
 
-    That is a backward that adds to gradients which a step has used, and an end between a backward and its step.
+    That is a backward that adds to gradients which a step has used, and code between a backward and its step that reads
+    or writes weights, at the end of the loop too.
     """
     used = waiting = False
     for action in actions:
         backward = action.startswith("backward")
-        if backward and used:
+        if (backward and used) or (waiting and action in WEIGHTS):
             return False
         waiting = backward or (waiting and action != "step")
         used = action == "step" or (used and action not in ZEROS)

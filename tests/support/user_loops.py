@@ -1514,6 +1514,22 @@ def hooks_after_accumulation_after_the_optimizer(run: Run) -> None:
 
 
 @program
+def hooks_that_add_decay_to_gradients(run: Run) -> None:
+    model = run.model()
+    optimizer = run.adamw(model)
+
+    def decay(p: Tensor) -> None:
+        p.grad.add_(0.1 * p.detach())
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(decay)
+    for x, y in run.batches(4):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+@program
 def hooks_on_the_optimizer(run: Run) -> None:
     model = run.model()
     optimizer = run.adamw(model)
