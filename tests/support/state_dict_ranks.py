@@ -101,7 +101,7 @@ def round_trip(wrapping: str, cls: Any, layout: str, flat: bool, kind: str = "")
     checks = Checks()
     options = StateDictOptions(flatten_optimizer_state_dict=flat, ignore_frozen_params=kind == "frozen")
     dtype, more = LAYOUTS[layout]
-    if flat or wrapping == "fsdp1":
+    if flat or wrapping.startswith("fsdp1"):
         more = {**more, "state_dict_format": "canonical"}
     torch.manual_seed(0)
     model: Any = Tied().to(dtype) if kind == "tied" else CompositeParamModel(device=CPU).to(dtype)
