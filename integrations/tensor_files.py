@@ -29,6 +29,7 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     """All tensors by name, those in nested dicts and lists with dotted names; on the CPU.
 
     Their memory is the file's as long as nobody writes to them, except for tensors of which several ranks wrote parts.
+    An expanded tensor holds each value once.
 
     Args:
         path: a file that `torch.save` wrote, a safetensors file, or the folder of a checkpoint of halfstep or of
@@ -47,17 +48,17 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
                 f"{path} is a pipe or a device; give a file of tensors, which can be mapped into memory"
             )
         with open(path, "rb") as file:
-            start = file.read(4)
+            start = file.read(9)
     except OSError as error:
         raise TensorFileError(f"{path} cannot be read: {error.strerror or error}; {EXPECTED}") from error
     if not start:
         raise TensorFileError(f"{path} is empty; {EXPECTED}")
-    if start[:1] == b"\x80" or start[1:2] == b"\x80":
+    if start[:1] == b"\x80" and start[8:] != b"{":  # where the header of safetensors begins
         raise TensorFileError(
             f"{path} is a pickle, as torch wrote files before 1.6; load it with torch.load(..., weights_only=True) and "
             "save it again with torch.save"
         )
-    if start == b"PK\x03\x04" or path.suffix in (".pt", ".pth"):
+    if start[:4] == b"PK\x03\x04" or path.suffix in (".pt", ".pth"):
         return _from_torch(path)
     return _from_safetensors(path)
 
@@ -80,12 +81,25 @@ def _from_torch(path: Path) -> dict[str, torch.Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            content = pickles.load(str(path), path.stat().st_size)
+            leaves = _leaves("", pickles.load(str(path), path.stat().st_size))
+            return _named([(name, _not_expanded(name, tensor)) for name, tensor in leaves])
     except Refused as error:
         raise TensorFileError(f"{path} holds {error}; what is not a plain tensor or value is not read") from error
     except PickleError as error:
         raise TensorFileError(f"{path} is not a file of torch.save, or is damaged: {error}; {EXPECTED}") from error
-    return _named(_leaves("", content))
+
+
+def _not_expanded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, each once that an expanded one repeats."""
+    for dimension, step in enumerate(() if tensor.is_meta else tensor.stride()):
+        if step == 0 and tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, 0, 1)
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() > max(reach, 0):
+        raise PickleError(
+            f"the strides of {name[:100]!r} make {tensor.numel():,} elements of {reach:,}: save a copy of it"
+        )
+    return tensor
 
 
 def _leaves(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
