@@ -161,6 +161,7 @@ class Refused(PickleError):
 
 
 def _stand_in(module: str, name: str) -> Any:
+    module = "builtins" if module == "__builtin__" else module  # in protocol 2
     if name in _REMEDIES:
         raise Refused(_REMEDIES[name])
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
