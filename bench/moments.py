@@ -61,7 +61,7 @@ def _ours(**options: Any) -> Job:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "group 0 rounds moments of 8 bits to nearest")
         optimizer = halfstep.AdamW([parameter], lr=1e-30, betas=(BETA1, BETA2), **options)
-    return _steps_of(optimizer, parameter), lambda: optimizer.state_dict()["state"][0]["exp_avg_sq"].flatten()
+    return _steps_of(optimizer, parameter), lambda: optimizer.canonical_state_dict()["state"][0]["exp_avg_sq"].flatten()
 
 
 def _bitsandbytes() -> Job:

@@ -111,10 +111,9 @@ def measure(
         mine.step()
         for other in theirs.values():
             other.step()
-    state = mine.state_dict()["state"]
     for other in theirs.values():
-        for index, master in enumerate(other.masters):
-            torch.testing.assert_close(state[index]["master"], master.detach(), rtol=AGREEMENT, atol=AGREEMENT)
+        for own, master in zip(mine.masters().values(), other.masters, strict=True):
+            torch.testing.assert_close(own, master.detach(), rtol=AGREEMENT, atol=AGREEMENT)
     calls: list[Callable[[], Any]] = [mine.step, *(other.step for other in theirs.values())]
     our_time, *their_times = timing.rounds(timing.clock_for(device), calls, least=rounds, most=rounds)
     row: dict[str, Any] = {

@@ -18,6 +18,7 @@ from halfstep.integrations.checkpoint.api import is_held
 from halfstep.integrations.checkpoint.folder import CheckpointError
 from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather
+from halfstep.integrations.optim.checkpoints import saving
 
 
 def _parameters(groups: list[dict[str, Any]]) -> list[Any]:
@@ -25,15 +26,15 @@ def _parameters(groups: list[dict[str, Any]]) -> list[Any]:
 
 
 def state_dict(
-    optimizer: ZeroRedundancyOptimizer, *, optimizer_state: Literal["canonical", "held"] = "canonical"
+    optimizer: ZeroRedundancyOptimizer, *, optimizer_state: Literal["held", "canonical"] = "held"
 ) -> dict[str, Any]:
-    """Gather what ``optimizer.optim.state_dict()`` would be if one process held all parameters.
+    """Gather what the local ``held_state_dict()`` would be if one process held all parameters.
 
     All ranks of the optimizer's process group must call this.
 
     Args:
         optimizer: an optimizer whose local optimizer is one of halfstep.
-        optimizer_state: ``"held"`` gathers ``held_state_dict()`` instead, in the bytes that the state takes in memory.
+        optimizer_state: ``"held"`` gathers the state in the bytes that it takes in memory, ``"canonical"`` in fp32.
 
     Returns:
         On the first rank of the process group, the state of all parameters, unsharded and on the CPU, numbered as in
@@ -48,13 +49,14 @@ def state_dict(
         >>> optimizer = ZeroRedundancyOptimizer([weight], halfstep.AdamW, lr=0.5)
         >>> weight.grad = torch.ones_like(weight)
         >>> optimizer.step()
-        >>> zero.state_dict(optimizer)["state"][0]["master"]
+        >>> zero.state_dict(optimizer, optimizer_state="canonical")["state"][0]["master"]
         tensor([0.4950, 0.4950])
         >>> dist.destroy_process_group()
     """
     group = optimizer.process_group
     place = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer.param_groups))}
-    local = optimizer.optim.held_state_dict() if is_held(optimizer_state) else optimizer.optim.state_dict()
+    with saving(optimizer.optim, "held" if is_held(optimizer_state) else "canonical"):
+        local = optimizer.optim.state_dict()
     numbers = _parameters(local["param_groups"])
     own = zip(numbers, _parameters(optimizer.optim.param_groups), strict=True)
     part = {place[id(p)]: gather(local["state"][number]) for number, p in own if number in local["state"]}
@@ -74,7 +76,7 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
     Args:
         optimizer: an optimizer of the same parameters, in the same order and groups, on any number of ranks.
         state: the result of `state_dict`, or the state of an unsharded optimizer of the same parameters. It must be the
-            same on every rank. If it is a held one, the parameters must have the weights that belong to it.
+            same on every rank.
 
     Raises:
         CheckpointError: the state has another number of parameters or groups, or is damaged. Nothing was changed.

@@ -144,8 +144,8 @@ class Masters:
 
 def exact_weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     """The exact weights of a halfstep optimizer: the masters, or the parameters if there are none."""
-    state = optimizer.state_dict()["state"]
-    return [state[index].get("master", parameter) for index, parameter in enumerate(parameters)]
+    masters = optimizer.masters()
+    return [masters[parameter] for parameter in parameters]
 
 
 def _halfstep(inputs: AdamInputs, **options: Any) -> Prepared:

@@ -13,7 +13,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -40,9 +40,9 @@ from halfstep.integrations.checkpoint.storage import Reader, Writer
 from halfstep.integrations.checkpoint.torch_folder import open_checkpoint
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import check_optimizer_state
-from halfstep.integrations.optim.checkpoints import CanonicalState
-from halfstep.integrations.optim.held import CODES, HELD, empty_scales, scales_shape, shards_blocks
-from halfstep.integrations.optim.state import SCALES
+from halfstep.integrations.optim.checkpoints import CanonicalState, saving
+from halfstep.integrations.optim.held import HELD, empty_entry, shards_blocks
+from halfstep.integrations.optim.state import CODES, SCALES
 from halfstep.numerics.scaling.topology import local
 
 
@@ -124,12 +124,8 @@ def _is_flat(model: torch.nn.Module) -> bool:
 
 
 def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: bool) -> dict[str, Any]:
-    """The optimizer's state by the names of parameters. Collective under FSDP.
-
-    As it is held only where that can be loaded: FSDP1 wants one dtype and the shape of the parameter.
-    """
-    saves_held = held and isinstance(optimizer, CanonicalState) and not _is_flat(model)
-    with optimizer._saving_held() if saves_held else nullcontext():  # type: ignore[attr-defined]
+    """The optimizer's state by the names of parameters. Collective under FSDP1, whose state is always canonical."""
+    with saving(optimizer, "held" if held else "canonical"):
         return get_optimizer_state_dict(model, optimizer)
 
 
@@ -526,10 +522,9 @@ class _Load:
         coded = key in CODES.values() or key in SCALES.values()
         # Codes that cannot be sharded with their scales are read as a whole.
         if parameter is not None and (not coded or shards_blocks(parameter)):
-            if key in SCALES.values() and known.size == scales_shape(parameter):
-                return empty_scales(parameter, dtype)
-            if key not in SCALES.values() and known.size == parameter.shape:
-                return torch.empty_like(parameter.detach(), dtype=dtype)
+            empty = empty_entry(parameter, key, known.size, dtype)
+            if empty is not None:
+                return empty
         return torch.empty(known.size, dtype=dtype, device="cpu")
 
     def load_into_live(self, rollback: Rollback) -> None:

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from halfstep.integrations.checkpoint.folder import CheckpointError
 from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.optim.foreign_codes import decode
-from halfstep.integrations.optim.held import CODES
-from halfstep.integrations.optim.state import SCALES
+from halfstep.integrations.optim.state import CODES, SCALES
 
 
 def gather(state: Any) -> Any:
@@ -78,8 +77,6 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a gathered ``optimizer.state_dict()``. Tensors with the shape of their parameter are sharded like it.
 
-    A gathered ``held_state_dict()`` loads too, after the model.
-
     States of whole parameters of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded first.
 
     Raises:
@@ -105,7 +102,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     def cut(number: int, key: str, value: Any) -> Any:
         # Codes are decoded with their scales before they are cut.
         whole = key in (*CODES.values(), *SCALES.values())
-        fits = isinstance(value, torch.Tensor) and value.shape == of[number].shape and not whole
+        shapes = of[number].shape, (*of[number].shape, 2)  # the latter of remainders in pairs of bytes
+        fits = isinstance(value, torch.Tensor) and value.shape in shapes and not whole
         return scatter(value, of[number]) if fits else value
 
     rollback = Rollback(None, optimizer)

@@ -6,10 +6,10 @@ write only those that have changed.
 
 **State.** In memory, ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``,
 ``max_exp_avg_sq`` with amsgrad, and for 16-bit parameters with a master ``master``: the fp32 master, or the 16-bit
-remainder (int16) of a split master. Both have the same name so that code that looks up the entries of a checkpoint by
-the names in memory (``flatten_optimizer_state_dict``, torchtitan) finds them. ``state_dict()`` returns the canonical
-state: it has ``master`` and the moments in fp32, whatever the layout, and loads into every other layout with the same
-bits. `torch.optim.Optimizer.load_state_dict` would cast the state to the parameter's dtype and is not called. With
+remainder (int16) of a split master. Both have the same name so that code that looks up the entries of a canonical
+checkpoint by the names in memory (``flatten_optimizer_state_dict``, torchtitan) finds them. ``state_dict()`` refers to
+these tensors, with other names for codes and remainders (held.py); ``canonical_state_dict()`` has ``master`` and the
+moments in fp32. Both load into every other layout with the same bits. `torch.optim.Optimizer.load_state_dict` would cast the state to the parameter's dtype and is not called. With
 ``state_dtype="8bit"``, a moment is a tensor of uint8 codes beside the scales of its blocks, ``exp_avg_scale`` for
 ``exp_avg``, of shape (rows, blocks per row); see kernels/block_codes.py.
 

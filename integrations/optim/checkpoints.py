@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.foreign_codes import decode, master_of_flashoptim
-from halfstep.integrations.optim.held import REMAINDER, held_state, taken
+from halfstep.integrations.optim.held import canonical_state, held_state, taken
 from halfstep.integrations.optim.options import (
     LAYOUT_OPTIONS,
     MASTER_DTYPES,
@@ -25,11 +25,11 @@ from halfstep.integrations.optim.options import (
 )
 from halfstep.integrations.optim.state import (
     CANONICAL_KEYS,
-    MOMENTS,
+    CODES,
+    REMAINDER,
     SCALES,
     WHOLE,
     OptimizerState,
-    decoded,
     encoded,
     is_remainder,
     like,
@@ -41,6 +41,7 @@ from halfstep.numerics.scaling.verdict import parameters_of
 
 # Options of a group that apex, TransformerEngine and flashoptim have in addition to torch's.
 FOREIGN_OPTIONS = ("step", "bias_correction", "master_bytewidth")
+SPLIT = ("split", "split24")
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -71,21 +72,8 @@ def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], group:
     master = state.pop("master_param", None)
     if not isinstance(master, torch.Tensor) or parameter.dtype == torch.float32:
         return state
-    if master.dtype == torch.int16:
-        # The lower 16 bits of the master, whose upper half was rounded half away from zero, as in `split_master`.
-        where = f"'master_param' in the {where}"
-        if parameter.dtype != torch.bfloat16:
-            raise ValueError(
-                f"Expected a bfloat16 parameter for {where}, the remainder of a bfloat16 weight, but got "
-                f"{parameter.dtype}: load model and optimizer in bfloat16, then convert"
-            )
-        if master.shape != parameter.shape:
-            raise ValueError(
-                f"Expected {where} to have shape {tuple(parameter.shape)}, but got {tuple(master.shape)}: the "
-                "checkpoint is of another model, or its parameters are in another order"
-            )
-        weight = local(parameter.detach())
-        master = like(parameter, join_master(weight, local(master).to(weight.device)))
+    if master.dtype == torch.int16:  # the lower 16 bits of a master that was rounded as in `split_master`
+        return {**state, REMAINDER: master}
     return {**state, "master": master}
 
 
@@ -142,81 +130,152 @@ def matched_groups(
     return result, owners
 
 
+def saving(optimizer: Any, form: Literal["held", "canonical"]) -> AbstractContextManager[None]:
+    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format; those of others stay."""
+    return optimizer._saving(form) if isinstance(optimizer, CanonicalState) else nullcontext()
+
+
+def check_format(form: Any) -> None:
+    """Raise unless `form` is a format of `state_dict`."""
+    if form not in ("held", "canonical"):
+        raise ValueError(f"Expected state_dict_format to be 'held' or 'canonical', but got {form!r}")
+
+
+def check_masters(owners: dict[Any, tuple[torch.Tensor, dict[str, Any]]], state_dict: dict[str, Any]) -> None:
+    """Raise if all split masters of a group are missing, which its option says that it had when it was saved.
+
+    Code that loads flat states looks entries up by the names in memory, and leaves out those that it does not find.
+    """
+    for number, group in enumerate(state_dict["param_groups"]):
+        states = [(owners[index][0], state_dict["state"].get(index) or {}) for index in group["params"]]
+        halves = [parameter for parameter, state in states if parameter.dtype == torch.bfloat16 and state]
+        masters = [state for _, state in states if not (_is_nothing(state.get("master")) and REMAINDER not in state)]
+        if group.get("master_weights") in SPLIT and halves and not masters:
+            raise ValueError(
+                f"Expected {REMAINDER!r} or 'master' in the states of group {number}, whose masters were "
+                f"{group['master_weights']!r} when it was saved, but got none: code that loads flat states looks up "
+                "'master' only; set optimizer.state_dict_format = 'canonical' before saving and loading"
+            )
+
+
 class CanonicalState(OptimizerState):
-    """`state_dict` and `load_state_dict` in canonical form."""
+    """`state_dict` and `load_state_dict`."""
 
     # Options that a checkpoint does not change, in addition to those of the layout.
     _fixed_options: tuple[str, ...] = ()
     _recorded: dict[int, torch.Tensor]  # state tensors that CUDA graphs write to
-    _saves_held = False
+    state_dict_format: Literal["held", "canonical"]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The canonical state: ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... of each parameter, in fp32.
+        """The state of each parameter as it is held, in the bytes that it takes in memory. Allocates nothing.
 
-        There is no ``master`` for fp32 parameters, and none with ``master_weights=None``.
-        """
-        self._note_agreed()
-        # Hooks see the canonical state, so they run at the end.
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
-        try:
-            packed = Optimizer.state_dict(self)
-        finally:
-            self._optimizer_state_dict_post_hooks = hooks
-        for index, parameter in enumerate(parameters_of(self)):
-            state = packed["state"].get(index)
-            if state is None:
-                continue
-            if self._saves_held:
-                saved = held_state(state, parameter)
-            else:
-                saved = {key: value for key, value in state.items() if key not in (*SCALES.values(), "master")}
-                saved |= {key: decoded(state, key, parameter) for key in MOMENTS if key in saved}
-            if REMAINDER not in saved and (master := self._master(parameter)) is not None:
-                saved["master"] = master
-            packed["state"][index] = saved
-        # The dtype in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
-        # of a group, and saved as text because some readers of checkpoints do not support dtypes.
-        packed["param_groups"] = [
-            {**group, "state_dtype": str(group["state_dtype"]).removeprefix("torch.")}
-            for group in packed["param_groups"]
-        ]
-        for hook in list(hooks.values()):
-            replaced = hook(self, packed)
-            packed = packed if replaced is None else replaced
-        return packed
+        * ``step``, and moments in fp32 or bf16 as ``exp_avg`` and ``exp_avg_sq``;
+        * moments in 8 bits as ``exp_avg_codes`` and ``exp_avg_scale`` ...;
+        * a full master as ``master``, in fp32. It is copied where other code has written the parameter since;
+        * the remainder of a split master as ``master_remainder``.
 
-    @contextmanager
-    def _saving_held(self) -> Iterator[None]:
-        """In this context `state_dict` returns what `held_state_dict` does, also to code that calls it by its name."""
-        self._saves_held = True
-        try:
-            yield
-        finally:
-            self._saves_held = False
+        Integers of 16 bits, which NCCL and gloo do not transfer, are shown as pairs of bytes in one more dimension.
 
-    def held_state_dict(self) -> dict[str, Any]:
-        """The state as it is held: moments in 8 bits as ``exp_avg_codes`` and ``exp_avg_scale`` ..., split masters as
-        ``master_remainder``, and the rest under the names of `state_dict`, in its dtype in memory.
+        `load_state_dict` loads it into every layout, with the same bits. As in torch, the tensors are those of the
+        optimizer, which the next step changes.
 
-        It takes as many bytes as in memory. `load_state_dict` loads it into every layout, with the same bits. A
-        remainder belongs to its bf16 weight: load the model first.
+        With ``state_dict_format="canonical"`` it is what `canonical_state_dict` returns. So it is, in each format, for
+        the parameters that FullyShardedDataParallel has flattened, since its ``optim_state_dict`` allows one dtype per
+        parameter.
+
+        Raises:
+            ValueError: the attribute `state_dict_format` is neither ``"held"`` nor ``"canonical"``.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
             >>> optimizer = halfstep.AdamW([weight])
             >>> weight.grad = torch.ones_like(weight)
             >>> optimizer.step()
-            >>> optimizer.held_state_dict()["state"][0]["master_remainder"].dtype
-            torch.int16
+            >>> list(optimizer.state_dict()["state"][0])
+            ['step', 'exp_avg', 'exp_avg_sq', 'master_remainder']
+            >>> list(optimizer.canonical_state_dict()["state"][0])
+            ['step', 'exp_avg', 'exp_avg_sq', 'master']
         """
-        with self._saving_held():
+        check_format(self.state_dict_format)
+        self._note_agreed()
+        # Hooks see what is saved, so they run at the end.
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            packed = Optimizer.state_dict(self)
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        for index, parameter in enumerate(parameters_of(self)):
+            if (state := packed["state"].get(index)) is None:
+                continue
+            if self.state_dict_format == "canonical" or getattr(parameter, "_fsdp_flattened", False):
+                packed["state"][index] = canonical_state(state, parameter, self._master(parameter, compare=True))
+            else:
+                full = "master" in state and not is_remainder(state["master"])
+                master = self._master(parameter, compare=True) if full else None
+                packed["state"][index] = held_state(state, parameter, master)
+        # The layout in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
+        # of a group: dtypes as text, because some readers of checkpoints do not support them, and split masters only if
+        # there are remainders, so that a load notices if these are missing.
+        for group in packed["param_groups"]:
+            group["state_dtype"] = str(group["state_dtype"]).removeprefix("torch.")
+            kind = group["master_weights"]
+            if any(REMAINDER in packed["state"].get(index, {}) for index in group["params"]):
+                group["master_weights"] = "split" if kind == "auto" else kind
+            elif kind in SPLIT:
+                group["master_weights"] = "auto"
+        for hook in list(hooks.values()):
+            replaced = hook(self, packed)
+            packed = packed if replaced is None else replaced
+        return packed
+
+    @contextmanager
+    def _saving(self, form: Literal["held", "canonical"]) -> Iterator[None]:
+        """In this context `state_dict` has this format, also for code that calls it by its name."""
+        before, self.state_dict_format = self.state_dict_format, form
+        try:
+            yield
+        finally:
+            self.state_dict_format = before
+
+    def held_state_dict(self) -> dict[str, Any]:
+        """What `state_dict` returns with ``state_dict_format="held"``, the default."""
+        with self._saving("held"):
             return self.state_dict()
+
+    def canonical_state_dict(self) -> dict[str, Any]:
+        """The state in fp32 on the CPU: ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... of each parameter.
+
+        It is the same for every layout, and loads into torch's and other optimizers. There is no ``master`` for fp32
+        parameters, and none with ``master_weights=None``. It takes 8 to 16 bytes per parameter on the host. On a GPU,
+        one tensor of one parameter at a time is allocated. Tensors that are in fp32 on the CPU are not copied. DTensors
+        stay DTensors, whose local tensors are on the CPU.
+        """
+        with self._saving("canonical"):
+            return self.state_dict()
+
+    def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, with missing entries created.
+
+        Codes and remainders that other code, such as ``ZeroRedundancyOptimizer.load_state_dict``, has assigned under
+        the names of a checkpoint are loaded.
+        """
+        state = self.state.get(parameter)
+        if state is not None and any(name in state for name in (REMAINDER, *CODES.values())):
+            self.state[parameter], weight = self._loaded_state("with a gradient", parameter, group, state)
+            if weight is not None:
+                local(parameter.detach()).copy_(local(weight))
+        return super()._complete_state(parameter, group)
 
     @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an Adam or AdamW of halfstep, torch, apex or TransformerEngine with the same bits.
+
+        The model may be loaded before or after: what `state_dict` or `canonical_state_dict` saved has the same bits in
+        both orders. There are two exceptions, for which load the model first: a full master that is loaded into a split
+        layout, where the weights halfway between two bf16 numbers would differ, and a load after a step was captured
+        in a CUDA graph, into another layout.
 
         States of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded by their rules. flashoptim's
         masters belong to the present parameters: load the model first. Under sharding, pass such states to
@@ -227,9 +286,9 @@ class CanonicalState(OptimizerState):
 
         apex and TransformerEngine store the step count per group: it becomes that of each parameter with state.
         TransformerEngine's masters are loaded for fp16 and bf16 parameters; those of fp32 parameters, which
-        TransformerEngine does not update, are left out. Its 16-bit remainders belong to the present parameters: load
-        the model first. apex saves no masters: `halfstep.integrations.checkpoint.with_masters` adds them. Neither
-        checkpoint stores whether weight decay is decoupled; that depends on the class that loads it.
+        TransformerEngine does not update, are left out. apex saves no masters:
+        `halfstep.integrations.checkpoint.with_masters` adds them. Neither checkpoint stores whether weight decay is
+        decoupled; that depends on the class that loads it.
 
         If a step was captured in a CUDA graph, the state is copied into the tensors that the graph uses.
 
@@ -244,6 +303,7 @@ class CanonicalState(OptimizerState):
                 state_dict = replaced
         groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
         saved_groups = {index: group for group in state_dict["param_groups"] for index in group["params"]}
+        check_masters(owners, state_dict)
         loaded = {
             parameter: self._loaded_state(
                 index, parameter, group, canonical(index, parameter, saved, saved_groups[index])
@@ -288,7 +348,7 @@ class CanonicalState(OptimizerState):
         return calls
 
     def _loaded_state(
-        self, index: int, parameter: torch.Tensor, group: dict[str, Any], saved: dict[str, Any]
+        self, index: int | str, parameter: torch.Tensor, group: dict[str, Any], saved: dict[str, Any]
     ) -> tuple[dict[str, Any], torch.Tensor | None]:
         """One parameter's state in this optimizer's layout, and the new value of the parameter (None: unchanged)."""
         where = f"state of parameter {index}"
@@ -297,7 +357,8 @@ class CanonicalState(OptimizerState):
             if key not in saved and key not in state:
                 raise ValueError(
                     f"{where} lacks {key!r}; it has {', '.join(map(repr, (*saved, *state))) or 'nothing'}: "
-                    "the checkpoint is not of an Adam with the same options"
+                    "the checkpoint is not of an Adam with the same options, or is a flat one, which needs "
+                    "state_dict_format='canonical'"
                 )
         for key, value in saved.items():
             if key == "step":
@@ -323,10 +384,14 @@ class CanonicalState(OptimizerState):
         if not group["amsgrad"]:
             state.pop("max_exp_avg_sq", None)
             state.pop(SCALES["max_exp_avg_sq"], None)
-        if "master" in state and is_remainder(state["master"]):  # of the weight that the parameter has
-            return state, None
-        master = state.pop("master", None)
         kept = master_of(parameter, group["master_weights"])
+        if "master" in state and is_remainder(state["master"]):
+            remainder = state["master"]
+            if not self._recorded or (kept is not None and MASTER_DTYPES[kept] == remainder.dtype):
+                return state, None
+            # A replay converts nothing.
+            state["master"] = like(parameter, join_master(local(parameter.detach()), local(remainder)))
+        master = state.pop("master", None)
         if kept is None:
             return state, None if master is None else master.to(parameter.dtype)
         held = MASTER_DTYPES[kept]

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from halfstep.integrations.optim.batches import all_contiguous
-from halfstep.integrations.optim.checkpoints import CanonicalState
+from halfstep.integrations.optim.checkpoints import CanonicalState, check_format
 from halfstep.integrations.optim.options import check_number, check_options, check_parameter, is_zero, plain_number
 from halfstep.integrations.optim.state import WHOLE
 from halfstep.integrations.optim.step_plan import StepPlan
@@ -80,13 +80,21 @@ class _AdamBase(CanonicalState):
     _step_supports_amp_scaling = StepSupportsAmpScaling()
     _stepping_in_backward: object | None = None  # integrations/release.py
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        max_grad_norm: float | None,
+        state_dict_format: Literal["held", "canonical"],
+    ) -> None:
         check_options(defaults)
+        check_format(state_dict_format)
         if max_grad_norm is not None:
             check_number(
                 max_grad_norm, "Invalid max_grad_norm value", "None and finite numbers above 0", lambda x: x > 0
             )
         self.max_grad_norm = max_grad_norm
+        self.state_dict_format = state_dict_format
         self._agreed = {}
         self._begin()
         Optimizer.__init__(self, params, defaults)
@@ -101,6 +109,7 @@ class _AdamBase(CanonicalState):
     def __setstate__(self, state: dict[str, Any]) -> None:
         Optimizer.__setstate__(self, state)
         self.__dict__.setdefault("max_grad_norm", None)
+        self.__dict__.setdefault("state_dict_format", "held")
         self._begin()
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -113,7 +122,8 @@ class _AdamBase(CanonicalState):
         state: dict[Any, Any] = defaultdict(dict, self.state)
         for parameter in self._with_full_master():
             state[parameter] = {**state[parameter], "master": self._master(parameter)}
-        return {**Optimizer.__getstate__(self), "state": state, "max_grad_norm": self.max_grad_norm}
+        options = {"max_grad_norm": self.max_grad_norm, "state_dict_format": self.state_dict_format}
+        return {**Optimizer.__getstate__(self), "state": state, **options}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; see `torch.optim.Optimizer.add_param_group`.
@@ -387,6 +397,9 @@ _ARGUMENTS = """
             shards do not record their positions, in the shard).
         seed: seed of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the options of the groups.
         max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
+        state_dict_format: what `state_dict` returns, also to code that calls it by its name. ``"held"``: the state as
+            it is in memory, for which nothing is allocated. ``"canonical"``: `canonical_state_dict`, for code that
+            looks up the names of torch's optimizers. It is an attribute too, which can be changed.
 
     Raises:
         ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
@@ -426,6 +439,7 @@ class Adam(_AdamBase, torch.optim.Adam):
         rounding: Literal["auto", "nearest", "stochastic"] = "auto",
         max_grad_norm: float | None = None,
         seed: int = 0,
+        state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -444,7 +458,7 @@ class Adam(_AdamBase, torch.optim.Adam):
             "rounding": rounding,
             "seed": seed,
         }
-        _AdamBase.__init__(self, params, defaults, max_grad_norm)
+        _AdamBase.__init__(self, params, defaults, max_grad_norm, state_dict_format)
 
     __doc__ = (
         "Adam (Kingma and Ba, 2015) with exact fp32 master weights, a drop-in for `torch.optim.Adam`."
@@ -479,6 +493,7 @@ class AdamW(Adam, torch.optim.AdamW):
         rounding: Literal["auto", "nearest", "stochastic"] = "auto",
         max_grad_norm: float | None = None,
         seed: int = 0,
+        state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
         Adam.__init__(
             self,
@@ -499,6 +514,7 @@ class AdamW(Adam, torch.optim.AdamW):
             rounding=rounding,
             max_grad_norm=max_grad_norm,
             seed=seed,
+            state_dict_format=state_dict_format,
         )
 
     __doc__ = (

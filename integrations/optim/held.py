@@ -2,7 +2,7 @@
 
 It takes the bytes that it takes in memory. Codes and remainders have names of their own, so that code which expects the
 canonical state finds entries missing, instead of taking codes for moments. A remainder belongs to the weight with which
-it was saved: load the model first.
+it was saved, and is joined with it in the first step after loading, so that the model may be loaded later.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from typing import Any
 
 import torch
 
-from halfstep.integrations.optim.options import MASTER_DTYPES, master_of, state_dtype_of
+from halfstep.integrations.optim.options import state_dtype_of
 from halfstep.integrations.optim.state import (
+    CODES,
     DTYPES_OF_SCALES,
     MOMENTS,
+    REMAINDER,
     SCALES,
     decoded,
-    is_remainder,
     like,
     scales_like,
+    sharded,
 )
 from halfstep.kernels import adam
 from halfstep.kernels.block_codes import SPAN, blocks_per_row, decode, rows_and_columns
 from halfstep.kernels.rounding import join_master
 from halfstep.numerics.scaling.topology import is_sharded, local
 
-CODES = {moment: f"{moment}_codes" for moment in MOMENTS}
-REMAINDER = "master_remainder"
+HOST = ("cpu", "meta")  # device types whose tensors stay where they are in a canonical state
 HELD = (*CODES.values(), *SCALES.values(), REMAINDER)  # entries that a canonical state does not have
 
 
@@ -60,23 +61,94 @@ def empty_scales(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return scales_like(parameter, local(parameter.detach()).new_empty(rows, blocks_per_row(columns), dtype=dtype))
 
 
-def held_state(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """One parameter's state in memory under the names of a checkpoint, without a master that is no remainder."""
+def held_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None) -> dict[str, Any]:
+    """One parameter's state in memory under the names of a checkpoint. Nothing is copied.
+
+    Args:
+        state: the state.
+        parameter: its parameter.
+        master: its full master, if it has one.
+    """
     saved = {key: value for key, value in state.items() if key != "master"}
-    master = state.get("master")
+    if master is not None:
+        saved["master"] = master
     # A remainder is useless without its bf16 parameter.
-    if isinstance(master, torch.Tensor) and is_remainder(master) and parameter.dtype == torch.bfloat16:
-        saved[REMAINDER] = master
+    elif isinstance(state.get("master"), torch.Tensor) and parameter.dtype == torch.bfloat16:
+        saved[REMAINDER] = _in_bytes(state["master"])
     for key in MOMENTS:
         if key not in state or state[key].dtype != torch.uint8:
             continue
-        del saved[key]
+        codes, scales = saved.pop(key), saved.pop(SCALES[key])
         if shards_blocks(parameter):
-            saved[CODES[key]] = state[key]
+            saved |= {CODES[key]: codes, SCALES[key]: _in_bytes(scales)}
         else:
-            del saved[SCALES[key]]
             saved[key] = decoded(state, key, parameter)
     return saved
+
+
+def canonical_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None) -> dict[str, Any]:
+    """One parameter's state in fp32 on the CPU. At most one tensor at a time is allocated on the parameter's device.
+
+    Args:
+        state: the state.
+        parameter: the parameter.
+        master: its master in fp32, if it has one.
+    """
+    saved = {}
+    for key, value in state.items():
+        if key in MOMENTS:
+            saved[key] = _on_cpu(decoded(state, key, parameter))
+        elif key not in (*SCALES.values(), "master"):
+            saved[key] = _on_cpu(value) if isinstance(value, torch.Tensor) else value
+    return saved if master is None else {**saved, "master": _on_cpu(master)}
+
+
+def _on_cpu(values: torch.Tensor) -> torch.Tensor:
+    if not is_sharded(values):
+        return values if values.device.type in HOST else values.cpu()
+    from torch.distributed.tensor import DTensor
+
+    part = local(values)
+    # DTensor.cpu() and from_local would leave it on, or move it to, the device of the mesh.
+    return values if part.device.type in HOST else DTensor(part.cpu(), values._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+def _in_bytes(values: torch.Tensor) -> torch.Tensor:
+    """The same memory, for 16-bit integers as pairs of bytes in one more dimension.
+
+    Neither NCCL nor gloo transfers integers of 16 bits, and numbers of another dtype would be silently converted if a
+    checkpoint of another layout were loaded into them.
+    """
+    if values.dtype != torch.int16:
+        return values
+    pairs = local(values).unsqueeze(-1).view(torch.uint8)
+    if not is_sharded(values):
+        return pairs
+    return sharded(values, pairs, torch.Size((*values.shape, 2)), (*(2 * stride for stride in values.stride()), 1))
+
+
+def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_in_bytes` for 16-bit integers."""
+    values = local(pairs).contiguous().view(torch.int16).squeeze(-1)
+    if not is_sharded(pairs):
+        return values
+    shape = pairs.shape[:-1]
+    return sharded(pairs, values, shape, torch.empty(shape, device="meta").stride())
+
+
+def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """Memory for an entry of a saved state, sharded like its parameter. None for an entry of another shape."""
+    scales = key in SCALES.values()
+    whole = scales_shape(parameter) if scales else parameter.shape
+    if size not in (whole, torch.Size((*whole, 2))):
+        return None
+    part = local(parameter.detach())
+    rows, columns = rows_and_columns(part.shape)
+    shape = ((rows, blocks_per_row(columns)) if scales else tuple(part.shape)) + tuple(size[len(whole) :])
+    values = part.new_empty(shape, dtype=dtype)
+    if not is_sharded(parameter):
+        return values
+    return sharded(parameter, values, size, torch.empty(size, device="meta").stride())
 
 
 def taken(
@@ -121,16 +193,16 @@ def taken(
     if REMAINDER in saved:
         remainder = _checked(saved, REMAINDER, parameter.shape, *adam.REMAINDERS.values(), where=where)
         if parameter.dtype != torch.bfloat16:
-            raise ValueError(
-                f"Expected a bfloat16 parameter for {REMAINDER!r} in the {where}, which completes a bfloat16 weight, "
-                f"but got {parameter.dtype}: load model and optimizer in bfloat16, then convert"
-            )
-        kind = master_of(parameter, group["master_weights"])
-        if kind is not None and MASTER_DTYPES[kind] == remainder.dtype:
-            state["master"] = torch.empty_like(parameter, dtype=remainder.dtype, requires_grad=False).copy_(remainder)
-        else:
-            weight = local(parameter.detach())
+            weight = local(parameter.detach()).bfloat16()
+            if parameter.dtype != torch.float32 or not torch.equal(weight.float(), local(parameter.detach())):
+                raise ValueError(
+                    f"Expected a parameter with numbers of bfloat16 for {REMAINDER!r} in the {where}, which completes "
+                    f"these, but got others in {parameter.dtype}: load the model first, in bfloat16 or float32, and "
+                    "convert it afterwards; or save canonical_state_dict()"
+                )
             rest["master"] = like(parameter, join_master(weight, local(remainder).to(device)))
+        else:  # the first step converts it to the present kind: the weight that belongs to it may be loaded later
+            state["master"] = torch.empty_like(parameter, dtype=remainder.dtype, requires_grad=False).copy_(remainder)
     return state, rest
 
 
@@ -141,6 +213,8 @@ def _checked(saved: dict[str, Any], key: str, shape: torch.Size, *dtypes: torch.
         ValueError: it is missing, or has another shape or dtype.
     """
     value = saved.get(key)
+    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.shape == (*shape, 2):
+        value = _of_bytes(value)
     got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
     if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype not in dtypes:
         raise ValueError(

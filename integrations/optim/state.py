@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from halfstep.integrations.optim.step_plan import StepPlan
 
 WHOLE = -1  # the part of a step that has all parameters
+PIECE = 1 << 18  # elements that are compared together
 CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+# The names of codes and remainders in a checkpoint, so that code which expects moments and masters does not find these.
+CODES = {moment: f"{moment}_codes" for moment in MOMENTS}
+REMAINDER = "master_remainder"
 # The scales of blocks of moments in 8 bits, and their dtypes.
 SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}
 DTYPES_OF_SCALES = {scales: SCALE_DTYPES[moment == "exp_avg"] for moment, scales in SCALES.items()}
@@ -66,6 +70,13 @@ class Agreed(NamedTuple):
 def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """A full master, replaced by the parameter where it does not round to it. Does not wait for the device."""
     return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
+
+
+def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a full master rounds to its parameter everywhere. Needs memory for a piece of them only."""
+    rows = max(1, PIECE // max(1, parameter[:1].numel())) if parameter.dim() else 1
+    pieces = zip(torch.atleast_1d(master).split(rows), torch.atleast_1d(parameter).split(rows), strict=True)
+    return all(torch.equal(part.to(weight.dtype), weight) for part, weight in pieces)
 
 
 def state_keys(layout: adam.Layout) -> dict[int, str]:
@@ -113,10 +124,10 @@ def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Local values as a tensor like the parameter: a DTensor with its mesh and placements, or the values themselves."""
     if not is_sharded(parameter):
         return values
-    return _sharded(parameter, values, parameter.shape, parameter.stride())
+    return sharded(parameter, values, parameter.shape, parameter.stride())
 
 
-def _sharded(parameter: torch.Tensor, values: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+def sharded(parameter: torch.Tensor, values: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -135,7 +146,7 @@ def scales_like(parameter: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return scales
     rows, columns = rows_and_columns(parameter.shape)
     blocks = blocks_per_row(columns)
-    return _sharded(parameter, scales, torch.Size((rows, blocks)), (blocks, 1))
+    return sharded(parameter, scales, torch.Size((rows, blocks)), (blocks, 1))
 
 
 def decoded(state: dict[str, Any], key: str, parameter: torch.Tensor) -> torch.Tensor:
@@ -244,17 +255,25 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         )
         return [p for p, master in held if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
 
-    def _master_if_written(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The local values of a full master whose parameter other code wrote; None if no code did."""
+    def _master_if_written(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
+        """The local values of a full master whose parameter other code wrote; None if no code did.
+
+        Args:
+            parameter: the parameter.
+            compare: whether to return None, without allocating a master, if the parameter has the same values as
+                before. Waits for the device.
+        """
         held, own = local(parameter.detach()), local(self.state[parameter]["master"])
         known = self._agreed.get(id(parameter))
         comparable = held.device == own.device and held.shape == own.shape
         if known is None or not comparable or not known.may_be_written(parameter):
             return None
+        if compare and has_memory(held) and _rounds_to(own, held):
+            return None
         return as_written(held, own)
 
-    def _master(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The present fp32 master; None for fp32 parameters. Changes nothing.
+    def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
+        """The present fp32 master; None for fp32 parameters. Changes nothing. `_master_if_written` explains `compare`.
 
         Masters therefore lose no bits if other weights, such as averages, are swapped in for an evaluation, even if a
         checkpoint is saved meanwhile.
@@ -265,7 +284,7 @@ class OptimizerState(StepsOnVerdict, Optimizer):
             return None
         if is_remainder(master):
             return like(parameter, join_master(local(parameter.detach()), local(master)))
-        written = self._master_if_written(parameter)
+        written = self._master_if_written(parameter, compare)
         return master if written is None else like(parameter, written)
 
     def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
@@ -380,9 +399,13 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         elif (written := self._master_if_written(parameter)) is not None:
             whole = written
         if kept is None or whole is None:
+            if kept is None and is_remainder(master) and whole is not None:
+                local(parameter.detach()).copy_(whole)
             del state["master"]
         elif MASTER_DTYPES[kept] == torch.float32:
-            state["master"] = like(parameter, whole) if is_remainder(master) else master
+            if is_remainder(master):  # its weight may be rounded away from it where a full master rounds to even
+                local(parameter.detach()).copy_(whole)
+                state["master"] = like(parameter, whole)
         elif MASTER_DTYPES[kept] != master.dtype:
             weight, rest = split_master(whole, MASTER_DTYPES[kept])
             local(parameter.detach()).copy_(weight)

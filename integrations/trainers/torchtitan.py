@@ -7,6 +7,7 @@ the loss where a scaler is configured, clips in the step, and holds schedules wh
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -17,6 +18,7 @@ from torchtitan import trainer as theirs
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer as _LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer as _OptimizersContainer
+from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
 
 from halfstep.integrations.optim import Adam, AdamW
 from halfstep.integrations.trainers.folding import (
@@ -29,6 +31,7 @@ from halfstep.integrations.trainers.folding import (
 from halfstep.numerics.scaling.scaler import GradScaler
 
 REPLACED: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adam": Adam, "AdamW": AdamW}
+PARAMETERS = {"params", "param_names"}  # entries of a group that are no options
 
 
 class OptimizersContainer(_OptimizersContainer):
@@ -65,6 +68,18 @@ class OptimizersContainer(_OptimizersContainer):
             for group in optimizer.param_groups if folds(optimizer) else ():
                 group["state_dtype"] = torch.bfloat16
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a flat state, with all entries of the optimizers of halfstep.
+
+        torchtitan's method looks up the names in memory, which codes and remainders do not have in a checkpoint.
+        """
+        for optimizer in self.optimizers:
+            init_optim_state(optimizer)
+            if folds(optimizer):
+                optimizer.load_state_dict(_nested(optimizer, state_dict))
+            else:
+                load_flat_optim_state_dict(optimizer, state_dict)
+
     def step(self, closure: None = None) -> None:
         """Step all optimizers. With a scaler, all of them are skipped together, and the scale is updated."""
         if closure is not None:
@@ -97,6 +112,26 @@ class OptimizersContainer(_OptimizersContainer):
                 self.scaler.unscale_(optimizer)
         norm: torch.Tensor = _clip_grad_norm_(parameters, max_norm, **options)
         return norm
+
+
+def _nested(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
+    """The state of one optimizer in a flat state of torchtitan, in which each option is stored for each parameter."""
+    states: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        if kind == "state":
+            name, _, entry = rest.rpartition(".")
+            states[name][entry] = value
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [
+        {
+            **{key: flat[f"param_groups.{group['param_names'][0]}.{key}"] for key in group.keys() - PARAMETERS},
+            "params": [numbers[name] for name in group["param_names"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"state": {numbers[name]: states[name] for name in names if name in states}, "param_groups": groups}
 
 
 class LRSchedulersContainer(_LRSchedulersContainer):

@@ -155,7 +155,7 @@ def test_a_run_goes_on_with_the_same_bits(
 @pytest.mark.parametrize("other", ["split, fp32", "split24, 8 bits, amsgrad"])
 def test_one_file_of_gathered_state_goes_on_with_the_same_bits(other: str, tmp_path: Path) -> None:
     run, resumed = _run("split, 8 bits", steps=3), _run("split, 8 bits", seed=1)
-    state = {"model": run[0].state_dict(), "optimizer": run[1].held_state_dict()}
+    state = {"model": run[0].state_dict(), "optimizer": run[1].state_dict()}
     saved = checkpoint.load(checkpoint.save(tmp_path, 3, checkpoint.gather(state)))
     checkpoint.load_model(resumed[0], saved["model"])
     checkpoint.load_optimizer(resumed[1], saved["optimizer"])
@@ -178,6 +178,7 @@ def test_it_is_the_default_and_other_optimizers_are_saved_canonical(tmp_path: Pa
 
 def test_later_states_are_canonical_again_even_after_an_error() -> None:
     model, optimizer = _run("split, 8 bits", steps=1)
+    optimizer.state_dict_format = "canonical"
 
     def fail(*_: Any) -> None:
         raise ValueError("refused")
@@ -280,9 +281,16 @@ def test_flat_parameters_of_fsdp1_are_saved_canonical_and_load_nothing_else(tmp_
         model = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
         return model, halfstep.AdamW(model.parameters())
 
-    path = _save(tmp_path, flat())
-    assert not any(name.endswith("_remainder") for name in storage.Reader(path).metadata.state_dict_metadata)
-    _load(path, flat())
+    source, target = flat(), flat()
+    for parameter in source[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    source[1].step()
+    path = _save(tmp_path, source)
+    names = {name.split(".")[-1] for name in storage.Reader(path).metadata.state_dict_metadata}
+    assert {"master", "exp_avg"} < names and "master_remainder" not in names
+    _load(path, target)
+    for one, other in zip(source[1].masters().values(), target[1].masters().values(), strict=True):
+        assert torch.equal(one, other)
     for options, key in (({}, "master_remainder"), ({"master_weights": "full", "state_dtype": BF16}, "exp_avg")):
         model = torch.nn.Linear(4, 4).bfloat16()
         optimizer = halfstep.AdamW(model.parameters(), **options)

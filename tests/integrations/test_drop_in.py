@@ -158,7 +158,7 @@ def test_wrapper_subclasses_are_stepped_through_their_own_operations(layout: str
     plain, other = trained_wrapped(halfstep.AdamW, lambda values: values, dtype, master_weights=master, amsgrad=amsgrad)
     for mine, theirs in zip(wrapped, plain, strict=True):
         assert isinstance(mine, TwoTensor) and torch.equal(mine.a, theirs) and torch.equal(mine.b, theirs)
-    saved, expected = one.state_dict()["state"], other.state_dict()["state"]
+    saved, expected = one.canonical_state_dict()["state"], other.canonical_state_dict()["state"]
     for index in expected:
         for key, value in expected[index].items():
             assert torch.equal(getattr(saved[index][key], "a", saved[index][key]), value), (index, key)
@@ -196,7 +196,7 @@ def test_a_step_under_fake_tensors_makes_fake_state(layout: str) -> None:
         step(model, optimizer, 1)
     optimizer.step()  # outside of the mode too
     optimizer.load_state_dict(optimizer.state_dict())
-    shapes = [value.shape for value in state["state"][0].values()]
+    shapes = [value.shape[:2] for value in state["state"][0].values()]
     assert shapes.count(torch.Size([5, 7])) == (2 if layout in ("fp32", "none") else 3)
 
 
@@ -218,7 +218,7 @@ def test_lazy_modules_may_be_given_before_their_first_forward() -> None:
     model = torch.nn.LazyLinear(3)
     optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
     optimizer.step()
-    assert optimizer.state_dict()["state"] == {}
+    assert optimizer.canonical_state_dict()["state"] == {}
     model(torch.ones(2, 4)).sum().backward()
     before = weights(model)
     optimizer.step()
@@ -313,7 +313,7 @@ def test_masters_are_the_weights_in_fp32(layout: str) -> None:
     model, optimizer = training(layout)
     masters = optimizer.masters()
     assert list(masters) == list(model.parameters()) and len(masters) == 4
-    saved = optimizer.state_dict()["state"]
+    saved = optimizer.canonical_state_dict()["state"]
     for number, (parameter, master) in enumerate(masters.items()):
         assert master.dtype == torch.float32 and not master.requires_grad
         assert torch.equal(master, saved[number].get("master", parameter.detach().float()))
@@ -361,7 +361,7 @@ def test_weights_swapped_in_for_a_while_cost_the_masters_no_bits(layout: str) ->
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter * 0.5 + 0.125)
-    swapped = optimizer.state_dict()
+    swapped = optimizer.canonical_state_dict()
     for number, parameter in enumerate(model.parameters()):
         assert torch.equal(swapped["state"][number]["master"].to(parameter.dtype), parameter.detach())
     copied = copy.deepcopy(optimizer)

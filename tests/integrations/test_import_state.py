@@ -42,7 +42,7 @@ def train(model: Any, optimizer: Any, steps: Any) -> None:
 
 
 def same_state(left: Any, right: Any) -> bool:
-    a, b = left.state_dict()["state"], right.state_dict()["state"]
+    a, b = left.canonical_state_dict()["state"], right.canonical_state_dict()["state"]
     assert a.keys() == b.keys() and all(a[index].keys() == b[index].keys() for index in a)
     return all((bits(a[index][key]) == bits(b[index][key])).all() for index in a for key in a[index])
 
@@ -72,7 +72,7 @@ def as_transformer_engine(optimizer: Any, remainders: bool = False, capturable: 
     """What transformer_engine's FusedAdam(master_weights=True).state_dict gives, optionally store_param_remainders."""
     saved = as_apex(optimizer, capturable)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for (index, entry), p in zip(optimizer.state_dict()["state"].items(), parameters, strict=True):
+    for (index, entry), p in zip(optimizer.canonical_state_dict()["state"].items(), parameters, strict=True):
         if "master" not in entry:
             master = torch.full_like(p, 123.0)  # beside fp32 parameters: made at the start and never updated
         elif remainders:
@@ -90,7 +90,7 @@ def test_apex_checkpoint_with_its_masters_continues_with_every_bit(name: str, ca
     model, optimizer = trained(name)
     masters = [
         entry.get("master", p.detach()).clone()
-        for entry, p in zip(optimizer.state_dict()["state"].values(), model.parameters(), strict=True)
+        for entry, p in zip(optimizer.canonical_state_dict()["state"].values(), model.parameters(), strict=True)
     ]
     saved = as_apex(optimizer, capturable)
     kept = copy.deepcopy(saved)
@@ -115,7 +115,7 @@ def test_apex_checkpoint_without_masters_starts_from_the_weights(name: str) -> N
     fresh, other = trained(name, steps=0)
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(as_apex(optimizer))
-    for p, entry in zip(fresh.parameters(), other.state_dict()["state"].values(), strict=True):
+    for p, entry in zip(fresh.parameters(), other.canonical_state_dict()["state"].values(), strict=True):
         assert torch.equal(entry.get("master", p.detach()), p.detach().float())
         assert float(entry["step"]) == 5
     train(fresh, other, [5])
@@ -125,11 +125,11 @@ def test_parameters_without_state_keep_the_masters_given() -> None:
     optimizer = trained("split")[1]
     saved = as_apex(optimizer)
     exact = torch.randn(3)
-    masters = [*[entry["master"] for entry in optimizer.state_dict()["state"].values()][:3], exact]
+    masters = [*[entry["master"] for entry in optimizer.canonical_state_dict()["state"].values()][:3], exact]
     del saved["state"][3]
     fresh, other = trained("split", steps=0)
     other.load_state_dict(with_masters(saved, masters))
-    entry = other.state_dict()["state"][3]
+    entry = other.canonical_state_dict()["state"][3]
     assert torch.equal(entry["master"], exact) and float(entry["step"]) == 0 and not entry["exp_avg"].any()
     assert torch.equal(fresh[1].bias.detach(), halfstep.cast(exact, BF16))
 
@@ -164,7 +164,7 @@ def test_entries_of_nobody_are_carried_along(name: str) -> None:
     saved["state"][0]["mine"] = torch.ones(3)
     other = trained(name, steps=0)[1]
     other.load_state_dict(saved)
-    again = other.state_dict()["state"]
+    again = other.canonical_state_dict()["state"]
     assert again["whole run"] == {"master": "Ada"} and torch.equal(again[99]["master"], torch.ones(2))
     assert torch.equal(again[0]["mine"], torch.ones(3))
 
@@ -177,7 +177,7 @@ def test_transformer_engine_leaves_none_where_it_keeps_nothing() -> None:
     fresh, other = trained("split", steps=0)
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(saved)
-    assert torch.equal(other.state_dict()["state"][0]["master"], model[0].weight.detach().float())
+    assert torch.equal(other.canonical_state_dict()["state"][0]["master"], model[0].weight.detach().float())
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"amsgrad": True}, {}])
@@ -189,7 +189,7 @@ def test_ours_loads_into_torchs_adamw_and_back(name: str, options: dict[str, Any
     model = model_of(dtype)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master, amsgrad=amsgrad)
     train(model, optimizer, range(5))
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer.canonical_state_dict())
     theirs = model_of(FP32)
     with torch.no_grad():
         for p, entry, own in zip(theirs.parameters(), saved["state"].values(), model.parameters(), strict=True):
@@ -202,7 +202,7 @@ def test_ours_loads_into_torchs_adamw_and_back(name: str, options: dict[str, Any
             assert torch.equal(torchs.state[p][key], entry[key])
     for m, o in ((model, optimizer), (theirs, torchs)):
         train(m, o, range(5, 10))
-    ends = optimizer.state_dict()["state"]
+    ends = optimizer.canonical_state_dict()["state"]
     for p, own, entry in zip(theirs.parameters(), model.parameters(), ends.values(), strict=True):
         torch.testing.assert_close(entry.get("master", own.detach()), p.detach(), **ADAM_AGAINST_TORCH)
     # And back: torch keeps the masters that it does not know, as they were, so they have to go.
@@ -248,8 +248,9 @@ def unchanged_by(load: Any, model: Any, optimizer: Any) -> str:
         ),
         (
             lambda s: s["state"][1].update(master_param=torch.zeros(4, dtype=torch.int16)),
-            "Expected 'master_param' in the state of parameter 1 to have shape (5,), but got (4,): the checkpoint is "
-            "of another model, or its parameters are in another order",
+            "Expected 'master_remainder' in the state of parameter 1 to have shape (5,) and dtype torch.int16 or "
+            "torch.int8, but got (4,) torch.int16: the checkpoint is of another model, or its parameters are in "
+            "another order",
         ),
         (
             lambda s: s["state"][1].update(master_param=torch.zeros(5, dtype=torch.int32)),
@@ -275,7 +276,9 @@ def test_remainders_for_fp16_weights_are_refused() -> None:
     model, optimizer = trained("full fp16")
     message = unchanged_by(lambda: optimizer.load_state_dict(saved), model, optimizer)
     assert (
-        "the remainder of a bfloat16 weight, but got torch.float16: load model and optimizer in bfloat16, then convert"
+        "Expected a parameter with numbers of bfloat16 for 'master_remainder' in the state of parameter 0, which "
+        "completes these, but got others in torch.float16: load the model first, in bfloat16 or float32, and convert "
+        "it afterwards; or save canonical_state_dict()"
     ) in message
 
 

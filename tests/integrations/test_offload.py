@@ -148,7 +148,7 @@ def test_checkpoints_are_those_of_the_device(layout: str, mode: Any) -> None:
             loss_of(net, step).backward()
             optimizer.step()
     fresh, other = _pair(layout, mode)
-    other[1].load_state_dict(copy.deepcopy(on_device.state_dict()))
+    other[1].load_state_dict(copy.deepcopy(on_device.canonical_state_dict()))
     fresh[0].load_state_dict(host.state_dict())
     fresh[1].load_state_dict(copy.deepcopy(on_host.state_dict()))
     if layout != "fp32, clipped":  # whose weights are not in the optimizer's state

@@ -22,7 +22,7 @@ LAYOUTS = {
 
 
 def held(optimizer: Any, parameters: list[Any], *keys: str) -> list[Any]:
-    state = optimizer.state_dict()["state"]
+    state = optimizer.canonical_state_dict()["state"]
     found = [bits(p.detach()) for p in parameters]
     return found + [bits(one[key]) for one in state.values() for key in keys if key in one]
 

@@ -197,7 +197,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(layout: str, amsgr
     parameters = parameters_of(dtype)
     optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=amsgrad, **options)
     train(optimizer, parameters, range(5))
-    saved = through_a_file(optimizer.state_dict())
+    saved = through_a_file(optimizer.canonical_state_dict())
     assert all(value.dtype == FP32 for state in saved["state"].values() for value in state.values())
     others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
     resumed = halfstep.AdamW(others, lr=1e-2, state_dtype="8bit", amsgrad=amsgrad, **options)
@@ -242,7 +242,7 @@ def test_moments_of_a_checkpoint_are_bf16_numbers() -> None:
     parameters = parameters_of(BF16)
     optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
     train(optimizer, parameters, range(5))
-    saved = optimizer.state_dict()
+    saved = optimizer.canonical_state_dict()
     for index, coded in enumerate(CODED):
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if coded else ():
             saved["state"][index][key] = saved["state"][index][key].bfloat16()
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_torch_loads_rounded_to_nearest() -> None:
                 codes[5, : block_codes.SPAN], scales[5, 0] = 0, block_codes.NAN_RANGE  # a negative one is none
             assert torch.equal(ours.state[parameter][key], codes)
             assert torch.equal(ours.state[parameter][f"{key}_scale"], scales)
-    state = ours.state_dict()["state"][0]
+    state = ours.canonical_state_dict()["state"][0]
     # As in the step, an infinite second moment is the largest; a NaN spoils its block, and nothing else.
     assert state["exp_avg_sq"][3, 5] == block_codes.LARGEST_POSITIVE
     assert state["exp_avg"][4].isnan().sum() == state["exp_avg"].isnan().sum() == block_codes.SPAN
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_8_bits_loads_into_torch(moment: str) -> None:
     ours = halfstep.AdamW(parameters, state_dtype="8bit")
     train(ours, parameters, range(3))
     theirs = torch.optim.AdamW(parameters)
-    theirs.load_state_dict(ours.state_dict())
+    theirs.load_state_dict(ours.canonical_state_dict())
     train(theirs, parameters, range(3, 4))
     assert all(torch.isfinite(p).all() for p in parameters)
 
@@ -398,7 +398,7 @@ def test_meta_and_fake_parameters_get_state_like_real_ones(kind: str) -> None:
             for run, one in ((optimizer, p), (other, q))
         ]
         assert shapes[0] == shapes[1]
-    assert other.state_dict()["state"][0]["exp_avg"].dtype == FP32
+    assert other.canonical_state_dict()["state"][0]["exp_avg"].dtype == FP32
 
 
 def test_a_wrapper_subclass_is_refused_by_default() -> None:
@@ -515,7 +515,7 @@ def test_a_second_moment_follows_that_of_float64_in_the_mean(kind: str) -> None:
         exact += (1 - beta2) * (grad.double().square() - exact)
         parameter.grad = grad.view(1, size)
         optimizer.step()
-    ratio = optimizer.state_dict()["state"][0]["exp_avg_sq"].double().view(-1) / exact
+    ratio = optimizer.canonical_state_dict()["state"][0]["exp_avg_sq"].double().view(-1) / exact
     error = (ratio - 1).square().mean().sqrt().item()
     assert 0.01 < error < 0.4, "roundings by chance add up to this error, and to no more"
     assert abs(ratio.mean().item() - 1) < 5 * error / size**0.5

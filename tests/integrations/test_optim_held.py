@@ -10,6 +10,11 @@ import pytest
 import torch
 from oracles import BF16, FP16, FP32, bits
 from stream_model import Model
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -87,7 +92,7 @@ def _memory(run: Run) -> list[Any]:
 def _canonical(run: Run) -> list[Any]:
     """The bits of weights and of the state in fp32."""
     parameters, optimizer = run
-    states = optimizer.state_dict()["state"].values()
+    states = optimizer.canonical_state_dict()["state"].values()
     return [
         *[bits(p.detach()).tobytes() for p in parameters],
         *[[key, bits(state[key]).tobytes()] for state in states for key in sorted(state)],
@@ -98,11 +103,12 @@ def _canonical(run: Run) -> list[Any]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_has_the_bytes_of_the_state_in_memory(layout: str, amsgrad: bool) -> None:
     parameters, optimizer = _run(layout, steps=1, amsgrad=amsgrad)
-    saved = optimizer.held_state_dict()["state"]
+    saved = optimizer.state_dict()["state"]
     for index, parameter in enumerate(parameters):
-        memory = {id(value): value.nbytes for value in optimizer.state[parameter].values()}
-        assert {id(value) for value in saved[index].values()} == memory.keys(), "nothing is copied or converted"
-    canonical = optimizer.state_dict()["state"]
+        states = optimizer.state[parameter], saved[index]
+        memory, kept = ({v.data_ptr(): v.nbytes for v in state.values()} for state in states)
+        assert kept == memory, "nothing is copied or converted"
+    canonical = optimizer.canonical_state_dict()["state"]
     assert all(value.dtype == FP32 for state in canonical.values() for value in state.values())
 
 
@@ -111,20 +117,21 @@ def test_it_loads_into_every_layout_with_the_bits_of_the_canonical_state(case: t
     """The same layout has the same codes, and so the same memory."""
     layout, other, amsgrad = case
     source = _run(layout, steps=3, amsgrad=amsgrad)
-    loaded = _continued(source, other, source[1].held_state_dict(), amsgrad=amsgrad)
-    expected = _continued(source, other, source[1].state_dict(), amsgrad=amsgrad)
-    assert _canonical(loaded) == _canonical(expected)
+    loaded = _continued(source, other, source[1].state_dict(), amsgrad=amsgrad)
+    expected = _continued(source, other, source[1].canonical_state_dict(), amsgrad=amsgrad)
     if layout == other:
         assert _memory(loaded) == _memory(source)
+        assert _canonical(loaded) == _canonical(expected)
         expected = source
-    for run in (loaded, expected):
-        _train(run, range(3, 5))
-    assert _canonical(loaded) == _canonical(expected)
+    for step in (3, 4):
+        for run in (loaded, expected):
+            _train(run, [step])
+        assert _canonical(loaded) == _canonical(expected)
 
 
 def test_what_is_loaded_is_a_copy() -> None:
     source = _run("split24, 8 bits", steps=2)
-    loaded = _continued(source, "split24, 8 bits", source[1].held_state_dict())
+    loaded = _continued(source, "split24, 8 bits", source[1].state_dict())
     before = _memory(source)
     _train(loaded, range(2, 3))
     assert _memory(source) == before
@@ -138,7 +145,7 @@ def test_transposed_parameters_continue_with_the_same_bits() -> None:
     source, loaded = runs
     _train(source, range(2))
     loaded[0][0].data.copy_(source[0][0].data)
-    loaded[1].load_state_dict(source[1].held_state_dict())
+    loaded[1].load_state_dict(source[1].state_dict())
     assert _memory(loaded) == _memory(source)
     for run in runs:
         _train(run, range(2, 4))
@@ -149,7 +156,7 @@ def test_transposed_parameters_continue_with_the_same_bits() -> None:
 def test_a_file_loads_into_parameters_on_a_gpu(layout: str) -> None:
     """On the model of a GPU: codes, scales and remainders come from the CPU."""
     parameters, optimizer = source = _run("split24, 8 bits", steps=2)
-    saved = optimizer.held_state_dict()
+    saved = optimizer.state_dict()
     expected = _canonical(_continued(source, layout, saved))
     with Model("late") as model:
         there: list[torch.Tensor] = [torch.nn.Parameter(p.detach().to(model.device)) for p in parameters]
@@ -157,7 +164,7 @@ def test_a_file_loads_into_parameters_on_a_gpu(layout: str) -> None:
         loaded.load_state_dict(saved)
         assert {value.device for state in loaded.state.values() for value in state.values()} == {there[0].device}
         torch.cuda.synchronize()
-        state = checkpoint.gather(loaded.state_dict()["state"]).values()
+        state = checkpoint.gather(loaded.canonical_state_dict()["state"]).values()
         weights = [bits(p.detach().cpu()).tobytes() for p in there]
     assert [*weights, *[[key, bits(one[key]).tobytes()] for one in state for key in sorted(one)]] == expected
 
@@ -168,22 +175,22 @@ def test_full_masters_follow_weights_that_other_code_wrote() -> None:
         parameters, optimizer = _run(layout, steps=2)
         with torch.no_grad():
             parameters[0][3] += 1
-        loaded = _continued((parameters, optimizer), layout, optimizer.held_state_dict())
+        loaded = _continued((parameters, optimizer), layout, optimizer.state_dict())
         assert torch.equal(loaded[1].masters()[loaded[0][0]], optimizer.masters()[parameters[0]])
 
 
 def test_a_remainder_without_its_bf16_weight_is_left_out() -> None:
     parameters, optimizer = _run("split", steps=1)
     parameters[0].data = parameters[0].data.float()
-    assert set(optimizer.held_state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(optimizer.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_hooks_of_torch_see_the_state_as_it_is_held() -> None:
     _, optimizer = _run("split24, 8 bits", steps=1)
     seen = []
     optimizer.register_state_dict_post_hook(lambda _, state: seen.append(set(state["state"][0])))
-    optimizer.held_state_dict()
     optimizer.state_dict()
+    optimizer.canonical_state_dict()
     codes = {"exp_avg_codes", "exp_avg_scale", "exp_avg_sq_codes", "exp_avg_sq_scale"}
     assert seen == [{"step", "master_remainder", *codes}, {"step", "master", "exp_avg", "exp_avg_sq"}]
 
@@ -228,7 +235,7 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
 def test_codes_scales_and_remainders_that_do_not_fit_are_refused(damage: str, loading: str) -> None:
     key, value, message = DAMAGED[damage]
     source, target = _run("split24, 8 bits", steps=2), _run(loading, steps=1)
-    saved = source[1].held_state_dict()
+    saved = source[1].state_dict()
     saved["state"][0] = {**saved["state"][0], key: value}
     before = _memory(target)
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -237,10 +244,11 @@ def test_codes_scales_and_remainders_that_do_not_fit_are_refused(damage: str, lo
 
 
 def test_a_remainder_needs_a_bf16_parameter() -> None:
-    saved = _run("split", steps=1)[1].held_state_dict()
+    saved = _run("split", steps=1)[1].state_dict()
     message = (
-        "Expected a bfloat16 parameter for 'master_remainder' in the state of parameter 0, which completes a bfloat16 "
-        "weight, but got torch.float16: load model and optimizer in bfloat16, then convert"
+        "Expected a parameter with numbers of bfloat16 for 'master_remainder' in the state of parameter 0, which "
+        "completes these, but got others in torch.float16: load the model first, in bfloat16 or float32, and convert "
+        "it afterwards; or save canonical_state_dict()"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         _run("fp16")[1].load_state_dict(saved)
@@ -248,7 +256,7 @@ def test_a_remainder_needs_a_bf16_parameter() -> None:
 
 def test_codes_without_those_of_amsgrad_are_refused_if_it_is_on() -> None:
     source = _run("split24, 8 bits", steps=1)
-    saved = source[1].held_state_dict()
+    saved = source[1].state_dict()
     saved["param_groups"][0]["amsgrad"] = True
     message = (
         "state of parameter 0 lacks 'max_exp_avg_sq'; it has 'step', 'exp_avg', 'exp_avg_scale', 'exp_avg_sq', "
@@ -275,11 +283,11 @@ def test_whole_codes_load_into_shards_even_if_these_cut_blocks(placement: Shard,
     source = halfstep.AdamW([whole], state_dtype="8bit")
     _train(([whole], source), range(2))
     found = []
-    for state in (source.held_state_dict(), source.state_dict()):
+    for state in (source.state_dict(), source.canonical_state_dict()):
         shard: Any = torch.nn.Parameter(distribute_tensor(whole.detach(), mesh, [placement], src_data_rank=None))
         optimizer = halfstep.AdamW([shard], state_dtype=state_dtype)
         checkpoint.load_optimizer(optimizer, checkpoint.gather(state))
-        entry = optimizer.state_dict()["state"][0]
+        entry = optimizer.canonical_state_dict()["state"][0]
         assert entry["exp_avg"].placements == (placement,)
         found.append([bits(entry[key].to_local()).tobytes() for key in ("exp_avg", "exp_avg_sq", "master")])
     assert found[0] == found[1]
@@ -301,3 +309,60 @@ def test_which_shards_have_whole_blocks() -> None:
         sharded = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
         assert held.shards_blocks(sharded) is whole, (shape, placements)
     assert held.shards_blocks(torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("other", ["split", "split, 8 bits", "split24", "full", "none"])
+@pytest.mark.parametrize("layout", ["split", "split24, 8 bits", "full", "none"])
+def test_model_and_optimizer_load_in_either_order(layout: str, other: str, first: str) -> None:
+    """A remainder is joined with its weight in the first step, into whatever layout. One order is refused to nobody."""
+    if layout == "full" and "split" in other and first == "optimizer":
+        pytest.skip("weights halfway between two bf16 numbers differ, as load_state_dict says")
+    source = _run(layout, steps=3)
+    weights = [p.detach().clone() for p in source[0]]
+    saved = source[1].state_dict()
+    expected = _continued(source, other, source[1].canonical_state_dict())
+    parameters, optimizer = loaded = _run(other, lr=5.0)
+    if first == "optimizer":
+        with torch.no_grad():
+            for p in parameters:
+                p.add_(1)  # other weights than the saved ones
+        optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        for p, weight in zip(parameters, weights, strict=True):
+            p.copy_(weight)
+    if first == "model":
+        optimizer.load_state_dict(saved)
+    for step in (3, 4):
+        for run in (loaded, expected):
+            _train(run, [step])
+        assert _canonical(loaded) == _canonical(expected)
+
+
+def test_remainders_that_flat_states_left_out_are_not_lost_in_silence() -> None:
+    """Code that loads flat states looks entries up by their names in memory."""
+    model = torch.nn.Linear(64, 64).bfloat16()
+    optimizer = halfstep.AdamW(model.parameters())
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    for form, loads in (("held", False), ("canonical", True)):
+        optimizer.state_dict_format = form  # type: ignore[assignment]
+        saved = get_optimizer_state_dict(model, optimizer, options=flat)
+        if loads:
+            set_optimizer_state_dict(model, optimizer, saved, options=flat)
+            continue
+        with pytest.raises(ValueError, match=re.escape("set optimizer.state_dict_format = 'canonical' before saving")):
+            set_optimizer_state_dict(model, optimizer, saved, options=flat)
+
+
+@pytest.mark.parametrize("layout", ["split", "split, bf16", "split, 8 bits", "split24, 8 bits", "full", "none, 8 bits"])
+def test_a_saved_state_that_other_code_assigns_is_loaded(layout: str) -> None:
+    """As ZeroRedundancyOptimizer.load_state_dict does, which calls no method of the local optimizer."""
+    source = _run(layout, steps=2)
+    parameters, optimizer = loaded = _run(layout, lr=1e-2)
+    for p, of in zip(parameters, source[0], strict=True):
+        p.data.copy_(of.data)
+    for index, entry in source[1].state_dict()["state"].items():
+        optimizer.state[parameters[index]] = {key: value.clone() for key, value in entry.items()}
+    for run in (source, loaded):
+        _train(run, [2])
+    assert _memory(loaded) == _memory(source)

@@ -75,7 +75,7 @@ def optimizer_of(parameters: list[Any], options: dict[str, Any], **more: Any) ->
 
 
 def masters_of(optimizer: Any, parameters: list[Any]) -> list[torch.Tensor]:
-    state = optimizer.state_dict()["state"]
+    state = optimizer.canonical_state_dict()["state"]
     return [state[index].get("master", p.detach()) for index, p in enumerate(parameters)]
 
 

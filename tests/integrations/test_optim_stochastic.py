@@ -62,7 +62,7 @@ def train(optimizer: Any, parameters: list[Any], steps: Any, without: tuple[int,
 
 def held(optimizer: Any, parameters: list[Any]) -> list[Any]:
     """Bits of all parameters and of everything in the checkpoint."""
-    state = optimizer.state_dict()["state"]
+    state = optimizer.canonical_state_dict()["state"]
     found = [bits(p.detach()) for p in parameters]
     for index in sorted(state):
         found += [bits(state[index][key]) for key in sorted(state[index])]

@@ -43,7 +43,7 @@ def train(model: Any, optimizer: Any, steps: Any) -> None:
 
 
 def masters(optimizer: Any) -> list[torch.Tensor]:
-    return [state["master"].clone() for state in optimizer.state_dict()["state"].values()]
+    return [state["master"].clone() for state in optimizer.canonical_state_dict()["state"].values()]
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -172,7 +172,7 @@ def test_masters_go_on_where_a_mask_leaves_weights_alone(name: str) -> None:
 
 @layouts
 def test_taking_up_what_was_written_waits_for_no_device(name: str) -> None:
-    """Nothing asks for a number on the host: neither the step, nor state_dict, nor refresh_master."""
+    """Nothing asks for a number on the host: neither the step, nor masters, nor refresh_master."""
     model, optimizer = trained(name)
     asked = []
 
@@ -185,7 +185,7 @@ def test_taking_up_what_was_written_waits_for_no_device(name: str) -> None:
     with Watch():
         train(model, optimizer, [5])
         copy_in(model, other_weights(model))
-        optimizer.state_dict()
+        dict(optimizer.masters())
         optimizer.refresh_master()
     waiting = {torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero}
     assert asked and not waiting & set(asked)
@@ -236,7 +236,7 @@ def test_refresh_master_makes_masters_exactly_what_was_written(name: str, write:
     # The continued run is that of an optimizer whose masters never knew more.
     fresh = copy.deepcopy(model)
     other = halfstep.AdamW(fresh.parameters(), lr=1e-3, master_weights=KEPT[name][1])
-    saved = optimizer.state_dict()
+    saved = optimizer.canonical_state_dict()
     for state in saved["state"].values():
         del state["master"]
     other.load_state_dict(saved)

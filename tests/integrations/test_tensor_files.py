@@ -99,7 +99,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 3, {"ema": torch.ones(3)}, model=model)
     assert list(read_tensors(path)) == ["model.weight", "model.bias", "state.ema"]
     assert torch.equal(read_tensors(path)["model.weight"], model.weight)
-    state = attacks.state_dicts(model, optimizer)
+    state = attacks.state_dicts(model, optimizer, "canonical")
     attacks.write_by_torch(state, tmp_path / "theirs")
     found = read_tensors(tmp_path / "theirs")
     assert torch.equal(found["optimizer.state.bias.master"], state["optimizer"]["state"]["bias"]["master"])

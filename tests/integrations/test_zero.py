@@ -59,7 +59,8 @@ def test_it_is_the_state_of_the_optimizer_without_zero(shapes: Any, options: Any
     for optimizer in (plain, divided):
         _step(optimizer, 1)
     assert differences(plain.state_dict(), zero.state_dict(divided)) == []
-    assert differences(plain.held_state_dict(), zero.state_dict(divided, optimizer_state="held")) == []
+    whole = plain.canonical_state_dict()
+    assert differences(whole, zero.state_dict(divided, optimizer_state="canonical")) == []
 
 
 def test_which_state_is_gathered_is_named() -> None:
@@ -76,7 +77,7 @@ def test_what_is_loaded_goes_through_the_optimizers_own_loading(shapes: Any, opt
     """What torch puts in is taken over at the next step only; ours goes through `load_state_dict`, with its checks."""
     plain = halfstep.AdamW(_groups(shapes), **options)
     _step(plain, 1)
-    state, weights = plain.held_state_dict() if form == "held" else plain.state_dict(), _weights(plain)
+    state, weights = plain.state_dict() if form == "held" else plain.canonical_state_dict(), _weights(plain)
     groups = _groups(shapes)
     for parameter, weight in zip((p for g in groups for p in g["params"]), weights, strict=True):  # type: ignore[attr-defined]
         parameter.data.copy_(weight)

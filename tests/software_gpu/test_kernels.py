@@ -114,7 +114,7 @@ def trained(backend: str, kind: str, dtype: torch.dtype, options: dict[str, Any]
                 parameters[7].grad[3] = torch.nan  # type: ignore[index]
             scaler.step(optimizer)
             scaler.update()
-        left = [value for entry in optimizer.state_dict()["state"].values() for value in entry.values()]
+        left = [value for entry in optimizer.canonical_state_dict()["state"].values() for value in entry.values()]
         return [parameter.detach() for parameter in parameters] + [torch.as_tensor(value) for value in left]
 
 

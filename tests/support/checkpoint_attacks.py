@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.checkpoint import folder as files
+from halfstep.integrations.optim.checkpoints import saving
 
 MODEL, OPTIMIZER = "model-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"
 CANARY = "halfstep_canary"
@@ -65,9 +66,10 @@ def scaler_of() -> halfstep.GradScaler:
 EXTRA = {"epoch": 3, "name": "run", "order": [1, 2, 3], "rng": torch.get_rng_state(), "pair": (1.5, None)}
 
 
-def state_dicts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_dicts(model: torch.nn.Module, optimizer: halfstep.AdamW, form: Any = "held") -> dict[str, Any]:
     """What torch.distributed.checkpoint saves."""
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    with saving(optimizer, form):
+        return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 class Bases:
@@ -84,7 +86,7 @@ class Bases:
         self.theirs = folder / "theirs" / "step-00000007"
         write_by_torch(self.state, self.theirs)
         self.before = folder / "before" / "step-00000007"
-        write_by_torch(self.state, self.before)
+        write_by_torch(state_dicts(model, optimizer, "canonical"), self.before)
         torch.save({"step": 7, "scaler": scaler.state_dict(), "state": EXTRA}, self.before / "halfstep.pt")
         seal(self.before, {"format": files.BEFORE, "step": 7, "world_size": 1, "files": {}})
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import halfstep
 from halfstep.integrations import checkpoint
+from halfstep.integrations.optim.checkpoints import saving
 
 WORLD = 4
 STEPS_BEFORE, STEPS_AFTER = 3, 2
@@ -159,7 +160,9 @@ def whole(value: Any) -> Any:
 
 def contents(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Unsharded weights, masters, moments, step counts and options, by the name of the parameter. Collective."""
-    return whole({"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)})
+    with saving(optimizer, "canonical"):
+        state = get_optimizer_state_dict(model, optimizer)
+    return whole({"model": get_model_state_dict(model), "optimizer": state})
 
 
 def reference(layout: str) -> list[dict[str, Any]]:
@@ -198,7 +201,7 @@ def save_ours(
     model: torch.nn.Module,
     optimizer: halfstep.AdamW,
     group: Any,
-    optimizer_state: Literal["canonical", "held"] = "canonical",
+    optimizer_state: Literal["held", "canonical"] = "canonical",
 ) -> None:
     scaler = halfstep.GradScaler("cpu", init_scale=128.0)
     scaler.scale(torch.ones(()))

@@ -208,7 +208,7 @@ def optimizers(data: Data) -> Iterator[Any]:
         for parameter, twin in zip(parameters, other.param_groups[0]["params"], strict=True):
             twin.grad = parameter.grad
         other.step()
-        yield parameters, saved["state"], other.param_groups[0]["params"], other.state_dict()["state"]
+        yield parameters, saved["state"], other.param_groups[0]["params"], other.canonical_state_dict()["state"]
         yield optimizer.grad_norm if limit else None
 
 

@@ -55,8 +55,8 @@ def made(wrapping: str, layout: str) -> tuple[torch.nn.Module, Any]:
         fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
     others = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
-    optimizer = halfstep.AdamW([{"params": others, "lr": 0.1}, {"params": biases, "lr": 0.2}], **options)
-    return model, optimizer
+    groups = [{"params": others, "lr": 0.1}, {"params": biases, "lr": 0.2}]
+    return model, halfstep.AdamW(groups, state_dict_format="canonical", **options)
 
 
 def train(model: torch.nn.Module, optimizer: Any, columns: int = 5, steps: int = 2) -> None:

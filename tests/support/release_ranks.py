@@ -85,7 +85,7 @@ def _storages(model: Module) -> dict[int, int]:
 
 
 def _whole_state(optimizer: halfstep.AdamW) -> dict[str, torch.Tensor]:
-    state = optimizer.state_dict()["state"]
+    state = optimizer.canonical_state_dict()["state"]
     return {f"{number} {key}": whole(value) for number, one in state.items() for key, value in one.items()}
 
 

@@ -42,7 +42,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The unsharded masters by the names of the parameters. Collective."""
-    state = optimizer.state_dict()["state"]
+    state = optimizer.canonical_state_dict()["state"]
     names = [name for name, _ in model.named_parameters()]
     return {name: whole(state[number]["master"]) for number, name in enumerate(names)}
 

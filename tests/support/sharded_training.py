@@ -118,5 +118,6 @@ def save_and_resume() -> dict[str, Any]:
             backward(m, scaler, step, torch.bfloat16)
             o.step()
     runs = ((model, optimizer), (fresh, other))
+    optimizer.state_dict_format = other.state_dict_format = "canonical"
     ends = [get_optimizer_state_dict(m, o, options=FULL).get("state") for m, o in runs]
     return {"uninterrupted": ends[0], "resumed": ends[1]}

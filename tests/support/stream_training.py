@@ -119,7 +119,7 @@ class Training:
 
     def bits(self) -> list[bytes]:
         """The bits of everything on which further training depends."""
-        state = self.optimizer.state_dict()["state"]
+        state = self.optimizer.canonical_state_dict()["state"]
         found = [parameter.detach() for parameter in self.parameters]
         found += [state[index][key] for index in sorted(state) for key in sorted(state[index])]
         found += [self.scaler._scale, self.scaler._counts]  # type: ignore[list-item]

@@ -151,13 +151,16 @@ def container(model: torch.nn.Module, *groups: Any, **options: Any) -> Any:
     return ours.OptimizersContainer.Config(param_groups=named, **options).build(model_parts=[model])
 
 
-def test_the_flat_state_has_the_master_in_fp32() -> None:
+@pytest.mark.parametrize("form", ["held", "canonical"])
+def test_the_flat_state_has_every_entry(form: Any) -> None:
     models = [network(seed).bfloat16() for seed in range(2)]
     first, second = (container(model, (".*", "AdamW", {"lr": LR})) for model in models)
+    for one in (first, second):
+        one.optimizers[0].state_dict_format = form
     error(models[0](batch(0)[0].bfloat16()), batch(0)[1]).backward()
     first.step()
     state = first.state_dict()
-    assert state["state.0.weight.master"].dtype == torch.float32
+    assert ("state.0.weight.master_remainder" in state) == (form == "held")
     assert masters_of(first.optimizers[0]) == ["torch.int16"]
     models[1].load_state_dict(models[0].state_dict())
     second.load_state_dict(state)

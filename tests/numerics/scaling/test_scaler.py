@@ -274,7 +274,7 @@ def test_torchs_scaler_drives_our_optimizer_as_it_drives_torchs() -> None:
     for make in (halfstep.GradScaler, torch.amp.GradScaler):
         parameters, optimizer = model_and_optimizer(halfstep.AdamW, torch.bfloat16)
         history = train(make("cpu", init_scale=64.0, growth_interval=2), parameters, optimizer, {1: INF}, 6)
-        results.append((history, [optimizer.state_dict()["state"][i]["master"] for i in range(2)]))
+        results.append((history, [optimizer.canonical_state_dict()["state"][i]["master"] for i in range(2)]))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 

@@ -1,0 +1,215 @@
+"""Saving an optimizer's state takes no memory of the device: peak bytes of `state_dict()` above what is held."""
+
+from __future__ import annotations
+
+import copy
+import io
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counted_bytes import storage_bytes, tensors_in
+from oracles import BF16, FP16, FP32
+from stream_model import Model
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+from halfstep.integrations.optim import state
+
+ALLOWED = 0.01  # of what weights and state take
+SIZE = 64  # rows and columns of a matrix, which are enough for codes
+# By name: the dtype of the weights and the optimizer's options.
+LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    f"{masters}, {moments}": (dtype, {**master, **moment})
+    for (masters, (dtype, master)), (moments, moment) in product(
+        {
+            "split": (BF16, {}),
+            "split24": (BF16, {"master_weights": "split24"}),
+            "full": (FP16, {}),
+            "full bf16": (BF16, {"master_weights": "full"}),
+            "none": (BF16, {"master_weights": None, "rounding": "stochastic"}),
+            "fp32": (FP32, {}),
+        }.items(),
+        {"fp32": {}, "bf16": {"state_dtype": BF16}, "8 bits": {"state_dtype": "8bit"}}.items(),
+    )
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+class Peak(TorchDispatchMode):
+    """The largest sum of bytes of storages that exist at once, of those that operators have allocated."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.device = device  # the type of the only device that counts
+        self.alive: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in([list(args), kwargs or {}])}
+        for tensor in tensors_in([result]):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and self.device in (None, tensor.device.type):
+                self.alive[storage._cdata] = (storage._weak_ref(), storage.nbytes())
+        self.alive = {key: one for key, one in self.alive.items() if not torch.UntypedStorage._expired(one[0])}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+def _model(dtype: torch.dtype) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE) for _ in range(8))).to(dtype)
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, SIZE, dtype=next(model.parameters()).dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _peak(call: Any, held: Any) -> float:
+    """The peak while calling, as a part of the bytes of `held`."""
+    with Peak() as counted:
+        result = call()
+    assert result is not None
+    return counted.peak / storage_bytes(held)
+
+
+def _held(model: torch.nn.Module, optimizer: Any) -> list[Any]:
+    return [list(model.parameters()), *getattr(optimizer, "optim", optimizer).state.values()]
+
+
+def test_the_counter_counts() -> None:
+    values = torch.ones(1000)
+
+    def call() -> Any:
+        for _ in range(3):
+            doubled = values * 2
+        return doubled
+
+    # The new product exists before the name lets go of the old one.
+    assert _peak(call, [values]) == 2.0
+
+
+@layouts
+def test_a_plain_optimizer(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after other code has written the same weights, with which full masters are compared in pieces."""
+    monkeypatch.setattr(state, "PIECE", SIZE)
+    dtype, options = LAYOUTS[layout]
+    model = _model(dtype)
+    optimizer = halfstep.AdamW(model.parameters(), **options)
+    _train(model, optimizer)
+    held = _held(model, optimizer)
+    assert _peak(optimizer.state_dict, held) <= ALLOWED
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.clone())
+    assert _peak(optimizer.state_dict, held) <= ALLOWED
+    assert _peak(lambda: get_optimizer_state_dict(model, optimizer), held) <= ALLOWED
+
+
+@pytest.fixture
+def _alone(tmp_path: Any) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("wrapping", ["DDP", "FSDP1", "FSDP2", "ZeRO-1"])
+@layouts
+def test_under_wrappers_and_torchs_helpers(layout: str, wrapping: str) -> None:
+    dtype, options = LAYOUTS[layout]
+    model = _model(dtype)
+    make: Any = halfstep.AdamW
+    if wrapping == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif wrapping == "FSDP1":
+        if "8 bits" in layout:
+            pytest.skip("blocks of flat parameters are refused")
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    elif wrapping == "FSDP2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    if wrapping == "ZeRO-1":
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=halfstep.AdamW, **options)
+    else:
+        optimizer = make(model.parameters(), **options)
+    _train(model, optimizer)
+    local = getattr(optimizer, "optim", optimizer)
+    held = _held(model, optimizer)
+    if wrapping == "FSDP1" and (layout.startswith("split") or "bf16" in layout.split(", ")[1]):
+        # Its optim_state_dict takes one dtype per parameter: masters and moments in fp32, which are on the CPU.
+        assert all(value.dtype == FP32 for state in local.state_dict()["state"].values() for value in state.values())
+        return
+    assert _peak(local.state_dict, held) <= ALLOWED
+    if wrapping in ("DDP", "FSDP2"):
+        assert _peak(lambda: get_optimizer_state_dict(model, optimizer), held) <= ALLOWED
+
+
+@layouts
+def test_on_a_gpu_the_canonical_state_takes_one_tensor_at_a_time(layout: str) -> None:
+    """On the model of a GPU: fp32 tensors of one parameter, while the state grows on the host."""
+    dtype, options = LAYOUTS[layout]
+    with Model("late") as gpu:
+        model = _model(dtype).to(gpu.device)
+        optimizer = halfstep.AdamW(model.parameters(), **options)
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        there = next(model.parameters()).device
+        with Peak(there.type) as counted:
+            canonical = optimizer.canonical_state_dict()["state"]
+        # To decode or join a tensor, its integers are converted too.
+        assert counted.peak <= 3 * 4 * SIZE * SIZE
+        assert {value.device.type for entry in canonical.values() for value in entry.values()} == {"cpu"}
+        held = optimizer.state_dict()["state"]
+        assert {value.device for entry in held.values() for value in entry.values()} == {there}
+
+
+def test_bytes_of_a_file_with_model_optimizer_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nanoGPT's ckpt.pt, in bytes per parameter: two for a bf16 weight, and what the layout says."""
+
+    def stored(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> float:
+        file = io.BytesIO()
+        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "model_args": {"n_layer": 4}}
+        torch.save(checkpoint, file)
+        return len(file.getvalue()) / sum(p.numel() for p in model.parameters())
+
+    monkeypatch.setitem(globals(), "SIZE", 256)
+    found = {}
+    for name, make in {
+        "torch, fp32": lambda p: torch.optim.AdamW(p),
+        "split, fp32": lambda p: halfstep.AdamW(p),
+        "split, 8 bits": lambda p: halfstep.AdamW(p, state_dtype="8bit"),
+        "split24, 8 bits": lambda p: halfstep.AdamW(p, master_weights="split24", state_dtype="8bit"),
+    }.items():
+        model = _model(FP32 if "torch" in name else BF16)
+        optimizer = make(model.parameters())
+        _train(model, optimizer)
+        found[name] = stored(optimizer, model)
+    expected = {"torch, fp32": 12.0, "split, fp32": 12.0, "split, 8 bits": 6.1, "split24, 8 bits": 5.1}
+    for name, size in found.items():
+        assert expected[name] <= size <= expected[name] + 0.25, (name, size)
+
+
+def test_copies_save_in_the_format_of_the_original() -> None:
+    model = _model(BF16)
+    optimizer = halfstep.AdamW(model.parameters(), state_dict_format="canonical")
+    _train(model, optimizer)
+    assert "master" in copy.deepcopy(optimizer).state_dict()["state"][0]
+    optimizer.state_dict_format = "held"
+    assert "master_remainder" in copy.deepcopy(optimizer).state_dict()["state"][0]
+    optimizer.state_dict_format = "compact"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="Expected state_dict_format to be 'held' or 'canonical', but got 'compact'"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match="Expected state_dict_format to be 'held' or 'canonical', but got None"):
+        halfstep.AdamW(model.parameters(), state_dict_format=None)  # type: ignore[arg-type]
