@@ -9,9 +9,10 @@ write only those that have changed.
 remainder (int16) of a split master. Both have the same name so that code that looks up the entries of a canonical
 checkpoint by the names in memory (``flatten_optimizer_state_dict``, torchtitan) finds them. ``state_dict()`` refers to
 these tensors, with other names for codes and remainders (held.py); ``canonical_state_dict()`` has ``master`` and the
-moments in fp32. Both load into every other layout with the same bits. `torch.optim.Optimizer.load_state_dict` would cast the state to the parameter's dtype and is not called. With
-``state_dtype="8bit"``, a moment is a tensor of uint8 codes beside the scales of its blocks, ``exp_avg_scale`` for
-``exp_avg``, of shape (rows, blocks per row); see kernels/block_codes.py.
+moments in fp32. Both load into every other layout with the same bits. `torch.optim.Optimizer.load_state_dict` would
+cast the state to the parameter's dtype and is not called. With ``state_dtype="8bit"``, a moment is a tensor of uint8
+codes beside the scales of its blocks, ``exp_avg_scale`` for ``exp_avg``, of shape (rows, blocks per row); see
+kernels/block_codes.py.
 
 **Random bits.** With ``rounding="stochastic"``, the random bits of an element depend on the seed, the parameter's index
 in the optimizer (over all groups, as in ``state_dict``), its step count and the element's index in the whole,

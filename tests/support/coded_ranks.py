@@ -8,7 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -89,7 +94,8 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     before = held(model, optimizer)
     checkpoint.save(folder / "ours", BEFORE, model=model, optimizer=optimizer, optimizer_state="canonical")
     weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder / "torch")
+    saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(saved, checkpoint_id=folder / "torch")
     steps(model, optimizer, range(BEFORE, BEFORE + AFTER))
 
     ours, resumed = sharded()
@@ -100,8 +106,9 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     steps(ours, resumed, range(BEFORE, BEFORE + AFTER))
 
     theirs, other = sharded()
-    state = {"optimizer": get_optimizer_state_dict(theirs, other)}
+    state = {"model": get_model_state_dict(theirs), "optimizer": get_optimizer_state_dict(theirs, other)}
     dcp.load(state, checkpoint_id=folder / "torch")
+    set_model_state_dict(theirs, state["model"])
     set_optimizer_state_dict(theirs, other, state["optimizer"])
     steps(theirs, other, range(BEFORE, BEFORE + AFTER))
     result = {

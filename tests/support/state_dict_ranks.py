@@ -101,6 +101,8 @@ def round_trip(wrapping: str, cls: Any, layout: str, flat: bool, kind: str = "")
     checks = Checks()
     options = StateDictOptions(flatten_optimizer_state_dict=flat, ignore_frozen_params=kind == "frozen")
     dtype, more = LAYOUTS[layout]
+    if flat or wrapping == "fsdp1":
+        more = {**more, "state_dict_format": "canonical"}
     torch.manual_seed(0)
     model: Any = Tied().to(dtype) if kind == "tied" else CompositeParamModel(device=CPU).to(dtype)
     if kind == "frozen":
@@ -198,6 +200,7 @@ def flat_or_not(cls: Any, layout: str) -> None:
     optimizer, other = (cls(model.parameters(), **more) for _ in range(2))
     train(model, optimizer, steps=1)
     for flat in (True, False):
+        optimizer.state_dict_format = other.state_dict_format = "canonical" if flat else "held"
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         state = get_optimizer_state_dict(model, optimizer, options=options)
         set_optimizer_state_dict(model, other, state)
