@@ -14,10 +14,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from halfstep.integrations.checkpoint import check_optimizer_state, gather, is_held
-from halfstep.integrations.checkpoint_files import CheckpointError
+from halfstep.integrations.checkpoint.api import is_held
+from halfstep.integrations.checkpoint.folder import CheckpointError
+from halfstep.integrations.checkpoint.rollback import Rollback
+from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather
 from halfstep.integrations.optim.checkpoints import saving
-from halfstep.integrations.rollback import Rollback
 
 
 def _parameters(groups: list[dict[str, Any]]) -> list[Any]:

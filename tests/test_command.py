@@ -38,7 +38,7 @@ def test_version_and_help_need_no_torch() -> None:
     ("words", "expected"),
     [
         (["bench", "adit"], "unknown command 'bench adit'; did you mean 'bench audit'?"),
-        (["qqq"], "unknown command 'qqq'; choose from bench, compare, decode"),
+        (["qqq"], "unknown command 'qqq'; choose from bench, compare, convert"),
     ],
 )
 def test_unknown_commands_are_answered(capsys: pytest.CaptureFixture[str], words: list[str], expected: str) -> None:
@@ -219,10 +219,10 @@ def test_an_unknown_option_is_answered_with_the_nearest(
         ("inspect x --out f/x.png", "argument --out: 'f/x.png' cannot be written: Not a directory; pass a file in a"),
         ("ladder --out x.bmp", "argument --out: expected a file name ending in .png, .svg, .pdf"),
         ("inspect nowhere.pt", "nowhere.pt cannot be read: No such file or directory; pass a checkpoint"),
-        ("inspect empty.pt", "empty.pt is empty; pass a checkpoint of torch.save or a safetensors file"),
-        ("inspect f.pt", "f.pt is not a checkpoint of torch.save, or is damaged: it cannot be decoded (KeyError); "),
+        ("inspect empty.pt", "empty.pt is empty; pass a checkpoint, a file of torch.save or a safetensors file"),
+        ("inspect f.pt", "f.pt is not a file of torch.save, or is damaged: "),
         ("inspect ''", "argument FILE: expected a path, but got ''"),
-        ("inspect d.png", "d.png is a folder; give the file of tensors in it"),
+        ("inspect d.png", "d.png is a folder, and no checkpoint, or is damaged: "),
         ("train --out f --steps 3", "--out f cannot be written to: it is a file; pass a folder that can"),
         ("train --data nowhere", "--data nowhere does not exist; pass a file"),
         ("train --data ''", "argument --data: expected a path, but got ''"),

@@ -38,6 +38,7 @@ COMMANDS = (
     ),
     _Command(("plan",), "halfstep.cli.plan", "plan a training: bytes by part, messages and FLOPs of each GPU"),
     _Command(("inspect",), "halfstep.cli.inspect", "count the values of a checkpoint by their class in a format"),
+    _Command(("convert",), "halfstep.cli.convert", "convert a checkpoint of an earlier version, or export its model"),
     _Command(("doctor",), "halfstep.cli.doctor", "find what is wrong with a checkpoint, or with this machine"),
     _Command(
         ("train",), "halfstep.cli.train.command", "train a small GPT on text in fp32, bf16, fp16, or compare them"

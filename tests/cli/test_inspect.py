@@ -112,7 +112,7 @@ def test_parts_of_one_checkpoint_and_batches(
     ("arguments", "said"),
     [
         (["nowhere.pt"], "nowhere.pt cannot be read: No such file or directory"),
-        (["README"], "README is not a file of tensors, or is truncated: as safetensors its header would be"),
+        (["README"], "README is not a safetensors file, is truncated or damaged: "),
         (
             ["integers.pt"],
             "integers.pt: expected floating-point tensors, but got none, only 1 of int64",
@@ -159,19 +159,18 @@ def test_errors(
 
 
 def test_values_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What an expanded tensor repeats is beyond any memory, and a sparse one's zeros are not in the file."""
+    """What an expanded tensor repeats is beyond any memory."""
     content = {
         "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 10**12),
-        "sparse": torch.eye(10**3).to_sparse(),
         "empty": torch.empty(0, 5),
     }
     torch.save(content, tmp_path / "x.pt")
     assert main([str(tmp_path / "x.pt"), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["tensors"]
-    assert [row["elements"] for row in rows] == [2, 1000, 0]
+    assert [row["elements"] for row in rows] == [2, 0]
     torch.save({"windows": torch.zeros(2000).unfold(0, 1000, 1)}, tmp_path / "x.pt")
     assert main([str(tmp_path / "x.pt")]) == 2
-    assert "tensor 'windows': its strides make 1,001,000 elements of 2,000; save a copy" in capsys.readouterr().err
+    assert "the strides of 'windows' make 1,001,000 elements of 2,000: save a copy" in capsys.readouterr().err
 
 
 def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,239 +1,549 @@
-"""A checkpoint is complete or it is not there; a damaged one is refused; an earlier one is never lost."""
+"""A checkpoint is complete or absent; what is damaged, missing or foreign is named; the last good one loads."""
 
 from __future__ import annotations
 
-import hashlib
+import collections
+import dataclasses
 import os
-import re
+import random
+import shutil
 import signal
+import threading
 import time
+import zipfile
 from pathlib import Path
+from typing import Any
 
+import checkpoint_attacks as attacks
 import forks
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_attacks import MODEL, OPTIMIZER
+from safetensors.torch import load_file
 
 import halfstep
-from halfstep.integrations import checkpoint, checkpoint_files
-
-
-def seal(path: Path, state: object) -> None:
-    """Write a checkpoint as torch pickles it, with the checksum that makes it whole."""
-    torch.save(state, path)
-    data = path.read_bytes()
-    path.write_bytes(data + checkpoint_files.TRAILER % hashlib.sha256(data).hexdigest().encode())
-
+from halfstep.integrations import checkpoint
+from halfstep.integrations.checkpoint import folder, storage, tree
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
+FILES = (MODEL, OPTIMIZER, "state.json", "manifest.json")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def _state(step: int, numbers: int = 1000) -> dict[str, object]:
-    generator = torch.Generator().manual_seed(step)
-    return {
-        "step": step,
-        "weights": {
-            "fp32": torch.randn(numbers, generator=generator),
-            "bf16": torch.randn(numbers, generator=generator).bfloat16(),
-        },
-        "points": [[1, 0.5], [2, float("inf")]],
-        "nothing": None,
-    }
+def _training(value: float, rows: int = 3) -> tuple[torch.nn.Module, halfstep.AdamW]:
+    model = torch.nn.Linear(4, rows).bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
 
 
-def _same(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    return a == b
+def _save(folder: Path, step: int, **options: Any) -> Any:
+    model, optimizer = _training(float(step))
+    return checkpoint.save(folder, step, {"at": step}, model=model, optimizer=optimizer, **options)
 
 
-def test_round_trip_keeps_every_bit_and_type(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path / "new" / "folder", 7, _state(7))
-    assert path.name == "step-00000007.pt"
-    assert _same(checkpoint.load(path), _state(7))
+def _is_good(path: Path, step: int) -> None:
+    expected = attacks.state_of(*_training(float(step)), None)
+    model, optimizer = _training(-1.0)
+    assert checkpoint.load(path, model=model, optimizer=optimizer) == {"at": step}
+    assert attacks.state_of(model, optimizer, None) == expected
 
 
-def test_plain_torch_reads_it_with_weights_only(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 7, _state(7))
-    assert _same(torch.load(path, weights_only=True), _state(7))
+def _refused(path: Path, words: str) -> None:
+    """`path` is refused in these words, naming it; the model and the optimizer are as they were."""
+    model, optimizer = _training(-1.0)
+    before = attacks.state_of(model, optimizer, None)
+    with pytest.raises(checkpoint.CheckpointError, match=words) as error:
+        checkpoint.load(path, model=model, optimizer=optimizer)
+    assert str(path) in str(error.value)
+    assert attacks.state_of(model, optimizer, None) == before
 
 
-def test_the_newest_two_are_kept_in_order(tmp_path: Path) -> None:
-    for step in (5, 10, 15, 100_000_000):
-        checkpoint.save(tmp_path, step, _state(step))
-    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [15, 100_000_000]
-    assert sorted(os.listdir(tmp_path)) == ["step-00000015.pt", "step-100000000.pt"]
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Path, Path]:
+    return _save(tmp_path, 10), _save(tmp_path, 20)
 
 
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
-    for name in ("notes.txt", "step-1.pt", "step-00000003.pt.bak"):
-        (tmp_path / name).write_text("mine")
-    for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, _state(step))
-    assert {"notes.txt", "step-1.pt", "step-00000003.pt.bak"} <= set(os.listdir(tmp_path))
+# ------------------------------------------------------------------------------------------------------------- content
 
 
-def test_saving_an_earlier_step_never_removes_a_later_one(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 40, _state(40))
-    for step in (10, 20, 30):
-        checkpoint.save(tmp_path, step, _state(step))
-    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [20, 30, 40]
+VALUES: dict[str, Any] = {
+    "plain": [1, -0.0, float("inf"), 2**100, -1.5e-300, True, None, "\ud800 \x1b é", b"", b"\0\xff", 1 + 2j],
+    "containers": {"tuple": (1, (2,)), "set": {1, 2}, "frozen": frozenset({"a"}), "size": torch.Size([2])},
+    "keys": {1: "int", (1, None): "tuple", 0.5: "float", "$tensor": "no tensor", "": 0},
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "counter": collections.Counter("abca"),
+    "torch": [torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1)],
+    "random": [random.getstate(), np.random.default_rng(3).bit_generator.state],
+    "numpy": [np.float32(2.5), np.int64(-1), np.bool_(True)],
+}  # fmt: skip
+TENSORS: dict[str, torch.Tensor] = {
+    **{name: torch.arange(12).reshape(3, 4).to(dtype) for name, dtype in tree.DTYPES.items()},
+    "number": torch.tensor(3.0),
+    "empty": torch.empty(0, 3),
+    "transposed": torch.arange(6.0).reshape(2, 3).T,
+    "stepped": torch.arange(9)[::4],
+    "one of a step": torch.arange(9.0)[4:5].as_strided((1,), (7,)),
+    "expanded": torch.ones(1, 2).expand(3, 2),
+    "conjugate": torch.tensor([1 + 2j, 3j]).conj(),
+    "negated": torch.tensor([1 + 2j, 3j]).conj().imag,
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "nan": torch.tensor([float("nan"), -0.0]),
+    "a.b": torch.ones(2),
+}  # fmt: skip
 
 
-def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, _state(1, numbers=10))
-    whole = path.read_bytes()
-    # all of the trailer and the archive's directory, and a comb through the rest
-    places = [*range(0, len(whole), 7), *range(len(whole) - 300, len(whole))]
+def test_every_value_comes_back_with_its_type_and_every_bit(tmp_path: Path) -> None:
+    state = {"values": VALUES, "tensors": TENSORS, "a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}
+    found = checkpoint.load(checkpoint.save(tmp_path / "new" / "folder", 7, state))
+    assert repr(found["values"]) == repr(VALUES)
+    assert [type(one) for one in found["values"]["numpy"]] == [np.float32, np.int64, np.bool_]
+    assert attacks.bits(found["tensors"]) == attacks.bits({name: one.resolve_neg() for name, one in TENSORS.items()})
+    assert found["a"]["b"] == 0 and found["a.b"] == 1, "two tensors whose paths are spelled alike"
+    assert list(found["values"]["ordered"]) == ["b", "a"]
+
+
+def test_arrays_and_random_states_of_numpy_go_on(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(6, dtype=">i4")[::-2], "b": np.zeros((0, 2), np.float16), "state": np.random.get_state()}
+    found = checkpoint.load(checkpoint.save(tmp_path, 1, arrays))
+    assert found["a"].tolist() == [5, 3, 1] and found["a"].dtype == np.int32 and found["b"].shape == (0, 2)
+    expected = np.random.random(3).tolist()
+    np.random.set_state(found["state"])
+    assert np.random.random(3).tolist() == expected
+
+
+class Custom:
+    pass
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "path": (Path("x"), r"state\.x to be a tensor.* but got a pathlib\.PosixPath, .*: save str\(\.\.\.\) of it"),
+    "object": (Custom(), "but got a .*Custom, which load could not restore"),
+    "subclass": (collections.defaultdict(list), "but got a collections.defaultdict, .*: save dict"),
+    "module": (torch.nn.Linear(1, 1), "Linear, which load could not restore: save its state_dict"),
+    "key": ({Path("x"): 1}, "a key of state.x to be a tensor"),
+    "key with a tensor": ({(torch.ones(1),): 1}, "keys of state.x not to contain tensors"),
+    "cycle": (CYCLE, "nested more than 100 deep"),
+    "integer": (10**4000, "state.x is an integer of more than 3,000 digits"),
+    "numpy text": (np.array(["a"]), "state.x is of numpy's <U1: save its .tolist"),
+    "sparse": (torch.eye(2).to_sparse(), "tensor state.x to be dense, but got torch.sparse_coo: save its to_dense"),
+    "meta": (torch.ones(1, device="meta"), "tensor state.x to be an ordinary tensor with memory, but got meta"),
+    "complex128": (torch.ones(1, dtype=torch.complex128), "but got torch.complex128: save a view or a copy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    value, words = REFUSED[name]
+    with pytest.raises(checkpoint.CheckpointError, match=words):
+        checkpoint.save(tmp_path / "run", 1, {"x": value})
+    assert not (tmp_path / "run").exists()
+
+
+def test_options_of_a_group_and_objects_of_a_model_are_refused_alike(tmp_path: Path) -> None:
+    model, optimizer = _training(1.0)
+    optimizer.param_groups[0]["note"] = Custom()
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"optimizer\.param_groups\.0\.note to be .* but got a .*Custom"
+    ):
+        checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer)
+    model.register_buffer("phase", torch.ones(1, dtype=torch.complex128))
+    with pytest.raises(checkpoint.CheckpointError, match=r"tensor model\.phase .*complex128"):
+        checkpoint.save(tmp_path, 1, model=model)
+
+
+def test_the_folder_holds_what_its_manifest_lists_and_others_read_the_model(two: tuple[Path, Path]) -> None:
+    good, path = two
+    content = attacks.content_of(path)
+    assert sorted(os.listdir(path)) == sorted(FILES) == sorted([*content["files"], "manifest.json"])
+    assert all((path / name).stat().st_size == known["bytes"] for name, known in content["files"].items())
+    assert (content["format"], content["step"], content["world_size"]) == ("halfstep checkpoint 2", 20, 1)
+    expected = dict(_training(20.0)[0].state_dict())
+    assert attacks.bits(load_file(path / MODEL)) == attacks.bits(dict(sorted(expected.items(), reverse=True)))
+    state = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    assert attacks.bits(state) == attacks.bits(expected)
+    _is_good(good, 10)
+    _is_good(path, 20)
+
+
+def test_a_model_is_exported_for_other_programs(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 4), "b": torch.nn.Linear(3, 4)})
+    model["b"].weight = model["a"].weight
+    model.register_buffer("count", torch.tensor(7))
+    path = checkpoint.save(tmp_path, 1, model=model)
+    file = checkpoint.export(path, tmp_path / "out")
+    assert file == tmp_path / "out" / "model.safetensors" and os.listdir(tmp_path / "out") == [file.name]
+    found = load_file(file)
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    tied = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 4), "b": torch.nn.Linear(3, 4)})
+    tied["b"].weight = tied["a"].weight
+    tied.register_buffer("count", torch.tensor(0))
+    checkpoint.load(path, model=tied)
+    assert torch.equal(tied["b"].weight, model["a"].weight) and tied["b"].weight is tied["a"].weight
+    with pytest.raises(checkpoint.CheckpointError, match="holds no model: save it with model="):
+        checkpoint.export(checkpoint.save(tmp_path / "whole", 1, {"x": 1}), tmp_path / "out")
+
+
+def test_with_and_without_a_model_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    without, shards = checkpoint.save(tmp_path, 1, {"x": 1}), _save(tmp_path, 2)
+    assert checkpoint.checkpoints(tmp_path) == [(1, without), (2, shards)]
+    _refused(without, "it holds no model: load it without model=, then use load_model")
+    with pytest.raises(ValueError, match=r"Expected model for .*, which was saved with one, but got None"):
+        checkpoint.load(shards)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"asynchronous": True}, "Expected model to be given together with asynchronous, but got None"),
+        ({"optimizer": 1}, "Expected model to be given together with optimizer, but got None: pass model="),
+        ({"scaler": 1}, "Expected model to be given together with scaler, but got None"),
+        ({"keep": 0}, "Expected keep to be at least 1, but got 0"),
+        ({"step": -1}, "Expected step to be at least 0, but got -1"),
+        ({"optimizer_state": "compact"}, "Expected optimizer_state to be 'canonical' or 'held', but got 'compact'"),
+    ],
+)
+def test_arguments_are_checked(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        checkpoint.save(tmp_path, **{"step": 1, "state": {}, **arguments})
+    assert os.listdir(tmp_path) == []
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+def test_every_flipped_byte_and_every_truncation_is_found(two: tuple[Path, Path]) -> None:
+    _, path = two
     unnoticed = []
-    for place in places:
-        damaged = bytearray(whole)
-        damaged[place] ^= 0x01
-        path.write_bytes(damaged)
-        try:
-            checkpoint.load(path)
-            unnoticed.append(place)
-        except checkpoint.CheckpointError:
-            pass
+    for name in FILES:
+        whole = (path / name).read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 60)):
+            for damaged in (whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :], whole[:place]):
+                (path / name).write_bytes(damaged)
+                if folder.complaint(path) is None:
+                    unnoticed.append((name, place, len(damaged)))
+        (path / name).write_bytes(whole)
     assert unnoticed == []
+    _is_good(path, 20)
 
 
-def test_every_truncation_is_found(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, _state(1, numbers=10))
-    whole = path.read_bytes()
-    for length in [0, 1, 50, *range(100, len(whole), 97), len(whole) - 1]:
-        path.write_bytes(whole[:length])
-        with pytest.raises(checkpoint.CheckpointError, match=r"cut off"):
-            checkpoint.load(path)
+def test_damage_is_named_with_the_good_one_and_newest_passes_over_what_is_cut(two: tuple[Path, Path]) -> None:
+    good, path = two
+    whole = (path / MODEL).read_bytes()
+    (path / MODEL).write_bytes(whole[:-3] + bytes([whole[-3] ^ 16]) + whole[-2:])
+    _refused(path, rf"{MODEL} does not have the checksum in manifest.json: it was changed or damaged.*{good} is good")
+    assert checkpoint.newest(path.parent) == path, "only loading reads every byte"
+    (path / MODEL).write_bytes(whole[:-7])
+    _refused(path, rf"{MODEL} has {len(whole) - 7} of {len(whole)} bytes: it was cut off; {good} is good")
+    assert checkpoint.newest(path.parent) == good
+    shutil.copy(good / MODEL, path / MODEL)
+    _refused(path, rf"{MODEL} does not have the checksum in manifest.json: it is {MODEL} of {good.name}")
+    (good / MODEL).unlink()
+    _refused(path, "no other checkpoint in that folder is good: delete it")
 
 
-def test_the_error_names_the_file_and_the_good_one(tmp_path: Path) -> None:
-    good, bad = checkpoint.save(tmp_path, 10, _state(10)), checkpoint.save(tmp_path, 20, _state(20))
-    data = bytearray(bad.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    bad.write_bytes(data)
-    with pytest.raises(checkpoint.CheckpointError) as error:
-        checkpoint.load(bad)
-    assert str(bad) in str(error.value)
-    assert f"{good} is good" in str(error.value)
-    good.write_bytes(good.read_bytes()[:-5])
-    with pytest.raises(checkpoint.CheckpointError, match="no other checkpoint in that folder is good: delete it"):
-        checkpoint.load(bad)
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(two: tuple[Path, Path], name: str) -> None:
+    good, path = two
+    (path / name).unlink()
+    _refused(path, "it has no manifest.json" if name == "manifest.json" else rf"its file {name} is missing; {good} is")
+    assert checkpoint.newest(path.parent) == good
 
 
-def test_a_missing_file_is_named_with_those_that_are_there(tmp_path: Path) -> None:
-    there = checkpoint.save(tmp_path, 10, _state(10))
-    with pytest.raises(checkpoint.CheckpointError) as error:
-        checkpoint.load(tmp_path / "step-00000099.pt")
-    assert "step-00000099.pt" in str(error.value) and str(there) in str(error.value)
+def test_a_shard_too_many_is_told(two: tuple[Path, Path]) -> None:
+    """As a job with more ranks leaves it, that wrote into the same folder."""
+    good, path = two
+    shutil.copy(good / MODEL, path / "model-00002-of-00002.safetensors")
+    _refused(
+        path, r"it holds model-00002-of-00002.safetensors, which its manifest.json does not list: shards of another"
+    )
 
 
-def test_a_neighbour_that_cannot_be_read_hides_no_checkpoint(tmp_path: Path) -> None:
-    good = checkpoint.save(tmp_path, 10, _state(10))
-    (tmp_path / "step-00000020.pt").symlink_to("/proc/self/mem")  # its first bytes are an I/O error
-    model = torch.nn.Linear(2, 2)
-    path = checkpoint.save(tmp_path, 30, model=model, optimizer=halfstep.AdamW(model.parameters()), keep=9)
-    manifest = checkpoint_files.read_manifest(path)
-    checkpoint_files.write_manifest(path, 30, 1, {**manifest["files"], "x" * 300: {"bytes": 1, "sha256": ""}})
-    assert checkpoint.newest(tmp_path) == good
-    with pytest.raises(checkpoint.CheckpointError, match=rf"its file x+ is missing; {re.escape(str(good))} is good"):
-        checkpoint.load(path, model=model)
+def test_one_that_is_not_there_is_told_with_those_that_are(two: tuple[Path, Path]) -> None:
+    good, path = two
+    _refused(path.with_name("step-00000099"), rf"no checkpoint .*step-00000099; .*{good}, {path}")
 
 
-def test_a_folder_without_its_manifest_and_its_state_is_refused(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    path = checkpoint.save(tmp_path, 10, {"tokens": 5}, model=model, optimizer=halfstep.AdamW(model.parameters()))
-    for name in ("manifest.json", "halfstep.pt"):
-        (path / name).unlink()
-    with pytest.raises(checkpoint.CheckpointError, match=r"its manifest.json is missing; if torch wrote it, rename it"):
-        checkpoint.load(path, model=model)
-    assert checkpoint.load(path.rename(tmp_path / "of-torch"), model=model) == {}
+def test_a_file_grown_to_4_tb_is_refused_by_its_size(two: tuple[Path, Path]) -> None:
+    _, path = two
+    os.truncate(path / OPTIMIZER, 4 << 40)
+    begun = time.monotonic()
+    _refused(path, rf"{OPTIMIZER} has {4 << 40} of \d+ bytes: it was changed")
+    assert checkpoint.newest(path.parent) != path and time.monotonic() - begun < 5
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_named(
-    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = torch.nn.Linear(2, 2)
-    kept = {"model": model, "optimizer": halfstep.AdamW(model.parameters())} if sharded else {}
-    path, later = (checkpoint.save(tmp_path, step, {"tokens": step}, **kept) for step in (10, 20))
-    read = checkpoint_files.read_archive
+def test_a_million_names_in_a_header_cost_little(tmp_path: Path) -> None:
+    path = _save(tmp_path, 1)
+    empty = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(1_000_000)}
+    attacks.change_header(path / MODEL, lambda header: {**empty, **header})
+    attacks.seal(path)
+    begun = time.process_time()
+    _is_good(path, 1)
+    assert time.process_time() - begun < 5  # less than a second on an idle machine
 
-    def pruned_meanwhile(path: Path, *more: int) -> object:
-        checkpoint.save(tmp_path, 30, {"tokens": 30}, **kept, keep=2)
-        return read(path, *more)
 
-    monkeypatch.setattr(checkpoint_files, "read_archive", pruned_meanwhile)
-    with pytest.raises(
-        checkpoint.CheckpointError, match=rf"no checkpoint {path}; .* there are: {re.escape(str(later))}, "
+def test_an_unreadable_neighbour_is_passed_over(two: tuple[Path, Path]) -> None:
+    good, path = two
+    for number, manifest in enumerate((b"[" * 10**5, b'{"content": 1e999}', b"\xff", b"")):
+        neighbour = path.with_name(f"step-0000009{number}")
+        neighbour.mkdir()
+        (neighbour / "manifest.json").write_bytes(manifest)
+    (path.with_name("step-00000099") / "manifest.json").mkdir(parents=True)
+    content = attacks.content_of(path)
+    for number, name in enumerate(("\0", "x" * 5000, "../x", "", "state.json/x", "\ud800")):
+        shutil.copytree(path, neighbour := path.with_name(f"step-0000008{number}"))
+        record = {"bytes": 1, "sha256": ""}
+        attacks.seal_manifest(neighbour, {**content, "files": {**content["files"], name: record}})
+        _refused(neighbour, ".")
+    assert checkpoint.newest(path.parent) == path
+    (path / MODEL).unlink()
+    _refused(path, f"{good} is good")
+
+
+def test_another_model_groups_or_precision_are_told(tmp_path: Path) -> None:
+    path = _save(tmp_path, 1)
+    model, _ = _training(0.0, rows=5)
+    for wrong, words in (
+        (model, r"weight has shape \(3, 4\) in the checkpoint and \(5, 4\) in"),
+        (_training(0.0)[0].float(), r"bfloat16 in the checkpoint and torch.float32 in the model"),
+        (torch.nn.Sequential(_training(0.0)[0]), r"same tensors: 0.bias, 0.weight, bias, weight; use the same"),
     ):
-        checkpoint.load(path, **({"model": model} if sharded else {}))
-
-
-@pytest.mark.parametrize("dtype", [torch.int4, torch.uint1, torch.qint8], ids=str)
-@pytest.mark.filterwarnings("ignore:.*quantized")
-def test_dtypes_that_cannot_be_saved_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensor = torch.zeros(3, dtype=torch.uint8).view(dtype)
-    with pytest.raises(checkpoint.CheckpointError, match=rf"but got {dtype}, .*: save it as .view\(torch.uint8\)"):
-        checkpoint.save(tmp_path, 1, {"w": tensor})
-    assert checkpoint.load(checkpoint.save(tmp_path, 1, {"w": tensor.view(torch.uint8)}))["w"].tolist() == [0, 0, 0]
-
-
-def test_no_code_is_run_from_a_checkpoint(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
-            return os.mkdir, (str(tmp_path / "owned"),)
-
-    with pytest.raises(
-        checkpoint.CheckpointError,
-        match=r"Expected state\['x'\] to be .* but got a .*Evil, which load could not restore",
+        with pytest.raises(checkpoint.CheckpointError, match=words):
+            checkpoint.load(path, model=wrong)
+    model, _ = _training(0.0)
+    for groups, words in (
+        ([model.weight], r"same groups: bias on one side only"),
+        ([{"params": [model.weight]}, {"params": [model.bias]}], r"same groups: \[2\] parameters there, \[1, 1\] here"),
     ):
-        checkpoint.save(tmp_path, 1, {"x": Evil()})
-    path = tmp_path / "step-00000001.pt"
-    seal(path, {"x": Evil()})
-    with pytest.raises(checkpoint.CheckpointError, match=r"cannot be used: it asks for posix\.mkdir, which no"):
-        checkpoint.load(path)
-    assert not (tmp_path / "owned").exists()
+        with pytest.raises(checkpoint.CheckpointError, match=words):
+            checkpoint.load(path, model=model, optimizer=halfstep.AdamW(groups))
+    with pytest.raises(checkpoint.CheckpointError, match="no state of a scaler: pass scaler=None"):
+        checkpoint.load(path, model=model, scaler=halfstep.GradScaler("cpu"))
+    weights_only = checkpoint.save(tmp_path / "weights", 1, model=model)
+    with pytest.raises(checkpoint.CheckpointError, match="no state of an optimizer; pass optimizer=None"):
+        checkpoint.load(weights_only, model=model, optimizer=halfstep.AdamW(model.parameters()))
+    assert checkpoint.load(weights_only, model=model) == {}
+
+
+def test_load_model_checks_everything_before_it_copies_anything() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other = {name: value + 1 for name, value in before.items()}
+    for name, wrong, words in (
+        ("1.bias", torch.zeros(6), r"1\.bias is \(6,\)"),
+        ("1.bias", torch.zeros(5).half(), r"float16 in the checkpoint"),
+        ("extra", torch.zeros(1), "extra"),
+    ):
+        with pytest.raises(checkpoint.CheckpointError, match=words):
+            checkpoint.load_model(model, {**other, name: wrong})
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    checkpoint.load_model(model, other)
+    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------------ of torch, and of before
+
+
+def test_folders_of_torch_alone_are_read_but_not_without_their_files(tmp_path: Path) -> None:
+    model, optimizer = _training(5.0)
+    path = tmp_path / "theirs"
+    attacks.write_by_torch(attacks.state_dicts(model, optimizer), path)
+    fresh, other = _training(0.0)
+    assert checkpoint.load(path, model=fresh, optimizer=other) == {}
+    assert attacks.state_of(fresh, other, None) == attacks.state_of(model, optimizer, None)
+    (path / "__0_0.distcp").unlink()
+    _refused(path, r"its file '__0_0.distcp' is missing")
+    (path / ".metadata").unlink()
+    _refused(path, "has no manifest.json, and is not a checkpoint of torch with .metadata")
+
+
+def test_torchs_optimizer_is_saved_and_loaded_as_well_and_ours_continues_it(tmp_path: Path) -> None:
+    model, _ = _training(5.0)
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.25)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    theirs.step()
+    theirs.zero_grad()
+    path = checkpoint.save(tmp_path, 1, model=model, optimizer=theirs)
+    for kind in (torch.optim.AdamW, halfstep.AdamW):
+        fresh, _ = _training(0.0)
+        other = kind(fresh.parameters())
+        checkpoint.load(path, model=fresh, optimizer=other)
+        assert torch.equal(fresh.weight, model.weight) and other.param_groups[0]["lr"] == 0.25
+        moment = other.state[fresh.weight]["exp_avg"]
+        assert torch.equal(moment.float(), theirs.state[model.weight]["exp_avg"].float())
+    assert torch.equal(other.masters()[fresh.weight], model.weight.float())
+
+
+def test_checkpoints_of_before_load_and_are_converted_with_the_same_bits(tmp_path: Path) -> None:
+    """checkpoints_before.zip was written by the version before "halfstep checkpoint 2": canonical, held, one file."""
+    with zipfile.ZipFile(Path(__file__).with_name("checkpoints_before.zip")) as archive:
+        archive.extractall(tmp_path / "old")
+
+    def loaded(path: Path) -> Any:
+        model = torch.nn.Linear(64, 2).bfloat16()
+        optimizer = halfstep.AdamW(model.parameters(), state_dtype="8bit", seed=5)
+        scaler = attacks.scaler_of()
+        state = checkpoint.load(path, model=model, optimizer=optimizer, scaler=scaler)
+        return attacks.state_of(model, optimizer, scaler), state
+
+    for step in (1, 2):
+        old = tmp_path / "old" / f"step-0000000{step}"
+        bits, state = loaded(old)
+        new = checkpoint.convert(old, tmp_path / "new" / old.name)
+        assert sorted(os.listdir(new)) == sorted([*FILES, "state-00001-of-00001.safetensors"])
+        assert attacks.content_of(new)["step"] == step
+        bits_of_new, state_of_new = loaded(new)
+        assert bits_of_new == bits and repr(state_of_new) == repr(state)
+        assert state["pair"] == (1, b"x") and type(state["array"]) is np.ndarray
+        assert state["generator"] == np.random.default_rng(1).bit_generator.state
+        # One step of gradients of 1 from torch's seed 0, at a rate of 0.25: the first moments are 0.1, the scale 64.
+        assert "0.25" in bits["groups"][0]["lr"] and float(bits["scaler"]["scale"]) == 64.0
+    file = tmp_path / "old" / "step-00000003.pt"
+    with pytest.raises(checkpoint.CheckpointError, match=rf"python -m halfstep convert {file} FOLDER"):
+        checkpoint.load(file)
+    state = checkpoint.load(checkpoint.convert(file, tmp_path / "new" / "step-00000003"))
+    assert state["tokens"] == 30 and state["model"]["weight"].dtype == torch.bfloat16
+    with pytest.raises(checkpoint.CheckpointError, match="step-00000003 exists: give a folder that does not"):
+        checkpoint.convert(file, tmp_path / "new" / "step-00000003")
+    file.write_bytes(file.read_bytes()[:-90] + file.read_bytes()[-89:])
+    with pytest.raises(checkpoint.CheckpointError, match="do not have the checksum on its last line"):
+        checkpoint.convert(file, tmp_path / "new" / "step-00000004")
+    shard = old / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    for call in (lambda: loaded(old), lambda: checkpoint.convert(old, tmp_path / "x")):
+        with pytest.raises(checkpoint.CheckpointError, match=r"__0_0\.distcp does not have the checksum"):
+            call()
+
+
+# ------------------------------------------------------------------------------------------------------ interruptions
+
+
+def test_the_newest_are_kept_and_nothing_of_others_is_touched(tmp_path: Path) -> None:
+    names = (
+        *(
+            "notes.txt",
+            "step-1",
+            "step-00000003.pt",
+            ".checkpoint-12345678",
+            ".halfstep-notes",
+            ".replaced-x",
+            "x.lock",
+        ),
+        *(".halfstep-0123456789abcdef0", ".halfstep-0123456789abcdef", ".halfstep-0123456789abcdeg.lock"),
+    )
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".halfstep-mine.removed").mkdir()
+    os.mkfifo(tmp_path / ".halfstep-00000000000000ff.lock")
+    mine = {*names, ".halfstep-mine.removed", ".halfstep-00000000000000ff.lock"}
+    for step in (40, 10, 20, 30, 100_000_000):
+        checkpoint.save(tmp_path, step, {"step": step}, keep=3 if step > 30 else 2)
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [30, 40, 100_000_000], "later ones are kept"
+    assert {*os.listdir(tmp_path)} - mine == {"step-00000030", "step-00000040", "step-100000000"}
+    assert mine < {*os.listdir(tmp_path)}
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-def test_an_interrupt_inside_a_save_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_save_that_ends_early_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, failure: BaseException
 ) -> None:
-    checkpoint.save(tmp_path, 1, _state(1))
-    checkpoint.save(tmp_path, 2, _state(2))
+    for step in (1, 2):
+        _save(tmp_path, step)
 
     def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
+        raise failure
 
     monkeypatch.setattr(os, function, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, 3, _state(3))
+    expected = checkpoint.CheckpointError if isinstance(failure, OSError) else KeyboardInterrupt
+    with pytest.raises(expected) as error:
+        _save(tmp_path, 3)
     monkeypatch.undo()
-    assert sorted(os.listdir(tmp_path)) == ["step-00000001.pt", "step-00000002.pt"]
-    assert _same(checkpoint.load(tmp_path / "step-00000002.pt"), _state(2))
+    if isinstance(failure, OSError):
+        assert "step-00000003" in str(error.value) and "No space left" in str(error.value)
+        assert "earlier checkpoints are untouched" in str(error.value)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+    _is_good(tmp_path / "step-00000002", 2)
+    _save(tmp_path, 4)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000004"], "what was left is cleared"
 
 
-def test_the_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (order.append("fsync"), fsync(descriptor))[1])
-    monkeypatch.setattr(os, "replace", lambda old, new: (order.append("replace"), replace(old, new))[1])
-    checkpoint.save(tmp_path, 1, _state(1))
-    assert order == ["fsync", "replace", "fsync"]  # the file, its name, the folder
+
+    def synced(descriptor: int) -> None:
+        order.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(old: Any, new: Any) -> None:
+        order.append(f"rename to {os.path.basename(new)}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    _save(tmp_path, 1)
+    place = order.index("rename to step-00000001")
+    assert {*FILES} < set(order[:place])
+    assert order[place - 1].startswith(".halfstep-")  # the folder's list of files
+    assert order[place + 1 :] == [tmp_path.name]
 
 
-def test_a_failed_write_is_an_error_and_leaves_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint.save(tmp_path, 1, _state(1))
+def test_a_step_saved_again_replaces_the_first_at_no_moment_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, 7)
+    seen = []
+    replace = os.replace
 
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+    def renamed(old: Any, new: Any) -> None:
+        replace(old, new)
+        seen.append(checkpoint.checkpoints(tmp_path))
+        if len(seen) == 1:
+            _is_good(seen[0][0][1], 7)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(checkpoint.CheckpointError, match=r"step-00000002\.pt.*No space left.*untouched"):
-        checkpoint.save(tmp_path, 2, _state(2))
-    assert os.listdir(tmp_path) == ["step-00000001.pt"]
+    monkeypatch.setattr(os, "replace", renamed)
+    model, optimizer = _training(8.0)
+    path = checkpoint.save(tmp_path, 7, {"at": 8}, model=model, optimizer=optimizer)
+    assert len(seen) >= 2 and all([step for step, _ in found] == [7] for found in seen)
+    assert os.listdir(tmp_path) == [path.name]
+    _is_good(path, 8)
+
+
+def test_a_process_killed_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
+    _save(tmp_path, 7)
+    program = f"""
+import os, signal, sys, torch
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(SUPPORT)!r}]
+import test_checkpoint as tests
+replace = os.replace
+def renamed(old, new):
+    replace(old, new)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.replace = renamed
+tests._save(tests.Path(sys.argv[1]), 7)
+"""
+    killed = forks.Program(["-c", program, tmp_path])
+    assert killed.wait() == -signal.SIGKILL
+    assert not (tmp_path / "step-00000007").exists()
+    ((step, found),) = checkpoint.checkpoints(tmp_path)
+    assert step == 7 and checkpoint.newest(tmp_path) == found
+    _is_good(found, 7)
+    _save(tmp_path, 8)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000007", "step-00000008"]
+    _is_good(tmp_path / "step-00000007", 7)
 
 
 def test_kill_9_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
@@ -253,31 +563,102 @@ def test_kill_9_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
             assert state["step"] == step and torch.equal(state["weights"], torch.full((300_000,), float(step)))
         newest = found[-1][0]
     left = [name for name in os.listdir(tmp_path) if name.startswith(".")]
-    checkpoint.save(tmp_path, newest + 1, _state(1))
+    checkpoint.save(tmp_path, newest + 1, {})
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")], f"not cleared: {left}"
 
 
-@pytest.mark.parametrize(
-    ("step", "keep", "word"),
-    [(-1, 2, "Expected step to be at least 0, but got -1"), (1, 0, "Expected keep to be at least 1, but got 0")],
-)
-def test_numbers_out_of_range_are_refused(tmp_path: Path, step: int, keep: int, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        checkpoint.save(tmp_path, step, {}, keep=keep)
+def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = storage.Writer.prepare_global_plan
+    monkeypatch.setattr(
+        storage.Writer,
+        "prepare_global_plan",
+        lambda self, plans: [dataclasses.replace(one, storage_data=("nowhere", "1")) for one in plan(self, plans)],
+    )
+    with pytest.raises(checkpoint.CheckpointError, match=r"Expected a folder that all ranks share, .* see nowhere"):
+        _save(tmp_path, 1)
+    monkeypatch.undo()
+    finish = folder.Hashed.finish
+    monkeypatch.setattr(folder.Hashed, "finish", lambda self: {**finish(self), "bytes": 5})
+    with pytest.raises(checkpoint.CheckpointError, match=r"the first rank sees \d+ of 5 bytes of .*state"):
+        _save(tmp_path, 1)
     assert os.listdir(tmp_path) == []
 
 
-def test_load_model_checks_everything_before_it_copies_anything() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    other = {name: value + 1 for name, value in before.items()}
-    for name, wrong, words in (
-        ("1.bias", torch.zeros(6), r"1\.bias is \(6,\)"),
-        ("1.bias", torch.zeros(5).half(), r"float16 in the checkpoint"),
-        ("extra", torch.zeros(1), "extra"),
-    ):
-        with pytest.raises(checkpoint.CheckpointError, match=words):
-            checkpoint.load_model(model, {**other, name: wrong})
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    checkpoint.load_model(model, other)
-    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+# ------------------------------------------------------------------------------------------------------ in background
+
+
+@pytest.fixture
+def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written before this event."""
+    event, write = threading.Event(), storage.Writer.write_data
+    monkeypatch.setattr(storage.Writer, "write_data", lambda *arguments: (event.wait(20), write(*arguments))[1])
+    return event
+
+
+def test_training_goes_on_while_it_is_written(tmp_path: Path, go: threading.Event) -> None:
+    model, optimizer = _training(3.0)
+    expected = attacks.state_of(model, optimizer, None)
+    state: dict[str, Any] = {"at": 3, "list": [1], "array": np.zeros(2), "tensor": torch.zeros(2)}
+    pending = checkpoint.save(tmp_path, 3, state, model=model, optimizer=optimizer, asynchronous=True)
+    assert not pending.done() and pending.path.name == "step-00000003" and not pending.path.exists()
+    with pytest.raises(TimeoutError):
+        pending.result(0.01)
+    with torch.no_grad():
+        model.weight.zero_()
+        for value in optimizer.state[model.weight].values():
+            value.zero_()
+    state["list"].append(2)
+    state["at"] = 4
+    state["array"] += 1
+    state["tensor"] += 1
+    go.set()
+    assert pending.result() == pending.path and pending.done()
+    fresh, other = _training(0.0)
+    found = checkpoint.load(pending.path, model=fresh, optimizer=other)
+    assert (found["at"], found["list"], found["array"].tolist(), found["tensor"].tolist()) == (3, [1], [0, 0], [0, 0])
+    assert attacks.state_of(fresh, other, None) == expected
+
+
+def test_an_interrupt_while_a_save_in_the_background_is_waited_for_does_not_lose_it(
+    tmp_path: Path, go: threading.Event
+) -> None:
+    pending = _save(tmp_path, 1, asynchronous=True)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        _save(tmp_path, 2)
+    go.set()
+    _save(tmp_path, 3)
+    assert pending.done() and sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_error_in_the_background_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    _save(tmp_path, 1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    pending = _save(tmp_path, 2, asynchronous=True)
+    if told:
+        with pytest.raises(checkpoint.CheckpointError, match=r"step-00000002: .*No space left"):
+            pending.result()
+        monkeypatch.undo()
+    else:
+        while not pending.done():
+            threading.Event().wait(0.01)
+        monkeypatch.undo()
+        with pytest.raises(checkpoint.CheckpointError, match=r"step-00000002: .*No space left"):
+            _save(tmp_path, 3)
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [1]
+    _save(tmp_path, 3)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
+
+
+def test_saves_in_the_background_follow_each_other(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        _save(tmp_path, step, asynchronous=True, keep=3)
+    pending = _save(tmp_path, 5, asynchronous=True, keep=3)
+    pending.result()
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [3, 4, 5]
+    _is_good(pending.path, 5)

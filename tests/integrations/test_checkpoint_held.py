@@ -13,12 +13,12 @@ import checkpoint_attacks as attacks
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import halfstep
-from halfstep.integrations import checkpoint, checkpoint_metadata, checkpoint_sharded
+from halfstep.integrations import checkpoint
+from halfstep.integrations.checkpoint import api, storage
 from halfstep.integrations.offload import OffloadedAdamW
 
 pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -42,7 +42,7 @@ ELSEWHERE = (
     "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there with "
     "optimizer_state='canonical'"
 )
-OF_AN_ENTRY = 4096  # bytes of an entry on disk besides its elements: its archive, and where it is stored
+OF_AN_ENTRY = 1024  # bytes of an entry on disk besides its elements: in the header, the manifest and state.json
 
 Run = tuple[torch.nn.Module, Any]
 
@@ -78,7 +78,7 @@ def _digest(run: Run) -> str:
 
 
 def _save(folder: Path, run: Run, **options: Any) -> Path:
-    return checkpoint.save(folder, 3, model=run[0], optimizer=run[1], optimizer_state="held", **options)
+    return checkpoint.save(folder, 3, model=run[0], optimizer=run[1], **options)
 
 
 def _load(path: Path, run: Run) -> None:
@@ -98,7 +98,7 @@ def test_the_file_takes_the_bytes_that_the_state_takes(layout: str, tmp_path: Pa
     held = [value for state in optimizer.state.values() for value in state.values()]
     entries = len(held) + sum(len(group) for group in optimizer.param_groups)
     assert _bytes(path) - _bytes(alone) <= sum(value.nbytes for value in held) + OF_AN_ENTRY * entries
-    known = checkpoint_metadata.read(path).state_dict_metadata
+    known = storage.Reader(path).metadata.state_dict_metadata
     stored = {
         name: entry.size.numel() * entry.properties.dtype.itemsize
         for name, entry in known.items()
@@ -162,42 +162,18 @@ def test_one_file_of_gathered_state_goes_on_with_the_same_bits(other: str, tmp_p
     assert _digest(resumed) == _digest(run)
 
 
-def test_torch_finds_no_moments_instead_of_taking_codes_for_them(tmp_path: Path) -> None:
-    model, optimizer = run = _run("split, 8 bits", steps=2)
-    path = _save(tmp_path, run)
-    optimizer.state_dict_format = "canonical"
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    with pytest.raises(BaseException, match=re.escape("Missing key in checkpoint state_dict: optimizer.state.")):
-        dcp.load(state, checkpoint_id=path, no_dist=True)
-
-
-def test_it_is_the_default_and_the_canonical_state_is_asked_for_by_name(tmp_path: Path) -> None:
+def test_it_is_the_default_and_other_optimizers_are_saved_canonical(tmp_path: Path) -> None:
     model, optimizer = _run("split, 8 bits", steps=1)
-    path = checkpoint.save(tmp_path, 2, model=model, optimizer=optimizer)
-    held = {name.split(".")[-1] for name in checkpoint_metadata.read(path).state_dict_metadata}
-    assert {"exp_avg_codes", "exp_avg_sq_scale", "master_remainder"} < held
-    path = checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer, optimizer_state="canonical")
-    assert not any(
-        "codes" in name or "remainder" in name for name in checkpoint_metadata.read(path).state_dict_metadata
-    )
-    with pytest.raises(
-        ValueError, match=re.escape("Expected optimizer_state to be 'canonical' or 'held', but got 'compact'")
-    ):
-        checkpoint.save(tmp_path, 4, model=model, optimizer=optimizer, optimizer_state="compact")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="Expected model to be given together with optimizer_state, but got None"):
-        checkpoint.save(tmp_path, 4, {}, optimizer_state="canonical")
 
+    def keys(**options: Any) -> set[str]:
+        path = checkpoint.save(tmp_path, 3, model=model, **{"optimizer": optimizer, **options})
+        return {name.rpartition(".")[2] for name in storage.Reader(path).metadata.state_dict_metadata}
 
-@pytest.mark.parametrize("form", ["held", "canonical"])
-def test_the_state_of_an_optimizer_of_torch_is_the_same_in_both_formats(form: Any, tmp_path: Path) -> None:
-    model = _run("fp16")[0].float()
-    optimizer = torch.optim.AdamW(model.parameters())
-    _train((model, optimizer), range(2))
-    path = checkpoint.save(tmp_path, 3, model=model, optimizer=optimizer, optimizer_state=form)
-    other = _run("fp16", seed=1)[0].float()
-    theirs = torch.optim.AdamW(other.parameters())
-    checkpoint.load(path, model=other, optimizer=theirs)
-    assert _digest((other, theirs)) == _digest((model, optimizer))
+    assert keys() == keys(optimizer_state="held") >= {"exp_avg_codes", "exp_avg_scale", "master_remainder"}
+    canonical = {"step", "exp_avg", "exp_avg_sq", "master", "weight", "bias"}
+    assert keys(optimizer_state="canonical") == canonical
+    theirs = torch.optim.AdamW(model.parameters())
+    assert keys(optimizer=theirs) == keys(optimizer=theirs, optimizer_state="held") == canonical - {"master"}
 
 
 def test_later_states_are_canonical_again_even_after_an_error() -> None:
@@ -209,7 +185,7 @@ def test_later_states_are_canonical_again_even_after_an_error() -> None:
 
     handle = optimizer.register_state_dict_post_hook(fail)
     with pytest.raises(ValueError, match="refused"):
-        checkpoint_sharded.state_of(model, optimizer, held=True)
+        api._optimizer_state(model, optimizer, held=True)
     handle.remove()
     assert "exp_avg" in optimizer.state_dict()["state"][0]
 
@@ -251,7 +227,7 @@ def test_entries_that_do_not_fit_are_refused_and_nothing_changes(change: str, lo
     """The checksums are right: the state was changed before it was saved."""
     key, value, expected, got = CHANGES[change]
     model, optimizer = _run("split, 8 bits", steps=2)
-    state = checkpoint_sharded.state_of(model, optimizer, held=True)
+    state = {"model": get_model_state_dict(model), "optimizer": api._optimizer_state(model, optimizer, held=True)}
     state["optimizer"]["state"]["1.weight"].update({key: value})
     path = tmp_path / "of-torch"
     attacks.write_by_torch(state, path)
@@ -279,13 +255,13 @@ def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["a bit", "cut off"])
 def test_a_damaged_shard_is_named(damage: str, tmp_path: Path) -> None:
     path = _save(tmp_path, _run("split, 8 bits", steps=1))
-    shard = path / attacks.SHARD
+    shard = path / attacks.OPTIMIZER
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data if damage == "a bit" else data[:-1])
     target = _run("split, 8 bits", steps=1, seed=1)
     before = _digest(target)
-    with pytest.raises(checkpoint.CheckpointError, match=f"its file {attacks.SHARD} "):
+    with pytest.raises(checkpoint.CheckpointError, match=f"its file {attacks.OPTIMIZER} "):
         _load(path, target)
     assert _digest(target) == before
 
@@ -299,7 +275,7 @@ def test_weights_of_another_dtype_are_refused_before_a_remainder_is_joined(tmp_p
 
 
 @pytest.mark.usefixtures("_alone")
-def test_flat_parameters_of_fsdp1_are_saved_in_fp32_and_load_nothing_else(tmp_path: Path) -> None:
+def test_flat_parameters_of_fsdp1_are_saved_canonical_and_load_nothing_else(tmp_path: Path) -> None:
     def flat() -> Run:
         module = torch.nn.Linear(4, 4).bfloat16()
         model = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
@@ -310,7 +286,7 @@ def test_flat_parameters_of_fsdp1_are_saved_in_fp32_and_load_nothing_else(tmp_pa
         parameter.grad = torch.ones_like(parameter)
     source[1].step()
     path = _save(tmp_path, source)
-    names = {name.split(".")[-1] for name in checkpoint_metadata.read(path).state_dict_metadata}
+    names = {name.split(".")[-1] for name in storage.Reader(path).metadata.state_dict_metadata}
     assert {"master", "exp_avg"} < names and "master_remainder" not in names
     _load(path, target)
     for one, other in zip(source[1].masters().values(), target[1].masters().values(), strict=True):

@@ -11,18 +11,15 @@ import checkpoint_attacks as attacks
 import forks
 import pytest
 
-from halfstep.integrations import checkpoint, unfinished_saves
+from halfstep.integrations import checkpoint
+from halfstep.integrations.checkpoint import atomic
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from halfstep.integrations import unfinished_saves
-own = unfinished_saves.UnfinishedSave(Path(sys.argv[1]))
-if sys.argv[2] == "folder":
-    own.path.mkdir()
-    (own.path / "__0_0.distcp").write_text("part")
-else:
-    own.path.write_text("part")
+from halfstep.integrations.checkpoint import atomic
+own = atomic.UnfinishedSave(Path(sys.argv[1]))
+(own.path / "model.safetensors").write_text("part")
 print(own.path.name, flush=True)
 time.sleep(600)
 """
@@ -35,16 +32,15 @@ for step in range(int(sys.argv[2]), 1000, 2):
 """
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_another_process_is_writing_stays_until_that_process_is_dead(tmp_path: Path, kind: str) -> None:
-    other = forks.Program(["-c", HOLD, tmp_path, kind])
+def test_what_another_process_is_writing_stays_until_that_process_is_dead(tmp_path: Path) -> None:
+    other = forks.Program(["-c", HOLD, tmp_path])
     name = other.stdout.readline().strip()
     checkpoint.save(tmp_path, 1, {"x": 1})
     assert (tmp_path / name).exists() and (tmp_path / f"{name}.lock").exists()
     other.send_signal(signal.SIGKILL)
     other.wait()
     checkpoint.save(tmp_path, 2, {"x": 1})
-    assert sorted(os.listdir(tmp_path)) == ["step-00000001.pt", "step-00000002.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
 def test_two_processes_save_into_one_folder_at_the_same_time(tmp_path: Path) -> None:
@@ -59,20 +55,7 @@ def test_two_processes_save_into_one_folder_at_the_same_time(tmp_path: Path) -> 
     for step, path in checkpoint.checkpoints(tmp_path):
         assert checkpoint.load(path)["step"] == step
     checkpoint.save(tmp_path, 10_000, {}, keep=1)
-    assert os.listdir(tmp_path) == ["step-00010000.pt"]
-
-
-def test_nothing_of_others_is_touched_whatever_its_name(tmp_path: Path) -> None:
-    names = (
-        *(".checkpoint-notes", ".checkpoint-12345678", ".halfstep-notes", ".halfstep-0123456789abcdef0", ".replaced-x"),
-        *(".halfstep-0123456789abcdef", ".halfstep-0123456789abcdeg.lock", ".halfstep-.removed", "x.lock"),
-    )
-    for name in names:
-        (tmp_path / name).write_text("mine")
-    (tmp_path / ".halfstep-mine.removed").mkdir()
-    for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, {"x": 1})
-    assert {*names, ".halfstep-mine.removed"} == {name for name in os.listdir(tmp_path) if not name.startswith("step-")}
+    assert os.listdir(tmp_path) == ["step-00010000"]
 
 
 def test_two_that_give_one_name_at_the_same_time_both_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +76,12 @@ def test_two_that_give_one_name_at_the_same_time_both_succeed(tmp_path: Path, mo
 
 
 def test_without_locks_nothing_counts_as_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = unfinished_saves.UnfinishedSave(tmp_path)
-    left.path.write_text("part")
+    left = atomic.UnfinishedSave(tmp_path)
+    (left.path / "model.safetensors").write_text("part")
     os.close(left._descriptor)
-    monkeypatch.setattr(unfinished_saves, "fcntl", None)
+    monkeypatch.setattr(atomic, "fcntl", None)
     checkpoint.save(tmp_path, 1, {"x": 1})
     assert left.path.exists()
     monkeypatch.undo()
     checkpoint.save(tmp_path, 2, {"x": 1})
-    assert sorted(os.listdir(tmp_path)) == ["step-00000001.pt", "step-00000002.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]

@@ -15,7 +15,7 @@ from train_runs import differences
 
 import halfstep
 from halfstep.integrations import zero
-from halfstep.integrations.checkpoint_files import CheckpointError
+from halfstep.integrations.checkpoint import CheckpointError
 
 
 @pytest.fixture(autouse=True)

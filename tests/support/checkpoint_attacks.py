@@ -19,18 +19,20 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import halfstep
-from halfstep.integrations import checkpoint, checkpoint_files, checkpoint_sharded
-from halfstep.kernels.block_codes import encode
+from halfstep.integrations import checkpoint
+from halfstep.integrations.checkpoint import folder as files
+from halfstep.integrations.optim.checkpoints import saving
 
-SHARD = "__0_0.distcp"
+MODEL, OPTIMIZER = "model-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"
 CANARY = "halfstep_canary"
 
 
@@ -64,27 +66,29 @@ def scaler_of() -> halfstep.GradScaler:
 EXTRA = {"epoch": 3, "name": "run", "order": [1, 2, 3], "rng": torch.get_rng_state(), "pair": (1.5, None)}
 
 
+def state_dicts(model: torch.nn.Module, optimizer: halfstep.AdamW, form: Any = "held") -> dict[str, Any]:
+    """What torch.distributed.checkpoint saves."""
+    with saving(optimizer, form):
+        return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
 class Bases:
-    """Good checkpoints in `folder`: one file, shards of halfstep, of torch, and of the state as it is held."""
+    """Good checkpoints in `folder`: of this version, of torch, and of earlier versions."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         model = model_of()
         optimizer = optimizer_of(model)
+        scaler = scaler_of()
+        self.shards = checkpoint.save(folder / "shards", 7, EXTRA, model=model, optimizer=optimizer, scaler=scaler)
         whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": EXTRA}
-        self.file = checkpoint.save(folder / "file", 7, checkpoint.gather(whole))
-        self.shards = checkpoint.save(folder / "shards", 7, EXTRA, model=model, optimizer=optimizer, scaler=scaler_of())
-        self.state = checkpoint_sharded.state_of(model, optimizer)
-        self.theirs = folder / "theirs"
+        self.whole = checkpoint.save(folder / "whole", 7, whole)
+        self.state = state_dicts(model, optimizer)
+        self.theirs = folder / "theirs" / "step-00000007"
         write_by_torch(self.state, self.theirs)
-        self.held_state = checkpoint_sharded.state_of(model, optimizer, held=True)
-        for entry in self.held_state["optimizer"]["state"].values():
-            for moment in ("exp_avg", "exp_avg_sq"):  # of this small model in fp32
-                values = entry.pop(moment)
-                coded = encode(values, len(values), signed=moment == "exp_avg")
-                entry[f"{moment}_codes"], entry[f"{moment}_scale"] = coded
-        self.held = folder / "held"
-        write_by_torch(self.held_state, self.held)
+        self.before = folder / "before" / "step-00000007"
+        write_by_torch(state_dicts(model, optimizer, "canonical"), self.before)
+        torch.save({"step": 7, "scaler": scaler.state_dict(), "state": EXTRA}, self.before / "halfstep.pt")
+        seal(self.before, {"format": files.BEFORE, "step": 7, "world_size": 1, "files": {}})
 
 
 def write_by_torch(state: Any, path: Path) -> None:
@@ -96,30 +100,44 @@ def write_by_torch(state: Any, path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------- seals
 
 
-def seal_file(path: Path, archive: bytes) -> None:
-    path.write_bytes(archive + checkpoint_files.TRAILER % hashlib.sha256(archive).hexdigest().encode())
+def content_of(path: Path) -> Any:
+    """The content of a manifest."""
+    return json.loads((path / files.MANIFEST).read_bytes())["content"]
 
 
-def unsealed(path: Path) -> bytes:
-    return path.read_bytes()[: -checkpoint_files.TRAILER_LENGTH]
-
-
-def seal_folder(path: Path) -> None:
-    """Recompute the manifest, if there is one."""
-    if not (path / checkpoint_files.MANIFEST).is_file():
+def seal(path: Path, content: Any = None) -> None:
+    """Write the manifest with the sizes and hashes that the files have now, if there is one or its content is given."""
+    if content is None and not (path / files.MANIFEST).is_file():
         return
-    records = {}
+    content = content or content_of(path)
+    content["files"] = {}
     for one in path.iterdir():
-        if one.name != checkpoint_files.MANIFEST and one.is_file():
+        if one.name != files.MANIFEST and one.is_file():
             data = one.read_bytes()
-            records[one.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    checkpoint_files.write_manifest(path, 7, 1, records)
+            content["files"][one.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    seal_manifest(path, content)
 
 
 def seal_manifest(path: Path, content: Any) -> None:
-    text = json.dumps(content, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    (path / checkpoint_files.MANIFEST).write_text(json.dumps({"content": content, "sha256": digest}))
+    """Write a manifest with this content."""
+    (path / files.MANIFEST).write_bytes(files.sealed(content))
+
+
+def change_json(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change what is in state.json."""
+    tree = json.loads((path / files.STATE).read_bytes())
+    changed = change(tree)
+    (path / files.STATE).write_text(json.dumps(tree if changed is None else changed))
+
+
+def change_header(file: Path, change: Callable[[Any], Any]) -> None:
+    """Change the header of a safetensors file."""
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    changed = change(header)
+    text = json.dumps(header if changed is None else changed).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
 # -------------------------------------------------------------------------------------------------------------- pickles
@@ -317,7 +335,7 @@ def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def mutated_tree(value: Any, rng: random.Random) -> Any:
+def mutated_tree(value: Any, rng: random.Random, odd: Callable[[random.Random], Any] = odd) -> Any:
     """A nested state in which one value is replaced, removed, repeated or renamed."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
@@ -326,15 +344,15 @@ def mutated_tree(value: Any, rng: random.Random) -> Any:
         if way < 0.1:
             del content[key]
         elif way < 0.17:
-            content[rng.choice(("x", "step", "lr", "params", "a.b", 0))] = content.pop(key)
+            content[rng.choice(("x", "step", "lr", "params", "a.b", "$tensor"))] = content.pop(key)
         elif way < 0.22:
             content[rng.choice(("extra", "params", "x\ny"))] = odd(rng)
         else:
-            content[key] = mutated_tree(content[key], rng)
+            content[key] = mutated_tree(content[key], rng, odd)
         return content
     if isinstance(value, list) and value and rng.random() < 0.8:
         place = rng.randrange(len(value))
-        return [*value[:place], mutated_tree(value[place], rng), *value[place + 1 :]]
+        return [*value[:place], mutated_tree(value[place], rng, odd), *value[place + 1 :]]
     return odd(rng)
 
 
@@ -402,107 +420,156 @@ def mutated_metadata(data: bytes, rng: random.Random) -> bytes:
 
 # -------------------------------------------------------------------------------------------------------------- attacks
 
+JSON_ODD: tuple[Any, ...] = (
+    *(-1, 0, 1, 2**31, 2**62, 2**63, 2**64, 10**400, 0.5, float("nan"), float("inf"), -1.0, True, None, "", "x"),
+    *("../../x", "/dev/zero", "\ud800", "a\nb\x1b[2J", [], {}, [[]], [1, [2, [3]]], {"x": 1}, [0] * 70, [2**62] * 2),
+    *(
+        {"$tensor": "x"},
+        {"$tensor": "model.bias"},
+        {"$tensor": 3},
+        {"$tensor": []},
+        {"$tuple": 3},
+        {"$size": [-1, "x"]},
+    ),
+    *({"$dict": [[[], 1]]}, {"$dict": [1]}, {"$set": [[1]]}, {"$bytes": "&"}, {"$dtype": "load"}, {"$dtype": "float"}),
+    *({"$device": "cuda:99"}, {"$array": "model.weight"}, {"$complex": [1]}, {"$exec": "1"}, {"$tuple": [], "x": 1}),
+)
 
-def attack_file(bases: Bases, path: Path, rng: random.Random) -> str:
-    """Write a bad checkpoint in one file, with a valid checksum. Returns a description."""
-    archive = unsealed(bases.file)
-    way = rng.choice(("pickle", "pickle", "pickle", "state", "state", "bytes", "bomb", "trailer"))
-    if way == "pickle":
-        seal_file(path, with_pickle(archive, rng, lambda data: mutated_pickle(data, rng)))
-    elif way == "state":
-        state = torch.load(io.BytesIO(archive), weights_only=True)
-        written = io.BytesIO()
-        torch.save(mutated_tree(state, rng), written)
-        seal_file(path, written.getvalue())
-    elif way == "bytes":
-        seal_file(path, mutated_bytes(archive, rng))
-    elif way == "bomb":
-        bomb = rng.choice(bombs())
-        seal_file(path, with_pickle(archive, rng, lambda data: bomb))
+
+def mutated_json(value: Any, rng: random.Random) -> Any:
+    return mutated_tree(value, rng, lambda rng: rng.choice(JSON_ODD))
+
+
+def attack(bases: Bases, path: Path, rng: random.Random) -> str:
+    """Write a bad checkpoint, with valid checksums. Returns a description."""
+    base = rng.choice(("shards", "shards", "shards", "theirs", "before"))
+    shutil.copytree(getattr(bases, base), path)
+    ways = {"bytes": _bytes, "swap": _swap, "file": _special_file}
+    ways |= {"state.json": _tree, "header": _header, "parts": _parts} if base == "shards" else {}
+    ways |= {"metadata": _metadata, "opcodes": _opcodes, "entry": _entry, "bomb": _bomb} if base != "shards" else {}
+    ways |= {"manifest": _manifest} if base != "theirs" else {"state": lambda path, rng: _state(bases, path, rng)}
+    ways |= {"beside": _beside} if base == "before" else {}
+    way = rng.choice([*ways, *list(ways)[3:], *list(ways)[3:]])
+    ways[way](path, rng)
+    if way not in ("manifest", "parts") and rng.random() < 0.95:
+        with suppress(ValueError, TypeError, LookupError):  # the manifest itself is damaged
+            seal(path)
+    return f"{base}, {way}"
+
+
+def attack_whole(bases: Bases, path: Path, rng: random.Random) -> str:
+    """Write a bad checkpoint of whole state dicts, which `load_model` and `load_optimizer` take."""
+    shutil.copytree(bases.whole, path)
+    way = rng.choice(("state.json", "state.json", "header", "parts", "bytes"))
+    {"state.json": _tree, "header": _header, "parts": _parts, "bytes": _bytes}[way](path, rng)
+    if way != "parts":
+        with suppress(ValueError, TypeError, LookupError):
+            seal(path)
+    return f"whole, {way}"
+
+
+def _tree(path: Path, rng: random.Random) -> None:
+    def change(tree: Any) -> Any:
+        part = rng.choice(list(tree))
+        return {**tree, part: mutated_json(tree[part], rng)} if rng.random() < 0.9 else mutated_json(tree, rng)
+
+    change_json(path, change)
+
+
+def _header(path: Path, rng: random.Random) -> None:
+    change_header(rng.choice(sorted(path.glob("*.safetensors"))), lambda header: mutated_json(header, rng))
+
+
+def _parts(path: Path, rng: random.Random) -> None:
+    """The shape, dtype or parts of a tensor as the manifest lists them."""
+    content = content_of(path)
+    name = rng.choice(list(content["tensors"]))
+    entry = content["tensors"][name]
+    way = rng.randrange(4)
+    if way == 0:
+        entry["dtype"] = rng.choice(("F64", "I8", "BOOL", "C64", "F8_E4M3", "F4", "float32", *JSON_ODD))
+    elif way == 1:
+        entry["shape"] = [rng.choice((0, 1, 2, 7, 2**31, 2**40, 2**62, one)) for one in entry["shape"]]
+    elif way == 2 and entry["parts"]:
+        entry["parts"] = rng.choice((entry["parts"] * 2, entry["parts"] * 1000, [], entry["parts"][0]))
     else:
-        path.write_bytes(mutated_bytes(bases.file.read_bytes(), rng))
-    return way
+        content["tensors"][name] = mutated_json(entry, rng)
+    seal_manifest(path, content)
 
 
-def attack_folder(bases: Bases, path: Path, rng: random.Random) -> str:
-    """Write a bad checkpoint in shards, with valid checksums. Returns a description."""
-    shutil.copytree(rng.choice((bases.shards, bases.shards, bases.theirs, bases.held)), path)
-    way = rng.choice(
-        (
-            *("metadata", "metadata", "metadata", "opcodes", "opcodes", "tensors", "objects", "objects", "bytes"),
-            *("bomb", "beside", "beside", "manifest", "swap", "state", "state", "state", "state", "file"),
-        )
-    )
-    file = path / ".metadata"
-    if way == "metadata":
-        file.write_bytes(mutated_metadata(file.read_bytes(), rng))
-    elif way == "opcodes":
-        file.write_bytes(mutated_pickle(file.read_bytes(), rng))
-    elif way in ("tensors", "objects"):
-        _attack_entry(path, rng, tensors=way == "tensors")
-    elif way == "bytes":
-        file = rng.choice(sorted(path.iterdir()))
-        file.write_bytes(mutated_bytes(file.read_bytes(), rng))
-    elif way == "bomb":
-        file.write_bytes(rng.choice(bombs()))
-    elif way == "beside" and (path / "halfstep.pt").exists():
-        file = path / "halfstep.pt"
-        if rng.random() < 0.5:
-            file.write_bytes(with_pickle(file.read_bytes(), rng, lambda data: mutated_pickle(data, rng)))
-        else:
-            torch.save(mutated_tree(torch.load(file, weights_only=True), rng), file)
-    elif way == "manifest" and (path / "manifest.json").exists():
-        content = json.loads((path / "manifest.json").read_bytes())["content"]
-        changed = mutated_tree(content, rng)
-        try:
-            seal_manifest(path, changed)
-        except (TypeError, ValueError):
-            (path / "manifest.json").write_text(
-                rng.choice(("[" * 10**5, "{}", "null", '{"content": 1e999, "sha256": ""}'))
-            )
-        return way
-    elif way == "swap":
-        one, other = rng.choice(sorted(path.iterdir())), rng.choice(sorted(path.iterdir()))
-        first, second = one.read_bytes(), other.read_bytes()
-        one.write_bytes(second)
-        other.write_bytes(first)
-    elif way == "state":
-        shutil.rmtree(path)
-        try:
-            write_by_torch(mutated_tree(rng.choice((bases.state, bases.held_state)), rng), path)
-        except BaseException:  # torch cannot write everything
-            path.mkdir(exist_ok=True)
-    elif way == "file":
-        file = rng.choice(sorted(path.iterdir()))
-        file.unlink()
-        kind = rng.randrange(3)
-        if kind == 0:
-            os.mkfifo(file)
-        elif kind == 1:
-            file.mkdir()
-        else:
-            file.symlink_to("/dev/zero")
-    if rng.random() < 0.95:
-        seal_folder(path)
-    return way
+def _manifest(path: Path, rng: random.Random) -> None:
+    try:
+        seal_manifest(path, mutated_json(content_of(path), rng))
+    except (TypeError, ValueError, UnicodeEncodeError):
+        (path / files.MANIFEST).write_text(rng.choice(("[" * 10**5, "{}", "null", '{"content": 1e999, "sha256": ""}')))
 
 
-def _attack_entry(path: Path, rng: random.Random, tensors: bool) -> None:
+def _bytes(path: Path, rng: random.Random) -> None:
+    file = rng.choice(sorted(path.iterdir()))
+    file.write_bytes(mutated_bytes(file.read_bytes(), rng))
+
+
+def _swap(path: Path, rng: random.Random) -> None:
+    one, other = rng.choice(sorted(path.iterdir())), rng.choice(sorted(path.iterdir()))
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def _special_file(path: Path, rng: random.Random) -> None:
+    file = rng.choice(sorted(path.iterdir()))
+    file.unlink()
+    rng.choice((lambda: os.mkfifo(file), file.mkdir, lambda: file.symlink_to("/dev/zero")))()
+
+
+def _metadata(path: Path, rng: random.Random) -> None:
+    (path / ".metadata").write_bytes(mutated_metadata((path / ".metadata").read_bytes(), rng))
+
+
+def _opcodes(path: Path, rng: random.Random) -> None:
+    (path / ".metadata").write_bytes(mutated_pickle((path / ".metadata").read_bytes(), rng))
+
+
+def _bomb(path: Path, rng: random.Random) -> None:
+    bomb = rng.choice(bombs())
+    file = path / "halfstep.pt"
+    if file.exists() and rng.random() < 0.5:
+        file.write_bytes(with_pickle(file.read_bytes(), rng, lambda data: bomb))
+    else:
+        (path / ".metadata").write_bytes(bomb)
+
+
+def _beside(path: Path, rng: random.Random) -> None:
+    file = path / "halfstep.pt"
+    if rng.random() < 0.5:
+        file.write_bytes(with_pickle(file.read_bytes(), rng, lambda data: mutated_pickle(data, rng)))
+    else:
+        torch.save(mutated_tree(torch.load(file, weights_only=True), rng), file)
+
+
+def _state(bases: Bases, path: Path, rng: random.Random) -> None:
+    shutil.rmtree(path)
+    try:
+        write_by_torch(mutated_tree(bases.state, rng), path)
+    except BaseException:  # torch cannot write everything
+        path.mkdir(exist_ok=True)
+
+
+def _entry(path: Path, rng: random.Random) -> None:
     """Change one entry of the shard, and update its offset in the metadata."""
     metadata: Any = pickle.loads((path / ".metadata").read_bytes())
-    shard = (path / SHARD).read_bytes()
-    kinds = {index: hasattr(metadata.state_dict_metadata[index.fqn], "chunks") for index in metadata.storage_data}
-    index = rng.choice([index for index, kind in kinds.items() if kind == tensors])
-    info = metadata.storage_data[index]
-    entry = shard[info.offset : info.offset + info.length]
+    info = metadata.storage_data[rng.choice(list(metadata.storage_data))]
+    shard = path / "__0_0.distcp"
+    data = shard.read_bytes()
+    entry = data[info.offset : info.offset + info.length]
     if rng.random() < 0.5:
         entry = with_pickle(entry, rng, lambda data: mutated_pickle(data, rng))
     else:
         written = io.BytesIO()
         torch.save(odd(rng), written)
         entry = written.getvalue()
-    info.offset, info.length = len(shard), len(entry)
-    (path / SHARD).write_bytes(shard + entry)
+    info.offset, info.length = len(data), len(entry)
+    shard.write_bytes(data + entry)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -564,12 +631,8 @@ class Guard:
 def bits(value: Any) -> Any:
     """Nested state in a form that can be compared, with the bits of tensors."""
     if isinstance(value, torch.Tensor):
-        plain = value.detach().contiguous()
-        return (
-            str(plain.dtype),
-            tuple(plain.shape),
-            plain.view(torch.uint8).numpy().tobytes() if plain.dim() else plain.item().__repr__(),
-        )
+        plain = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1))
+        return str(value.dtype), tuple(value.shape), plain.view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

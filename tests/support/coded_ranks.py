@@ -92,7 +92,7 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     steps(model, optimizer, range(BEFORE))
     shapes = {key: tuple(value.shape) for key, value in optimizer.state[next(model.parameters())].items()}
     before = held(model, optimizer)
-    checkpoint.save(folder / "ours", BEFORE, {}, model=model, optimizer=optimizer)
+    checkpoint.save(folder / "ours", BEFORE, model=model, optimizer=optimizer, optimizer_state="canonical")
     weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(saved, checkpoint_id=folder / "torch")

@@ -2,8 +2,8 @@
 
     python tests/support/damaged_files.py --tries 2000 --seed 0
 
-There is a small file of each kind: a zip archive of torch, a file as torch wrote it before 1.6, safetensors, and a
-checkpoint of halfstep. A try flips, inserts, deletes, copies or overwrites a few bytes of one, changes a digit, or
+There is a small file of each kind: a zip archive of torch, safetensors, and checkpoints of halfstep and of torch, of
+which one file is damaged. A try flips, inserts, deletes, copies or overwrites a few bytes of one, changes a digit, or
 truncates it. ``halfstep inspect`` must either succeed, or print one line and exit with status 2, in little memory and
 time.
 """
@@ -13,16 +13,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import random
 import resource
-import struct
+import shutil
 import tempfile
 import time
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from halfstep.cli import inspect as command
 from halfstep.integrations import checkpoint
@@ -38,7 +40,6 @@ def content() -> dict[str, object]:
     return {
         "model": {"a.weight": weight, "a.bias": weight[0].bfloat16(), "tied": weight, "part": weight.T[1:3]},
         "wide": torch.ones(1).expand(30, 40),
-        "sparse": torch.eye(4).to_sparse(),
         "list": [torch.zeros(3, dtype=torch.float16), (torch.arange(4), 1.5)],
         "step": 3,
         "name": "text",
@@ -46,20 +47,15 @@ def content() -> dict[str, object]:
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """One small file of each kind."""
-    made = {kind: folder / f"{kind}.pt" for kind in ("zip", "old")}
+    """One small file or folder of each kind."""
+    made = {kind: folder / name for kind, name in (("zip", "zip.pt"), ("safetensors", "x.safetensors"))}
     torch.save(content(), made["zip"])
-    torch.save(content(), made["old"], _use_new_zipfile_serialization=False)
     made["ours"] = checkpoint.save(folder / "run", 3, content())
-    made["safetensors"] = folder / "x.safetensors"
-    header = {
-        "__metadata__": {"format": "pt"},
-        "a.weight": {"dtype": "F32", "shape": [5, 7], "data_offsets": [0, 140]},
-        "a.bias": {"dtype": "BF16", "shape": [7], "data_offsets": [140, 154]},
-    }
-    text = json.dumps(header).encode()
-    data = content()["model"]["a.weight"].numpy().tobytes() + bytes(range(14))  # type: ignore[index]
-    made["safetensors"].write_bytes(struct.pack("<Q", len(text)) + text + data)
+    made["torch"] = folder / "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": content()["model"], "step": 3}, checkpoint_id=made["torch"], no_dist=True)
+    save_file({"a.weight": torch.randn(5, 7), "a.bias": torch.arange(7).bfloat16()}, made["safetensors"])
     return made
 
 
@@ -128,10 +124,17 @@ def campaign(tries: int, seed: int, folder: Path) -> dict[str, int]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(tries):
         kind = list(whole)[number % len(whole)]
-        data = whole[kind].read_bytes()
-        changed = damaged(data, chance)
         path = folder / f"damaged{whole[kind].suffix}"
-        path.write_bytes(changed)
+        if whole[kind].is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.copytree(whole[kind], path)
+            file = chance.choice(sorted(path.iterdir()))
+        else:
+            file = path
+            shutil.copy(whole[kind], path)
+        data = file.read_bytes()
+        changed = damaged(data, chance)
+        file.write_bytes(changed)
         start = time.process_time()
         tracemalloc.start()
         try:

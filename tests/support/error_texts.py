@@ -27,11 +27,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "integrations/scheduler",
     ),
     "Steps inside the backward, masters and moments on the host": ("integrations/release", "integrations/offload"),
-    "Distributed training": ("integrations/ddp", "integrations/fsdp", "integrations/zero", "integrations/ranks"),
-    "Checkpoints and files": (
-        *("integrations/archive", "integrations/checkpoint", "integrations/pickle_data", "integrations/tensor_files"),
-        *("integrations/torch_file", "integrations/unfinished_saves"),
-    ),
+    "Distributed training": ("integrations/ddp", "integrations/fsdp", "integrations/zero"),
+    "Checkpoints and files": ("integrations/checkpoint", "integrations/pickles", "integrations/tensor_files"),
     "Trainers": ("integrations/trainers",),
     "Kernels": ("kernels",),
     "Number formats": ("numerics/formats",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -49,26 +48,14 @@ def _held(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any)
 
 def _tampered(good: Path, path: Path, name: str) -> None:
     shutil.copytree(good, path)
-    beside = path / "halfstep.pt"
     if name == "scale":
-        held = torch.load(beside, weights_only=True)
-        held["scaler"]["scale"] = -1.0
-        torch.save(held, beside)
+        attacks.change_json(path, lambda tree: tree["scaler"].update(scale=-1.0))
     elif name == "group":
-        metadata = pickle.loads((path / ".metadata").read_bytes())
-        for index, info in metadata.storage_data.items():
-            if index.fqn == "optimizer.param_groups.0.lr":
-                shard = path / info.relative_path
-                info.offset = shard.stat().st_size
-                with shard.open("ab") as file:
-                    torch.save(-1.0, file)
-                info.length = shard.stat().st_size - info.offset
-        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+        attacks.change_json(path, lambda tree: tree["optimizer"]["param_groups"][0].update(lr=-1.0))
     elif name == "shard":
-        shard = path / "__1_0.distcp"
-        data = shard.read_bytes()
-        shard.write_bytes(data[:-2000] + bytes(2000))
-    attacks.seal_folder(path)
+        file = path / "optimizer-00002-of-00002.safetensors"
+        attacks.change_header(file, lambda header: header.update(x=header.pop("state.1.weight.exp_avg")))
+    attacks.seal(path)
 
 
 def run(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:

@@ -46,12 +46,13 @@ class Tries:
         self.outcomes: collections.Counter[str] = collections.Counter()
         for kind in ("ours", "sgd", "adamw"):  # whatever is imported late is imported now
             model, optimizer, scaler, _ = self._setup(kind)
-            try:
-                checkpoint.load(self.bases.shards, model=model, optimizer=optimizer, scaler=scaler)
-            except checkpoint.CheckpointError:
-                pass
+            for base in (self.bases.shards, self.bases.before):
+                with contextlib.suppress(checkpoint.CheckpointError):
+                    checkpoint.load(base, model=model, optimizer=optimizer, scaler=scaler)
             self.setups.pop(kind)
         str(checkpoint.CheckpointError("\n"))
+        for encoding in ("cp437", "latin_1"):  # of names in archives
+            "".encode(encoding)
         for one in attacks.ODD:
             with contextlib.suppress(ValueError):
                 repr(one)
@@ -76,12 +77,8 @@ class Tries:
         whole = rng.random() < 0.25
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if whole:
-                path = place / "step-00000009.pt"
-                way = "file: " + attacks.attack_file(self.bases, path, rng)
-            else:
-                path = place / "shards"  # a name that torch may have written
-                way = "shards: " + attacks.attack_folder(self.bases, path, rng)
+            path = place / "step-00000009"
+            way = (attacks.attack_whole if whole else attacks.attack)(self.bases, path, rng)
         scaled = None if rng.random() < 0.3 else scaler
         error: BaseException | None = None
         begun = time.process_time()  # which a busy machine does not lengthen

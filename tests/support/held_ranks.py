@@ -67,7 +67,7 @@ def run(rank: int, folder: Path) -> dict[Pair, list[str]]:
             pending = checkpoint.save(
                 folder / layout / "held", STEPS, optimizer_state="held", asynchronous=True, **parts
             )
-            checkpoint.save(folder / layout / "canonical", STEPS, **parts)
+            checkpoint.save(folder / layout / "canonical", STEPS, optimizer_state="canonical", **parts)
             pending.result()
         dist.barrier()
     found = {}

@@ -3,10 +3,11 @@
     python tests/support/interrupt_checkpoints.py --tries 2000 --seed 0
 
 Half of the signals are raised before a random bytecode, by a trace function; the other half are sent after a random
-time, by a thread. The checkpoints are one file, shards, and shards saved in the background. After each interrupt, the
-call must have raised KeyboardInterrupt and nothing else, the newest checkpoint must be complete and load, and the next
-save must leave only checkpoints. An interrupted load must leave model and optimizer as they were, or as they were
-saved. Batches run in separate processes, so that aborts are counted too. The exit status is 1 if there is any problem.
+time, by a thread. The checkpoints are whole state dicts, shards, and shards saved in the background. After each
+interrupt, the call must have raised KeyboardInterrupt and nothing else, the newest checkpoint must be complete and
+load, and the next save must leave only checkpoints. An interrupted load must leave model and optimizer as they were, or
+as they were saved. Batches run in separate processes, so that aborts are counted too. The exit status is 1 if there is
+any problem.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from halfstep.integrations import checkpoint
 
 BATCH = 500
-KINDS = ("file", "shards", "background", "load")
+KINDS = ("whole", "shards", "background", "load")
 
 
 class Moment:
@@ -98,7 +99,7 @@ class Tries:
         self.loaded = attacks.state_of(self.model, self.optimizer, None)
         self.moments = []
         for traced in (True, False):
-            moment = Moment(traced, opcodes=kind == "file")
+            moment = Moment(traced, opcodes=kind == "whole")
             if traced:
                 moment.during(self.call, -1)
                 self.moments.append((moment, float(moment.seen)))
@@ -115,7 +116,7 @@ class Tries:
     def save(self) -> None:
         self.step += 1
         self._fill(self.model, float(self.step % 128))
-        if self.kind == "file":
+        if self.kind == "whole":
             state = {"step": self.step, "weights": torch.full((20_000,), float(self.step))}
             checkpoint.save(self.folder, self.step, state)
             return
@@ -158,9 +159,9 @@ class Tries:
             now = attacks.state_of(self.model, self.optimizer, None)
             return interrupted, None if now in (before, self.loaded) else "the state is neither the old nor the new one"
         found = checkpoint.newest(self.folder)
-        if found is None or int(found.stem.split("-")[-1]) not in (last, self.step):
+        if found is None or int(found.name.split("-")[-1]) not in (last, self.step):
             return interrupted, f"after step {last} the newest is {found}"
-        if found.is_file():
+        if self.kind == "whole":
             state = checkpoint.load(found)
             good = bool((state["weights"] == state["step"]).all())
         else:
@@ -205,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     counts: collections.Counter[str] = collections.Counter()
     complaints: list[str] = []
-    shares = {"file": 0.5, "shards": 0.35, "background": 0.15, "load": 1.0}
+    shares = {"whole": 0.5, "shards": 0.35, "background": 0.15, "load": 1.0}
     for kind in [options.kind] if options.kind else KINDS:
         left, number = max(1, round(options.tries * (1 if options.kind else shares[kind]))), 0
         while left > 0:

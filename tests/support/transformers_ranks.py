@@ -21,6 +21,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 from trainer_tools import (
     BROKEN,
     DTYPES,
@@ -38,6 +39,7 @@ from trainer_tools import (
 )
 
 import halfstep
+from halfstep.integrations import checkpoint
 from halfstep.integrations.trainers.transformers import Trainer, TrainerMixin
 
 WORDS = 32
@@ -318,3 +320,15 @@ def run(rank: int, folder: str) -> dict[str, Any]:
         found.update({f"FSDP2 {kind}": whole(place, kind, **sharded) for kind in DTYPES})
         dist.barrier()
     return found
+
+
+def gpt2() -> Any:
+    """A model with tied weights and random numbers."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 20, "n_layer": 1, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).bfloat16()
+
+
+def save_sharded(rank: int, folder: Path) -> None:
+    model = fully_shard(gpt2())
+    checkpoint.save(folder, 1, model=model, optimizer=halfstep.AdamW(model.parameters()))

@@ -98,28 +98,11 @@ def _read(files: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int
                     f"{file} has a tensor {name!r}, and so has a file before it; inspect them one by one"
                 )
             else:
-                found[name] = _once(file, name, tensor)
+                found[name] = tensor
     if not found:
         also = f", only {sum(left_out.values())} of {', '.join(left_out)}" if left_out else ""
         raise TensorFileError(f"{', '.join(map(str, files))}: expected floating-point tensors, but got none{also}")
     return found, left_out
-
-
-def _once(file: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor, each once that a sparse one holds or an expanded one repeats."""
-    if tensor.is_sparse:
-        return tensor.coalesce().values()
-    if tensor.is_meta:
-        return tensor
-    for dimension, step in enumerate(tensor.stride()):
-        if step == 0 and tensor.shape[dimension]:
-            tensor = tensor.narrow(dimension, 0, 1)
-    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() > max(reach, 0):
-        raise TensorFileError(
-            f"{file}, tensor {name!r}: its strides make {tensor.numel():,} elements of {reach:,}; save a copy of it"
-        )
-    return tensor
 
 
 def _batches(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:

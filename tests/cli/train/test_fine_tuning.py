@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def test_a_resumed_fine_tuning_has_the_same_bits(base: Path, tmp_path: Path, mon
     words += ["--base", str(base), "--lora", "2", "--out", str(tmp_path)]
     assert main(words) == 0
     _, whole = newest(tmp_path, "bf16")
-    (tmp_path / "checkpoints" / "bf16" / "step-00000006.pt").unlink()
+    shutil.rmtree(tmp_path / "checkpoints" / "bf16" / "step-00000006")
     assert main([*words, "--resume"]) == 0
     _, resumed = newest(tmp_path, "bf16")
     assert all(torch.equal(whole["model"][name], weight) for name, weight in resumed["model"].items())

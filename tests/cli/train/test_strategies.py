@@ -29,7 +29,7 @@ pytestmark = pytest.mark.sample(3)
 
 # From this scale it grows twice without reaching the limit, next to which the order of sums would decide.
 OPTIONS = "--size nano --steps 6 --batch 8 --init-scale 4096 --growth-interval 2 --save-every 2".split()
-STEP = "checkpoints/{precision}/step-00000004.pt"
+STEP = "checkpoints/{precision}/step-00000004"
 TWO = {
     "ddp": "--strategy ddp --precision fp16",
     "ddp, 2 parts": "--strategy ddp --precision fp16 --accumulate 2",

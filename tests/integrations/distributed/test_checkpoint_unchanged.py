@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import shutil
 from collections.abc import Callable
@@ -28,7 +27,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> attacks.Bases:
     return attacks.Bases(tmp_path_factory.mktemp("bases"))
 
 
-def _state(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
+Make = Callable[[Path, attacks.Bases], None]
+
+
+def _torch(change: Callable[[Any], Any]) -> Make:
     """A folder as torch alone writes it of a changed state."""
 
     def make(path: Path, bases: attacks.Bases) -> None:
@@ -39,148 +41,170 @@ def _state(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], Non
     return make
 
 
-def _group(name: str, value: Any) -> Callable[[Path, attacks.Bases], None]:
-    return _state(lambda state: state["optimizer"]["param_groups"][0].update({name: value}))
+def _ours(change: Callable[[Path], Any], sealed: bool = True) -> Make:
+    """A folder of ours, changed, with valid checksums unless not `sealed`."""
 
-
-def _entry(name: str, value: Any) -> Callable[[Path, attacks.Bases], None]:
-    return _state(lambda state: state["optimizer"]["state"]["weight"].update({name: value}))
-
-
-def _without(*place: Any) -> Callable[[Path, attacks.Bases], None]:
-    def change(state: Any) -> None:
-        for part in place[:-1]:
-            state = state[part]
-        del state[place[-1]]
-
-    return _state(change)
-
-
-def _beside(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
     def make(path: Path, bases: attacks.Bases) -> None:
         shutil.copytree(bases.shards, path)
-        held = torch.load(path / "halfstep.pt", weights_only=True)
-        change(held)
-        torch.save(held, path / "halfstep.pt")
-        attacks.seal_folder(path)
+        change(path)
+        if sealed:
+            attacks.seal(path)
 
     return make
 
 
-def _scale(name: str, value: Any) -> Callable[[Path, attacks.Bases], None]:
-    return _beside(lambda held: held["scaler"].update({name: value}))
+def _json(change: Callable[[Any], Any]) -> Make:
+    def changed(tree: Any) -> None:
+        change(tree)
+
+    return _ours(lambda path: attacks.change_json(path, changed))
 
 
-def _metadata(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
+def _group(name: str, value: Any) -> Make:
+    return _json(lambda tree: tree["optimizer"]["param_groups"][0].update({name: value}))
+
+
+def _entry(name: str, value: Any) -> Make:
+    return _torch(lambda state: state["optimizer"]["state"]["weight"].update({name: value}))
+
+
+def _scale(name: str, value: Any) -> Make:
+    return _json(lambda tree: tree["scaler"].update({name: value}))
+
+
+def _header(change: Callable[[Any], Any], file: str = attacks.OPTIMIZER) -> Make:
+    return _ours(lambda path: attacks.change_header(path / file, change))
+
+
+def _manifest(change: Callable[[Any], Any]) -> Make:
+    def changed(path: Path) -> None:
+        content = attacks.content_of(path)
+        change(content)
+        attacks.seal_manifest(path, content)
+
+    return _ours(changed, sealed=False)
+
+
+def _part(**values: Any) -> Make:
+    return _manifest(lambda content: content["tensors"][MOMENT].update(values))
+
+
+def _before(change: Callable[[Any], Any]) -> Make:
+    """A folder of torch with changed metadata."""
+
     def make(path: Path, bases: attacks.Bases) -> None:
-        shutil.copytree(bases.shards, path)
+        shutil.copytree(bases.before, path)
         metadata = pickle.loads((path / ".metadata").read_bytes())
         change(metadata)
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-        attacks.seal_folder(path)
+        attacks.seal(path)
 
     return make
 
 
-def _stored(name: str, change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
-    return _metadata(lambda held: [change(info) for index, info in held.storage_data.items() if index.fqn == name])  # type: ignore[arg-type,return-value]
+def _stored(name: str, change: Callable[[Any], None]) -> Make:
+    return _before(lambda held: [change(info) for index, info in held.storage_data.items() if index.fqn == name])
 
 
-def _object(name: str, value: Any) -> Callable[[Path, attacks.Bases], None]:
-    """Something else in the shard where `name` lies."""
+def _in_shard(name: str, value: Any) -> Make:
+    """Something else in torch's shard where `name` lies."""
 
     def make(path: Path, bases: attacks.Bases) -> None:
-        shutil.copytree(bases.shards, path)
+        shutil.copytree(bases.before, path)
         metadata = pickle.loads((path / ".metadata").read_bytes())
         written = io.BytesIO()
         torch.save(value, written)
-        shard = (path / attacks.SHARD).read_bytes()
+        shard = (path / "__0_0.distcp").read_bytes()
         for index, info in metadata.storage_data.items():
             if index.fqn == name:
                 info.offset, info.length = len(shard), len(written.getvalue())
-        (path / attacks.SHARD).write_bytes(shard + written.getvalue())
+        (path / "__0_0.distcp").write_bytes(shard + written.getvalue())
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-        attacks.seal_folder(path)
-
-    return make
-
-
-def _file(name: str, change: Callable[[bytes], bytes], sealed: bool = True) -> Callable[[Path, attacks.Bases], None]:
-    def make(path: Path, bases: attacks.Bases) -> None:
-        shutil.copytree(bases.shards, path)
-        (path / name).write_bytes(change((path / name).read_bytes()))
-        if sealed:
-            attacks.seal_folder(path)
-
-    return make
-
-
-def _manifest(change: Callable[[Any], None]) -> Callable[[Path, attacks.Bases], None]:
-    def make(path: Path, bases: attacks.Bases) -> None:
-        shutil.copytree(bases.shards, path)
-        content = json.loads((path / "manifest.json").read_bytes())["content"]
-        change(content)
-        attacks.seal_manifest(path, content)
+        attacks.seal(path)
 
     return make
 
 
 MOMENT = "optimizer.state.weight.exp_avg"
+FILE = attacks.OPTIMIZER
 # By what is wrong: the folder, and words of the error. The optimizer that loads is ours, where nothing else is said.
-FAILURES: dict[str, tuple[Callable[[Path, attacks.Bases], None], str]] = {
+FAILURES: dict[str, tuple[Make, str]] = {
     "lr -1": (_group("lr", -1.0), "Invalid learning rate: -1.0"),
     "lr nan": (_group("lr", float("nan")), "Invalid learning rate: nan"),
     "lr text": (_group("lr", "fast"), "Invalid learning rate: 'fast'"),
-    "lr tensor of two": (_group("lr", torch.ones(2)), "Tensor lr must be 1-element"),
-    "betas three": (_group("betas", (0.9, 0.9, 0.9)), "betas"),
-    "betas 1": (_group("betas", (0.9, 1.0)), "Invalid beta parameter at index 1"),
+    "lr tensor of many": (_group("lr", {"$tensor": MOMENT}), "Tensor lr must be 1-element"),
+    "betas three": (_group("betas", {"$tuple": [0.9, 0.9, 0.9]}), "betas"),
+    "betas 1": (_group("betas", {"$tuple": [0.9, 1.0]}), "Invalid beta parameter at index 1"),
     "eps": (_group("eps", -1e-8), "Invalid epsilon"),
     "decay": (_group("weight_decay", float("inf")), "Invalid weight_decay"),
     "differentiable": (_group("differentiable", True), "differentiable"),
     "seed": (_group("seed", -1), "seed"),
     "groups' names": (_group("params", ["weight", "bias", "more"]), "same groups: more on one side only"),
-    "groups' type": (_group("params", 3), "groups are not lists of parameters"),
-    "no params": (_without("optimizer", "param_groups", 0, "params"), "do not have all their parameters"),
-    "no moment": (_without("optimizer", "state", "weight", "exp_avg_sq"), "lacks 'exp_avg_sq'"),
-    "no step": (_without("optimizer", "state", "weight", "step"), "lacks 'step'"),
+    "groups' type": (_group("params", 3), "is not a state_dict with 'state' and 'param_groups'"),
+    "no params": (_json(lambda tree: tree["optimizer"]["param_groups"][0].pop("params")), "is not a state_dict with"),
+    "no moment": (_json(lambda tree: tree["optimizer"]["state"]["weight"].pop("exp_avg_sq")), "lacks 'exp_avg_sq'"),
+    "no step": (_json(lambda tree: tree["optimizer"]["state"]["weight"].pop("step")), "lacks 'step'"),
     "moment's shape": (_entry("exp_avg", torch.zeros(7)), "'exp_avg' in the state"),
     "moment's dtype": (_entry("exp_avg", torch.zeros(3, 4, dtype=torch.int64)), "to have a floating-point dtype"),
     "moment's type": (_entry("exp_avg", "x"), "'exp_avg' in the state"),
     "step's shape": (_entry("step", torch.zeros(2)), "'step'"),
     "step's type": (_entry("step", "later"), "step"),
     "master's shape": (_entry("master", torch.zeros(3)), "'master' in the state"),
-    "no optimizer": (_without("optimizer"), "no state of an optimizer"),
-    "no weight": (_without("model", "weight"), "same tensors: weight"),
-    "model's shape": (_state(lambda s: s["model"].update(weight=torch.zeros(9, 9).bfloat16())), "has shape"),
-    "model's dtype": (_state(lambda s: s["model"].update(bias=torch.zeros(3))), "float32 in the checkpoint"),
-    "model's object": (_state(lambda s: s["model"].update(bias="x")), "bias is a tensor on one side only"),
+    "no optimizer": (_json(lambda tree: tree.pop("optimizer")), "no state of an optimizer"),
+    "no model": (_json(lambda tree: tree.pop("model")), "holds no model"),
+    "no weight": (_json(lambda tree: tree["model"].pop("weight")), "same tensors: weight"),
+    "model's shape": (_torch(lambda s: s["model"].update(weight=torch.zeros(9, 9).bfloat16())), "has shape"),
+    "model's dtype": (_torch(lambda s: s["model"].update(bias=torch.zeros(3))), "float32 in the checkpoint"),
+    "model's object": (_json(lambda tree: tree["model"].update(bias="x")), "bias is a tensor on one side only"),
     "scale 0": (_scale("scale", 0.0), "Expected scale to be a number .*, but got 0.0"),
     "scale text": (_scale("scale", "x"), "Expected scale to be a number .*, but got 'x'"),
-    "no key of the scaler": (
-        _beside(lambda held: held["scaler"].pop("growth_factor")),
-        "but got one without growth_factor",
+    "no key of the scaler": (_json(lambda tree: tree["scaler"].pop("growth_factor")), "but got one without growth_fac"),
+    "no scaler": (_json(lambda tree: tree.update(scaler=None)), "no state of a scaler"),
+    "scaler's type": (_json(lambda tree: tree.update(scaler=[1])), "."),
+    "state's type": (_json(lambda tree: tree.update(state=[1])), "its state is a list"),
+    "unknown tag": (_json(lambda tree: tree["state"].update(x={"$exec": "1"})), r"values are damaged: .*'\$exec'"),
+    "unknown tensor": (_json(lambda tree: tree["state"].update(x={"$tensor": "x"})), "values are damaged"),
+    "deep": (
+        _ours(lambda path: (path / "state.json").write_text("[" * 10**6)),
+        "state.json is damaged: RecursionError",
     ),
-    "no scaler": (_beside(lambda held: held.update(scaler=None)), "no state of a scaler"),
-    "scaler's type": (_beside(lambda held: held.update(scaler=[1])), "."),
-    "state's type": (_beside(lambda held: held.update(state=[1])), "holds as the state is a list"),
-    "beside's type": (_file("halfstep.pt", lambda data: data[:-9]), "not an archive of torch.save, or is damaged"),
-    "tensor in the shard": (_object(MOMENT, torch.zeros(2, 2)), r"exp_avg is \(2, 2\) torch.float32 in the shard"),
-    "no tensor in the shard": (_object(MOMENT, {"x": 1}), "exp_avg is no tensor in the shard"),
-    "code in the shard": (
-        _object("optimizer.param_groups.0.lr", attacks.Call("os", "getcwd")),
-        "asks for posix.getcwd",
+    "cut state.json": (_ours(lambda path: (path / "state.json").write_text("{")), "state.json is damaged: JSON"),
+    "header's dtype": (
+        _header(lambda h: h["state.weight.exp_avg"].update(dtype="I32")),
+        r"\(3, 4\) torch.int32 in its",
     ),
-    "cut shard": (_file(attacks.SHARD, lambda data: data[:-700]), "does not match the file __0_0.distcp"),
-    "zeros in the shard": (_file(attacks.SHARD, lambda data: data[:999] + bytes(3000) + data[3999:]), "cannot be used"),
-    "damage": (_file(attacks.SHARD, lambda data: data[:-1] + b"\xff", sealed=False), "does not have the checksum"),
-    "offset": (_stored(MOMENT, lambda info: setattr(info, "offset", 2**40)), "does not match the file"),
-    "two in one place": (_stored(MOMENT, lambda info: setattr(info, "offset", 0)), "does not match the file"),
-    "name outside": (
-        _stored(MOMENT, lambda info: setattr(info, "relative_path", "../x")),
-        r"expected the name of a file in the folder, but got '../x'",
+    "header's shape": (_header(lambda h: h["state.weight.exp_avg"].update(shape=[4, 3])), r"\(4, 3\) torch.float32 in"),
+    "header's offsets": (
+        _header(lambda h: h["state.weight.exp_avg"].update(data_offsets=[0, 2**40])),
+        "cannot be read",
     ),
+    "header's name": (_header(lambda h: h.update(x=h.pop("state.weight.exp_avg"))), "exp_avg' cannot be read"),
+    "no header": (_ours(lambda path: (path / FILE).write_bytes(b"\xff" * 9)), "cannot be read"),
+    "damage": (_ours(lambda path: (path / FILE).open("r+b").write(b"?"), sealed=False), "does not have the checksum"),
+    "huge": (_part(shape=[2**40], parts=[[FILE, [0], [2**40]]]), r"its tensors need .* bytes, and its files have"),
+    "overlap": (_part(parts=[[FILE, [0, 0], [2, 4]], [FILE, [1, 0], [1, 4]]]), "parts that overlap"),
+    "hole": (_part(parts=[[FILE, [0, 0], [2, 4]]]), "parts that do not cover it exactly"),
+    "beyond": (_part(parts=[[FILE, [1, 0], [3, 4]]]), "a part that extends beyond it"),
+    "negative": (_part(parts=[[FILE, [-1, 0], [4, 4]], [FILE, [0, 0], [-1, 4]]]), "a part that extends beyond it"),
+    "unlisted file": (_part(parts=[["../x", [0, 0], [3, 4]]]), "is in '../x', which is not listed"),
+    "shape text": (_part(shape="abc"), "is damaged: TypeError"),
+    "dtype unknown": (_part(dtype="Q9"), "is damaged: KeyError"),
     "manifest outside": (_manifest(lambda content: content["files"].update({"../x": {}})), "does not list files"),
     "manifest empty": (_manifest(lambda content: content.pop("files")), "does not list files"),
+    "no state.json": (_manifest(lambda content: content["files"].pop("state.json")), "does not list state.json"),
+    "later format": (_manifest(lambda content: content.update(format="halfstep checkpoint 3")), "use a later halfstep"),
+    "tensor in torch's shard": (
+        _in_shard(MOMENT, torch.zeros(2, 2)),
+        r"exp_avg' is \(2, 2\) torch.float32 in its file",
+    ),
+    "none in torch's shard": (_in_shard(MOMENT, {"x": 1}), "exp_avg' is no tensor in its file"),
+    "code in torch's shard": (
+        _in_shard("optimizer.param_groups.0.lr", attacks.Call("os", "getcwd")),
+        r"an object of posix\.getcwd",
+    ),
+    "torch's offset": (_stored(MOMENT, lambda info: setattr(info, "offset", 2**40)), "does not match the file"),
+    "torch's file": (_stored(MOMENT, lambda info: setattr(info, "relative_path", "../x")), "is no file of the folder"),
+    "torch's size": (_before(lambda held: held.state_dict_metadata.pop(MOMENT)), "KeyError"),
 }
 
 
@@ -194,7 +218,7 @@ def test_after_a_failed_load_all_is_what_it_was(
     make(path, bases)
     model = attacks.model_of(-1.0)
     optimizer: Any = attacks.optimizer_of(model) if optimizer_has_state else halfstep.AdamW(model.parameters())
-    scaler = attacks.scaler_of() if (path / "halfstep.pt").exists() else None
+    scaler = attacks.scaler_of() if (path / "manifest.json").exists() else None
     before = attacks.state_of(model, optimizer, scaler)
     with pytest.raises(checkpoint.CheckpointError, match=words):
         checkpoint.load(path, model=model, optimizer=optimizer, scaler=scaler)
@@ -205,7 +229,8 @@ def test_after_a_failed_load_all_is_what_it_was(
 @pytest.mark.parametrize("loads", ["sgd", "adamw", "ours", "broken"])
 def test_one_optimizers_state_in_another_fits_or_changes_nothing(tmp_path: Path, saved: str, loads: str) -> None:
     model = attacks.model_of(2.0)
-    path = checkpoint.save(tmp_path, 1, model=model, optimizer=attacks.optimizer_of(model, saved))
+    optimizer = attacks.optimizer_of(model, saved)
+    path = checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer, optimizer_state="canonical")
     fresh = attacks.model_of(-1.0)
     other = attacks.optimizer_of(fresh, "sgd" if loads == "broken" else loads)
     if loads == "broken":  # as one that finds fault when all is done

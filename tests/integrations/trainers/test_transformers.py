@@ -24,6 +24,7 @@ from trainer_tools import (
 )
 
 import halfstep
+from halfstep.integrations import checkpoint
 
 pytestmark = skip_without("transformers", "trl", "peft", "bitsandbytes")
 transformers, trl = imported("transformers"), imported("trl")
@@ -194,3 +195,15 @@ def test_the_lines_of_the_page_run(tmp_path: Path) -> None:
     exec(page_block("transformers, TRL and PEFT"), names)
     assert type(names["trainer"].optimizer.optimizer) is halfstep.AdamW
     assert issubclass(names["SFTTrainer"], trl.SFTTrainer) and issubclass(names["SFTTrainer"], ours.TrainerMixin)
+
+
+def test_an_exported_checkpoint_is_what_from_pretrained_loads(tmp_path: Path) -> None:
+    """Of two ranks under FSDP2, with tied weights."""
+    rank_processes.run(transformers_ranks.save_sharded, 2, tmp_path)
+    ((_, path),) = checkpoint.checkpoints(tmp_path)
+    assert len(list(path.glob("model-*.safetensors"))) == 2
+    expected = transformers_ranks.gpt2()
+    expected.config.save_pretrained(checkpoint.export(path, tmp_path / "out").parent)
+    found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert found.lm_head.weight is found.transformer.wte.weight
+    assert same_bits(dict(found.state_dict()), dict(expected.state_dict()))

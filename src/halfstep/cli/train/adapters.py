@@ -37,9 +37,10 @@ def read_base(path: Path, size: str) -> Base:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or of another size.
     """
-    folders = [path, *sorted(path.glob("checkpoints/*"))] if path.is_dir() else []
+    is_one = (path / "manifest.json").is_file()
+    folders = [path, *sorted(path.glob("checkpoints/*"))] if path.is_dir() and not is_one else []
     found = [there[-1][1] for there in map(checkpoint.checkpoints, folders) if there]
-    if path.is_dir() and len(found) != 1:
+    if path.is_dir() and not is_one and len(found) != 1:
         held = f"those of {len(found)} runs" if found else "no checkpoint"
         raise CheckpointError(f"--base {path} holds {held}; pass one checkpoint, or the folder of one run's")
     file = found[0] if found else path

@@ -134,16 +134,16 @@ def _folder(out: Path, run: loop.Run) -> Path:
 
 
 def _named(path: Path, run: loop.Run) -> Path:
-    """The checkpoint of --resume PATH: the file, or the newest in a folder of checkpoints or in a folder of --out."""
-    if not path.is_dir():
+    """The checkpoint of --resume PATH: this one, or the newest in a folder of checkpoints or in a folder of --out."""
+    if not path.is_dir() or (path / "manifest.json").is_file():
         return path
     found = next(
         (there for there in map(checkpoint.checkpoints, (path, path / run.name, _folder(path, run))) if there), []
     )
-    if not found or found[-1][1].is_dir():
+    if not found:
         raise UsageError(
             f"--resume {path} is a folder without a checkpoint of halfstep train for precision {run.name!r}; pass "
-            "a file step-….pt, the folder of such files, or the --out of a run"
+            "a checkpoint, the folder of some, or the --out of a run"
         )
     return found[-1][1]
 

@@ -1,4 +1,4 @@
-"""Temporary names of saves, and removal of the files that killed saves have left.
+"""Folders that appear complete or not at all, and removal of what killed saves have left.
 
 A save uses a unique name, ``.halfstep-TOKEN``, and keeps the file ``.halfstep-TOKEN.lock`` locked until it ends. The
 system releases the lock when the process ends for any reason. A process that can take the lock therefore knows that the
@@ -18,19 +18,26 @@ import errno
 import os
 import re
 import shutil
+import stat
 import uuid
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_OURS = re.compile(r"\.halfstep-([0-9a-f]{16})(?:\.(lock|removed|replaced-(?P<name>.+)))?")
-_LEGACY = re.compile(r"\.replaced-(?P<name>step-\d{8,})")  # of earlier versions
+_OURS = re.compile(r"\.halfstep-[0-9a-f]{16}(?:\.(?P<what>lock|removed|replaced-(?P<name>.+)))?")
 
 
-def sync_folder(folder: Path) -> None:
+def flush(file: Any) -> None:
+    """Make what was written to a file durable."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
     """Make a rename durable. Windows cannot open folders and does this by itself."""
     if os.name == "nt":
         return
@@ -43,17 +50,14 @@ def sync_folder(folder: Path) -> None:
 
 def replaced_name(path: Path) -> str | None:
     """The name that a folder had before another one replaced it; None for any other folder."""
-    match = _OURS.fullmatch(path.name) or _LEGACY.fullmatch(path.name)
+    match = _OURS.fullmatch(path.name)
     return match["name"] if match else None
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder. A folder is renamed first, so that no partly removed one is read as a checkpoint."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
+    """Remove a folder. It is renamed first, so that no partly removed one is read as a checkpoint."""
     match = _OURS.fullmatch(path.name)
-    if match is None or match["name"]:
+    if path.is_dir() and (match is None or match["name"]):
         nameless = path.with_name(f".halfstep-{_token()}.removed")
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.replace(path, nameless)
@@ -79,23 +83,29 @@ def _locked(descriptor: int) -> bool | None:
 
 
 class UnfinishedSave:
-    """A save in progress, under a unique temporary name in `folder`: ``path``."""
+    """A save in progress, in an empty folder of a unique name: ``path``."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clear(folder)
         while True:
             self.path = folder / f".halfstep-{_token()}"
             self._lock = self.path.with_name(f"{self.path.name}.lock")
             self._descriptor = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
             # Another process may have removed the file before it was locked.
             if _locked(self._descriptor) is not False and self._lock.exists():
-                return
+                break
             os.close(self._descriptor)
+        try:
+            self.path.mkdir()
+        except BaseException:
+            self.end()
+            raise
 
     def put_in_place(self, path: Path) -> None:
         """Rename the complete save to `path`, which may exist. At any time, either the old or the new one is valid."""
         replaced = self.path.with_name(f"{self.path.name}.replaced-{path.name}")
-        if self.path.is_dir():
-            sync_folder(self.path)
+        _sync_folder(self.path)
         while True:
             if path.is_dir():
                 remove(replaced)
@@ -107,7 +117,7 @@ class UnfinishedSave:
             except OSError as error:  # another process has created `path` since
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-        sync_folder(path.parent)
+        _sync_folder(path.parent)
         remove(replaced)
 
     def end(self) -> None:
@@ -118,13 +128,17 @@ class UnfinishedSave:
         os.close(self._descriptor)
 
 
-def clear(folder: Path) -> None:
-    """Remove the files that killed saves have left in `folder`, and restore checkpoints that they had renamed."""
-    for path in sorted(folder.glob(".halfstep-*.lock")):
+def _clear(folder: Path) -> None:
+    """Remove what killed saves have left in `folder`, and restore checkpoints that they had renamed."""
+    for path in folder.glob(".halfstep-*"):
         match = _OURS.fullmatch(path.name)
-        if match is None or match[2] != "lock":
+        if match and match["what"] == "removed":
+            shutil.rmtree(path, ignore_errors=True)
+        if not match or match["what"] != "lock":
             continue
         try:
+            if not stat.S_ISREG(path.lstat().st_mode):  # opening a pipe would wait for its other end
+                continue
             descriptor = os.open(path, os.O_RDWR)
         except OSError:  # the save has ended in the meantime, or belongs to another user
             continue
@@ -134,25 +148,14 @@ def clear(folder: Path) -> None:
                 path.unlink(missing_ok=True)
         finally:
             os.close(descriptor)
-    for path in [*folder.glob(".halfstep-*.removed"), *folder.glob(".replaced-*")]:
-        match = _OURS.fullmatch(path.name)
-        if match is not None and match[2] == "removed":
-            shutil.rmtree(path, ignore_errors=True)
-        elif _LEGACY.fullmatch(path.name):
-            _put_back(path)
 
 
 def _finish(path: Path) -> None:
-    """Remove a temporary file or folder, and restore the checkpoint that it was about to replace."""
+    """Remove a temporary folder, and restore the checkpoint that it was about to replace."""
     for replaced in path.parent.glob(f"{path.name}.replaced-*"):
-        _put_back(replaced)
+        place = path.with_name(replaced_name(replaced) or "")
+        if place.exists():
+            remove(replaced)
+        else:
+            os.replace(replaced, place)
     remove(path)
-
-
-def _put_back(replaced: Path) -> None:
-    name = replaced_name(replaced)
-    assert name is not None
-    if (replaced.parent / name).exists():
-        remove(replaced)
-    else:
-        os.replace(replaced, replaced.parent / name)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from halfstep.integrations.checkpoint_files import CheckpointError
+from halfstep.integrations.checkpoint.folder import CheckpointError
 
 T = TypeVar("T")
 
@@ -32,10 +32,10 @@ def _group_for_checkpoints() -> Any:
 class Ranks:
     """The ranks that save or load together. They exchange small objects over gloo."""
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, alone: bool = False) -> None:
         self.rank, self.size = 0, 1
         self.group: Any = None
-        if not (dist.is_available() and dist.is_initialized()):
+        if alone or not (dist.is_available() and dist.is_initialized()):
             return
         base = dist.group.WORLD if process_group is None else process_group
         self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
@@ -54,18 +54,11 @@ class Ranks:
                 f'{dist.get_backend_config(self.group)}: make it with new_group(ranks, backend="gloo")'
             )
 
-    def all(self, mine: T) -> list[T]:
-        """The objects of all ranks, in order."""
-        if self.group is None:
-            return [mine]
-        everything: list[Any] = [None] * self.size
-        dist.all_gather_object(everything, mine, group=self.group)
-        return everything
-
     def together(self, function: Callable[[], T]) -> list[T]:
         """The results of `function` on all ranks. If it raises on one rank, all ranks raise, so that none waits.
 
-        KeyboardInterrupt and SystemExit are raised again on their rank, after the other ranks know of them.
+        KeyboardInterrupt and other exceptions that end a program are raised again on their rank, after the other ranks
+        know of them.
         """
         mine: Any = None
         error: str | None = None
@@ -73,19 +66,22 @@ class Ranks:
         try:
             mine = function()
         except CheckpointException as failed:  # raised by torch on all ranks; not an `Exception`
-            error = "; ".join(_error_text(one[0]) for one in failed.failures.values())
-            cause = failed.failures.get(self.rank, [RuntimeError(error)])[0]
+            rank, (first, _) = min(failed.failures.items())
+            error, cause = f"rank {rank}: {error_text(first)}", first if isinstance(first, Exception) else None
         except BaseException as failed:
-            error, cause = _error_text(failed), failed
+            error, cause = error_text(failed), failed
+        answers: list[Any] = [(mine, error)]
         try:
-            answers = self.all((mine, error))
+            if self.group is not None:
+                answers = [None] * self.size
+                dist.all_gather_object(answers, (mine, error), group=self.group)
         except RuntimeError as lost:  # a rank was killed
             raise CheckpointError(error or f"a rank does not answer: {lost}") from lost
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         errors = [(rank, text) for rank, (_, text) in enumerate(answers) if text is not None]
         if errors:
-            where = f"rank {errors[0][0]}: " if self.size > 1 else ""
+            where = f"rank {errors[0][0]}: " if self.size > 1 and not errors[0][1].startswith("rank ") else ""
             raise CheckpointError(f"{where}{errors[0][1]}") from cause
         return [answer for answer, _ in answers]
 
@@ -94,11 +90,10 @@ class Ranks:
         return self.together(lambda: function() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def _error_text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """An error in one line, also of those that say nothing by themselves."""
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
     if isinstance(error, Exception) and not isinstance(error, LookupError) and str(error):
         return str(error)
-    return (
-        f"it was ended by {type(error).__name__}: {error}" if str(error) else f"it was ended by {type(error).__name__}"
-    )
+    return f"it was ended by {type(error).__name__}" + (f": {error}" if str(error) else "")

@@ -1,0 +1,108 @@
+"""Checkpoints in other forms: those that halfstep wrote before as one of today, and a model for other programs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from halfstep.integrations import pickles
+from halfstep.integrations.checkpoint import folder
+from halfstep.integrations.checkpoint.api import write
+from halfstep.integrations.checkpoint.folder import CheckpointError
+from halfstep.integrations.checkpoint.ranks import Ranks
+from halfstep.integrations.checkpoint.torch_folder import open_checkpoint, with_numpy
+from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
+
+_TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # behind the archive in files of earlier versions
+_TRAILER_LENGTH = 82
+
+
+def convert(old: str | Path, new: str | Path) -> Path:
+    """Write a checkpoint of an earlier version, or of torch.distributed.checkpoint, as one of this version.
+
+    Args:
+        old: ``step-00000120.pt`` or a folder of shards, which are not changed.
+        new: the folder to create, such as ``run/step-00000120``.
+
+    Returns:
+        `new`.
+
+    Raises:
+        CheckpointError: `old` is damaged or is no checkpoint, or `new` exists or cannot be written.
+    """
+    old, new = Path(old), Path(new)
+    if new.exists():
+        raise CheckpointError(f"{new} exists: give a folder that does not")
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        if old.is_dir():
+            reader = open_checkpoint(old)
+            reader.verify()
+            tree = reader.tree
+            unpack(tree, lambda name: tensors.setdefault(name, reader.tensor(name)) is None or TensorName(name))
+        else:
+            tree = {"state": pack(_file_of_before(old), tensors, "state")}
+    except (OSError, pickles.PickleError, CheckpointError) as error:
+        raise CheckpointError(f"{old} cannot be converted: {error}") from error
+    step = re.search(r"\d+", old.name)
+    tree["step"] = int(step[0]) if step else 0
+    return write(new, tree["step"], tree, tensors, None, Ranks(alone=True))
+
+
+def _file_of_before(path: Path) -> dict[str, object]:
+    """The content of a checkpoint of one file, whose last line is its checksum."""
+    data = path.read_bytes()
+    trailer = _TRAILER.fullmatch(data[-_TRAILER_LENGTH:])
+    if trailer is None:
+        raise CheckpointError("its last line is not a checksum: it was cut off, or halfstep did not write it")
+    if hashlib.sha256(data[:-_TRAILER_LENGTH]).hexdigest().encode() != trailer[1]:
+        raise CheckpointError("its bytes do not have the checksum on its last line: it was changed or damaged")
+    content = with_numpy(pickles.load(str(path), len(data)))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"it holds a {type(content).__name__}, not a dict")
+    return content
+
+
+def export(path: str | Path, out: str | Path) -> Path:
+    """Write the model of a checkpoint as one file, ``model.safetensors``, which safetensors and transformers open.
+
+    With the model's ``config.json`` next to it, ``from_pretrained(out)`` loads it. The whole model is held in memory.
+
+    Args:
+        path: a checkpoint that was saved with ``model=``, by any number of ranks.
+        out: the folder of the file, created if missing.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or holds no model.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> path = checkpoint.save("run", 40, model=torch.nn.Linear(3, 1))
+        >>> sorted(safetensors.torch.load_file(checkpoint.export(path, "exported")))
+        ['bias', 'weight']
+    """
+    path, out = Path(path), Path(out)
+    if not path.is_dir():
+        raise folder.missing(path)
+    try:
+        reader = open_checkpoint(path)
+        reader.verify()
+        if "model" not in reader.tree:
+            raise CheckpointError("it holds no model: save it with model=")
+        names = unpack(reader.tree["model"])
+        tensors = {key: reader.tensor(name) for key, name in names.items() if isinstance(name, TensorName)}
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be exported: {error}; {folder.remedy(path)}") from error
+    out.mkdir(parents=True, exist_ok=True)
+    unfinished = out / ".model.safetensors.unfinished"
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    os.replace(unfinished, out / "model.safetensors")
+    return out / "model.safetensors"

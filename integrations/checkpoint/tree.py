@@ -1,0 +1,169 @@
+"""Values that are not tensors, as JSON. Tensors are collected under names, by which the JSON refers to them.
+
+A dict with a single key that begins with ``$`` stands for what JSON cannot express, such as ``{"$tuple": [...]}``.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from halfstep.integrations.checkpoint.folder import CheckpointError
+
+DEEPEST = 100  # levels of nesting: well below what Python's json can read
+LARGEST_INTEGER = 2**10_000  # Python reads integers of at most 4300 digits from text
+
+# The dtypes that safetensors stores.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_SEQUENCES: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$size": torch.Size}
+_MAPPINGS: dict[str, Any] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
+_TAG_OF = {kind: tag for tag, kind in (_SEQUENCES | _MAPPINGS).items()}
+
+
+class TensorName(str):
+    """A tensor in a tree, by its name."""
+
+
+def pack(value: Any, tensors: dict[str, torch.Tensor], name: str, depth: int = 0) -> Any:
+    """`value` as JSON. Its tensors are added to `tensors`, under names that begin with `name`.
+
+    Raises:
+        CheckpointError: it contains something that could not be read back. The message names it and a remedy.
+    """
+    kind = type(value)
+    if depth > DEEPEST:
+        raise CheckpointError(f"{name[:200]} is nested more than {DEEPEST} deep, which could not be read back")
+    if isinstance(value, TensorName):
+        return {"$tensor": str(value)}
+    if isinstance(value, torch.Tensor | ShardedTensor):
+        return {"$tensor": _add(value, tensors, name)}
+    if kind is np.ndarray or isinstance(value, np.generic):
+        native = np.array(value, value.dtype.newbyteorder("="), order="C")  # torch refuses strides below 0
+        try:
+            tensor = torch.from_numpy(native)
+        except TypeError:
+            raise CheckpointError(f"{name} is of numpy's {value.dtype}: save its .tolist()") from None
+        return {"$array" if kind is np.ndarray else "$scalar": _add(tensor, tensors, name)}
+    if kind is int and abs(value) >= LARGEST_INTEGER:
+        raise CheckpointError(f"{name} is an integer of more than 3,000 digits: save its hex(...)")
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: pack(one, tensors, f"{name}.{key}", depth + 1) for key, one in value.items()}
+    if kind in _MAPPINGS.values():
+        return {
+            _TAG_OF[kind]: [[_key(key, name), pack(value[key], tensors, f"{name}.{key}", depth + 1)] for key in value]
+        }
+    if kind is list or kind in _SEQUENCES.values():
+        items = [pack(one, tensors, f"{name}.{place}", depth + 1) for place, one in enumerate(value)]
+        return items if kind is list else {_TAG_OF[kind]: items}
+    if kind is bytes:
+        return {"$bytes": base64.b64encode(value).decode()}
+    if kind is complex:
+        return {"$complex": [value.real, value.imag]}
+    if kind in (torch.dtype, torch.device):
+        return {f"${kind.__name__}": str(value).removeprefix("torch.")}
+    raise CheckpointError(
+        f"Expected {name} to be a tensor, number, string, bytes, None, numpy array, dtype, device, or a list, tuple, "
+        f"dict or set of these, but got a {kind.__module__}.{kind.__qualname__}, which load could not restore: "
+        f"{_remedy(value)}"
+    )
+
+
+def _remedy(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "save dict(...) of it"
+    if hasattr(value, "state_dict"):
+        return "save its state_dict()"
+    return "save str(...) of it, or its fields in a dict"
+
+
+def _key(key: Any, name: str) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    packed = pack(key, tensors, f"a key of {name}")
+    if tensors:
+        raise CheckpointError(f"Expected keys of {name} not to contain tensors, but got {str(key)[:100]}: use names")
+    return packed
+
+
+def _add(value: Any, tensors: dict[str, torch.Tensor], name: str) -> str:
+    remedy = ""
+    if value.dtype not in NAMES:
+        remedy = f"a dtype of safetensors ({', '.join(str(one).removeprefix('torch.') for one in NAMES)}), but got "
+        remedy += f"{value.dtype}: save a view or a copy in one of these"
+    elif value.layout is not torch.strided:
+        remedy = f"dense, but got {value.layout}: save its to_dense(), or its indices() and values()"
+    elif not isinstance(value, DTensor | ShardedTensor) and (is_traceable_wrapper_subclass(value) or value.is_meta):
+        remedy = (
+            f"an ordinary tensor with memory, but got {'meta' if value.is_meta else type(value).__name__}: save the "
+        )
+        remedy += "tensors that it consists of"
+    if remedy:
+        raise CheckpointError(f"Expected tensor {name} to be {remedy}")
+    while name in tensors:  # {"a.b": x, "a": {"b": y}}
+        name += "'"
+    tensors[name] = value
+    return name
+
+
+def unpack(value: Any, tensor: Callable[[str], Any] = TensorName) -> Any:
+    """The value that `pack` turned into JSON.
+
+    Args:
+        value: what was read from JSON, which may be of any origin.
+        tensor: returns the tensor with a name.
+
+    Raises:
+        CheckpointError: it is not as `pack` writes it.
+    """
+    try:
+        return _unpack(value, tensor)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError) as error:
+        raise CheckpointError(f"its values are damaged: {type(error).__name__}: {error}") from error
+
+
+def _unpack(value: Any, tensor: Callable[[str], Any]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(one, tensor) for one in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: _unpack(one, tensor) for key, one in value.items()}
+    (content,) = value.values()
+    if tag == "$tensor":
+        return tensor(content)
+    if tag in ("$array", "$scalar"):
+        found = tensor(content)
+        if isinstance(found, TensorName):
+            return found
+        return found.numpy() if tag == "$array" else found.numpy()[()]
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](_unpack(one, tensor) for one in content)
+    if tag in _MAPPINGS:
+        return _MAPPINGS[tag]({_unpack(key, tensor): _unpack(one, tensor) for key, one in content})
+    if tag == "$bytes":
+        return base64.b64decode(content)
+    if tag == "$complex":
+        return complex(*content)
+    if tag == "$device":
+        return torch.device(content)
+    if tag == "$dtype" and isinstance(dtype := getattr(torch, content), torch.dtype):
+        return dtype
+    raise ValueError(f"there is a {tag[:50]!r}")

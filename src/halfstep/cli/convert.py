@@ -1,0 +1,38 @@
+"""``halfstep convert``: a checkpoint of an earlier version as one of this version, or a model for other programs.
+
+Exit status: 0; 2 for wrong arguments and checkpoints that cannot be read or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from halfstep.cli.command_line import Parser, a_path, run
+from halfstep.integrations import checkpoint
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "convert",
+        "Write a checkpoint of an earlier version (step-….pt, or a folder with .distcp files) or of "
+        "torch.distributed.checkpoint as one of this version. With --model, write the model of a checkpoint as one "
+        "file, model.safetensors, which safetensors and transformers open.",
+        "examples: halfstep convert step-00000120.pt run/step-00000120    halfstep convert --model run/step-00000120 .",
+    )
+    parser.add_argument("old", metavar="OLD", type=a_path, help="a checkpoint, which is not changed")
+    parser.add_argument("new", metavar="NEW", type=a_path, help="the folder to write; with --model, that of the file")
+    parser.add_argument("--model", action="store_true", help="write only the model, for other programs")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    write = checkpoint.export if options.model else checkpoint.convert
+    print(write(Path(options.old), Path(options.new)))
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``halfstep convert`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
+    return run(_parser(), argv, _run, (checkpoint.CheckpointError, OSError))
