@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -82,6 +82,8 @@ class StepInBackward:
         self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
         # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
         self._verdict: Verdict | None = None
+        self._steps = 0  # calls of step()
+        self._stepped_at: dict[int, int] = {}  # by the id of a parameter, that number when a backward stepped it
         self._ended = False  # whether the norm of this step is known, with "previous"
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
@@ -95,7 +97,9 @@ class StepInBackward:
         take, remove = weakref.WeakMethod(self._take), weakref.WeakMethod(self._remove)
         self._hooks: list[Any] = []
         self._freed: dict[int, torch.Tensor] = {}  # by the id of each parameter with a hook, its stand-in
-        self._removed: list[tuple[torch.Tensor, torch.Tensor]] = []  # stand-ins, in the present backward
+        # The parameters whose stand-ins were removed in the present backward, and its number.
+        self._removed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._removing = -1
         for parameter in parameters_of(optimizer):
             if parameter.requires_grad:
                 self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
@@ -222,21 +226,36 @@ class StepInBackward:
             return
         parameter.grad = None
         with self._lock:
-            if not self._removed:
+            running = torch._C._current_graph_task_id()
+            if running != self._removing:
                 _call_after_backward(self._restore)
-            self._removed.append((parameter, grad))
+                self._removing, self._removed = running, {}
+            self._removed[id(parameter)] = parameter, grad
+
+    def _refuse_accumulation(self, parameter: torch.Tensor) -> None:
+        """Raise if the gradient of a parameter would be added to one that has been used since the last `step`."""
+        if self._stepped_at.get(id(parameter)) == self._steps:
+            raise RuntimeError(
+                f"Expected optimizer.step() or zero_grad() between two backwards that step, but a parameter of shape "
+                f"{tuple(parameter.shape)} got another gradient: to add gradients, run all backwards but the last in "
+                "`with handle.accumulate():`; with reentrant checkpointing, use use_reentrant=False"
+            )
 
     def _restore(self) -> None:
         """Called by autograd when the backward has ended: `torch.autograd.grad` has not stored the gradients."""
-        removed, self._removed = self._removed, []
-        for parameter, stand_in in removed:
+        removed, self._removed, self._removing = self._removed, {}, -1
+        for parameter, stand_in in removed.values():
             if parameter.grad is None:
                 parameter.grad = stand_in
 
     def _take(self, parameter: torch.Tensor) -> None:
         """Called by autograd, or by FSDP2 after its reduction, when the gradient of a parameter is complete."""
+        added = id(parameter) in self._removed
         if parameter.grad is self._freed[id(parameter)]:  # FSDP2 has set its local part to the gradient
+            added = True
             self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
+        if added and not self._checks:
+            self._refuse_accumulation(parameter)
         if self._accumulating:
             return
         with self._lock:
@@ -378,6 +397,7 @@ class StepInBackward:
         optimizer._decision = self._decision()
         try:
             optimizer._step_part(part, parameters, self._stand_ins(parameters))
+            self._stepped_at.update(zip(map(id, parameters), repeat(self._steps), strict=False))
         finally:
             optimizer._decision = None
 
@@ -418,6 +438,7 @@ class StepInBackward:
     def _before_step(self) -> None:
         """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
         optimizer = self._optimizer
+        self._steps += 1
         if self._checks:
             self._refuse_without_hook()
         if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):

@@ -97,6 +97,7 @@ def test_the_gradients_of_one_bucket_exist(bucket_bytes: int) -> None:
     handle = step_in_backward(net, optimizer, bucket_bytes=bucket_bytes)
     assert handle.buckets == []
     loss_of(net, 1).backward()
+    optimizer.step()
     loss_of(net, 3).backward()
     assert max(seen) == max(handle.buckets)
     shapes = [parameter.shape for parameter in net.parameters() if parameter.requires_grad]
@@ -168,6 +169,7 @@ def test_after_a_backward_that_failed(cleared: bool, bucket_bytes: int) -> None:
     optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
     step_in_backward(net, optimizer, bucket_bytes=bucket_bytes)
     loss_of(net, 1).backward()
+    optimizer.step()
     # The next batch does not use `sometimes`, whose gradient is complete by then.
     handle = net.second.register_forward_hook(lambda module, given, output: _Fails.apply(output))
     with pytest.raises(RuntimeError, match="on fire"):
@@ -222,15 +224,14 @@ def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
     net = made()
     optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
     step_in_backward(net, optimizer)
-    others = torch.optim.AdamW(net.parameters())
+    others, weight = torch.optim.AdamW(net.parameters()), net.first.weight
     for _ in range(2):  # gradients are not cleared in between
         loss_of(net, 1).backward()
-        torch.autograd.grad(loss_of(net, 1), [net.first.weight])  # stores nothing
-        weight = net.first.weight
+        torch.autograd.grad(loss_of(net, 1), [weight])  # stores nothing
         assert weight.grad is not None
         for call in (
             lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0),
-            lambda: torch.nn.utils.clip_grad_norm_([net.first.weight], 1.0),
+            lambda: torch.nn.utils.clip_grad_norm_([weight], 1.0),
             lambda: torch.nn.utils.clip_grad_value_(net.parameters(), 1.0),
             lambda: torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]),
             lambda: weight.grad.mul_(0.5),  # type: ignore[union-attr]
@@ -243,6 +244,24 @@ def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
         ):
             text = error_of(RuntimeError, call)  # type: ignore[arg-type]
             assert "used and freed" in text and "call step_in_backward with clipping='exact' or 'previous'" in text
+        optimizer.step()
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_second_backward_before_the_step_is_refused(offloads: bool) -> None:
+    """It would be another step, where code without a step in the backward adds gradients."""
+    net = made()
+    optimizer: Any = halfstep.AdamW(net.parameters())
+    if offloads:
+        optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
+    else:
+        step_in_backward(net, optimizer)
+    for between in (optimizer.step, optimizer.zero_grad, net.zero_grad):
+        loss_of(net, 1).backward()
+        between()
+    loss_of(net, 1).backward()
+    remedy = "use in_backward='copy'" if offloads else "in `with handle.accumulate():`"
+    assert remedy in error_of(RuntimeError, lambda: loss_of(net, 1).backward())
 
 
 def test_what_needs_no_numbers_of_a_gradient_works_after_the_backward() -> None:
@@ -358,6 +377,7 @@ def test_copies_of_model_and_optimizer_step_by_step() -> None:
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     step_in_backward(copied, other).remove()
     other.step()
+    optimizer.step()
     loss_of(net, 1).backward()
     assert same((net, optimizer), (copied, other))
 
