@@ -157,6 +157,7 @@ class _Mirror:
         host: its copy, which the optimizer steps. Its gradient is that of the parameter, once it has arrived.
         bucket: the number of the parameters that are stepped together with it.
         hooked: whether autograd calls the optimizer when its gradient is complete.
+        stepped_at: the number of calls of `step` before a backward has stepped it.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -165,6 +166,7 @@ class _Mirror:
         self.host = torch.nn.Parameter(_on_host(values).copy_(values), requires_grad=parameter.requires_grad)
         self.bucket = 0
         self.hooked = False
+        self.stepped_at = -1
         self.weight = self.host.data  # writes to it do not count as writes of the copy
         self._staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
@@ -359,6 +361,8 @@ class _Offloaded(Adam):
         self._streams: dict[torch.device, _Streams] = {}
         self._weights_arriving: dict[int, list[torch.cuda.Event]] = {}  # by bucket
         self._steps: dict[int, Future[None]] = {}  # by bucket
+        self._backward = -1  # torch's number of the last backward
+        self._count = 0  # calls of step()
         self._worker: Executor | None = None
         self._stepping: int | None = None  # the thread that steps
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
@@ -466,6 +470,9 @@ class _Offloaded(Adam):
             size += mirror.host.numel() * mirror.host.element_size()
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
 
+    def _parameters_of_model(self) -> list[torch.Tensor]:
+        return [mirror.parameter for mirror in self._mirrors.values()]
+
     # ------------------------------------------------------------------------------------------------------ backward
 
     def _streams_of(self, device: torch.device) -> _Streams:
@@ -493,6 +500,11 @@ class _Offloaded(Adam):
                 self._in_flight.popleft().ended.synchronize()
             if self.in_backward != "step":
                 return
+            running = torch._C._current_graph_task_id()
+            if running not in (-1, self._backward):  # other code may read weights after the backward
+                after = partial(call_if_alive, weakref.WeakMethod(self._wait_for_steps))
+                torch.autograd.Variable._execution_engine.queue_callback(after)
+                self._backward = running
             arrived, bucket = self._arrived[mirror.bucket], self._of_bucket[mirror.bucket]
             arrived.add(id(parameter))
             if len(arrived) == sum(one.parameter.requires_grad for one in bucket):
@@ -526,6 +538,13 @@ class _Offloaded(Adam):
     def _add(self, mirror: _Mirror, grad: torch.Tensor) -> None:
         """Add a gradient to that on the host. The call of `_take` follows."""
         with self._lock:
+            self._finish_step(mirror.bucket)
+            if mirror.stepped_at == self._count and is_stand_in(mirror.host.grad):
+                raise RuntimeError(
+                    "Expected optimizer.step() or zero_grad() between two backwards with in_backward='step', but a "
+                    f"parameter of shape {tuple(grad.shape)} got another gradient: to add gradients, use "
+                    "in_backward='copy'"
+                )
             self._copy_out(mirror, grad)
 
     @torch.no_grad()
@@ -566,6 +585,7 @@ class _Offloaded(Adam):
             self._step_part(number, [mirror.host for mirror in ready], freed)
         for mirror in ready:
             mirror.sent()
+            mirror.stepped_at = self._count
 
     # ---------------------------------------------------------------------------------------------------------- step
 
@@ -623,6 +643,7 @@ class _Offloaded(Adam):
         self._in_flight.clear()
 
     def _update_parameters(self) -> None:
+        self._count += 1
         if self._limit() is not None or not self.state:
             self._settle()  # all gradients decide about the norm, and whether a first step with lr 0 is taken
         else:
@@ -676,13 +697,16 @@ class _Offloaded(Adam):
 
     def _finish_steps(self) -> None:
         """Wait for the steps of a backward, the device for their weights. Raise the error of one that failed."""
+        self._wait_for_steps()
+        steps, self._steps = self._steps, {}
+        for step in steps.values():
+            step.result()
+
+    def _wait_for_steps(self) -> None:
         if self._steps:
             wait(self._steps.values())
             for device in self._gpus(self._mirrors.values()):
                 torch.cuda.current_stream(device).wait_stream(self._streams_of(device).back)
-            steps, self._steps = self._steps, {}
-            for step in steps.values():
-                step.result()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients, those that are being copied too, or set them to 0."""

@@ -25,12 +25,13 @@ become complete in another order than in the first backward, more buckets are fi
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -81,6 +82,9 @@ class StepInBackward:
         self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
         # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
         self._verdict: Verdict | None = None
+        self._steps = 0  # calls of step()
+        self._stepped_at: dict[int, int] = {}  # by the id of a parameter, that number when a backward stepped it
+        self._ended = False  # whether the norm of this step is known, with "previous"
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -93,7 +97,9 @@ class StepInBackward:
         take, remove = weakref.WeakMethod(self._take), weakref.WeakMethod(self._remove)
         self._hooks: list[Any] = []
         self._freed: dict[int, torch.Tensor] = {}  # by the id of each parameter with a hook, its stand-in
-        self._removed: list[tuple[torch.Tensor, torch.Tensor]] = []  # stand-ins, in the present backward
+        # The parameters whose stand-ins were removed in the present backward, and its number.
+        self._removed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._removing = -1
         for parameter in parameters_of(optimizer):
             if parameter.requires_grad:
                 self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
@@ -220,21 +226,36 @@ class StepInBackward:
             return
         parameter.grad = None
         with self._lock:
-            if not self._removed:
+            running = torch._C._current_graph_task_id()
+            if running != self._removing:
                 _call_after_backward(self._restore)
-            self._removed.append((parameter, grad))
+                self._removing, self._removed = running, {}
+            self._removed[id(parameter)] = parameter, grad
+
+    def _refuse_accumulation(self, parameter: torch.Tensor) -> None:
+        """Raise if the gradient of a parameter would be added to one that has been used since the last `step`."""
+        if self._stepped_at.get(id(parameter)) == self._steps:
+            raise RuntimeError(
+                f"Expected optimizer.step() or zero_grad() between two backwards that step, but a parameter of shape "
+                f"{tuple(parameter.shape)} got another gradient: to add gradients, run all backwards but the last in "
+                "`with handle.accumulate():`; with reentrant checkpointing, use use_reentrant=False"
+            )
 
     def _restore(self) -> None:
         """Called by autograd when the backward has ended: `torch.autograd.grad` has not stored the gradients."""
-        removed, self._removed = self._removed, []
-        for parameter, stand_in in removed:
+        removed, self._removed, self._removing = self._removed, {}, -1
+        for parameter, stand_in in removed.values():
             if parameter.grad is None:
                 parameter.grad = stand_in
 
     def _take(self, parameter: torch.Tensor) -> None:
         """Called by autograd, or by FSDP2 after its reduction, when the gradient of a parameter is complete."""
+        added = id(parameter) in self._removed
         if parameter.grad is self._freed[id(parameter)]:  # FSDP2 has set its local part to the gradient
+            added = True
             self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
+        if added and not self._checks:
+            self._refuse_accumulation(parameter)
         if self._accumulating:
             return
         with self._lock:
@@ -370,13 +391,13 @@ class StepInBackward:
                 "step_in_backward with clipping='exact' or 'previous'"
             )
         if self.clipping == "previous":
-            if self._checker is None:
-                self._checker = optimizer._checker
-                self._checker.begin_parts()
+            self._begin_norm()
+            assert self._checker is not None
             self._add(self._checker, parameters)
         optimizer._decision = self._decision()
         try:
             optimizer._step_part(part, parameters, self._stand_ins(parameters))
+            self._stepped_at.update(zip(map(id, parameters), repeat(self._steps), strict=False))
         finally:
             optimizer._decision = None
 
@@ -417,6 +438,7 @@ class StepInBackward:
     def _before_step(self) -> None:
         """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
         optimizer = self._optimizer
+        self._steps += 1
         if self._checks:
             self._refuse_without_hook()
         if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):
@@ -427,20 +449,56 @@ class StepInBackward:
             )
         if self.clipping is None or self._scaler is not None:  # which decides
             return
-        if self.clipping == "previous":
-            if self._checker is None:
-                self._checker = optimizer._checker
-                self._checker.begin_parts()
-            left = [parameter for parameter in parameters_of(optimizer) if gradient_of(parameter) is not None]
-            if left:
-                self._add(self._checker, left)
-            verdict, self._checker = self._checker.end_parts(), None
-            if verdict is not None:
-                self._verdict = verdict
+        if self.clipping == "previous" and not self._ended:
+            self._end_norm()
         optimizer._decision = self._decision()
 
+    def _end_norm(self) -> None:
+        """Combine the norm of the gradients of this step, to which the next one clips."""
+        self._begin_norm()
+        assert self._checker is not None
+        left = [parameter for parameter in parameters_of(self._optimizer) if gradient_of(parameter) is not None]
+        if left:
+            self._add(self._checker, left)
+        verdict, self._checker = self._checker.end_parts(), None
+        if verdict is not None:
+            self._verdict = verdict
+        self._ended = True
+
+    def _begin_norm(self) -> None:
+        if self._checker is None:
+            self._checker, self._ended = self._optimizer._checker, False
+            self._checker.begin_parts()
+
+    def norm(self, max_norm: float | None) -> torch.Tensor:
+        """The 2-norm of the gradients of the backward that has stepped, for trainers. Call it on all ranks.
+
+        Args:
+            max_norm: the norm to which the trainer clips, which must be ``max_grad_norm`` of the optimizer; None if it
+                does not clip.
+
+        Returns:
+            The norm, 0-dim fp32; NaN if it is not known, since nothing clips.
+
+        Raises:
+            RuntimeError: the backward has clipped to another norm, or not at all.
+        """
+        limit = None if self.clipping is None else self._optimizer.max_grad_norm
+        if max_norm is not None and max_norm != limit:
+            raise RuntimeError(
+                "Expected a trainer to clip to the max_grad_norm of the optimizer, to which the backward has clipped, "
+                f"but got {max_norm} with max_grad_norm={limit}: make the optimizer with max_grad_norm={max_norm} and "
+                "call step_in_backward with clipping='previous', or let the trainer not clip"
+            )
+        if self.clipping == "previous" and not self._ended:
+            self._end_norm()
+        if self._verdict is None:
+            return torch.full((), math.nan, dtype=torch.float32, device="cpu")
+        norm: torch.Tensor = self._verdict.sum_of_squares.sqrt().float()
+        return norm
+
     def _after_step(self) -> None:
-        self._optimizer._decision = None
+        self._optimizer._decision, self._ended = None, False
         if self._checks:
             self._verdict = None
 

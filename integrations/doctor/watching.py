@@ -29,6 +29,7 @@ from halfstep.integrations.doctor.setup import (
     world_size,
 )
 from halfstep.integrations.optim.state import OptimizerState
+from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import local
 
 
@@ -179,7 +180,7 @@ class _Watcher:
     @torch._disable_dynamo
     @torch.no_grad()
     def _after_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        grad, key = parameter.grad, id(parameter)
+        grad, key = gradient_of(parameter), id(parameter)
         self._backward = True
         self._stepped.discard(key)
         used = self._used.pop(key, None)
@@ -222,7 +223,7 @@ class _Watcher:
         held = self._of[id(optimizer)]
         self._weights = {id(one.parameter): sample(one.parameter).clone() for one in held}
         if self.scaler is not None and self._scaled and not self._in_scaler and float(self.scaler.get_scale()) != 1:
-            unscaled = all(self._unscaled_of(id(one.parameter)) for one in held if one.parameter.grad is not None)
+            unscaled = all(self._unscaled_of(id(one.parameter)) for one in held if gradient_of(one.parameter) is not None)
             self._note(
                 Finding(
                     "step-without-scaler",
@@ -236,7 +237,7 @@ class _Watcher:
                 )
             )
         for one in held:
-            grad = one.parameter.grad
+            grad = gradient_of(one.parameter)
             if grad is None or grad.is_sparse or grad.is_meta:
                 continue
             found = sample(grad)
@@ -255,7 +256,7 @@ class _Watcher:
             grads = "finite" if self._finite else "not finite"
             self.broken = f"seen in weights after step {self.watched.steps}, whose gradients were {grads}"
         for one in held:
-            key, grad = id(one.parameter), one.parameter.grad
+            key, grad = id(one.parameter), gradient_of(one.parameter)
             before = self._weights.pop(key, None)
             if before is None or before.is_meta:
                 continue
@@ -286,7 +287,7 @@ class _Watcher:
                 )
             )
         for one in held:
-            key, grad = id(one.parameter), one.parameter.grad
+            key, grad = id(one.parameter), gradient_of(one.parameter)
             self._clips.pop(key, None)
             if grad is not None:
                 self._used[key] = weakref.ref(grad), grad._version
@@ -294,7 +295,7 @@ class _Watcher:
         self._scaled = self._backward = False
 
     def _gradient_bytes(self, held: Sequence[Held]) -> int:
-        grads = [local(one.parameter.grad) for one in held if one.parameter.grad is not None]
+        grads = [local(grad) for one in held if (grad := gradient_of(one.parameter)) is not None]
         return sum(grad.numel() * grad.element_size() for grad in grads)
 
     # --------------------------------------------------------------------------------------------------- what it wraps
@@ -348,7 +349,7 @@ class _Watcher:
             if not self._ran:
                 self.watched.steps += 1
                 for one in held:
-                    grad = one.parameter.grad
+                    grad = gradient_of(one.parameter)
                     if grad is not None and not bool(sample(grad).isfinite().all()):
                         self._overflows[one.name] += 1
                 self._end_step(held, optimizer)
