@@ -14,6 +14,7 @@ from halfstep.kernels.statistics import foreach_count_, width
 from halfstep.kernels.streams import capturing
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.scaling.scaler import unwrapped
+from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale
 from halfstep.numerics.statistics.counts import Statistics, grid_of
 from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
@@ -153,8 +154,9 @@ class AmpMonitor:
     def _collect(self, scale: torch.Tensor | None) -> None:
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
         for place, (name, parameter) in enumerate(self._parameters.items()):
-            if parameter.grad is not None:
-                values = countable(f"the gradient of {name}", parameter.grad, self.format)
+            grad = gradient_of(parameter)
+            if grad is not None:
+                values = countable(f"the gradient of {name}", grad, self.format)
                 listed, places = by_device.setdefault(values.device, ([], []))
                 listed.append(values)
                 places.append(place)

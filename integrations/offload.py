@@ -466,6 +466,9 @@ class _Offloaded(Adam):
             size += mirror.host.numel() * mirror.host.element_size()
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
 
+    def _parameters_of_model(self) -> list[torch.Tensor]:
+        return [mirror.parameter for mirror in self._mirrors.values()]
+
     # ------------------------------------------------------------------------------------------------------ backward
 
     def _streams_of(self, device: torch.device) -> _Streams:

@@ -25,6 +25,7 @@ become complete in another order than in the first backward, more buckets are fi
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -81,6 +82,7 @@ class StepInBackward:
         self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
         # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
         self._verdict: Verdict | None = None
+        self._ended = False  # whether the norm of this step is known, with "previous"
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
@@ -370,9 +372,8 @@ class StepInBackward:
                 "step_in_backward with clipping='exact' or 'previous'"
             )
         if self.clipping == "previous":
-            if self._checker is None:
-                self._checker = optimizer._checker
-                self._checker.begin_parts()
+            self._begin_norm()
+            assert self._checker is not None
             self._add(self._checker, parameters)
         optimizer._decision = self._decision()
         try:
@@ -427,20 +428,56 @@ class StepInBackward:
             )
         if self.clipping is None or self._scaler is not None:  # which decides
             return
-        if self.clipping == "previous":
-            if self._checker is None:
-                self._checker = optimizer._checker
-                self._checker.begin_parts()
-            left = [parameter for parameter in parameters_of(optimizer) if gradient_of(parameter) is not None]
-            if left:
-                self._add(self._checker, left)
-            verdict, self._checker = self._checker.end_parts(), None
-            if verdict is not None:
-                self._verdict = verdict
+        if self.clipping == "previous" and not self._ended:
+            self._end_norm()
         optimizer._decision = self._decision()
 
+    def _end_norm(self) -> None:
+        """Combine the norm of the gradients of this step, to which the next one clips."""
+        self._begin_norm()
+        assert self._checker is not None
+        left = [parameter for parameter in parameters_of(self._optimizer) if gradient_of(parameter) is not None]
+        if left:
+            self._add(self._checker, left)
+        verdict, self._checker = self._checker.end_parts(), None
+        if verdict is not None:
+            self._verdict = verdict
+        self._ended = True
+
+    def _begin_norm(self) -> None:
+        if self._checker is None:
+            self._checker, self._ended = self._optimizer._checker, False
+            self._checker.begin_parts()
+
+    def norm(self, max_norm: float | None) -> torch.Tensor:
+        """The 2-norm of the gradients of the backward that has stepped, for trainers. Call it on all ranks.
+
+        Args:
+            max_norm: the norm to which the trainer clips, which must be ``max_grad_norm`` of the optimizer; None if it
+                does not clip.
+
+        Returns:
+            The norm, 0-dim fp32; NaN if it is not known, since nothing clips.
+
+        Raises:
+            RuntimeError: the backward has clipped to another norm, or not at all.
+        """
+        limit = None if self.clipping is None else self._optimizer.max_grad_norm
+        if max_norm is not None and max_norm != limit:
+            raise RuntimeError(
+                "Expected a trainer to clip to the max_grad_norm of the optimizer, to which the backward has clipped, "
+                f"but got {max_norm} with max_grad_norm={limit}: make the optimizer with max_grad_norm={max_norm} and "
+                "call step_in_backward with clipping='previous', or let the trainer not clip"
+            )
+        if self.clipping == "previous" and not self._ended:
+            self._end_norm()
+        if self._verdict is None:
+            return torch.full((), math.nan, dtype=torch.float32, device="cpu")
+        norm: torch.Tensor = self._verdict.sum_of_squares.sqrt().float()
+        return norm
+
     def _after_step(self) -> None:
-        self._optimizer._decision = None
+        self._optimizer._decision, self._ended = None, False
         if self._checks:
             self._verdict = None
 

@@ -24,6 +24,7 @@ from halfstep.integrations.optim.state import OptimizerState
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import is_sharded, local
 from halfstep.numerics.statistics.updates import count_lost
 
@@ -102,7 +103,7 @@ def _membership(setup: Setup) -> Iterator[Finding]:
 
 
 def _frozen(setup: Setup) -> Iterator[Finding]:
-    stale = [one for one in setup.held if not one.parameter.requires_grad and one.parameter.grad is not None]
+    stale = [one for one in setup.held if not one.parameter.requires_grad and gradient_of(one.parameter) is not None]
     if stale and not setup.own_copies:
         yield Finding(
             "frozen-with-gradient",

@@ -16,6 +16,7 @@ from halfstep.integrations.doctor.at_rest import doctor, fp16_without_scaler, lo
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, in_bytes, in_order, some
 from halfstep.integrations.doctor.setup import HALF, Held, Setup, dtype_name, dtypes_of, names_of, sample, world_size
 from halfstep.integrations.optim.state import OptimizerState
+from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import local
 
 
@@ -158,7 +159,7 @@ class _Watcher:
     @torch._disable_dynamo
     @torch.no_grad()
     def _after_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        grad, key = parameter.grad, id(parameter)
+        grad, key = gradient_of(parameter), id(parameter)
         self._backward = True
         self._stepped.discard(key)
         used = self._used.pop(key, None)
@@ -201,7 +202,7 @@ class _Watcher:
         held = self._of[id(optimizer)]
         self._weights = {id(one.parameter): sample(one.parameter).clone() for one in held}
         for one in held:
-            grad = one.parameter.grad
+            grad = gradient_of(one.parameter)
             if grad is None or grad.is_sparse or grad.is_meta:
                 continue
             found = sample(grad)
@@ -215,7 +216,7 @@ class _Watcher:
     def _after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         self.watched.steps += 1
         for one in self._of[id(optimizer)]:
-            key, grad = id(one.parameter), one.parameter.grad
+            key, grad = id(one.parameter), gradient_of(one.parameter)
             before = self._weights.pop(key, None)
             if before is None or before.is_meta:
                 continue
@@ -247,7 +248,7 @@ class _Watcher:
                 )
             )
         for one in held:
-            key, grad = id(one.parameter), one.parameter.grad
+            key, grad = id(one.parameter), gradient_of(one.parameter)
             self._clips.pop(key, None)
             if grad is not None:
                 self._used[key] = weakref.ref(grad), grad._version
@@ -255,7 +256,7 @@ class _Watcher:
         self._scaled = self._backward = False
 
     def _gradient_bytes(self, held: Sequence[Held]) -> int:
-        grads = [local(one.parameter.grad) for one in held if one.parameter.grad is not None]
+        grads = [local(grad) for one in held if (grad := gradient_of(one.parameter)) is not None]
         return sum(grad.numel() * grad.element_size() for grad in grads)
 
     # --------------------------------------------------------------------------------------------------- what it wraps
@@ -297,7 +298,7 @@ class _Watcher:
             if not self._ran:
                 self.watched.steps += 1
                 for one in held:
-                    grad = one.parameter.grad
+                    grad = gradient_of(one.parameter)
                     if grad is not None and not bool(sample(grad).isfinite().all()):
                         self._overflows[one.name] += 1
                 self._end_step(held, optimizer)

@@ -79,7 +79,7 @@ class _AdamBase(CanonicalState):
 
     # False, so that torch's scalers unscale in place and decide whether to call step().
     _step_supports_amp_scaling = StepSupportsAmpScaling()
-    _stepping_in_backward: object | None = None  # integrations/release.py
+    _stepping_in_backward: Any = None  # integrations/release.py
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
         check_options(defaults)

@@ -10,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from halfstep.numerics.scaling.scaler import MAX_NORM, GradScaler, unwrapped
+from halfstep.numerics.scaling.stand_ins import FreedGradient, refuse_freed
 from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, parameters_of
 
 LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
@@ -26,9 +27,15 @@ def scaler_or_raise(scaler: Any) -> GradScaler | None:
     return scaler
 
 
+def trained_by(optimizer: Any) -> list[torch.Tensor]:
+    """The parameters of the model that an optimizer trains, or the one in a wrapper."""
+    inner = unwrapped(optimizer)
+    return inner._parameters_of_model() if isinstance(inner, StepsOnVerdict) else parameters_of(optimizer)
+
+
 def has_exactly(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the trainable ones of some parameters are those of an optimizer, each once."""
-    own = {id(one) for one in parameters_of(optimizer) if one.requires_grad}
+    own = {id(one) for one in trained_by(optimizer) if one.requires_grad}
     return bool(own) and own == {id(one) for one in parameters if one.requires_grad}
 
 
@@ -40,7 +47,8 @@ def folds(optimizer: Any) -> bool:
 def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None = None) -> torch.Tensor:
     """Make the next step of an optimizer of halfstep clip its gradients, all together, to a 2-norm.
 
-    The gradients are read once, for the norm, and not written. They must not change before the step.
+    The gradients are read once, for the norm, and not written. They must not change before the step. If the backward
+    has stepped, it has clipped to the ``max_grad_norm`` of the optimizer, which must be `max_norm` then.
 
     Args:
         optimizer: the optimizer, or a wrapper around it.
@@ -48,15 +56,25 @@ def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None
         scaler: the scaler that steps the optimizer, if there is one. Without it, an overflow skips no step.
 
     Returns:
-        The norm of the unscaled gradients before clipping, over all ranks: 0-dim fp32, on their device.
+        The norm of the unscaled gradients before clipping, over all ranks: 0-dim fp32, on their device. NaN if it is
+        not known, since the backward has stepped without clipping.
 
     Raises:
         ValueError: `max_norm` is not above 0.
+        RuntimeError: the backward has stepped without clipping, or has clipped to another norm.
     """
+    only_norm = max_norm == math.inf
     max_norm = LARGEST_NORM if max_norm == math.inf else MAX_NORM.checked("max_norm", max_norm)
     inner = unwrapped(optimizer)
     if scaler is not None and scaler.is_enabled():
         return scaler.clip_grad_norm_(inner, max_norm)
+    if inner._stepping_in_backward is not None:
+        norm: torch.Tensor = inner._stepping_in_backward.norm(None if only_norm else max_norm)
+        return norm
+    own = parameters_of(inner)
+    if only_norm and any(isinstance(one.grad, FreedGradient) for one in own):
+        return torch.full((), math.nan, dtype=torch.float32, device="cpu")
+    refuse_freed(own, "clipping")
     verdict = inner._checker.verdict()
     if verdict is None:
         return torch.zeros((), dtype=torch.float32, device="cpu")
@@ -70,7 +88,7 @@ def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None
             handle.remove()
 
         handle = inner.register_step_post_hook(forget)
-    norm: torch.Tensor = verdict.sum_of_squares.sqrt().float()
+    norm = verdict.sum_of_squares.sqrt().float()
     return norm
 
 

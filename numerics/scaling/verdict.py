@@ -53,6 +53,10 @@ class StepsOnVerdict:
 
     _decision: Decision | None = None  # about the present step, while it was made elsewhere
 
+    def _parameters_of_model(self) -> list[torch.Tensor]:
+        """The parameters of the model that this optimizer trains."""
+        return parameters_of(self)
+
     @functools.cached_property
     def _checker(self) -> Checker:
         """The checker for steps without a decision of a scaler."""

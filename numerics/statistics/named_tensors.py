@@ -9,6 +9,7 @@ import torch
 
 from halfstep.kernels.multi_tensor import DTYPE_CODES
 from halfstep.numerics.formats.table import Format
+from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import local
 
 _WIDENED = tuple(
@@ -59,9 +60,10 @@ def named_tensors(given: Any, argument: str = "tensors", of: str = "parameters")
         if name in found:
             raise ValueError(f"Expected the names in {argument} to be distinct, but got {name!r} twice")
         if of == "gradients":
-            if tensor.grad is None:
+            grad = gradient_of(tensor)
+            if grad is None:
                 continue
-            tensor = tensor.grad
+            tensor = grad
         found[name] = tensor
     return found
 

@@ -8,6 +8,7 @@ import pickle
 import signal
 import warnings
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -159,6 +160,157 @@ def test_checkpoints_are_those_of_the_device(layout: str, mode: Any) -> None:
         loss_of(net, 2).backward()
         optimizer.step()
     assert same(fresh, (device, on_device)) and same(other, (device, on_device))
+
+
+Loop = Callable[[Net, Any], None]
+
+
+def _model_zero_grad(net: Net, optimizer: Any) -> None:
+    for step in range(4):
+        loss_of(net, step).backward()
+        optimizer.step()
+        net.zero_grad()
+
+
+def _skipped_batches(net: Net, optimizer: Any) -> None:
+    for step in range(5):
+        loss_of(net, step).backward()
+        if step % 2 == 0:
+            optimizer.step()
+        for parameter in net.parameters():
+            parameter.grad = None
+
+
+def _zeroed_in_place(net: Net, optimizer: Any) -> None:
+    """A parameter without a gradient is then stepped with zeros."""
+    for step in range(5):
+        net.zero_grad(set_to_none=False)
+        loss_of(net, step).backward()
+        optimizer.step()
+
+
+def _never_cleared(net: Net, optimizer: Any) -> None:
+    for step in range(4):
+        loss_of(net, step).backward()
+        optimizer.step()
+
+
+def _torchs_clipping(net: Net, optimizer: Any) -> None:
+    for step in range(4):
+        (loss_of(net, step) / 2).backward()
+        (loss_of(net, step + 1) / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        assert norm > 1
+        torch.nn.utils.clip_grad_value_(net.parameters(), 0.1)
+        optimizer.step()
+        net.zero_grad()
+
+
+def _clipping_by_hand(net: Net, optimizer: Any) -> None:
+    for step in range(4):
+        net.zero_grad()
+        loss_of(net, step).backward()
+        trained = [parameter for parameter in net.parameters() if parameter.grad is not None]
+        norm = torch.cat([parameter.grad.view(-1).float() for parameter in trained]).norm()  # type: ignore[union-attr]
+        for parameter in trained:
+            assert parameter.grad is not None
+            parameter.grad.data.mul_(min(1.0, 0.5 / norm.item()))
+            parameter.grad += 0.01
+            parameter.grad[0] = 0.5
+        assert net.first.weight.grad is not None
+        net.first.weight.grad = net.first.weight.grad * 2
+        optimizer.step()
+
+
+def _second_order(net: Net, optimizer: Any) -> None:
+    for step in range(3):
+        net.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a reference cycle
+            loss_of(net, step).backward(create_graph=True)
+            loss_of(net, step).backward(create_graph=True)
+        torch.autograd.grad(loss_of(net, step + 1), [net.first.weight, net.second.weight])  # stores nothing
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [_model_zero_grad, _skipped_batches, _zeroed_in_place])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_cleared_as_torchs_are(mode: Any, loop: Loop) -> None:
+    runs = _pair("bf16 split", mode)
+    if mode == "step" and loop is _skipped_batches:
+        return  # the backward steps
+    for net, optimizer in runs:
+        loop(net, optimizer)
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("loop", [_never_cleared, _torchs_clipping, _clipping_by_hand, _second_order])
+@pytest.mark.parametrize("mode", ["copy", None])
+def test_gradients_are_read_and_written_as_torchs_are(mode: Any, loop: Loop) -> None:
+    runs = _pair("bf16 split", mode)
+    for net, optimizer in runs:
+        loop(net, optimizer)
+    assert same(*runs)
+
+
+def test_gradients_that_the_backward_has_used_are_refused() -> None:
+    net = made()
+    optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
+    loss_of(net, 1).backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    hosts = [host for group in optimizer.param_groups for host in group["params"]]
+    for call in (
+        lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0),
+        lambda: torch.nn.utils.clip_grad_norm_(hosts, 1.0),
+        lambda: scaler.unscale_(optimizer),
+    ):
+        text = error_of(RuntimeError, call)
+        assert "used and freed" in text and "use in_backward='copy'" in text
+
+
+@pytest.mark.parametrize("order", ["late", "random", "at once"])
+@pytest.mark.parametrize("mode", ["copy", None])
+def test_writes_that_leave_no_trace_and_gradients_that_are_read_before_they_arrive(mode: Any, order: str) -> None:
+    with Model(order) as model:
+        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(3)]
+        optimizer = OffloadedAdam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0, bucket_bytes=20, in_backward=mode)
+        for step in range(3):
+            for parameter in parameters:
+                _give(optimizer, parameter, torch.full((5,), 3.0, device=model.device))
+            if mode == "copy":
+                assert parameters[0].grad is not None
+                assert parameters[0].grad.norm().item() == pytest.approx(3 * 5**0.5)
+            parameters[1].data.fill_(8.0 + step)  # on the device, after the gradients and before the step
+            optimizer.step()
+            torch.full((5,), 7.0, device=model.device)
+            for parameter in parameters:
+                parameter.grad = None
+        assert [parameter.tolist()[0] for parameter in parameters] == [-1.5, 9.5, -1.5]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", ["bf16 split", "bf16 split24, 8-bit moments"])
+def test_weights_written_without_a_trace_are_taken(layout: str, mode: Any) -> None:
+    """Not with full masters: those of `halfstep.AdamW` need `refresh_master` too."""
+    runs = _pair(layout, mode)
+    for net, optimizer in runs:
+        average = [parameter.detach().clone() for parameter in net.parameters()]
+        for step in range(4):
+            loss_of(net, step).backward()
+            if mode != "step":
+                net.second.weight.data.mul_(0.5)
+            optimizer.step()
+            net.zero_grad()
+            net.first.weight.data.clamp_(-0.1, 0.1)
+            torch._foreach_mul_([net.second.weight.data, net.norm.bias.data], 0.5)
+            numbers = net.embedding.weight.data.view(torch.int16).numpy()
+            numbers[:] = numbers[::-1].copy()
+            for one, parameter in zip(average, net.parameters(), strict=True):
+                one.lerp_(parameter.detach(), 0.5)
+                if step % 2:
+                    parameter.data.copy_(one)
+    assert same(*runs)
 
 
 @cases
@@ -486,6 +638,7 @@ def test_the_optimizer_dies_with_its_references() -> None:
     del optimizer
     gc.collect()
     assert reference() is None
+    assert all(parameter.grad is None for parameter in net.parameters())
     loss_of(net, 1).backward()
     assert gradient_bytes(net) > 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 from errors import error_of
 from release_models import BF16, Net, Wrapped, gradient_bytes, loss_of, made, same
+from torch._dynamo.utils import counters
 from torch.nn import Embedding, Linear, Module
 
 import halfstep
 from halfstep.integrations import release
+from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import StepInBackward, step_in_backward
 from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.stand_ins import gradient_of
@@ -213,6 +216,92 @@ def test_a_wrapped_optimizer() -> None:
     step_in_backward(net, Wrapped(optimizer))  # type: ignore[arg-type]
     loss_of(net, 1).backward()
     assert gradient_bytes(net) == 0 and optimizer.state[net.first.weight]["step"] == 1
+
+
+def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
+    net = made()
+    optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
+    step_in_backward(net, optimizer)
+    others = torch.optim.AdamW(net.parameters())
+    for _ in range(2):  # gradients are not cleared in between
+        loss_of(net, 1).backward()
+        torch.autograd.grad(loss_of(net, 1), [net.first.weight])  # stores nothing
+        weight = net.first.weight
+        assert weight.grad is not None
+        for call in (
+            lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0),
+            lambda: torch.nn.utils.clip_grad_norm_([net.first.weight], 1.0),
+            lambda: torch.nn.utils.clip_grad_value_(net.parameters(), 1.0),
+            lambda: torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]),
+            lambda: weight.grad.mul_(0.5),  # type: ignore[union-attr]
+            lambda: weight.grad.__iadd__(1.0),  # type: ignore[union-attr]
+            lambda: weight.grad.t()[0].zero_(),  # type: ignore[union-attr]
+            lambda: weight.grad.tolist(),  # type: ignore[union-attr]
+            lambda: weight.grad.float().numpy(),  # type: ignore[union-attr]
+            lambda: torch.zeros(24, 12).copy_(weight.grad),  # type: ignore[arg-type]
+            others.step,
+        ):
+            text = error_of(RuntimeError, call)  # type: ignore[arg-type]
+            assert "used and freed" in text and "call step_in_backward with clipping='exact' or 'previous'" in text
+
+
+def test_what_needs_no_numbers_of_a_gradient_works_after_the_backward() -> None:
+    net = made()
+    optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
+    step_in_backward(net, optimizer)
+    loss_of(net, 1).backward()
+    grad = net.first.weight.grad
+    assert grad is not None and grad.detach().dtype == grad.data.dtype == BF16 and grad.t().shape == (12, 24)
+    assert repr(grad) == "FreedGradient(shape=(24, 12), dtype=torch.bfloat16, device='cpu')"
+    copied = pickle.loads(pickle.dumps(net))
+    assert copied.first.weight.grad is None and copy.deepcopy(net).first.weight.grad is None
+    net.float()
+    net.bfloat16()
+    net.zero_grad(set_to_none=False)
+    net.requires_grad_(True)
+    expected = made()
+    others = halfstep.AdamW(expected.parameters(), lr=0.01)
+    loss_of(expected, 1).backward()
+    others.step()
+    assert same((net, optimizer), (expected, others))
+    assert net.first.weight.grad is not None
+    del optimizer
+    gc.collect()
+    loss_of(net, 1).backward()
+    assert gradient_bytes(net) > 0
+
+
+def test_gradients_set_to_zero_are_stepped_with() -> None:
+    """Also those of a parameter that the next batch does not use."""
+    runs = []
+    for releases in (False, True):
+        net = made()
+        optimizer = halfstep.AdamW(net.parameters(), lr=0.01, weight_decay=0.5)
+        if releases:
+            step_in_backward(net, optimizer, bucket_bytes=400)
+        for step in range(5):
+            net.zero_grad(set_to_none=False)
+            loss_of(net, step).backward()
+            optimizer.step()
+        runs.append((net, optimizer))
+    assert same(*runs)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_hooks_are_not_compiled(offloads: bool) -> None:
+    """If a compiled function calls the backward."""
+    net = made()
+    optimizer: Any = halfstep.AdamW(net.parameters())
+    if offloads:
+        optimizer = OffloadedAdamW(net.parameters())
+    else:
+        step_in_backward(net, optimizer, bucket_bytes=1)
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compile(torch.Tensor.backward, backend="eager")(loss_of(net, 1))
+    # The hooks alone were more than 20 frames per parameter.
+    assert counters["frames"]["total"] <= 5
+    assert gradient_bytes(net) == 0 and bool((net.first.weight != made().first.weight).any()) is not offloads
 
 
 def test_a_parameter_that_is_trained_later_is_stepped_by_step() -> None:

@@ -12,6 +12,7 @@ from release_models import BF16, Net, Wrapped, gradient_bytes, loss_of, made, sa
 
 import halfstep
 from halfstep.integrations.release import StepInBackward, step_in_backward
+from halfstep.integrations.trainers.folding import clip_in_next_step
 
 FP16 = torch.float16
 LIMIT = 3.4  # between the norms of the first four steps
@@ -326,6 +327,69 @@ def test_a_scaler_that_was_updated_or_has_unscaled_does_not_step() -> None:
         loss = scaler.scale(loss_of(run[0], 0))
         assert "Expected check() before a backward" in error_of(RuntimeError, loss.backward)
         run[1].zero_grad()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_parameter_without_a_hook_is_refused_before_anything_changes(scaled: bool, added: bool) -> None:
+    """Unfrozen or added after `step_in_backward`, its gradient would be checked by nothing."""
+    run: Any
+    if scaled:
+        run, scaler = _scaled(FP16, None)
+        handle = step_in_backward(*run, scaler=scaler)
+    else:
+        run, scaler = _run(), halfstep.GradScaler("cpu", enabled=False)
+        handle = step_in_backward(*run, clipping="exact")
+    net, optimizer = run
+
+    def backward() -> None:
+        scaler.scale(loss_of(net, 0)).backward()
+
+    def check() -> None:
+        with handle.check():
+            backward()
+
+    def change() -> None:
+        if added:
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, dtype=BF16))]})
+        else:
+            net.frozen.requires_grad_(True)
+
+    check()
+    change()  # between the check and the backward that steps
+    before = copy.deepcopy(net.state_dict())
+    for call in (backward, check, lambda: scaler.step(optimizer)):
+        assert "call remove() and step_in_backward again" in error_of(RuntimeError, call)
+        optimizer.zero_grad()
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    handle.remove()
+    handle = step_in_backward(net, optimizer, **({"scaler": scaler} if scaled else {"clipping": "exact"}))
+    if scaled:
+        scaler.update()
+    check()
+    backward()
+    scaler.step(optimizer)
+    assert any(not torch.equal(before[name], value) for name, value in net.state_dict().items())
+
+
+def test_what_a_trainer_clips_and_logs() -> None:
+    plain, run = _run(), _run()
+    handle = step_in_backward(*run, clipping="previous")
+    loss_of(plain[0], 0).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad.float() for p in plain[0].parameters() if p.grad is not None])
+    loss_of(run[0], 0).backward()
+    for max_norm in (LIMIT, LIMIT, float("inf")):
+        assert clip_in_next_step(run[1], max_norm).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert "let the trainer not clip" in error_of(RuntimeError, lambda: clip_in_next_step(run[1], LIMIT / 2))
+    run[1].step()
+    squares = handle.state_dict()["sum_of_squares"]
+    assert squares is not None and squares**0.5 == pytest.approx(expected.item(), rel=1e-6)
+    handle.remove()
+    run[1].max_grad_norm = None
+    step_in_backward(*run)
+    loss_of(run[0], 0).backward()
+    assert clip_in_next_step(run[1], float("inf")).isnan()
+    assert "with max_grad_norm=None" in error_of(RuntimeError, lambda: clip_in_next_step(run[1], 1.0))
 
 
 # ----------------------------------------------------------------------------------------------------------- the rest
