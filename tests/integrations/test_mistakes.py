@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import mistakes
 import pytest
+import torch
 
 # `python tests/support/mistakes.py --loops N --seed S` runs others.
 LOOPS = 90
 
 
-@pytest.mark.parametrize("way", mistakes.WAYS)
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads would wait for one another longer than these small models take."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# What is wrong today: nothing notices that no step() followed the backward that has stepped.
+OPEN = {"release": True, "offload step": False}  # False: a thread steps, so that it may be right by chance
+ways = [
+    pytest.param(way, marks=[pytest.mark.xfail(reason="a step() left out", strict=OPEN[way])] if way in OPEN else [])
+    for way in mistakes.WAYS
+]
+
+
+@pytest.mark.parametrize("way", ways)
 @pytest.mark.parametrize("layout", mistakes.LAYOUTS_OF_16_BITS)
 def test_mistakes_have_the_bits_of_the_plain_optimizer_or_are_refused(layout: str, way: str) -> None:
     counts: Counter[str] = Counter()
