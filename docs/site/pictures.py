@@ -61,7 +61,7 @@ def second_moments(steps: int) -> dict[str, list[float]]:
         for step in range(1, steps + 1):
             weight.grad = gradient.clone()
             optimizer.step()
-            moment = optimizer.state_dict()["state"][0]["exp_avg_sq"].double()
+            moment = optimizer.canonical_state_dict()["state"][0]["exp_avg_sq"].double()
             found[name].append(float((moment / (exact * (1 - 0.999**step))).mean()))
     return found
 
