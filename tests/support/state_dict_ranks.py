@@ -101,7 +101,7 @@ def round_trip(wrapping: str, cls: Any, layout: str, flat: bool, kind: str = "")
     checks = Checks()
     options = StateDictOptions(flatten_optimizer_state_dict=flat, ignore_frozen_params=kind == "frozen")
     dtype, more = LAYOUTS[layout]
-    if flat or wrapping == "fsdp1":
+    if flat or wrapping.startswith("fsdp1"):
         more = {**more, "state_dict_format": "canonical"}
     torch.manual_seed(0)
     model: Any = Tied().to(dtype) if kind == "tied" else CompositeParamModel(device=CPU).to(dtype)
@@ -150,6 +150,8 @@ def offloaded(wrapping: str, cls: Any) -> None:
 def from_the_first_rank(wrapping: str, cls: Any, layout: str) -> None:
     """Load a state that only the first rank has; afterwards all ranks have it."""
     checks, (dtype, more) = Checks(), LAYOUTS[layout]
+    if wrapping.startswith("fsdp1"):
+        more = {**more, "state_dict_format": "canonical"}
     torch.manual_seed(0)
     plain = CompositeParamModel(device=CPU).to(dtype)
     model = WRAPPINGS[wrapping](copy.deepcopy(plain))
