@@ -14,7 +14,7 @@ a checkpoint is complete, and earlier checkpoints still exist (folder.py). See d
 """
 
 from halfstep.integrations.checkpoint.api import PendingSave, load, save
-from halfstep.integrations.checkpoint.convert import convert, export
+from halfstep.integrations.checkpoint.conversion import convert, export
 from halfstep.integrations.checkpoint.folder import CheckpointError, checkpoints, newest
 from halfstep.integrations.checkpoint.whole import gather, load_model, load_optimizer, scatter, with_masters
 

@@ -80,11 +80,8 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
 def sealed(content: Any) -> bytes:
     """The bytes of a manifest with this content."""
-    return json.dumps({"content": content, "sha256": _digest_of(content)}, indent=1).encode()
-
-
-def _digest_of(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"content": content, "sha256": digest}, indent=1).encode()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -94,8 +91,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: the manifest is missing or damaged.
     """
     try:
-        written = json.loads((path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b"")
-        content, intact = written["content"], written["sha256"] == _digest_of(written["content"])
+        written = (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
+        content = json.loads(written)["content"]
+        intact = written == sealed(content)
     except OSError as error:
         raise CheckpointError(f"its {MANIFEST} cannot be read: {error}") from error
     except (ValueError, TypeError, LookupError, RecursionError):

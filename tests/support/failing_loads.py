@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import halfstep
 from halfstep.integrations import checkpoint
+from halfstep.integrations.checkpoint import storage
 
 
 def _wrapped(kind: str, value: float) -> torch.nn.Module:
@@ -56,6 +57,55 @@ def _tampered(good: Path, path: Path, name: str) -> None:
         file = path / "optimizer-00002-of-00002.safetensors"
         attacks.change_header(file, lambda header: header.update(x=header.pop("state.1.weight.exp_avg")))
     attacks.seal(path)
+
+
+class Unpicklable(Exception):
+    """An error that ranks cannot send each other: it is pickled with one argument of two."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+FAULTS: dict[str, Any] = {
+    "full disk on rank 1": OSError(28, "No space left on device"),
+    "unpicklable on rank 1": Unpicklable("of its own", "kind"),
+    "interrupted on rank 1": KeyboardInterrupt(),
+    "other parameters on rank 1": None,
+    "other state on rank 1": None,
+}
+
+
+def saves(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:
+    """Saves that fail on one rank: the error on each, and whether the earlier checkpoint and nothing else is there."""
+    found: dict[str, tuple[str | None, bool]] = {}
+    write = storage.Hashed.write
+    for asynchronous in (False, True):
+        model = _wrapped("FSDP2", 0.5)
+        optimizer = _optimizer(model)
+        run = folder / f"saves {asynchronous}"
+        good = checkpoint.save(run, 1, model=model, optimizer=optimizer)
+        for name, fault in FAULTS.items():
+            if rank == 1 and fault is not None:
+
+                def fail(self: Any, data: Any, fault: BaseException = fault) -> None:
+                    raise fault
+
+                storage.Hashed.write = fail  # type: ignore[method-assign]
+            saved = torch.nn.Linear(rank + 1, 2, bias=bool(rank)) if "parameters" in name else model
+            state = {"x": Unpicklable("a", "b")} if "state" in name and rank == 1 else {"x": 1}
+            error = None
+            try:
+                pending: Any = checkpoint.save(run, 2, state, model=saved, asynchronous=asynchronous)
+                if asynchronous:
+                    pending.result()
+            except BaseException as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            storage.Hashed.write = write  # type: ignore[method-assign]
+            dist.barrier()
+            found[f"{name}, {asynchronous}"] = error, list(run.iterdir()) == [good]
+            dist.barrier()
+        checkpoint.load(good, model=model, optimizer=optimizer)
+    return found
 
 
 def run(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:

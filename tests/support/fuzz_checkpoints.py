@@ -11,6 +11,7 @@ time. Batches run in separate processes, so that crashes are counted too. The ex
 from __future__ import annotations
 
 import argparse
+import codecs
 import collections
 import contextlib
 import json
@@ -52,7 +53,7 @@ class Tries:
             self.setups.pop(kind)
         str(checkpoint.CheckpointError("\n"))
         for encoding in ("cp437", "latin_1"):  # of names in archives
-            "".encode(encoding)
+            codecs.lookup(encoding)
         for one in attacks.ODD:
             with contextlib.suppress(ValueError):
                 repr(one)

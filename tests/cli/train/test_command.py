@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -190,7 +191,7 @@ def test_the_parameter_that_was_spoiled_is_the_one_reported(
         "last_skipped": 10,
         "parameters": [{"name": name, "inf_steps": 2, "nan_steps": 1, "first_step": 2, "last_step": 10}],
     }
-    checkpoint.checkpoints(tmp_path / "out" / "checkpoints" / "fp16")[-1][1].unlink()
+    shutil.rmtree(checkpoint.checkpoints(tmp_path / "out" / "checkpoints" / "fp16")[-1][1])
     calls = 6
     assert _train(text, tmp_path / "out", *options, "--resume") == 0
     assert _report(tmp_path / "out")["runs"][0]["overflow"] == whole
@@ -444,7 +445,7 @@ def test_a_folder_means_its_newest_checkpoint(
     out = tmp_path / "out"
     assert _train(text, out, "--save-every", 4) == 0
     folder = out / "checkpoints" / "bf16"
-    checkpoint.checkpoints(folder)[-1][1].unlink()
+    shutil.rmtree(checkpoint.checkpoints(folder)[-1][1])
     for given in (folder, folder.parent, out):
         capsys.readouterr()
         assert _train(text, tmp_path / "other", "--resume", given) == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def test_a_restart_takes_the_newest_checkpoint_and_a_first_start_does_not(
     assert "restart 1: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out
     whole = report(out)
     files = checkpoint.checkpoints(out / "checkpoints" / "bf16")
-    files[-1][1].unlink()
+    shutil.rmtree(files[-1][1])
     assert main(words) == 0
     assert "bf16: continuing after step 8" in capsys.readouterr().out
     assert report(out)["train_loss"] == whole["train_loss"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_a_resumed_run_reports_the_same(text: Path, tmp_path: Path) -> None:
     options = ("--precision", "fp16", "--save-every", 8)
     whole = train(text, tmp_path / "out", *options)["runs"][0]["gradients"]
     for _, path in checkpoint.checkpoints(tmp_path / "out" / "checkpoints" / "fp16")[1:]:
-        path.unlink()
+        shutil.rmtree(path)
     assert train(text, tmp_path / "out", *options, "--resume")["runs"][0]["gradients"] == whole
     assert whole["steps"] == 3
 

@@ -309,3 +309,19 @@ def test_on_two_ranks_all_fail_alike_and_change_nothing(tmp_path: Path) -> None:
             assert "rank 1: it was ended by SystemExit" in found[0][name][0]
         elif "rank 1" in name:
             assert "rank 1" in error and "rank 1" in found[0][name][0]
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+    first, second = rank_processes.run(failing_loads.saves, 2, tmp_path)
+    assert len(first) == 10 and first.keys() == second.keys()
+    for name, (error, untouched) in (*first.items(), *second.items()):
+        assert untouched, name
+        assert error is not None, f"{name} was saved"
+    for name in first:
+        errors = first[name][0], second[name][0]
+        if name.startswith("interrupted"):
+            assert errors[1].startswith("KeyboardInterrupt") and "rank 1: it was interrupted" in errors[0]
+        elif "parameters" in name:
+            assert all("Expected all ranks to hold the same parameters" in error for error in errors)
+        else:
+            assert all(error.startswith("CheckpointError: cannot write") and "rank 1: " in error for error in errors)
