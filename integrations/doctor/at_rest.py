@@ -110,8 +110,9 @@ def _values(setup: Setup) -> Iterator[Finding]:
     entries = [(name, "weights", parameter) for name, parameter in setup.parameters()]
     entries += [(name, "buffers", buffer) for name, buffer in setup.model.named_buffers()]
     # A loss scaler skips steps whose gradients overflow, and the last one may be such a step.
-    grads = [(name, "gradients", one.grad) for name, one in setup.parameters() if one.grad is not None]
-    entries += [] if setup.scaler is not None else grads
+    if setup.scaler is None:
+        grads = ((name, gradient_of(parameter)) for name, parameter in setup.parameters())
+        entries += [(name, "gradients", grad) for name, grad in grads if grad is not None]
     for one in setup.held:
         entries += [(one.name, "weights", one.parameter)] * (id(one.parameter) not in setup.names)
         entries += [(one.name, key, value) for key, value in one.state.items()]

@@ -223,7 +223,9 @@ class _Watcher:
         held = self._of[id(optimizer)]
         self._weights = {id(one.parameter): sample(one.parameter).clone() for one in held}
         if self.scaler is not None and self._scaled and not self._in_scaler and float(self.scaler.get_scale()) != 1:
-            unscaled = all(self._unscaled_of(id(one.parameter)) for one in held if gradient_of(one.parameter) is not None)
+            unscaled = all(
+                self._unscaled_of(id(one.parameter)) for one in held if gradient_of(one.parameter) is not None
+            )
             self._note(
                 Finding(
                     "step-without-scaler",

@@ -12,8 +12,8 @@ from typing import Any
 import doctor_ranks
 import faulty_setups
 import healthy_setups
-import pytest
 import one_line_breaks
+import pytest
 import torch
 from errors import error_of
 from library_wrappers import AmpOptimWrapper, NativeScaler, OptimWrapper, Precision
