@@ -541,8 +541,8 @@ class _Offloaded(Adam):
             self._finish_step(mirror.bucket)
             if mirror.stepped_at == self._count and is_stand_in(mirror.host.grad):
                 raise RuntimeError(
-                    "Expected optimizer.step() or zero_grad() between two backwards with in_backward='step', but a "
-                    f"parameter of shape {tuple(grad.shape)} got another gradient: to add gradients, use "
+                    "Expected optimizer.step() or zero_grad() between two backwards with in_backward='step', but got "
+                    f"another gradient of a parameter of shape {tuple(grad.shape)}: to add gradients, use "
                     "in_backward='copy'"
                 )
             self._copy_out(mirror, grad)

@@ -236,8 +236,8 @@ class StepInBackward:
         """Raise if the gradient of a parameter would be added to one that has been used since the last `step`."""
         if self._stepped_at.get(id(parameter)) == self._steps:
             raise RuntimeError(
-                f"Expected optimizer.step() or zero_grad() between two backwards that step, but a parameter of shape "
-                f"{tuple(parameter.shape)} got another gradient: to add gradients, run all backwards but the last in "
+                "Expected optimizer.step() or zero_grad() between two backwards that step, but got another gradient of "
+                f"a parameter of shape {tuple(parameter.shape)}: to add gradients, run all backwards but the last in "
                 "`with handle.accumulate():`; with reentrant checkpointing, use use_reentrant=False"
             )
 
