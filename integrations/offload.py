@@ -361,8 +361,8 @@ class _Offloaded(Adam):
         self._streams: dict[torch.device, _Streams] = {}
         self._weights_arriving: dict[int, list[torch.cuda.Event]] = {}  # by bucket
         self._steps: dict[int, Future[None]] = {}  # by bucket
-        self._backward = -1  # torch's number of the last backward
-        self._count = 0  # calls of step()
+        self._backward = -1  # torch's number of the backward with steps that runs, or has failed
+        self._count = 0  # calls of step(), and backwards with steps that failed
         self._worker: Executor | None = None
         self._stepping: int | None = None  # the thread that steps
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
@@ -492,6 +492,18 @@ class _Offloaded(Adam):
                     )
                 self._began = True
             mirror = self._mirrors[id(parameter)]
+            running = torch._C._current_graph_task_id()
+            if self.in_backward == "step" and running not in (-1, self._backward):
+                self._count += self._backward != -1  # the last backward failed
+                after = partial(call_if_alive, weakref.WeakMethod(self._after_backward))
+                torch.autograd.Variable._execution_engine.queue_callback(after)
+                self._backward = running
+            if mirror.stepped_at == self._count:
+                raise RuntimeError(
+                    "Expected optimizer.step() between two backwards with in_backward='step', but a parameter of shape "
+                    f"{tuple(parameter.shape)} got another gradient: to add or discard gradients, use "
+                    "in_backward='copy'; freeze parameters that a loss does not train"
+                )
             self._collect_from(mirror)
             # At most two buckets of gradients are on their way.
             while self._in_flight and (
@@ -500,11 +512,6 @@ class _Offloaded(Adam):
                 self._in_flight.popleft().ended.synchronize()
             if self.in_backward != "step":
                 return
-            running = torch._C._current_graph_task_id()
-            if running not in (-1, self._backward):  # other code may read weights after the backward
-                after = partial(call_if_alive, weakref.WeakMethod(self._wait_for_steps))
-                torch.autograd.Variable._execution_engine.queue_callback(after)
-                self._backward = running
             arrived, bucket = self._arrived[mirror.bucket], self._of_bucket[mirror.bucket]
             arrived.add(id(parameter))
             if len(arrived) == sum(one.parameter.requires_grad for one in bucket):
@@ -538,13 +545,6 @@ class _Offloaded(Adam):
     def _add(self, mirror: _Mirror, grad: torch.Tensor) -> None:
         """Add a gradient to that on the host. The call of `_take` follows."""
         with self._lock:
-            self._finish_step(mirror.bucket)
-            if mirror.stepped_at == self._count and is_stand_in(mirror.host.grad):
-                raise RuntimeError(
-                    "Expected optimizer.step() or zero_grad() between two backwards with in_backward='step', but got "
-                    f"another gradient of a parameter of shape {tuple(grad.shape)}: to add gradients, use "
-                    "in_backward='copy'"
-                )
             self._copy_out(mirror, grad)
 
     @torch.no_grad()
@@ -701,6 +701,11 @@ class _Offloaded(Adam):
         steps, self._steps = self._steps, {}
         for step in steps.values():
             step.result()
+
+    def _after_backward(self) -> None:
+        """Called by autograd when a backward with steps has ended. Other code may read the weights then."""
+        self._backward = -1
+        self._wait_for_steps()
 
     def _wait_for_steps(self) -> None:
         if self._steps:

@@ -82,7 +82,7 @@ class StepInBackward:
         self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
         # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
         self._verdict: Verdict | None = None
-        self._steps = 0  # calls of step()
+        self._steps = 0  # calls of step(), and backwards that failed
         self._stepped_at: dict[int, int] = {}  # by the id of a parameter, that number when a backward stepped it
         self._ended = False  # whether the norm of this step is known, with "previous"
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
@@ -98,7 +98,7 @@ class StepInBackward:
         self._hooks: list[Any] = []
         self._freed: dict[int, torch.Tensor] = {}  # by the id of each parameter with a hook, its stand-in
         # The parameters whose stand-ins were removed in the present backward, and its number.
-        self._removed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._removed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._removing = -1
         for parameter in parameters_of(optimizer):
             if parameter.requires_grad:
@@ -229,34 +229,32 @@ class StepInBackward:
             running = torch._C._current_graph_task_id()
             if running != self._removing:
                 _call_after_backward(self._restore)
-                self._removing, self._removed = running, {}
-            self._removed[id(parameter)] = parameter, grad
+                self._removing, self._removed = running, []
+            self._removed.append((parameter, grad))
 
-    def _refuse_accumulation(self, parameter: torch.Tensor) -> None:
-        """Raise if the gradient of a parameter would be added to one that has been used since the last `step`."""
-        if self._stepped_at.get(id(parameter)) == self._steps:
+    def _refuse_second_backward(self, parameter: torch.Tensor) -> None:
+        """Raise if a backward has stepped a parameter since the last `step`."""
+        if self._stepped_at.get(id(parameter)) == self._steps and not self._checks:  # which need a check in any case
             raise RuntimeError(
-                "Expected optimizer.step() or zero_grad() between two backwards that step, but got another gradient of "
-                f"a parameter of shape {tuple(parameter.shape)}: to add gradients, run all backwards but the last in "
-                "`with handle.accumulate():`; with reentrant checkpointing, use use_reentrant=False"
+                "Expected optimizer.step() between two backwards that step, but got another gradient of a "
+                f"parameter of shape {tuple(parameter.shape)}: to add gradients, run all backwards but the last in "
+                "`with handle.accumulate():`; freeze parameters that a loss does not train; zero_grad() cannot discard "
+                "a step; with reentrant checkpointing, use use_reentrant=False"
             )
 
     def _restore(self) -> None:
         """Called by autograd when the backward has ended: `torch.autograd.grad` has not stored the gradients."""
-        removed, self._removed, self._removing = self._removed, {}, -1
-        for parameter, stand_in in removed.values():
+        removed, self._removed, self._removing = self._removed, [], -1
+        for parameter, stand_in in removed:
             if parameter.grad is None:
                 parameter.grad = stand_in
 
     def _take(self, parameter: torch.Tensor) -> None:
         """Called by autograd, or by FSDP2 after its reduction, when the gradient of a parameter is complete."""
-        added = id(parameter) in self._removed
         if parameter.grad is self._freed[id(parameter)]:  # FSDP2 has set its local part to the gradient
-            added = True
             self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
-        if added and not self._checks:
-            self._refuse_accumulation(parameter)
         if self._accumulating:
+            self._refuse_second_backward(parameter)
             return
         with self._lock:
             if not self._began:
@@ -268,12 +266,14 @@ class StepInBackward:
             if running != self._backward:
                 self._refuse_without_check()
                 if self._backward != -1:  # the last backward failed; `step` takes the gradients that it left
+                    self._steps += 1
                     for one in self._buckets:
                         one.arrived = {}
                     if self._reduction is not None:
                         self._reduction.restart()
                 _call_after_backward(self._finish)
                 self._backward = running
+            self._refuse_second_backward(parameter)
             bucket = self._bucket_of.get(id(parameter)) or self._assign(parameter)
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
             bucket.arrived[id(parameter)] = parameter, stream

@@ -249,19 +249,22 @@ def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
 
 @pytest.mark.parametrize("offloads", [False, True])
 def test_a_second_backward_before_the_step_is_refused(offloads: bool) -> None:
-    """It would be another step, where code without a step in the backward adds gradients."""
+    """It would be another step, where a step after the backward adds gradients, or `zero_grad` discards them."""
     net = made()
     optimizer: Any = halfstep.AdamW(net.parameters())
     if offloads:
         optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
     else:
         step_in_backward(net, optimizer)
-    for between in (optimizer.step, optimizer.zero_grad, net.zero_grad):
+    remedy = "use in_backward='copy'" if offloads else "in `with handle.accumulate():`"
+    for between in (lambda: None, optimizer.zero_grad, net.zero_grad):
+        loss_of(net, 1).backward()
+        optimizer.step()
         loss_of(net, 1).backward()
         between()
-    loss_of(net, 1).backward()
-    remedy = "use in_backward='copy'" if offloads else "in `with handle.accumulate():`"
-    assert remedy in error_of(RuntimeError, lambda: loss_of(net, 1).backward())
+        assert remedy in error_of(RuntimeError, lambda: loss_of(net, 1).backward())
+        optimizer.step()
+        net.zero_grad()
 
 
 def test_what_needs_no_numbers_of_a_gradient_works_after_the_backward() -> None:
