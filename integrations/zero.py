@@ -1,9 +1,9 @@
 """ZeRO-1: gather the state of a `ZeroRedundancyOptimizer`, and load it on any number of ranks.
 
 ``ZeroRedundancyOptimizer.load_state_dict`` copies the entries of a checkpoint into the state of the local optimizer
-without calling the ``load_state_dict`` of that optimizer. An fp32 master would then be stored in an optimizer that
-expects a 16-bit remainder, and step counters would move to the CPU. The functions here pass each rank's part through
-the local optimizer's own methods.
+without calling the ``load_state_dict`` of that optimizer. The next step converts them to the optimizer's layout: until
+then they take the bytes that they have in the checkpoint, and nothing has checked them. The functions here pass each
+rank's part through the local optimizer's own methods.
 """
 
 from __future__ import annotations

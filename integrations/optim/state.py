@@ -99,14 +99,28 @@ def needed(parameter: torch.Tensor, group: dict[str, Any]) -> list[str]:
 
 
 def is_complete(state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> bool:
-    """Whether a parameter's state has all entries that a step needs, and the right kind of master."""
+    """Whether a parameter's state has all entries that a step needs, with moments and the master as they are held."""
     step, held = state.get("step"), state.get("master")
     master = master_of(parameter, group["master_weights"])
     fits = not isinstance(held, torch.Tensor)
     if isinstance(held, torch.Tensor) and master is not None:
         fits = (held.dtype if is_remainder(held) else torch.float32) == MASTER_DTYPES[master]
-    counted = isinstance(step, torch.Tensor) and step.dtype == torch.float32
-    return fits and counted and all(key in state for key in needed(parameter, group))
+    counted = isinstance(step, torch.Tensor) and (step.dtype, step.device) == (torch.float32, local(parameter).device)
+    moments = not _foreign_moments(state, parameter, group)
+    return fits and counted and moments and all(key in state for key in needed(parameter, group))
+
+
+def _foreign_moments(state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> list[str]:
+    """The names of moments that other code has assigned in fp32 or bf16, where the layout has another dtype."""
+    dtype, own = state_dtype_of(parameter, group["state_dtype"]), local(parameter)
+    moments = {key: local(state[key]) for key in moments_of(group) if isinstance(state.get(key), torch.Tensor)}
+    return [
+        key
+        for key, moment in moments.items()
+        if moment.dtype in (torch.float32, torch.bfloat16)
+        and moment.dtype != dtype
+        and (moment.shape, moment.device) == (own.shape, own.device)
+    ]
 
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -357,12 +371,18 @@ class OptimizerState(StepsOnVerdict, Optimizer):
             return known
         state = {} if known is None else dict(known)
         self._fit_master(parameter, kept, state)
+        for key in _foreign_moments(state, parameter, group):  # as ZeroRedundancyOptimizer.load_state_dict assigns them
+            if (dtype := state_dtype_of(parameter, group["state_dtype"])) == torch.uint8:
+                state |= encoded(key, local(state[key]).float(), parameter)
+            else:
+                state[key] = state[key].to(dtype)
         if any(key not in state for key in needed(parameter, group)):
             if kept == "full" and "master" not in state:
                 self._agreed[id(parameter)] = Agreed.now(parameter)
             state = {**self._new_state(parameter, group), **state}
-        if not isinstance(state["step"], torch.Tensor) or state["step"].dtype != torch.float32:
-            state["step"] = step_count(state["step"], "state of a parameter").to(parameter.device)
+        step, device = state["step"], local(parameter).device
+        if not isinstance(step, torch.Tensor) or (step.dtype, step.device) != (torch.float32, device):
+            state["step"] = step_count(step, "state of a parameter").to(device)
         self.state[parameter] = state
         return state
 

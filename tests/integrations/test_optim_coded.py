@@ -451,17 +451,34 @@ def test_parameters_that_fsdp1_has_flattened_are_refused() -> None:
     assert (parameter == 1).all()
 
 
+def test_fp32_moments_are_taken_over_as_they_load() -> None:
+    """After a change of the option, or an assignment of canonical state."""
+    runs = []
+    for loads in (False, True):
+        parameters = parameters_of(BF16)[:1]
+        optimizer = halfstep.AdamW(parameters)
+        train(optimizer, parameters, range(1))
+        optimizer.param_groups[0]["state_dtype"] = "8bit"
+        if loads:
+            optimizer.load_state_dict(optimizer.state_dict())
+        give_gradients(parameters, 1)
+        optimizer.step()
+        runs.append({"weight": parameters[0], **optimizer.state[parameters[0]]})
+    assert runs[0].keys() == runs[1].keys() and all(torch.equal(runs[0][key], runs[1][key]) for key in runs[0])
+
+
 def test_state_of_another_kind_is_named() -> None:
     parameters = parameters_of(BF16)[:1]
-    optimizer = halfstep.AdamW(parameters)
+    optimizer = halfstep.AdamW(parameters, state_dtype="8bit")
     train(optimizer, parameters, range(1))
-    optimizer.param_groups[0]["state_dtype"] = "8bit"
     give_gradients(parameters, 1)
+    codes = optimizer.state[parameters[0]]["exp_avg"]
+    optimizer.state[parameters[0]]["exp_avg"] = codes[1:].float()
     with pytest.raises(
         ValueError, match=r"Expected state 'exp_avg' of parameter 0 .* to be .* torch.uint8 on cpu, but"
     ):
         optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())  # the remedy that the message names
+    optimizer.state[parameters[0]]["exp_avg"] = codes
     optimizer.step()
     optimizer.state[parameters[0]]["exp_avg_scale"] = torch.zeros(40, 1, dtype=torch.uint8)
     with pytest.raises(

@@ -93,6 +93,35 @@ def test_what_is_loaded_goes_through_the_optimizers_own_loading(shapes: Any, opt
     assert differences(plain.state_dict(), zero.state_dict(divided)) == []
 
 
+@pytest.mark.parametrize(
+    ("shapes", "options"), [*LAYOUTS, pytest.param(SMALL, {"state_dtype": torch.bfloat16}, id="bf16 moments")]
+)
+def test_canonical_state_that_torch_loads_goes_on_alike(shapes: Any, options: Any) -> None:
+    """`ZeroRedundancyOptimizer.load_state_dict` assigns entries past the optimizer, whose next step takes them over."""
+    divided = ZeroRedundancyOptimizer(_groups(shapes), optimizer_class=halfstep.AdamW, **options)
+    _step(divided, 1)
+    divided.consolidate_state_dict()
+    state = {**divided.state_dict(), "state": zero.state_dict(divided, optimizer_state="canonical")["state"]}
+    groups = _groups(shapes)
+    for parameter, weight in zip((p for g in groups for p in g["params"]), _weights(divided), strict=True):  # type: ignore[attr-defined]
+        parameter.data.copy_(weight)
+    resumed = ZeroRedundancyOptimizer(groups, optimizer_class=halfstep.AdamW, **options)
+    resumed.load_state_dict(state)
+    for optimizer in (divided, resumed):
+        _step(optimizer, 2)
+    assert all(map(torch.equal, _weights(divided), _weights(resumed)))
+    assert differences(zero.state_dict(divided), zero.state_dict(resumed)) == []
+
+
+def test_a_step_count_returns_to_the_device_of_its_parameter() -> None:
+    """`ZeroRedundancyOptimizer.load_state_dict` moves it to the CPU."""
+    weight = torch.nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = halfstep.AdamW([weight])
+    optimizer.state[weight] = {"step": torch.tensor(2.0), "exp_avg": torch.empty_like(weight)}
+    state = optimizer._complete_state(weight, optimizer.param_groups[0])
+    assert state["step"].device == weight.device
+
+
 def test_another_model_is_refused_and_nothing_touched() -> None:
     divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=halfstep.AdamW)
     _step(divided, 1)
