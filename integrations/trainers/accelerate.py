@@ -127,12 +127,30 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer; see `accelerate.Accelerator.prepare_optimizer`."""
+        """Prepare an optimizer; see `accelerate.Accelerator.prepare_optimizer`.
+
+        Raises:
+            TypeError: the attribute `scaler` was set to something else than a `halfstep.GradScaler`.
+        """
+        scaler_or_raise(self.scaler)
         if not isinstance(optimizer, AcceleratedOptimizer):
             placed = self.device_placement if device_placement is None else device_placement
             optimizer = SkipAwareOptimizer(optimizer, placed, self.scaler)
             optimizer._is_accelerate_prepared = True  # what Accelerate's method looks for, which keeps it as it is
         return super().prepare_optimizer(optimizer, device_placement)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Scale a loss and compute its gradients; see `accelerate.Accelerator.backward`.
+
+        Raises:
+            RuntimeError: the attribute `scaler` was set after an optimizer was prepared, which would not unscale.
+        """
+        if any(isinstance(one, SkipAwareOptimizer) and one.scaler is not self.scaler for one in self._optimizers):
+            raise RuntimeError(
+                "Expected accelerator.scaler to be that of the prepared optimizers, but got another: pass scaler= to "
+                "Accelerator, or set it before prepare"
+            )
+        super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of some optimizers in place, or of all prepared ones that are not unscaled yet.

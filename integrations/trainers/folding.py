@@ -22,7 +22,10 @@ def scaler_or_raise(scaler: Any) -> GradScaler | None:
         TypeError: it is neither None nor a `halfstep.GradScaler`.
     """
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(f"Expected scaler to be a halfstep.GradScaler, but got a {type(scaler).__qualname__}")
+        raise TypeError(
+            f"Expected scaler to be a halfstep.GradScaler, but got a {type(scaler).__qualname__} of "
+            f"{type(scaler).__module__}: use halfstep.GradScaler, which takes the arguments of torch.amp.GradScaler"
+        )
     return scaler
 
 

@@ -297,6 +297,27 @@ def test_errors_name_the_argument_and_the_remedy() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
+def test_a_scaler_set_by_hand() -> None:
+    accelerator, (optimizer,) = ready(None, network())
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(TypeError, match=r"got a GradScaler of torch\.amp\.grad_scaler: use halfstep\.GradScaler"):
+        accelerator.prepare(halfstep.AdamW(network().parameters()))
+    accelerator.scaler = halfstep.GradScaler("cpu", init_scale=SCALE)
+    model = network()
+    with pytest.raises(RuntimeError, match=r"but got another: pass scaler= to Accelerator, or set it before prepare"):
+        accelerator.backward(error(model(batch(0)[0]), batch(0)[1]))
+    accelerator.scaler = None
+    accelerator.backward(error(model(batch(0)[0]), batch(0)[1]))
+    optimizer.step()
+    early = ours.Accelerator(cpu=True)
+    early.scaler = halfstep.GradScaler("cpu", init_scale=SCALE)
+    prepared = early.prepare(halfstep.AdamW(model.parameters()))
+    early.backward(error(model(batch(0)[0]), batch(0)[1]))
+    prepared.step()
+    assert prepared.scaler is early.scaler and not prepared.step_was_skipped
+
+
+@pytest.mark.usefixtures("fresh")
 def test_the_lines_of_the_page_run() -> None:
     names = page_names()
     before = copy.deepcopy(list(names["model"].parameters()))
