@@ -21,7 +21,8 @@ from halfstep.integrations.doctor.setup import (
     sample,
     world_size,
 )
-from halfstep.integrations.optim.state import OptimizerState
+from halfstep.integrations.optim.state import SCALES, OptimizerState
+from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.scaler import GradScaler
@@ -42,8 +43,8 @@ def doctor(model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> Diagno
 
     Nothing is changed, and no step is needed: it may be called before training, after some steps, or after loading a
     checkpoint; after a step more can be said, since the optimizer then has its state. It reads weights, gradients and
-    state once, for NaN and Inf, and waits for the device. What only steps show (schedules that advance on skips, clipping of scaled
-    gradients, autocast, lost updates) is found by `halfstep.integrations.doctor.watch`.
+    state once, to look for NaN and Inf, and waits for the device. What only steps show (schedules that advance on
+    skips, clipping of scaled gradients, autocast, lost updates) is found by `halfstep.integrations.doctor.watch`.
 
     Args:
         model: the model, with the wrappers that train it (DistributedDataParallel, FSDP, ``torch.compile``).
@@ -112,7 +113,8 @@ def _values(setup: Setup) -> Iterator[Finding]:
     entries += [] if setup.scaler is not None else grads
     for one in setup.held:
         entries += [(one.name, "weights", one.parameter)] * (id(one.parameter) not in setup.names)
-        entries += [(one.name, key, value) for key, value in {**one.state, **one.scales}.items()]
+        entries += [(one.name, key, value) for key, value in one.state.items()]
+        entries += [(one.name, key, _marks(value)) for key, value in one.scales.items() if key in SCALES.values()]
     values = nonfinite([value for _, _, value in entries])
     hit = [
         (name, kind, value)
@@ -134,6 +136,12 @@ def _values(setup: Setup) -> Iterator[Finding]:
             "load weights and state from before, and repeat the step in halfstep.integrations.doctor.first_nonfinite("
             "model), which names the first operation that makes NaN or Inf out of finite numbers",
         )
+
+
+def _marks(scales: torch.Tensor) -> torch.Tensor:
+    """NaN for each block of NaN of a moment in 8 bits, from its scales; 0 for the others."""
+    values = local(scales)
+    return torch.where(values == (NAN_BLOCK if values.dtype == torch.uint8 else NAN_RANGE), math.nan, 0.0)
 
 
 def _frozen(setup: Setup) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from halfstep.numerics.scaling.topology import local
 
 
 class NonFinite:
-    """The result of `first_nonfinite`; false as long as all numbers are finite.
+    """The result of `first_nonfinite`; false as long as no operation made NaN or Inf out of finite numbers.
 
     Attributes:
         module: the name of the innermost module that was computing, ``""`` for the model itself or the backward.
@@ -34,7 +34,7 @@ class NonFinite:
 
     def __str__(self) -> str:
         if not self:
-            return "all numbers are finite"
+            return "no operation made NaN or Inf out of finite numbers"
         where = f"{self.module or 'the model'} ({self.kind})" if self.kind else "no module"
         where = self.backward or where
         return f"{self.value} from {self.operation} in {where}; inputs: {', '.join(self.inputs) or 'none'}"

@@ -224,31 +224,31 @@ def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
     """
     if hasattr(optimizer, "param_groups"):
         inner = unwrapped(optimizer)
-        parts = [getattr(inner, "optimizers", None)]  # of torchtitan's containers, which are optimizers themselves
-        if not isinstance(inner, torch.optim.Optimizer):
-            parts += getattr(inner, "__dict__", {}).values()
-        parts = [one for part in parts for one in (_collected(part) or [part]) if hasattr(one, "param_groups")]
+        # Those of torchtitan's containers, which are optimizers themselves, and what any other wrapper holds.
+        values = [getattr(inner, "optimizers", None)]
+        values += [] if isinstance(inner, torch.optim.Optimizer) else getattr(inner, "__dict__", {}).values()
+        parts = [one for value in values for one in _parts(value) if hasattr(one, "param_groups")]
         parts = [one for one in parts if all(one is not other for other in (inner, *outer))]
         if not parts:
             yield inner
         outer = (*outer, inner)
     else:
-        parts = _collected(optimizer)
-        if parts is None and optimizer is not None:
+        collection = isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, torch.nn.Module, torch.Tensor))
+        if optimizer is not None and not collection:
             raise TypeError(
                 "Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a "
                 f"{type(optimizer).__name__}"
             )
-    for part in parts or ():
+        parts = _parts(optimizer if optimizer is None or isinstance(optimizer, Mapping) else list(optimizer))
+    for part in parts:
         yield from innermost(part, outer)
 
 
-def _collected(of: Any) -> list[Any] | None:
-    """The values of a mapping or another collection; None if it is none."""
-    if isinstance(of, Mapping):
-        return list(of.values())
-    collection = isinstance(of, Iterable) and not isinstance(of, (str, torch.nn.Module, torch.Tensor))
-    return list(of) if collection else None
+def _parts(value: Any) -> list[Any]:
+    """The elements of a list or tuple, or the values of a mapping; another object alone; nothing for None."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
 def _scaler_of(scaler: Any, optimizer: Any) -> Any:
@@ -303,7 +303,8 @@ def _reaches(start: Any, parameters: Collection[int], depth: int = 5) -> bool:
 def distinct(values: torch.Tensor) -> torch.Tensor:
     """The memory of this rank's shard, in which each element occurs once, however large the shard is expanded."""
     mine = local(values).detach()
-    mine = mine[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mine.stride())]
+    sizes = [1 if stride == 0 else size for size, stride in zip(mine.shape, mine.stride(), strict=True)]
+    mine = mine.as_strided(sizes, mine.stride())
     span = 1 + sum((size - 1) * stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
     return mine.as_strided((span,), (1,)) if mine.numel() > span else mine
 
@@ -313,7 +314,8 @@ def nonfinite(tensors: Sequence[torch.Tensor]) -> list[str]:
 
     ``""`` is also returned for tensors that hold no numbers of 16 bits or more in memory of their own.
     """
-    found, extremes = [""] * len(tensors), defaultdict(list)
+    found = [""] * len(tensors)
+    extremes: dict[Any, dict[int, Any]] = defaultdict(dict)  # least and largest value, by device and dtype
     for index, value in enumerate(tensors):
         mine = local(value)
         if not has_memory(mine) or mine.layout != torch.strided or not mine.numel():
@@ -321,14 +323,14 @@ def nonfinite(tensors: Sequence[torch.Tensor]) -> list[str]:
         if mine.is_complex():
             mine = torch.view_as_real(mine.resolve_conj())
         if mine.is_floating_point() and mine.element_size() > 1:
-            extremes[mine.device, mine.dtype].append((index, *torch.aminmax(distinct(mine))))
-    flags = {}
-    for kind, entries in extremes.items():
-        least, largest = (torch.stack([entry[place] for entry in entries]) for place in (1, 2))
-        flags[kind] = torch.stack([least.isnan(), least.isinf() | largest.isinf()])
-    for kind, (nan, inf) in ((kind, value.tolist()) for kind, value in flags.items()):
-        for entry, has_nan, has_inf in zip(extremes[kind], nan, inf, strict=True):
-            found[entry[0]] = "NaN" if has_nan else "Inf" if has_inf else ""
+            extremes[mine.device, mine.dtype][index] = torch.aminmax(distinct(mine))
+    flags = []
+    for pairs in extremes.values():
+        least, largest = map(torch.stack, zip(*pairs.values(), strict=True))
+        flags.append(torch.stack([least.isnan(), least.isinf() | largest.isinf()]))
+    for pairs, flag in zip(extremes.values(), flags, strict=True):
+        for index, nan, inf in zip(pairs, *flag.tolist(), strict=True):
+            found[index] = "NaN" if nan else "Inf" if inf else ""
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from halfstep.integrations.doctor.at_rest import holds_bf16_only
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, in_bytes, in_order, some
-from halfstep.integrations.doctor.setup import HALF, dtypes_of
+from halfstep.integrations.doctor.setup import HALF, distinct, dtypes_of
 from halfstep.integrations.tensor_files import read_tensors
 
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "master_param", "momentum_buffer")
@@ -39,7 +39,7 @@ def examine_checkpoint(paths: Sequence[str | Path], progress: Callable[[float], 
     for name, values in tensors.items():
         if values.layout == torch.strided and not values.is_meta:
             _look(name, values, broken, negative, rounded)
-            if values.numel() >= 1024:
+            if values.numel() >= 1024 and _bytes(values) == values.nbytes:
                 same[values.dtype, values.shape, _digest(values)].append(name)
         done += _bytes(values)
         progress(done / total)
@@ -56,7 +56,7 @@ def examine_checkpoint(paths: Sequence[str | Path], progress: Callable[[float], 
 
 
 def _bytes(values: torch.Tensor) -> int:
-    return values.numel() * values.element_size()
+    return distinct(values).nbytes if values.layout == torch.strided else values.numel() * values.element_size()
 
 
 def _entry(name: str) -> str:
@@ -67,7 +67,7 @@ def _look(name: str, values: torch.Tensor, broken: dict[str, str], negative: lis
     if not values.is_floating_point() or values.element_size() == 1 or not values.numel():
         return
     nan = inf = 0
-    for piece in values.flatten().split(_PIECE):
+    for piece in distinct(values).flatten().split(_PIECE):
         nan += int(piece.isnan().sum())
         inf += int(piece.isinf().sum())
         if _entry(name) in _SQUARES and bool((piece < 0).any()) and name not in negative:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 import doctor_ranks
 import faulty_setups
 import healthy_setups
+import one_line_breaks
 import pytest
 import torch
 from errors import error_of
+from library_wrappers import AmpOptimWrapper, NativeScaler, OptimWrapper, Precision
 from torch import nn
 
 import halfstep
@@ -77,6 +81,129 @@ def test_arguments_that_cannot_be_examined() -> None:
     assert error_of(TypeError, lambda: doctor(model, [model])) == (
         "Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a Sequential"
     )
+    for scaler in ("fp16", torch.float16, model, Precision("fp16")):
+        assert error_of(TypeError, lambda scaler=scaler: doctor(model, None, scaler)) == (
+            "Expected scaler to be a loss scaler with scale, step, update and get_scale, or an object with one as "
+            f"_scaler, loss_scaler, scaler, but got a {type(scaler).__name__}: pass the torch.amp.GradScaler or "
+            "halfstep.GradScaler, or None without one"
+        )
+
+
+def test_which_libraries_the_optimizer_and_the_scaler_are_from() -> None:
+    model = _net()
+    theirs, ours = torch.optim.AdamW(model.parameters()), halfstep.AdamW(model.parameters())
+    assert doctor(model, theirs).examined == "Sequential of 4 parameters, torch.optim.AdamW"
+    assert doctor(model, OptimWrapper(ours), halfstep.GradScaler("cpu")).examined == (
+        "Sequential of 4 parameters, halfstep.AdamW, halfstep.GradScaler"
+    )
+
+
+def test_a_scaler_is_examined_in_what_holds_it() -> None:
+    model = _net()
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+    collapsed = torch.amp.GradScaler("cpu", init_scale=0.0)
+    for scaler in (collapsed, NativeScaler(collapsed), Precision(collapsed), Precision(NativeScaler(collapsed))):
+        assert doctor(model, optimizer, scaler).names == ["scale-collapsed"]
+    assert doctor(model, AmpOptimWrapper(optimizer, collapsed)).names == ["scale-collapsed"]
+    assert doctor(_net(torch.float16), None, NativeScaler(torch.amp.GradScaler("cpu"))).names == [
+        "fp16-weights-with-torch-scaler"
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------- NaN and infinity
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16, torch.float16, torch.complex64])
+def test_one_value_that_is_not_finite_is_named(dtype: torch.dtype, value: float) -> None:
+    """Wherever it is: every element is read."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"first": nn.Linear(8, 8), "last": nn.Linear(512, 513)}).to(dtype)
+    optimizer = halfstep.AdamW(model.parameters()) if dtype == BF16 else torch.optim.SGD(model.parameters())
+    model["last"].weight.data[511, 510] = value
+    (found,) = (one for one in doctor(model, optimizer).findings if one.name == "values-not-finite")
+    assert (found.severity, found.where) == ("error", "1 tensor: last.weight")
+    assert found.what == f"{'NaN' if math.isnan(value) else 'Inf'} in weights"
+    assert "halfstep.integrations.doctor.first_nonfinite(model)" in found.remedy
+
+
+def test_where_nan_is() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+    optimizer = halfstep.AdamW(model.parameters())
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    model[1].running_var[3] = math.nan  # type: ignore[index]
+    optimizer.state[model[0].weight]["exp_avg"][2] = math.nan
+    model[0].bias.grad[0] = math.inf  # type: ignore[index, union-attr]
+    (found,) = doctor(model, optimizer).findings
+    assert found.where == "3 tensors: 1.running_var, 0.bias, 0.weight"
+    assert found.what == "NaN in buffers and exp_avg; Inf in gradients"
+
+
+def test_nan_in_the_scales_of_moments_in_8_bits() -> None:
+    model = nn.Linear(128, 64, dtype=BF16)
+    optimizer = halfstep.AdamW(model.parameters(), state_dtype="8bit", rounding="stochastic")
+    model(torch.randn(4, 128, dtype=BF16)).sum().backward()
+    optimizer.step()
+    assert doctor(model, optimizer).ok
+    model.weight.grad[5, 7] = math.nan  # type: ignore[index]
+    optimizer.step()
+    with torch.no_grad():
+        model.weight.nan_to_num_()
+    (found,) = (one for one in doctor(model, optimizer).findings if one.severity == "error")
+    assert (found.name, found.where) == ("values-not-finite", "1 tensor: weight")
+
+
+@pytest.mark.parametrize("factor", [math.nan, 1.0])
+def test_watch_names_the_step_that_made_weights_nan(factor: float) -> None:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watched:
+        for step in range(3):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 16)).sum() * (factor if step == 1 else 1.0)).backward()
+            if step == 1 and factor == 1.0:
+                optimizer.param_groups[0]["lr"] = math.inf
+            optimizer.step()
+    found = watched.diagnosis.findings[0]
+    assert found.name == "values-not-finite" and watched.diagnosis.names.count(found.name) == 1
+    grads = "not finite" if math.isnan(factor) else "finite"
+    assert found.what.endswith(f"seen in weights after step 2, whose gradients were {grads}"), found.what
+
+
+# -------------------------------------------------------------------------------------------------- whose parameters
+
+
+def test_the_optimizer_of_a_model_that_was_copied_into_bf16() -> None:
+    """The remedy, to make the optimizer afterwards, is silent."""
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    half = copy.deepcopy(model).to(BF16)
+    assert doctor(half, optimizer).names == ["optimizer-of-other-parameters"]
+    with watch(half, optimizer) as watched:
+        for _ in range(2):
+            half(torch.ones(2, 16, dtype=BF16)).sum().backward()
+            optimizer.step()
+            half.zero_grad()
+    assert "optimizer-of-other-parameters" in watched.diagnosis.names
+    assert doctor(half, halfstep.AdamW(half.parameters())).ok
+
+
+def test_copies_that_are_parameters_are_recognized_after_a_step() -> None:
+    """Before it, they cannot be told from the parameters of another model with the same weights."""
+    model = _net(BF16)
+    masters = [nn.Parameter(one.detach().float()) for one in model.parameters()]
+    optimizer = torch.optim.AdamW(masters)
+    assert doctor(model, optimizer).names == ["optimizer-of-other-parameters"]
+    with watch(model, optimizer) as watched:
+        model(torch.ones(2, 16, dtype=BF16)).sum().backward()
+        for one, master in zip(model.parameters(), masters, strict=True):
+            master.grad = None if one.grad is None else one.grad.float()
+        optimizer.step()
+        for one, master in zip(model.parameters(), masters, strict=True):
+            one.data.copy_(master)
+        model.zero_grad()
+    assert watched.diagnosis.ok and doctor(model, optimizer).ok, str(watched)
 
 
 def test_a_model_without_an_optimizer_and_on_meta_tensors() -> None:
@@ -183,7 +310,7 @@ def test_infinities_that_are_meant_are_not_reported() -> None:
         nn.functional.scaled_dot_product_attention(scores, scores, scores, is_causal=True)
         torch.full((1,), float("nan")) * 2
     assert not found, str(found)
-    assert str(found) == "all numbers are finite"
+    assert str(found) == "no operation made NaN or Inf out of finite numbers"
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -228,6 +355,19 @@ def test_a_checkpoint_that_shows_a_fault(
 ) -> None:
     found = _saved(tmp_path, **tensors)
     assert found.names == [name] and stake in found.findings[0].stake, str(found)
+
+
+@pytest.mark.parametrize("count", [1 << 40, (1 << 63) - 1])
+def test_a_small_file_of_an_expanded_tensor_is_little_work(tmp_path: Path, count: int) -> None:
+    """What is read is the memory, which is what the file has."""
+    found = _saved(tmp_path, ones=torch.ones(1).expand(count), rows=torch.tensor([1.0, math.nan]).expand(1 << 40, 2))
+    assert found.examined.endswith("with 2 tensors, 12 B") and found.names == ["values-not-finite"]
+    assert found.findings[0].what == "rows holds 1 NaN"
+
+
+def test_overlapping_rows_are_not_saved_twice(tmp_path: Path) -> None:
+    values = torch.arange(4000.0) / 3
+    assert _saved(tmp_path, rows=values.as_strided((2000, 2000), (1, 1)), others=values.clone()).ok
 
 
 def test_tied_and_constant_tensors_are_not_saved_twice(tmp_path: Path) -> None:
@@ -321,3 +461,5 @@ def test_the_docs_describe_each_finding_and_count_the_cases() -> None:
     healthy = len(healthy_setups.HEALTHY) + len(doctor_ranks.HEALTHY)
     assert f"reproduce {faults} faults on the CPU, {len(threads)} of them reported" in page
     assert f"In {healthy} healthy set-ups" in page
+    named = sum(case.name is not None for case in one_line_breaks.BREAKS)
+    assert f"Of {len(one_line_breaks.BREAKS)} lines as people break them, {named} are named" in page

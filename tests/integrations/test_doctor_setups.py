@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import faulty_setups
 import healthy_setups
+import one_line_breaks
 import pytest
 
 from halfstep.integrations.doctor import Diagnosis
@@ -25,6 +26,17 @@ def test_the_doctor_names_it(build: Callable[[], Diagnosis], name: str) -> None:
     assert name in diagnosis.names, str(diagnosis)
     (found,) = (finding for finding in diagnosis.findings if finding.name == name)
     assert found.where and found.what and found.stake and found.remedy
+
+
+@pytest.mark.parametrize("case", one_line_breaks.BREAKS, ids=lambda case: f"{case.name}: {case.replacement.strip()}")
+def test_a_broken_line_is_named(case: one_line_breaks.Break) -> None:
+    names = one_line_breaks.told_by(case)
+    assert case.name in names if case.name is not None else names == []
+
+
+@pytest.mark.parametrize("loop", [one_line_breaks.AMP, one_line_breaks.PLAIN], ids=["amp", "plain"])
+def test_no_false_alarm_in_the_loops_that_are_broken(loop: str) -> None:
+    assert one_line_breaks.told(loop) == []
 
 
 @pytest.mark.parametrize("build", healthy_setups.HEALTHY, ids=[build.__name__ for build in healthy_setups.HEALTHY])

@@ -8,6 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from library_wrappers import (
+    AmpOptimWrapper,
+    NativeScaler,
+    OptimizersContainer,
+    OptimWrapper,
+    OptimWrapperDict,
+    Precision,
+    Stash,
+)
 from release_models import Wrapped
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -502,6 +511,78 @@ def a_wrapped_optimizer() -> list[str]:
     return names_found(model, wrapped, body)
 
 
+# ------------------------------------------------------------------------------------------------ wrappers of libraries
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
+
+
+def timms_scaler() -> list[str]:
+    model = net()
+    optimizer, scaler = torch.optim.AdamW(_groups(model)), NativeScaler(_torchs())
+
+    def body(step: int) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", FP16):
+            loss = loss_of(model, step)
+        scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+
+    return names_found(model, optimizer, body, scaler)
+
+
+def mmengines_wrapper() -> list[str]:
+    model = net()
+    wrapper = OptimWrapper(torch.optim.AdamW(_groups(model)))
+    return names_found(model, wrapper, lambda step: wrapper.update_params(loss_of(model, step)))
+
+
+def mmengines_wrapper_with_a_scaler() -> list[str]:
+    model = net()
+    wrapper = AmpOptimWrapper(torch.optim.AdamW(_groups(model)), _torchs())
+
+    def body(step: int) -> None:
+        with torch.autocast("cpu", FP16):
+            loss = loss_of(model, step)
+        wrapper.update_params(loss)
+
+    return names_found(model, wrapper, body) + names_found(model, wrapper, body, wrapper)
+
+
+def mmengines_wrappers_by_name() -> list[str]:
+    models = nn.ModuleDict({"one": net(), "other": net()})
+    wrappers = {name: OptimWrapper(torch.optim.AdamW(_groups(model))) for name, model in models.items()}
+
+    def body(step: int) -> None:
+        for name, wrapper in wrappers.items():
+            wrapper.update_params(loss_of(models[name], step))
+
+    return names_found(models, OptimWrapperDict(**wrappers), body) + doctor(models, wrappers).names
+
+
+def a_precision_plugin() -> list[str]:
+    """With a scaler, and without one as for bf16."""
+    model = net()
+    optimizer, plugin = torch.optim.AdamW(model.parameters()), Precision(_torchs())
+
+    def body(step: int) -> None:
+        with torch.autocast("cpu", FP16):
+            loss = loss_of(model, step)
+        plugin.scaler.scale(loss).backward()
+        plugin.scaler.step(optimizer)
+        plugin.scaler.update()
+        optimizer.zero_grad()
+
+    return names_found(model, optimizer, body, plugin) + names_found(model, optimizer, None, Precision(None))
+
+
+def a_container_of_optimizers() -> list[str]:
+    model = net(BF16)
+    optimizers = [halfstep.AdamW([parameter]) for parameter in model.parameters()]
+    return names_found(model, OptimizersContainer(optimizers))
+
+
 # ------------------------------------------------------------------------------------------------------------ the rest
 
 
@@ -532,6 +613,88 @@ def copies_in_fp32_of_the_optimizers_own() -> list[str]:
         model.zero_grad()
 
     return names_found(model, optimizer, body)
+
+
+def _copied(parameters: Callable[[torch.Tensor], torch.Tensor], stash: bool = False) -> list[str]:
+    """Mixed precision by hand: the loop copies gradients to fp32 copies of the weights, and these back."""
+    model = net(BF16)
+    copies = [parameters(one.detach().float()) for one in model.parameters()]
+    optimizer = torch.optim.AdamW(copies)
+    if stash:
+        optimizer._amp_stash = Stash(list(model.parameters()))  # type: ignore[attr-defined]
+
+    def body(step: int) -> None:
+        loss_of(model, step).backward()
+        for one, copied in zip(model.parameters(), copies, strict=True):
+            copied.grad = None if one.grad is None else one.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for one, copied in zip(model.parameters(), copies, strict=True):
+                one.copy_(copied)
+        model.zero_grad()
+
+    return names_found(model, optimizer, body)
+
+
+def copies_in_fp32_of_the_loop() -> list[str]:
+    return _copied(lambda values: values.requires_grad_())
+
+
+def copies_that_apex_stashed() -> list[str]:
+    return _copied(torch.nn.Parameter, stash=True)
+
+
+class Masked(Tied):
+    """Infinities in masks, and buffers that are larger than their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((8, 8), float("-inf")).triu(1))
+        self.limit = nn.Parameter(torch.full((32,), float("inf")), requires_grad=False)
+        self.register_buffer("ones", torch.ones(1).expand(1 << 40))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens).minimum(self.limit)
+
+
+def infinite_masks_and_expanded_buffers() -> list[str]:
+    torch.manual_seed(0)
+    model = Masked()
+    return names_found(model, torch.optim.AdamW(model.parameters()))
+
+
+def gradients_of_a_skipped_step() -> list[str]:
+    """They are infinite, and stay until the next step begins."""
+    model = net()
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), _torchs()
+
+    def body(step: int) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", FP16):
+            loss = loss_of(model, step, float("inf") if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return names_found(model, optimizer, body, scaler)
+
+
+def a_scaled_loss_that_is_divided() -> list[str]:
+    """And one that is scaled for its value only."""
+    model = net()
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), _torchs()
+
+    def body(step: int) -> None:
+        for micro in range(2):
+            with torch.autocast("cpu", FP16):
+                loss = loss_of(model, 2 * step + micro)
+            (scaler.scale(loss) / 2).backward()
+            scaler.scale(loss.detach())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return names_found(model, optimizer, body, scaler)
 
 
 def a_mean_of_weights_beside() -> list[str]:
@@ -602,7 +765,18 @@ HEALTHY: list[Callable[[], list[str]]] = [
     steps_in_the_backward,
     masters_on_the_host,
     a_wrapped_optimizer,
+    timms_scaler,
+    mmengines_wrapper,
+    mmengines_wrapper_with_a_scaler,
+    mmengines_wrappers_by_name,
+    a_precision_plugin,
+    a_container_of_optimizers,
     copies_in_fp32_of_the_optimizers_own,
+    copies_in_fp32_of_the_loop,
+    copies_that_apex_stashed,
+    infinite_masks_and_expanded_buffers,
+    gradients_of_a_skipped_step,
+    a_scaled_loss_that_is_divided,
     a_mean_of_weights_beside,
     recomputed_activations,
     a_deep_copy_with_its_own_optimizer,
