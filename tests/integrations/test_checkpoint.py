@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -366,6 +368,26 @@ def test_folders_of_torch_alone_are_read_but_not_without_their_files(tmp_path: P
     _refused(path, r"its file '__0_0.distcp' is missing")
     (path / ".metadata").unlink()
     _refused(path, "has no manifest.json, and is not a checkpoint of torch with .metadata")
+
+
+@pytest.mark.parametrize("member", [None, "__subclasses__"])
+def test_members_of_enums_may_be_pickled_by_name_and_nothing_is_looked_up(tmp_path: Path, member: str | None) -> None:
+    """As Python 3.11.0 to 3.11.3 do, with `getattr`."""
+
+    class ByName(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, enum.Enum):
+                return getattr, (type(value), member or value.name)
+            return NotImplemented
+
+    model, optimizer = _training(2.0)
+    attacks.write_by_torch(attacks.state_dicts(model, optimizer), tmp_path)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    with (tmp_path / ".metadata").open("wb") as file:
+        ByName(file).dump(metadata)
+    fresh, other = _training(0.0)
+    checkpoint.load(tmp_path, model=fresh, optimizer=other)
+    assert torch.equal(fresh.weight, model.weight)
 
 
 def test_torchs_optimizer_is_saved_and_loaded_as_well_and_ours_continues_it(tmp_path: Path) -> None:
