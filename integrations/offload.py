@@ -500,8 +500,8 @@ class _Offloaded(Adam):
                 self._backward = running
             if mirror.stepped_at == self._count:
                 raise RuntimeError(
-                    "Expected optimizer.step() between two backwards with in_backward='step', but got another gradient of "
-                    f"a parameter of shape {tuple(parameter.shape)}: to add or discard gradients, use "
+                    "Expected optimizer.step() between two backwards with in_backward='step', but got another gradient "
+                    f"of a parameter of shape {tuple(parameter.shape)}: to add or discard gradients, use "
                     "in_backward='copy'; freeze parameters that a loss does not train"
                 )
             self._collect_from(mirror)
