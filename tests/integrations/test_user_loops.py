@@ -19,8 +19,6 @@ from user_loops import LAYOUTS, OFFLOADED, PROGRAMS, Run, differences, has_train
 
 import halfstep
 
-pytestmark = pytest.mark.sample(3)
-
 LAYOUTS_OF_16_BITS = [name for name, (dtype, _) in LAYOUTS.items() if dtype != torch.float32]
 IN_BACKWARD = ("release", "offload step")  # the ways that have used and freed the gradients when a backward returns
 REMEDY = re.compile(r"Expected .+, but got .+: .+", re.DOTALL)
@@ -105,8 +103,11 @@ DIFFERENT = (
     "model_copied_between_backward_and_step",
     "the_last_step_skipped",
 )
-# torch's AdamW in fp32 is as near as rounding lets it be, except where a loop rounds to 16 bits in its middle.
-ROUNDED = ("autocast",)
+# torch's AdamW in fp32 is as near as rounding lets it be, except where rounding decides.
+NOT_AS_TORCH = (
+    "autocast",  # rounds to 16 bits in its middle
+    "direct_preference_optimization",  # the gradient of a bias is 0 but for rounding (2e-8), and Adam divides by it
+)
 
 # What is wrong today. A cell that has been mended fails as XPASS: take it out of here.
 OPEN: dict[str, list[tuple[str, str]]] = {
@@ -212,7 +213,7 @@ def test_what_reads_weights_before_the_step_sees_them_stepped(name: str) -> None
     assert differences(outcome(name, "release", "split"), expected(name, "split"))
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ROUNDED])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NOT_AS_TORCH])
 def test_the_plain_optimizer_in_fp32_agrees_with_torch(name: str) -> None:
     left, of_torch = outcome(name, "plain", "fp32"), outcome(name, "torch", "fp32")
     for key, values in of_torch.items():
@@ -220,5 +221,10 @@ def test_the_plain_optimizer_in_fp32_agrees_with_torch(name: str) -> None:
 
 
 def test_the_tables_name_programs() -> None:
-    named = [*(name for names in REFUSED.values() for name in names), *REFUSED_BY_OFFLOAD_STEP, *DIFFERENT, *ROUNDED]
+    named = [
+        *(name for names in REFUSED.values() for name in names),
+        *REFUSED_BY_OFFLOAD_STEP,
+        *DIFFERENT,
+        *NOT_AS_TORCH,
+    ]
     assert len(PROGRAMS) >= 100 and set(named) <= set(PROGRAMS) and len(set(named)) == len(named)

@@ -213,7 +213,12 @@ class GPT(nn.Module):
 
 def convnet() -> nn.Module:
     return nn.Sequential(
-        nn.Unflatten(1, (1, 7)), nn.Conv1d(1, 3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Flatten(), nn.Linear(15, 5)
+        nn.Unflatten(1, (1, 7)),
+        nn.Conv1d(1, 3, 3, bias=False),
+        nn.BatchNorm1d(3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(15, 5),
     )
 
 
