@@ -498,12 +498,7 @@ class _Offloaded(Adam):
                 after = partial(call_if_alive, weakref.WeakMethod(self._after_backward))
                 torch.autograd.Variable._execution_engine.queue_callback(after)
                 self._backward = running
-            if mirror.stepped_at == self._count:
-                raise RuntimeError(
-                    "Expected optimizer.step() between two backwards with in_backward='step', but got another gradient "
-                    f"of a parameter of shape {tuple(parameter.shape)}: to add or discard gradients, use "
-                    "in_backward='copy'; freeze parameters that a loss does not train"
-                )
+            self._refuse_second_gradient(mirror)
             self._collect_from(mirror)
             # At most two buckets of gradients are on their way.
             while self._in_flight and (
@@ -518,12 +513,23 @@ class _Offloaded(Adam):
                 self._arrived[mirror.bucket] = set()
                 self._steps[mirror.bucket] = self._submit(partial(self._step_bucket, mirror.bucket))
 
+    def _refuse_second_gradient(self, mirror: _Mirror) -> None:
+        """Raise if a backward has stepped a parameter since the last `step`."""
+        if mirror.stepped_at == self._count:
+            raise RuntimeError(
+                "Expected optimizer.step() after a backward with in_backward='step', but got another gradient of a "
+                f"parameter of shape {tuple(mirror.host.shape)} before it: to add, set or discard gradients, use "
+                "in_backward='copy'; freeze parameters that a loss does not train"
+            )
+
     def _collect_from(self, mirror: _Mirror) -> None:
         """Make the gradient on the host that of the parameter."""
         grad = mirror.parameter.grad
         if is_stand_in(grad):
             return
         self._finish_step(mirror.bucket)
+        if grad is not None:
+            self._refuse_second_gradient(mirror)
         mirror.forget()  # other code has discarded it
         if grad is not None:
             self._copy_out(mirror, grad)
@@ -643,11 +649,11 @@ class _Offloaded(Adam):
         self._in_flight.clear()
 
     def _update_parameters(self) -> None:
-        self._count += 1
         if self._limit() is not None or not self.state:
             self._settle()  # all gradients decide about the norm, and whether a first step with lr 0 is taken
         else:
             self._collect()
+        self._count += 1
         mirrors = list(chain.from_iterable(self._of_bucket))
         for mirror in mirrors:
             mirror.attach()

@@ -232,14 +232,14 @@ class StepInBackward:
                 self._removing, self._removed = running, []
             self._removed.append((parameter, grad))
 
-    def _refuse_second_backward(self, parameter: torch.Tensor) -> None:
-        """Raise if a backward has stepped a parameter since the last `step`."""
+    def _refuse_second_gradient(self, parameter: torch.Tensor) -> None:
+        """Raise if a backward has stepped a parameter, which has another gradient now, since the last `step`."""
         if self._stepped_at.get(id(parameter)) == self._steps and not self._checks:  # which need a check in any case
             raise RuntimeError(
-                "Expected optimizer.step() between two backwards that step, but got another gradient of a "
-                f"parameter of shape {tuple(parameter.shape)}: to add gradients, run all backwards but the last in "
-                "`with handle.accumulate():`; freeze parameters that a loss does not train; zero_grad() cannot discard "
-                "a step; with reentrant checkpointing, use use_reentrant=False"
+                "Expected optimizer.step() after a backward that steps, but got another gradient of a parameter of shape "
+                f"{tuple(parameter.shape)} before it: to add gradients, run all backwards but the "
+                "last in `with handle.accumulate():`; freeze parameters that a loss does not train; zero_grad() cannot "
+                "discard a step; with reentrant checkpointing, use use_reentrant=False"
             )
 
     def _restore(self) -> None:
@@ -254,7 +254,7 @@ class StepInBackward:
         if parameter.grad is self._freed[id(parameter)]:  # FSDP2 has set its local part to the gradient
             self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
         if self._accumulating:
-            self._refuse_second_backward(parameter)
+            self._refuse_second_gradient(parameter)
             return
         with self._lock:
             if not self._began:
@@ -273,7 +273,7 @@ class StepInBackward:
                         self._reduction.restart()
                 _call_after_backward(self._finish)
                 self._backward = running
-            self._refuse_second_backward(parameter)
+            self._refuse_second_gradient(parameter)
             bucket = self._bucket_of.get(id(parameter)) or self._assign(parameter)
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
             bucket.arrived[id(parameter)] = parameter, stream
@@ -438,9 +438,12 @@ class StepInBackward:
     def _before_step(self) -> None:
         """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
         optimizer = self._optimizer
-        self._steps += 1
         if self._checks:
             self._refuse_without_hook()
+        for parameter in parameters_of(optimizer):
+            if gradient_of(parameter) is not None:  # that other code has set
+                self._refuse_second_gradient(parameter)
+        self._steps += 1
         if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):
             raise RuntimeError(
                 "Expected no gradient at the step with process_group=, but got some that no backward has averaged over "

@@ -76,7 +76,8 @@ def gradient_bytes(layers: int, width: int) -> dict[str, list[float]]:
         seen: list[float] = []
 
         def count(_: torch.Tensor, model: torch.nn.Module = model, seen: list[float] = seen) -> None:
-            seen.append(sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) / 2**20)
+            storages = [p.grad.untyped_storage() for p in model.parameters() if p.grad is not None]
+            seen.append(sum(storage.nbytes() for storage in storages) / 2**20)
 
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(count)

@@ -248,7 +248,7 @@ def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_a_second_backward_before_the_step_is_refused(offloads: bool) -> None:
+def test_a_second_gradient_before_the_step_is_refused(offloads: bool) -> None:
     """It would be another step, where a step after the backward adds gradients, or `zero_grad` discards them."""
     net = made()
     optimizer: Any = halfstep.AdamW(net.parameters())
@@ -263,6 +263,10 @@ def test_a_second_backward_before_the_step_is_refused(offloads: bool) -> None:
         loss_of(net, 1).backward()
         between()
         assert remedy in error_of(RuntimeError, lambda: loss_of(net, 1).backward())
+        net.zero_grad()
+        net.first.weight.grad = torch.ones_like(net.first.weight)
+        assert remedy in error_of(RuntimeError, optimizer.step)
+        net.zero_grad()
         optimizer.step()
         net.zero_grad()
 

@@ -46,6 +46,7 @@ from halfstep.integrations.monitor import AmpMonitor
 from halfstep.kernels.streams import to_device
 from halfstep.numerics.planning.work import utilisation
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
+from halfstep.numerics.scaling.stand_ins import gradient_of
 
 FORMAT = "halfstep train 3"
 # The entries of a checkpoint other than its format; see `Trainer.state`.
@@ -419,7 +420,9 @@ class Trainer:
             self.scaler.update()
         self._clock.mark()
         if not self.gradient_bytes:
-            self.gradient_bytes = sum(_bytes(p.grad) for p in self.plain.parameters() if p.grad is not None)
+            self.gradient_bytes = sum(
+                _bytes(grad) for p in self.plain.parameters() if (grad := gradient_of(p)) is not None
+            )
         self.optimizer.zero_grad(set_to_none=True)
         self._losses.append(loss)
         self.step += 1
