@@ -236,10 +236,10 @@ class StepInBackward:
         """Raise if a backward has stepped a parameter, which has another gradient now, since the last `step`."""
         if self._stepped_at.get(id(parameter)) == self._steps and not self._checks:  # which need a check in any case
             raise RuntimeError(
-                "Expected optimizer.step() after a backward that steps, but got another gradient of a parameter of shape "
-                f"{tuple(parameter.shape)} before it: to add gradients, run all backwards but the "
-                "last in `with handle.accumulate():`; freeze parameters that a loss does not train; zero_grad() cannot "
-                "discard a step; with reentrant checkpointing, use use_reentrant=False"
+                "Expected optimizer.step() after a backward that steps, but got another gradient of a parameter of "
+                f"shape {tuple(parameter.shape)} before it: to add gradients, run all backwards but the last in `with "
+                "handle.accumulate():`; freeze parameters that a loss does not train; zero_grad() cannot discard a step; "
+                "with reentrant checkpointing, use use_reentrant=False"
             )
 
     def _restore(self) -> None:
