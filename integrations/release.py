@@ -238,8 +238,8 @@ class StepInBackward:
             raise RuntimeError(
                 "Expected optimizer.step() after a backward that steps, but got another gradient of a parameter of "
                 f"shape {tuple(parameter.shape)} before it: to add gradients, run all backwards but the last in `with "
-                "handle.accumulate():`; freeze parameters that a loss does not train; zero_grad() cannot discard a step; "
-                "with reentrant checkpointing, use use_reentrant=False"
+                "handle.accumulate():`; freeze parameters that a loss does not train; zero_grad() cannot discard a "
+                "step; with reentrant checkpointing, use use_reentrant=False"
             )
 
     def _restore(self) -> None:
