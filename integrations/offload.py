@@ -362,7 +362,7 @@ class _Offloaded(Adam):
         self._weights_arriving: dict[int, list[torch.cuda.Event]] = {}  # by bucket
         self._steps: dict[int, Future[None]] = {}  # by bucket
         self._backward = -1  # torch's number of the backward with steps that runs, or has failed
-        self._count = 0  # calls of step(), and backwards with steps that failed
+        self._count = 0  # calls of step() and load_state_dict(), and backwards with steps that failed
         self._worker: Executor | None = None
         self._stepping: int | None = None  # the thread that steps
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
@@ -741,6 +741,7 @@ class _Offloaded(Adam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._take_device()
         super().load_state_dict(state_dict)
+        self._count += 1
         for mirror in self._mirrors.values():
             mirror.sent()
 

@@ -82,7 +82,7 @@ class StepInBackward:
         self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
         # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
         self._verdict: Verdict | None = None
-        self._steps = 0  # calls of step(), and backwards that failed
+        self._steps = 0  # calls of step() and load_state_dict(), and backwards that failed
         self._stepped_at: dict[int, int] = {}  # by the id of a parameter, that number when a backward stepped it
         self._ended = False  # whether the norm of this step is known, with "previous"
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
@@ -110,6 +110,8 @@ class StepInBackward:
                     parameter.register_post_accumulate_grad_hook(after),
                 ]
         before_step, after_step = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        loaded = weakref.WeakMethod(self._after_load)
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(lambda *_: call_if_alive(loaded)))
         self._hooks.append(optimizer.register_step_pre_hook(lambda *_: call_if_alive(before_step)))
         if clipping is not None:
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after_step)))
@@ -499,6 +501,10 @@ class StepInBackward:
             return torch.full((), math.nan, dtype=torch.float32, device="cpu")
         norm: torch.Tensor = self._verdict.sum_of_squares.sqrt().float()
         return norm
+
+    def _after_load(self) -> None:
+        """Called when the optimizer has loaded a state, of another step."""
+        self._steps += 1
 
     def _after_step(self) -> None:
         self._optimizer._decision, self._ended = None, False

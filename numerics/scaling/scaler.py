@@ -275,7 +275,6 @@ class GradScaler(torch.amp.GradScaler):
     def _check(self, optimizer: torch.optim.Optimizer, factor: Factor, write: bool = False) -> Verdict | None:
         """The verdict on an optimizer's gradients times a factor, which is stored until `update`."""
         self._refuse_twice(optimizer)
-        refuse_freed(parameters_of(optimizer), "a scaler")
         checker = self._checker(optimizer)
         verdict = checker.verdict(factor, write=write, step=self._decided)
         self._keep(optimizer, checker, verdict)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from halfstep.numerics.scaling.topology import is_sharded, local
+from halfstep.numerics.scaling.topology import is_sharded, local, sharded_like
 
 aten = torch.ops.aten
 
@@ -131,18 +131,7 @@ def freed_gradient(parameter: torch.Tensor, remedy: str) -> torch.Tensor:
     like = torch.empty_strided(shard.shape, shard.stride(), dtype=grad.dtype, device="meta")
     if not is_sharded(parameter):
         return FreedGradient(like, shard.device, remedy=remedy)
-    from torch.distributed.tensor import DTensor
-
-    stand_in = DTensor.from_local(
-        _FreedShard(like, shard.device, remedy=remedy),
-        parameter.device_mesh,  # type: ignore[attr-defined]
-        parameter.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    stand_in._local_tensor = _FreedShard(like, shard.device, remedy=remedy)  # instead of a view
-    return stand_in
+    return sharded_like(parameter, _FreedShard(like, shard.device, remedy=remedy))
 
 
 def is_stand_in(grad: torch.Tensor | None) -> bool:

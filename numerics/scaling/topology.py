@@ -56,6 +56,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return shard.wait() if hasattr(shard, "wait") else shard
 
 
+def sharded_like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
+    """A DTensor with the mesh and the placements of a parameter, and a shard of this rank."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    made = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made._local_tensor = shard  # instead of a view
+    return made
+
+
 def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Redistribute DTensor gradients to the placements of their parameters.
 

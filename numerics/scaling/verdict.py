@@ -21,7 +21,7 @@ import torch
 from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
-from halfstep.numerics.scaling.stand_ins import is_stand_in
+from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
 from halfstep.numerics.scaling.topology import NOWHERE, Topology, TopologyMemory, local, settle_gradients
 
 Kind = tuple[torch.device, int, bool]
@@ -202,7 +202,7 @@ class Checker:
         if any(map(is_, grads, repeat(None))):
             places = [place for place, grad in enumerate(grads) if grad is not None]
             grads = [grads[place] for place in places]
-        kinds = self._by_kind(parameters, grads, places)
+        kinds = self._by_kind(parameters, grads, places, scales=step is not None)
         if len(kinds) == 1 and not topology.groups:
             ((kind, (tensors, where)),) = kinds.items()
             factor, step = _on_device(kind[0], factor, step)
@@ -282,10 +282,10 @@ class Checker:
         return verdict
 
     def _by_kind(
-        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], places: Sequence[int]
+        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], places: Sequence[int], scales: bool = False
     ) -> dict[Kind, tuple[list[torch.Tensor], Sequence[int]]]:
         """Local values of the gradients and their places among `parameters`, by device, kind in the topology, and
-        whether kernels support them."""
+        whether kernels support them. If a scaler asks, which must have all, one that was freed raises an error."""
         kind_of = self.topology.kind_of
         # The usual case needs no loop in Python, which for thousands of tensors takes longer than the step.
         if (
@@ -299,6 +299,8 @@ class Checker:
         kinds: dict[Kind, tuple[list[torch.Tensor], list[int]]] = {}
         for grad, place in zip(grads, places, strict=True):
             if is_stand_in(grad):
+                if scales:
+                    refuse_freed(parameters, "a scaler")
                 continue
             if grad.is_sparse:
                 if not grad.is_coalesced():  # the optimizer adds duplicates, and their sum may overflow

@@ -269,6 +269,9 @@ def test_a_second_gradient_before_the_step_is_refused(offloads: bool) -> None:
         net.zero_grad()
         optimizer.step()
         net.zero_grad()
+    loss_of(net, 1).backward()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    loss_of(net, 1).backward()  # goes on from another step
 
 
 def test_what_needs_no_numbers_of_a_gradient_works_after_the_backward() -> None:

@@ -25,6 +25,8 @@ from trainer_tools import (
 
 import halfstep
 from halfstep.integrations import checkpoint
+from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.integrations.release import step_in_backward
 
 pytestmark = skip_without("transformers", "trl", "peft", "bitsandbytes")
 transformers, trl = imported("transformers"), imported("trl")
@@ -207,3 +209,49 @@ def test_an_exported_checkpoint_is_what_from_pretrained_loads(tmp_path: Path) ->
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert found.lm_head.weight is found.transformer.wte.weight
     assert same_bits(dict(found.state_dict()), dict(expected.state_dict()))
+
+
+# ------------------------------------------------------------------------------ gradients on the host, and freed ones
+
+
+def _trained(folder: Path, way: str, limit: float, of_library: bool = False, **options: Any) -> tuple[Any, list[float]]:
+    """The weights of a run, and the norms that it logs."""
+    model = transformers_ranks.language_model().bfloat16()
+    cls = OffloadedAdamW if way == "offload" else halfstep.AdamW
+    optimizer: Any = cls(model.parameters(), lr=LR, **options)
+    if way == "release":
+        step_in_backward(model, optimizer, clipping="previous" if options else None)
+    given = transformers_ranks.arguments(
+        folder, max_grad_norm=limit, max_steps=3, save_strategy="no", gradient_accumulation_steps=1
+    )
+    trainer = (transformers.Trainer if of_library else ours.Trainer)(
+        model=model,
+        args=transformers.TrainingArguments(**given),
+        train_dataset=transformers_ranks.sentences(),
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+    )
+    trainer.train()
+    return list(model.parameters()), [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+
+
+@pytest.mark.parametrize("of_library", [False, True])
+@pytest.mark.parametrize("limit", [0.0, MAX_NORM])
+def test_offloaded_gradients_are_cleared_clipped_and_logged(tmp_path: Path, limit: float, of_library: bool) -> None:
+    expected, norms = _trained(tmp_path, "plain", limit, of_library)
+    found, logged = _trained(tmp_path, "offload", limit, of_library)
+    assert logged == norms and min(norms) > MAX_NORM
+    assert all(map(torch.equal, expected, found))
+
+
+def test_freed_gradients_are_clipped_by_the_optimizer_or_refused(tmp_path: Path) -> None:
+    _, norms = _trained(tmp_path, "plain", MAX_NORM)
+    _, logged = _trained(tmp_path, "release", MAX_NORM, max_grad_norm=MAX_NORM)
+    assert logged[0] == pytest.approx(norms[0], rel=1e-6) and min(logged) > MAX_NORM
+    expected, _ = _trained(tmp_path, "plain", 0.0)
+    found, unknown = _trained(tmp_path, "release", 0.0)
+    assert all(map(torch.equal, expected, found)) and all(map(math.isnan, unknown))
+    with pytest.raises(RuntimeError, match="call step_in_backward with clipping='previous', or let the trainer not"):
+        _trained(tmp_path, "release", MAX_NORM)
+    for limit in (0.0, MAX_NORM):  # transformers reads the gradients for its log too
+        with pytest.raises(RuntimeError, match=r"a trainer of halfstep\.integrations\.trainers"):
+            _trained(tmp_path, "release", limit, of_library=True)
