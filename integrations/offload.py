@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from halfstep.integrations.buckets import call_if_alive
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.classes import Adam, AdamW
+from halfstep.integrations.optim.options import option_values
 from halfstep.integrations.optim.state import WHOLE
 from halfstep.integrations.release import BUCKET_BYTES, is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
@@ -363,6 +364,7 @@ class _Offloaded(Adam):
         self._steps: dict[int, Future[None]] = {}  # by bucket
         self._backward = -1  # torch's number of the backward with steps that runs, or has failed
         self._count = 0  # calls of step() and load_state_dict(), and backwards with steps that failed
+        self._options: list[Any] = []  # with which the last backward stepped
         self._worker: Executor | None = None
         self._stepping: int | None = None  # the thread that steps
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
@@ -522,6 +524,22 @@ class _Offloaded(Adam):
                 "in_backward='copy'; freeze parameters that a loss does not train"
             )
 
+    def _refuse_changes(self) -> None:
+        """Raise if a gradient was discarded, or an option was set, since a backward has stepped with it."""
+        stepped = [mirror for mirror in self._mirrors.values() if mirror.stepped_at == self._count]
+        if stepped and option_values(self.__dict__["param_groups"]) != self._options:
+            raise RuntimeError(
+                "Expected the options of the groups to stay from a backward with in_backward='step' to step(), but got "
+                "other ones, such as another lr: set them before the backward, or after step()"
+            )
+        for mirror in stepped:
+            if mirror.parameter.grad is None:
+                raise RuntimeError(
+                    "Expected gradients to stay from a backward with in_backward='step' to step(), but got None as "
+                    f".grad of a parameter of shape {tuple(mirror.host.shape)}, which has been stepped: to discard "
+                    "gradients, use in_backward='copy'"
+                )
+
     def _collect_from(self, mirror: _Mirror) -> None:
         """Make the gradient on the host that of the parameter."""
         grad = mirror.parameter.grad
@@ -589,6 +607,7 @@ class _Offloaded(Adam):
             self._read_weights(ready, last_step_returns=True)
             freed = [mirror.freed() for mirror in ready]
             self._step_part(number, [mirror.host for mirror in ready], freed)
+            self._options = option_values(self.__dict__["param_groups"])
         for mirror in ready:
             mirror.sent()
             mirror.stepped_at = self._count
@@ -653,7 +672,10 @@ class _Offloaded(Adam):
             self._settle()  # all gradients decide about the norm, and whether a first step with lr 0 is taken
         else:
             self._collect()
-        self._count += 1
+        try:
+            self._refuse_changes()
+        finally:
+            self._count += 1  # what follows an error is another step
         mirrors = list(chain.from_iterable(self._of_bucket))
         for mirror in mirrors:
             mirror.attach()

@@ -40,6 +40,7 @@ from torch.utils.hooks import unserializable_hook
 
 from halfstep.integrations.buckets import Bucket, BucketReduction, before_accumulation, call_if_alive
 from halfstep.integrations.optim.classes import Adam
+from halfstep.integrations.optim.options import option_values
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 from halfstep.numerics.scaling.stand_ins import freed_gradient, gradient_of, is_stand_in, remove_stand_in
@@ -82,7 +83,8 @@ class StepInBackward:
         self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
         # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
         self._verdict: Verdict | None = None
-        self._steps = 0  # calls of step() and load_state_dict(), and backwards that failed
+        self._steps = 0  # begun and ended calls of step(), loads of a state, and backwards that failed
+        self._options: list[Any] = []  # with which the last backward stepped
         self._stepped_at: dict[int, int] = {}  # by the id of a parameter, that number when a backward stepped it
         self._ended = False  # whether the norm of this step is known, with "previous"
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
@@ -113,8 +115,7 @@ class StepInBackward:
         loaded = weakref.WeakMethod(self._after_load)
         self._hooks.append(optimizer.register_load_state_dict_post_hook(lambda *_: call_if_alive(loaded)))
         self._hooks.append(optimizer.register_step_pre_hook(lambda *_: call_if_alive(before_step)))
-        if clipping is not None:
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after_step)))
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after_step)))
         self._reduction: BucketReduction | None = None
         if process_group is not None:
             self._reduction = BucketReduction(process_group)
@@ -243,6 +244,24 @@ class StepInBackward:
                 "handle.accumulate():`; freeze parameters that a loss does not train; zero_grad() cannot discard a "
                 "step; with reentrant checkpointing, use use_reentrant=False"
             )
+
+    def _refuse_changes(self) -> None:
+        """Raise if a gradient was discarded, or an option was set, since a backward has stepped with it."""
+        stepped = [p for p in parameters_of(self._optimizer) if self._stepped_at.get(id(p)) == self._steps]
+        if self._checks or not stepped:
+            return
+        if option_values(self._optimizer.param_groups) != self._options:
+            raise RuntimeError(
+                "Expected the options of the groups to stay from a backward that steps to step(), but got other ones, "
+                "such as another lr: set them before the backward, or after step()"
+            )
+        for parameter in stepped:
+            if parameter.grad is None:
+                raise RuntimeError(
+                    "Expected gradients to stay from a backward that steps to step(), but got None as .grad of "
+                    f"a parameter of shape {tuple(parameter.shape)}, which has been stepped: discard gradients before "
+                    "they are used, or call remove() and step after the backward"
+                )
 
     def _restore(self) -> None:
         """Called by autograd when the backward has ended: `torch.autograd.grad` has not stored the gradients."""
@@ -400,6 +419,7 @@ class StepInBackward:
         try:
             optimizer._step_part(part, parameters, self._stand_ins(parameters))
             self._stepped_at.update(zip(map(id, parameters), repeat(self._steps), strict=False))
+            self._options = option_values(optimizer.param_groups)
         finally:
             optimizer._decision = None
 
@@ -445,7 +465,10 @@ class StepInBackward:
         for parameter in parameters_of(optimizer):
             if gradient_of(parameter) is not None:  # that other code has set
                 self._refuse_second_gradient(parameter)
-        self._steps += 1
+        try:
+            self._refuse_changes()
+        finally:
+            self._steps += 1  # what follows an error is another step
         if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):
             raise RuntimeError(
                 "Expected no gradient at the step with process_group=, but got some that no backward has averaged over "
@@ -507,6 +530,9 @@ class StepInBackward:
         self._steps += 1
 
     def _after_step(self) -> None:
+        self._steps += 1  # a closure may have run a backward since the beginning
+        if self.clipping is None:
+            return
         self._optimizer._decision, self._ended = None, False
         if self._checks:
             self._verdict = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from operator import itemgetter
 from typing import Any
@@ -37,6 +37,17 @@ options_of = itemgetter(
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
     *("decoupled_weight_decay", "master_weights", "state_dtype", "rounding", "seed"),
 )
+
+
+def option_values(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The options of groups, to be compared with later ones. Tensors count by identity and version and are not read."""
+
+    def comparable(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return id(value), value._version
+        return list(map(comparable, value)) if isinstance(value, (tuple, list)) else value
+
+    return [comparable(options_of(group)) for group in groups]
 
 
 def plain_number(value: Any) -> Any:

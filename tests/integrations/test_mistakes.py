@@ -22,12 +22,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# What is wrong today: nothing notices that no step() followed the backward that has stepped.
-OPEN = {"release": True, "offload step": False}  # False: a thread steps, so that it may be right by chance
-ways = [
-    pytest.param(way, marks=[pytest.mark.xfail(reason="a step() left out", strict=OPEN[way])] if way in OPEN else [])
-    for way in mistakes.WAYS
-]
+# What is wrong today: a backward that failed after some buckets were stepped. A thread steps them, so that it may be
+# right by chance.
+OPEN = pytest.mark.xfail(reason="a backward that failed", strict=False)
+ways = [pytest.param(way, marks=[OPEN] if way == "offload step" else []) for way in mistakes.WAYS]
 
 
 @pytest.mark.parametrize("way", ways)

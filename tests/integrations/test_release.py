@@ -202,7 +202,7 @@ def test_an_interrupted_step_of_a_bucket_is_done_with_its_gradients_freed_or_not
     _, optimizer = given()
     length = interrupts.at_bytecode(0, lambda: optimizer._step_part(0, optimizer.param_groups[0]["params"]))
     ends = []
-    for number in range(1, length, length // 24):
+    for number in (*range(1, length, length // 24), *range(length - 12, length)):
         parameters, optimizer = given()
         interrupts.at_bytecode(number, lambda o=optimizer, p=parameters: o._step_part(0, p))
         stepped = [bool((parameter != 1).all()) for parameter in parameters]
@@ -267,7 +267,11 @@ def test_a_second_gradient_before_the_step_is_refused(offloads: bool) -> None:
         net.first.weight.grad = torch.ones_like(net.first.weight)
         assert remedy in error_of(RuntimeError, optimizer.step)
         net.zero_grad()
-        optimizer.step()
+        assert "got None as .grad" in error_of(RuntimeError, optimizer.step).replace("\n", " ")
+        optimizer.step()  # nothing is left of that step
+        loss_of(net, 1).backward()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        assert "got other ones, such as another lr" in error_of(RuntimeError, optimizer.step)
         net.zero_grad()
     loss_of(net, 1).backward()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
