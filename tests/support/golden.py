@@ -126,8 +126,8 @@ def adam(name: str) -> Results:
             optimizer.found_inf = torch.tensor(float(step == 1), dtype=FP32)
         optimizer.step()
     results = {f"weight {index}": parameter.detach() for index, parameter in enumerate(parameters)}
-    for index, state in optimizer.held_state_dict()["state"].items():
-        results |= {f"{key} {index}": torch.as_tensor(value) for key, value in state.items()}
+    for index, parameter in enumerate(parameters):
+        results |= {f"{key} {index}": value for key, value in optimizer.state[parameter].items()}
     return results
 
 
