@@ -405,6 +405,19 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         self.state[parameter] = state
         return state
 
+    @torch.no_grad()
+    def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Convert loaded masters of another layout now, and not in the first step. Load the weights first.
+
+        Args:
+            parameters: those whose weights have been loaded.
+        """
+        loaded = set(map(id, parameters))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in loaded and self.state.get(parameter):
+                    self._complete_state(parameter, group)
+
     def _fit_master(self, parameter: torch.Tensor, kept: str | None, state: dict[str, Any]) -> None:
         """Convert the master to the present kind, after a change of dtype or options or an assignment of canonical
         state."""
