@@ -267,8 +267,8 @@ def test_a_loss_that_is_no_number_is_said_and_fails(
         r"fp32: given up: the loss was not finite for 5 steps in a row, .* use a smaller --lr than 1e\+30", printed
     )
     content = (tmp_path / "out" / "report.json").read_text()
-    assert "NaN" not in content and "Infinity" not in content
-    assert json.loads(content)["runs"][0]["final_val_loss"] is None
+    read = json.loads(content, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    assert read["runs"][0]["final_val_loss"] is None
 
 
 # ----------------------------------------------------------------------------------------------------- what it refuses
@@ -430,13 +430,14 @@ def test_a_damaged_checkpoint_is_named_with_the_good_one_and_that_one_works(
     out = tmp_path / "out"
     assert _train(text, out, "--save-every", 6) == 0
     (_, good), (_, bad) = checkpoint.checkpoints(out / "checkpoints" / "bf16")
-    bad.write_bytes(bad.read_bytes()[:-1000])
+    damaged = max(bad.iterdir(), key=lambda file: file.stat().st_size)
+    damaged.write_bytes(damaged.read_bytes()[:-1000])
     capsys.readouterr()
     assert _train(text, out, "--save-every", 6, "--resume") == 2
     error = capsys.readouterr().err
     assert f"checkpoint {bad} cannot be used" in error and f"{good} is good" in error
     assert _train(text, out, "--save-every", 6, "--resume", good) == 0
-    assert checkpoint.load(bad)["step"] == 12
+    assert checkpoint.newest(out / "checkpoints" / "bf16") == bad  # written again
 
 
 def test_a_folder_means_its_newest_checkpoint(
@@ -451,7 +452,7 @@ def test_a_folder_means_its_newest_checkpoint(
         assert _train(text, tmp_path / "other", "--resume", given) == 0
         assert "bf16: continuing after step 8" in capsys.readouterr().out
     assert _train(text, tmp_path / "other", "--precision", "fp16", "--resume", out) == 2
-    assert f"--resume {out} is a folder without a checkpoint of halfstep train for precision 'fp16'; pass a file" in (
+    assert f"--resume {out} is a folder without a checkpoint of halfstep train for precision 'fp16'; pass a checkpoint" in (
         capsys.readouterr().err
     )
 

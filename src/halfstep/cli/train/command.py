@@ -222,7 +222,8 @@ class _Display:
         if self._progress is not None:
             self._progress.clear()
         if not self._quiet:
-            say(text)
+            for line in text.splitlines():
+                say(line)
 
 
 def _command(argv: Sequence[str]) -> str:
