@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 import halfstep
 from halfstep.integrations import checkpoint
+from halfstep.integrations.optim.checkpoints import saving
 
 WORLD = 2
 BEFORE, AFTER = 3, 2
@@ -71,7 +72,7 @@ def whole(value: Any) -> Any:
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Weights and optimizer state by name, unsharded."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), saving(optimizer, "canonical"):
         warnings.simplefilter("ignore", FutureWarning)
         state = get_optimizer_state_dict(model, optimizer)["state"]
         return whole({"model": get_model_state_dict(model), "optimizer": state})
@@ -219,7 +220,8 @@ def from_torch(folder: Path) -> dict[str, Any]:
 
 def set_from_torch(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load with only the entries that the file has: no masters, and no options that torch's AdamW lacks."""
-    state: Any = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    with saving(optimizer, "canonical"):
+        state: Any = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     for entry in state["optimizer"]["state"].values():
         entry.pop("master", None)
     for group in state["optimizer"]["param_groups"]:
