@@ -92,7 +92,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     try:
         written = (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
-        content = json.loads(written)["content"]
+        content = json.loads(written.decode())["content"]
         intact = written == sealed(content)
     except OSError as error:
         raise CheckpointError(f"its {MANIFEST} cannot be read: {error}") from error

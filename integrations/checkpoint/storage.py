@@ -239,7 +239,7 @@ class Reader:
         self.metadata = Metadata(known)
         if STATE not in content["files"]:
             raise CheckpointError(f"its {MANIFEST} does not list {STATE}")
-        self.tree = json.loads((self.path / STATE).read_bytes())
+        self.tree = json.loads((self.path / STATE).read_text(encoding="utf-8"))
         if not isinstance(self.tree, dict):
             raise CheckpointError(f"its {STATE} does not hold a dict")
 
