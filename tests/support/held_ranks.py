@@ -83,8 +83,7 @@ def run(rank: int, folder: Path) -> dict[Pair, list[str]]:
                     optimizer=optimizer,
                     process_group=world.group(topology),
                 )
-                # Remainders of another kind are converted in the first step.
-                at_once = contents(model, optimizer) if layout == saved else None
+                at_once = contents(model, optimizer)
                 step(model, optimizer, STEPS)
                 loaded.append([at_once, contents(model, optimizer)])
             found[pair] = differing(loaded[1], loaded[0])

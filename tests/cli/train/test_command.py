@@ -452,8 +452,9 @@ def test_a_folder_means_its_newest_checkpoint(
         assert _train(text, tmp_path / "other", "--resume", given) == 0
         assert "bf16: continuing after step 8" in capsys.readouterr().out
     assert _train(text, tmp_path / "other", "--precision", "fp16", "--resume", out) == 2
-    assert f"--resume {out} is a folder without a checkpoint of halfstep train for precision 'fp16'; pass a checkpoint" in (
-        capsys.readouterr().err
+    assert (
+        f"--resume {out} is a folder without a checkpoint of halfstep train for precision 'fp16'; pass a checkpoint"
+        in (capsys.readouterr().err)
     )
 
 
