@@ -341,7 +341,7 @@ def sample(values: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
     if mine.is_contiguous() or step == 1:
         return mine.flatten()[::step]
     # flatten would copy all, of an expanded tensor more than there is.
-    indices = torch.arange(-(-mine.numel() // step), device=mine.device) * step
+    indices = torch.arange(-(-mine.numel() // step), dtype=torch.int64, device=mine.device) * step
     return mine[torch.unravel_index(indices, mine.shape)]
 
 

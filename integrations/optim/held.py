@@ -133,7 +133,7 @@ def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
     if not is_sharded(pairs):
         return values
     shape = pairs.shape[:-1]
-    return sharded(pairs, values, shape, torch.empty(shape, device="meta").stride())
+    return sharded(pairs, values, shape, torch.empty(shape, dtype=values.dtype, device="meta").stride())
 
 
 def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
@@ -148,7 +148,7 @@ def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torc
     values = part.new_empty(shape, dtype=dtype)
     if not is_sharded(parameter):
         return values
-    return sharded(parameter, values, size, torch.empty(size, device="meta").stride())
+    return sharded(parameter, values, size, torch.empty(size, dtype=values.dtype, device="meta").stride())
 
 
 def taken(

@@ -23,6 +23,7 @@ import halfstep
 from halfstep.integrations.doctor import Diagnosis, doctor, first_nonfinite, watch
 from halfstep.integrations.doctor.environment import Machine, examine_environment
 from halfstep.integrations.doctor.stored import examine_checkpoint
+from halfstep.integrations.tensor_files import TensorFileError
 
 BF16 = torch.bfloat16
 ROOT = Path(__file__).resolve().parents[2]
@@ -365,9 +366,11 @@ def test_a_small_file_of_an_expanded_tensor_is_little_work(tmp_path: Path, count
     assert found.findings[0].what == "rows holds 1 NaN"
 
 
-def test_overlapping_rows_are_not_saved_twice(tmp_path: Path) -> None:
+def test_overlapping_rows_are_refused(tmp_path: Path) -> None:
+    """They are more elements than the file has."""
     values = torch.arange(4000.0) / 3
-    assert _saved(tmp_path, rows=values.as_strided((2000, 2000), (1, 1)), others=values.clone()).ok
+    with pytest.raises(TensorFileError, match=r"make 4,000,000 elements of 3,999: save a copy"):
+        _saved(tmp_path, rows=values.as_strided((2000, 2000), (1, 1)), others=values.clone())
 
 
 def test_tied_and_constant_tensors_are_not_saved_twice(tmp_path: Path) -> None:
