@@ -21,6 +21,7 @@ from halfstep.cli.terminal import Progress, say, terminal
 from halfstep.cli.train import adapters, data, loop, report, world
 from halfstep.cli.train.model import INITS, SIZES
 from halfstep.integrations import checkpoint
+from halfstep.numerics.messages import printable
 
 RUNS = {
     "fp32": [loop.Run("fp32", "fp32")],
@@ -353,7 +354,7 @@ def _train(options: argparse.Namespace, argv: Sequence[str]) -> int:
             written = report.write(out, content)
             if not any(path.suffix == ".png" for path in written):
                 display.note(f"no report.png: {MISSING}")
-            display.note("report: " + ", ".join(map(str, written)))
+            display.note("report: " + ", ".join(printable(str(path)) for path in written))
     return 1 if any(result.trouble for result in results) else 0
 
 
