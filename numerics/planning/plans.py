@@ -12,12 +12,20 @@ from halfstep.numerics.messages import divides, one_of, whole
 from halfstep.numerics.planning import sharding, work
 from halfstep.numerics.planning.layouts import GRADIENTS, STORED_FORMATS, Layout, StoredFormat, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
-from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Locals, Shards, Strategy, elements, keeps_rows
+from halfstep.numerics.planning.sharding import (
+    MIRRORED,
+    STRATEGIES,
+    Collective,
+    Locals,
+    Shards,
+    Strategy,
+    elements,
+    keeps_rows,
+)
 
 RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
-MIRRORED = ("single", "ddp")  # the strategies whose offloaded weights also stay on the GPU
 USUAL_BUCKET = 25 * 2**20  # bytes, of `halfstep.integrations.offload`
 WITH_ADAPTERS = ("single", "ddp", "fsdp", "hsdp")
 STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports

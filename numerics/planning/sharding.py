@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from halfstep.numerics.messages import divides
@@ -64,6 +64,7 @@ def _everything(name: str, by: str, text: str) -> Strategy:
     return Strategy(name, True, True, True, by, gathers=True, offloads="all", text=text)
 
 
+MIRRORED = ("single", "ddp")  # the strategies whose offloaded weights also stay on the GPU
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
@@ -300,10 +301,14 @@ def over_the_bus(row: Layout, how: Strategy, mine: Shards, accumulate: int) -> t
     gradients, down = (mine.gradients, accumulate) if how.gradients or how.name == "single" else (mine.states, 1)
     weights, up = (mine.states, 1) if how.offloads == "states" else (mine.weights, 2 * accumulate)
     sizes = elements(gradients) * row.gradients.width * down, elements(weights) * row.weights.width * up
-    return (
+    copies = (
         Collective("copy to the host", "gradients", sizes[0], None, 1, down),
         Collective("copy from the host", "weights", sizes[1], None, 1, up),
     )
+    if how.name not in MIRRORED:
+        return copies
+    # `halfstep.integrations.offload` steps from the weights on the device, which others may have written.
+    return copies[0], replace(copies[1], name="copy to the host"), copies[1]
 
 
 def between_layers(
