@@ -12,9 +12,11 @@ subtracts a reserve for them.
 Needs no torch.
 """
 
+from halfstep.numerics.planning.catalog import CARDS, MODELS, RESERVE, Card, card, from_config, usable
+from halfstep.numerics.planning.changes import Way, ways_to_fit
 from halfstep.numerics.planning.layouts import LAYOUTS, OPTIMIZERS, PRECISIONS, Layout, layout
-from halfstep.numerics.planning.models import MODELS, Tensor, Transformer, Unit, unit
-from halfstep.numerics.planning.plans import CARDS, RESERVE, Card, Part, Plan, Totals, Work, card, fit, plan, usable
+from halfstep.numerics.planning.models import Tensor, Transformer, Unit, unit
+from halfstep.numerics.planning.plans import Part, Plan, Totals, Work, fit, plan
 from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Strategy
 from halfstep.numerics.planning.work import CHECKPOINTING
 
@@ -37,11 +39,14 @@ __all__ = [
     "Totals",
     "Transformer",
     "Unit",
+    "Way",
     "Work",
     "card",
     "fit",
+    "from_config",
     "layout",
     "plan",
     "unit",
     "usable",
+    "ways_to_fit",
 ]

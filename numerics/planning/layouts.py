@@ -29,6 +29,7 @@ class StoredFormat:
         scale: bytes of a scale.
         without_rows: for a format whose groups lie within rows, the format of tensors without rows that are long
             enough; None if groups lie anywhere.
+        least: elements of the smallest tensor in this format; smaller ones are in fp32.
     """
 
     name: str
@@ -36,6 +37,7 @@ class StoredFormat:
     group: int = 0
     scale: int = 0
     without_rows: StoredFormat | None = None
+    least: int = 0
 
     def bytes(self, elements: int, row: int = 0) -> int:
         """Bytes of one tensor. A short last group has a complete scale.
@@ -44,6 +46,8 @@ class StoredFormat:
             elements: the number of its elements.
             row: the number of elements in a row, 0 for a tensor that `Shards.rows` leaves out.
         """
+        if elements < self.least:
+            return 4 * elements
         if self.without_rows is None:
             return elements * self.width + (-(-elements // self.group) * self.scale if self.group else 0)
         if not row:
@@ -63,6 +67,7 @@ INT8_GROUPS = StoredFormat("int8 in groups of 32", 1, group=32, scale=2)
 # kernels/block_codes.py; the scales of second moments have two bytes.
 CODES = StoredFormat("8bit", 1, group=32, scale=1, without_rows=FP32)
 POSITIVE_CODES = replace(CODES, name="8bit, positive", scale=2)
+INT8_BLOCKS = StoredFormat("int8 in blocks of 256", 1, group=256, scale=4, least=4096)
 SECOND_MOMENTS = {CODES.name: POSITIVE_CODES.name}  # formats that second moments have instead of that of the first
 REMAINDERS = (INT16, INT8)  # formats of the bits that extend a 16-bit weight to its master
 STORED_FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8, CODES, POSITIVE_CODES)}
@@ -215,6 +220,7 @@ LAYOUTS = _under_autocast(
         *_rows("halfstep-split24-8bit", [BF16], INT8, CODES, **_OURS),
         *_rows("halfstep-stochastic", _HALF, None, **_OURS),
         *_rows("halfstep-stochastic-bf16", _HALF, None, BF16, **_OURS),
+        *_rows("halfstep-stochastic-8bit", _HALF, None, CODES, **_OURS),
         *(
             row
             for form in _ALL
@@ -250,6 +256,10 @@ LAYOUTS = _under_autocast(
         *_rows("flashoptim-24", _HALF, INT8, **_FLASH),
         *_rows("flashoptim-32", _HALF, INT16, **_FLASH),
         *_rows("flashoptim-none", _HALF, None, **_FLASH),
+        *_rows(
+            "bitsandbytes-8bit", _ALL, None, INT8_BLOCKS, source="bitsandbytes 0.50.2, bitsandbytes/optim/optimizer.py"
+        ),
+        *_rows("torchao-8bit", _ALL, None, INT8_BLOCKS, source="torchao 0.18, torchao/optim/adam.py"),
         *_rows(
             *("deepspeed", [BF16], FP32),
             note="its BF16_Optimizer also allocates an fp32 gradient, the accumulator",

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from halfstep.numerics.messages import divides, whole
 
-NORMS = ("layer", "rms")
+NORMS, QK_NORMS = ("layer", "rms"), ("", "head", "width")
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,22 @@ class Transformer:
         seq: length s of the longest sequence, and rows of learned positions.
         ffn: width of the MLP. Default: 4·h.
         kv_heads: heads of keys and values (grouped-query attention); divides `heads`. Default: `heads`.
+        head_dim: width of one head. Default: `hidden` / `heads`.
         gated: whether the MLP has three matrices, down(act(gate(x)) · up(x)), instead of two.
-        biases: whether linear layers have biases. The head never has one.
+        biases: whether linear layers have biases: True, False, or ``"qkv"`` for queries, keys and values only. The head
+            never has one.
         norm: ``"layer"`` with weight and bias, or ``"rms"`` with a weight only.
+        block_norms: number of norms in a block.
+        qk_norm: the norms of queries and keys: ``""`` for none, ``"head"`` with a weight per dimension of a head, or
+            ``"width"`` with a weight per row.
         final_norm: whether there is a norm before the head, as in pre-norm models but not in the original transformer.
         positions: whether positions are learned; rotary positions have no parameters.
         tied: whether the head uses the matrix of the embedding.
         dropout: whether there is dropout, on attention weights, on the outputs of attention and MLP, and on the
             embedding.
         flash: whether attention stores one fp32 number per row of scores instead of the scores.
+        experts: number of MLPs of a mixture-of-experts block, and a router; 0 for one MLP without a router.
+        active_experts: experts that compute each token.
 
     Raises:
         ValueError: a size is not an integer of at least 1, or does not divide another size as required.
@@ -128,21 +134,35 @@ class Transformer:
     ffn: int | None = None
     kv_heads: int | None = None
     gated: bool = False
-    biases: bool = True
+    biases: bool | str = True
     norm: str = "layer"
     final_norm: bool = True
     positions: bool = True
     tied: bool = False
     dropout: bool = True
     flash: bool = False
+    head_dim: int | None = None
+    block_norms: int = 2
+    qk_norm: str = ""
+    experts: int = 0
+    active_experts: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "seq", "ffn", "kv_heads"):
+        for name in ("layers", "hidden", "heads", "vocab", "seq", "ffn", "kv_heads", "head_dim", "block_norms"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(name, getattr(self, name)))
-        if self.norm not in NORMS:
-            raise ValueError(f"Expected norm to be 'layer' or 'rms', but got {self.norm!r}")
-        divides("heads", self.heads, "hidden", self.hidden, "every head needs the same width")
+        object.__setattr__(self, "experts", whole("experts", self.experts, 0))
+        object.__setattr__(self, "active_experts", whole("active_experts", self.active_experts, min(self.experts, 1)))
+        if self.active_experts > self.experts:
+            raise ValueError(
+                f"Expected active_experts to be at most experts, {self.experts}, but got {self.active_experts}"
+            )
+        for name, allowed in (("norm", NORMS), ("qk_norm", QK_NORMS), ("biases", (True, False, "qkv"))):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(map(repr, allowed))
+                raise ValueError(f"Expected {name} to be one of {choices}, but got {getattr(self, name)!r}")
+        if self.head_dim is None:
+            divides("heads", self.heads, "hidden", self.hidden, "every head needs the same width")
         divides("kv_heads", self.kv, "heads", self.heads, "every key needs the same number of queries")
 
     @property
@@ -153,7 +173,17 @@ class Transformer:
     @property
     def kv_width(self) -> int:
         """Width of the keys, and of the values."""
-        return self.hidden // self.heads * self.kv
+        return self.head_width * self.kv
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Width of the queries, and of the result of the attention before its projection."""
+        return self.head_width * self.heads
 
     @property
     def mlp(self) -> int:
@@ -175,21 +205,37 @@ class Transformer:
         that are added after a reduction are replicated.
         """
         self.check_parallel(tensor_parallel)
-        t, h = tensor_parallel, self.hidden
-        qkv, f = (h + 2 * self.kv_width) // t, self.mlp // t
+        t, h, queries = tensor_parallel, self.hidden, self.query_width
+        qkv, f = (queries + 2 * self.kv_width) // t, self.mlp // t
 
         def linear(name: str, rows: int, columns: int) -> list[Tensor]:
-            bias = [Tensor(f"{name}.bias", (rows,), "bias")] if self.biases else []
+            has_bias = self.biases is True or (self.biases == "qkv" and name == "attention.qkv")
+            bias = [Tensor(f"{name}.bias", (rows,), "bias")] if has_bias else []
             return [Tensor(f"{name}.weight", (rows, columns)), *bias]
 
         def norm(name: str) -> list[Tensor]:
             bias = [Tensor(f"{name}.bias", (h,), "norm")] if self.norm == "layer" else []
             return [Tensor(f"{name}.weight", (h,), "norm"), *bias]
 
-        block = [*norm("norm1"), *linear("attention.qkv", qkv, h), *linear("attention.out", h, h // t), *norm("norm2")]
-        for name in ("mlp.gate", "mlp.up") if self.gated else ("mlp.up",):
-            block += linear(name, f, h)
-        block += linear("mlp.down", h, f)
+        block = [*norm("norm1"), *linear("attention.qkv", qkv, h), *linear("attention.out", h, queries // t)]
+        if self.qk_norm:
+            widths = (queries, self.kv_width) if self.qk_norm == "width" else (self.head_width,) * 2
+            block += [
+                Tensor(f"attention.{name}_norm", (width,), "norm") for name, width in zip("qk", widths, strict=True)
+            ]
+        for number in range(2, self.block_norms + 1):
+            block += norm(f"norm{number}")
+        into = 2 if self.gated else 1
+        if self.experts:
+            block += [
+                Tensor("router", (self.experts, h)),
+                Tensor("experts.up", (self.experts, into * f, h)),
+                Tensor("experts.down", (self.experts, h, f)),
+            ]
+        else:
+            for name in ("mlp.gate", "mlp.up")[2 - into :]:
+                block += linear(name, f, h)
+            block += linear("mlp.down", h, f)
         # A tied matrix is also the matrix of the head, and therefore an operand of a matrix product.
         root = [Tensor("embedding", (self.vocab // t, h), "matrix" if self.tied else "embedding")]
         root += [Tensor("positions", (self.seq, h), "embedding")] if self.positions else []
@@ -198,11 +244,14 @@ class Transformer:
         return Unit("block", tuple(block), self.layers), Unit("root", tuple(root), root=True)
 
     def adapters(self, rank: int) -> tuple[Unit, ...]:
-        """The adapters of a rank beside the matrices of the blocks (Hu et al., LoRA, 2021): two matrices for each."""
+        """The adapters of a rank beside the matrices of the blocks (Hu et al., LoRA, 2021): two matrices for each.
+
+        A router and experts have none.
+        """
         block = self.units()[0]
         tensors = []
         for tensor in block.tensors:
-            if len(tensor.shape) == 2:
+            if len(tensor.shape) == 2 and tensor.name != "router":
                 rows, columns = tensor.shape
                 tensors += [Tensor(f"{tensor.name}_a", (rank, columns)), Tensor(f"{tensor.name}_b", (rows, rank))]
         return (Unit("block", tuple(tensors), block.count),)
@@ -218,13 +267,8 @@ class Transformer:
         """The number of parameters. A tied matrix counts once."""
         return parameters_of(self.units())
 
-
-_llama = partial(Transformer, gated=True, biases=False, norm="rms", positions=False, dropout=False)
-# Shapes from the papers and the published configurations.
-MODELS = {
-    "gpt2": Transformer(12, 768, 12, 50257, 1024, tied=True),
-    "gpt2-xl": Transformer(48, 1600, 25, 50257, 1024, tied=True),
-    "llama-2-7b": _llama(32, 4096, 32, 32000, 4096, ffn=11008, kv_heads=32),
-    "llama-3-8b": _llama(32, 4096, 32, 128256, 8192, ffn=14336, kv_heads=8),
-    "llama-3-70b": _llama(80, 8192, 64, 128256, 8192, ffn=28672, kv_heads=8),
-}
+    @property
+    def active_parameters(self) -> int:
+        """The number of parameters that compute a token: all but those of experts that the router does not choose."""
+        idle = self.experts - self.active_experts
+        return self.parameters - self.layers * idle * (3 if self.gated else 2) * self.mlp * self.hidden

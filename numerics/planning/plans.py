@@ -23,7 +23,6 @@ from halfstep.numerics.planning.sharding import (
     keeps_rows,
 )
 
-RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
 USUAL_BUCKET = 25 * 2**20  # bytes, of `halfstep.integrations.offload`
@@ -245,6 +244,7 @@ def plan(
     step_in_backward: int | None = None,
     lora: int | None = None,
     rank: int | None = None,
+    loss_chunks: int = 1,
 ) -> Plan:
     """Plan the training of a model, given by exactly one of `params`, `model` and `units`.
 
@@ -274,6 +274,8 @@ def plan(
         lora: rows of the adapters beside the matrices of the blocks, whose weights are then frozen, as those of
             embedding, norms and head (Hu et al., LoRA, 2021). Default: all weights are trained.
         rank: the rank whose memory is planned, among those that shard the model. Default: the one that holds most.
+        loss_chunks: the number of parts of the tokens of which head and loss compute logits one after the other, as
+            the chunked losses of Liger and torchtune do.
 
     Raises:
         ValueError: an argument is out of its range, or two arguments cannot be combined.
@@ -285,7 +287,7 @@ def plan(
         3500000000
     """
     gpus, t = whole("gpus", gpus), whole("tensor_parallel", tensor_parallel)
-    accumulate = whole("accumulate", accumulate)
+    accumulate, loss_chunks = whole("accumulate", accumulate), whole("loss_chunks", loss_chunks)
     divides("tensor_parallel", t, "gpus", gpus, "every replica needs as many GPUs")
     ranks = gpus // t
     chosen = strategy if strategy is not None else "single" if ranks == 1 else "ddp"
@@ -345,7 +347,7 @@ def plan(
     frozen = _frozen(inputs, model) if lora is not None and model is not None else ()
     parts = [*frozen, *_stored(inputs), *_buckets(inputs), *_gathered(inputs), *_autocast_copies(inputs)]
     if model is not None and batch is not None and seq is not None:
-        parts += _activations(row, model, batch, seq, t, sequence_parallel, checkpointing)
+        parts += _activations(row, model, batch, seq, t, sequence_parallel, checkpointing, loss_chunks)
     parts += _temporaries(inputs)
     total = model.parameters if model is not None else local if units is not None else whole("params", params)
     if lora is not None:
@@ -391,6 +393,7 @@ def plan(
         "step_in_backward": step_in_backward,
         "lora": lora,
         "rank": rank,
+        "loss_chunks": loss_chunks,
     }
     states = {name for name, _ in row.states(amsgrad)}
     moved = row.moved_besides_states * elements(mine.states) + 2 * sum(p.bytes for p in parts if p.name in states)
@@ -615,7 +618,14 @@ def _autocast_copies(inputs: _Inputs) -> Iterator[Part]:
 
 
 def _activations(
-    row: Layout, model: Transformer, batch: int, seq: int, t: int, sequence_parallel: bool, checkpointing: str
+    row: Layout,
+    model: Transformer,
+    batch: int,
+    seq: int,
+    t: int,
+    sequence_parallel: bool,
+    checkpointing: str,
+    loss_chunks: int,
 ) -> Iterator[Part]:
     width = row.compute.width
     found = work.activations(
@@ -625,7 +635,7 @@ def _activations(
         sequence_parallel=sequence_parallel,
         checkpointing=checkpointing,
     )
-    logits = batch * seq * model.vocab // t
+    logits = -(-batch * seq // loss_chunks) * model.vocab // t
     loss = (logits * (4 + width), "log-softmax, and 16-bit logits") if width < 4 else (logits * 4, "log-softmax")
     for name, size, note in (
         ("activations", found.saved, "saved by the blocks"),
@@ -754,77 +764,3 @@ def _largest(what: str, at: Callable[[int], Plan], memory: int) -> Plan | None:
         else:
             high = middle
     return best
-
-
-# ---------------------------------------------------------------------------------------------------------- cards
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Card:
-    """One GPU: `memory` in bytes, dense bf16 `flops` per second, memory `bandwidth` in bytes per second."""
-
-    name: str
-    memory: int
-    flops: float
-    bandwidth: float
-    source: str
-
-
-# Memory, dense bf16 matrix FLOP/s and memory bandwidth of GPUs, from their datasheets. A GPU has as many GiB as its
-# datasheet gives GB, minus the memory that the driver and ECC take (an H200 of "141 GB" offers 139.8 GiB, an L40S of
-# "48 GB" with ECC 45.0 GiB). FLOP/s are without sparsity, for bf16 products added in fp32.
-CARDS = {
-    card.name: card
-    for card in (
-        Card("a100-40", 40 * GIB, 312e12, 1.555e12, "NVIDIA A100 datasheet, 40GB SXM"),
-        Card("a100-80", 80 * GIB, 312e12, 2.039e12, "NVIDIA A100 datasheet, 80GB SXM"),
-        Card("h100", 80 * GIB, 989.4e12, 3.35e12, "NVIDIA H100 datasheet, SXM"),
-        Card("h200", 141 * GIB, 989.4e12, 4.8e12, "NVIDIA H200 datasheet, SXM"),
-        Card("b200", 180 * GIB, 2250e12, 8.0e12, "NVIDIA HGX B200 datasheet, per GPU"),
-        Card("mi300x", 192 * GIB, 1307.4e12, 5.3e12, "AMD Instinct MI300X datasheet"),
-        Card("l40s", 48 * GIB, 362.05e12, 0.864e12, "NVIDIA L40S datasheet"),
-        Card("rtx4090", 24 * GIB, 165.2e12, 1.008e12, "NVIDIA Ada architecture whitepaper, RTX 4090"),
-    )
-}
-
-
-def card(name: str) -> Card:
-    """The GPU with this name.
-
-    Raises:
-        ValueError: there is no such GPU. The message suggests the nearest name.
-
-    Examples:
-        >>> from halfstep.numerics.planning import card
-        >>> card("h100").memory == 80 * 2**30
-        True
-    """
-    one_of("card", name.lower(), CARDS)
-    return CARDS[name.lower()]
-
-
-def usable(gpu: Card, reserve: Fraction | int = RESERVE) -> int:
-    """The memory of a GPU in bytes, minus a reserve for what a plan does not count.
-
-    Args:
-        gpu: the GPU.
-        reserve: a share of its memory, below 1, or a number of bytes.
-
-    Raises:
-        ValueError: the reserve is negative, or leaves no memory.
-
-    Examples:
-        >>> from halfstep.numerics.planning import card, usable
-        >>> usable(card("h100")) == 72 * 2**30  # a reserve of 10 %
-        True
-    """
-    kept = gpu.memory * reserve if reserve < 1 else reserve
-    left = int(gpu.memory - kept)
-    if reserve < 0 or left < 1:
-        raise ValueError(
-            f"Expected reserve to be a share from 0 to below 1, or fewer bytes than the {gpu.memory / GIB:g} GiB of "
-            f"{gpu.name!r}, but got {reserve}"
-        )
-    return left

@@ -27,15 +27,16 @@ def linear_flops(tokens: int, inputs: int, outputs: int) -> int:
 
 
 def score_flops(model: Transformer, seq: int) -> int:
-    """Forward FLOPs of the two products with the scores in one layer, on one sequence: 4·s²·h."""
-    return 4 * seq**2 * model.hidden
+    """Forward FLOPs of the two products with the scores in one layer, on one sequence: 4·s²·h if heads are h wide."""
+    return 4 * seq**2 * model.query_width
 
 
 def layer_flops(model: Transformer, seq: int) -> int:
     """Forward FLOPs of one block on one sequence: 24·s·h² + 4·s²·h if the MLP is 4·h wide and `kv_heads` is `heads`."""
-    h, kv, f = model.hidden, model.kv_width, model.mlp
-    projections = 2 * linear_flops(seq, h, h) + 2 * linear_flops(seq, h, kv)
-    return projections + score_flops(model, seq) + (3 if model.gated else 2) * linear_flops(seq, h, f)
+    h, f = model.hidden, model.mlp
+    projections = 2 * linear_flops(seq, h, model.query_width) + 2 * linear_flops(seq, h, model.kv_width)
+    mlp = (3 if model.gated else 2) * linear_flops(seq, h, f) * (model.active_experts or 1)
+    return projections + score_flops(model, seq) + mlp + linear_flops(seq, h, model.experts)
 
 
 def forward_flops(model: Transformer, batch: int, seq: int) -> int:
@@ -114,8 +115,8 @@ def layer_activations(
     # Inputs of both norms, of the projections and of the MLP.
     replicated = 4 * width * tokens * h + masks
     # Queries and the result of the attention, keys and values, and the activations between the matrices of the MLP.
-    between = 4 * model.mlp if model.gated else 2 * model.mlp
-    sharded = width * tokens * (2 * h + 2 * model.kv_width + between)
+    between = (4 * model.mlp if model.gated else 2 * model.mlp) * (model.active_experts or 1)
+    sharded = width * tokens * (2 * model.query_width + 2 * model.kv_width + between)
     if model.flash:
         sharded += 4 * model.heads * tokens  # the logarithm of the sum of each row, in fp32
     elif scores:

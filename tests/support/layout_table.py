@@ -6,7 +6,7 @@ from pathlib import Path
 
 from halfstep.bench.audit import markdown
 from halfstep.numerics.planning import card, fit, layout, usable
-from halfstep.numerics.planning.plans import Card
+from halfstep.numerics.planning.catalog import Card
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
 BLOCK = "largest models"  # of the page, as halfstep.bench.audit.markdown marks it

@@ -41,8 +41,8 @@ from halfstep.numerics.planning import (
     plan,
     usable,
 )
-from halfstep.numerics.planning.plans import MIRRORED, STEPPING_IN_BACKWARD
-from halfstep.numerics.planning.sharding import keeps_rows
+from halfstep.numerics.planning.plans import STEPPING_IN_BACKWARD
+from halfstep.numerics.planning.sharding import MIRRORED, keeps_rows
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 FITS = ("none", "params", "layers", "batch")
@@ -305,7 +305,7 @@ def _with_card(made: Plan, gpu: Card | None, reserve: Fraction | int, step_ms: f
     if gpu is not None:
         left = usable(gpu, reserve) - made.totals.peak
         content["card"] = {**asdict(gpu), "usable": usable(gpu, reserve), "left": left, "fits": left >= 0}
-        if step_ms is not None:
+        if step_ms is not None and gpu.flops is not None:
             content["mfu"] = made.mfu(step_ms / 1e3, gpu.flops)
             content["hfu"] = made.hfu(step_ms / 1e3, gpu.flops)
     return content
@@ -363,6 +363,8 @@ def planned(given: argparse.Namespace) -> dict[str, Any]:
         for name, value in (("--fit", given.fit != "none"), ("--step-ms", given.step_ms is not None)):
             if value:
                 raise ValueError(f"{name} without a card; give --card, one of {', '.join(CARDS)}")
+    if given.step_ms is not None and gpu is not None and gpu.flops is None:
+        raise ValueError(f"--step-ms with a card of unknown speed, {gpu.name}; give a --card by name")
     if given.step_ms is not None and "model" not in arguments and (given.batch is None or given.seq is None):
         raise ValueError("--step-ms with --params only; give --batch and --seq too, or a shape")
     if given.compare is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from halfstep.cli.figures import figure, save, tidy
 from halfstep.cli.plan_tables import digits, gpus_of, numbers_of_gpus
-from halfstep.numerics.planning.plans import GIB
+from halfstep.numerics.planning.catalog import GIB
 
 # Colours of Okabe and Ito, which colour-blind readers can tell apart. Adjacent kinds also differ in lightness.
 MEMORY_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

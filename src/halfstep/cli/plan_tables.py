@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfstep.cli.terminal import RULE, Terminal, ruled
-from halfstep.numerics.planning.plans import GIB
+from halfstep.numerics.planning.catalog import GIB
 
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
 

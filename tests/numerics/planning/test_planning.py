@@ -271,8 +271,13 @@ def test_work_of_a_layer() -> None:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_matrix_takes_two_flops_per_element_and_token(name: str) -> None:
     model, s = MODELS[name], 64
-    matrices = sum(t.elements * one.count for one in model.units() for t in one.tensors if t.kind == "matrix")
-    assert work.forward_flops(model, 3, s) == 3 * (2 * s * matrices + model.layers * 4 * s**2 * model.hidden)
+    matrices = Fraction(0)
+    for one in model.units():
+        for t in one.tensors:
+            share = Fraction(model.active_experts, model.experts) if t.name.startswith("experts") else 1
+            matrices += t.elements * one.count * share * (t.kind == "matrix")
+    scores = 4 * s**2 * model.heads * (model.head_dim or model.hidden // model.heads)
+    assert work.forward_flops(model, 3, s) == 3 * (2 * s * matrices + model.layers * scores)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -710,7 +715,7 @@ def test_a_shape_that_cannot_be_is_refused() -> None:
         Transformer(**{**EXAMPLE, "heads": 11})
     with pytest.raises(ValueError, match="Expected kv_heads to divide heads, 12, but got 5"):
         Transformer(**EXAMPLE, kv_heads=5)
-    with pytest.raises(ValueError, match="Expected norm to be 'layer' or 'rms', but got 'batch'"):
+    with pytest.raises(ValueError, match="Expected norm to be one of 'layer', 'rms', but got 'batch'"):
         Transformer(**EXAMPLE, norm="batch")
     with pytest.raises(ValueError, match="Expected layers to be an integer of at least 1, but got 0"):
         Transformer(**{**EXAMPLE, "layers": 0})

@@ -47,9 +47,9 @@ def peak(device: torch.device, dtype: torch.dtype, threads: int) -> Peak:
     """
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device).lower()
-        for card in CARDS.values():
+        for card in sorted(CARDS.values(), key=lambda card: -len(card.name)):  # "l40s" before "l4"
             model, _, memory = card.name.partition("-")
-            if model in name.replace(" ", "") and (not memory or f"{memory}gb" in name):
+            if card.flops and model in name.replace(" ", "") and (not memory or f"{memory}gb" in name):
                 return Peak(card.flops, card.source)
     best = max(_measured(device, one, edge) for one in {dtype, torch.float32} for edge in _EDGES)
     return Peak(best, "measured: the fastest of some matrix products on this device")

@@ -84,7 +84,7 @@ def facts() -> dict[str, Any]:
         "whole_rows": sharding.WHOLE_ROWS,
         "least_coded": sharding.LEAST_CODED,
         "checkpointing": CHECKPOINTING,
-        "mirrored": plans.MIRRORED,
+        "mirrored": sharding.MIRRORED,
         "with_adapters": plans.WITH_ADAPTERS,
         "stepping_in_backward": plans.STEPPING_IN_BACKWARD,
         "usual_bucket": plans.USUAL_BUCKET,

@@ -1,0 +1,266 @@
+"""Models and GPUs by name, with the shapes and sizes that their makers publish, and ``config.json`` of Hugging Face.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from halfstep.numerics.messages import instead, one_of, whole
+from halfstep.numerics.planning.models import Transformer
+
+_llama = partial(Transformer, gated=True, biases=False, norm="rms", positions=False, dropout=False)
+_qwen2 = partial(_llama, biases="qkv")
+_qwen3 = partial(_llama, head_dim=128, qk_norm="head")
+_gemma2 = partial(_llama, tied=True, block_norms=4)
+_gpt2 = partial(Transformer, vocab=50257, seq=1024, tied=True)
+
+
+def _shape(
+    family: Any, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int, **more: Any
+) -> Transformer:
+    return family(layers, hidden, heads, vocab, seq, ffn=ffn, kv_heads=kv_heads, **more)
+
+
+# From the published config.json of each model: blocks, width, heads, heads of keys, MLP, vocabulary, positions.
+MODELS: dict[str, Transformer] = {
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "tinyllama-1.1b": _shape(_llama, 22, 2048, 32, 4, 5632, 32000, 2048),
+    "llama-2-7b": _shape(_llama, 32, 4096, 32, 32, 11008, 32000, 4096),
+    "llama-2-13b": _shape(_llama, 40, 5120, 40, 40, 13824, 32000, 4096),
+    "llama-2-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 32000, 4096),
+    "llama-3-8b": _shape(_llama, 32, 4096, 32, 8, 14336, 128256, 8192),
+    "llama-3-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 128256, 8192),
+    "llama-3.1-405b": _shape(_llama, 126, 16384, 128, 8, 53248, 128256, 131072),
+    "llama-3.2-1b": _shape(_llama, 16, 2048, 32, 8, 8192, 128256, 131072, tied=True),
+    "llama-3.2-3b": _shape(_llama, 28, 3072, 24, 8, 8192, 128256, 131072, tied=True),
+    "smollm2-135m": _shape(_llama, 30, 576, 9, 3, 1536, 49152, 8192, tied=True),
+    "smollm2-360m": _shape(_llama, 32, 960, 15, 5, 2560, 49152, 8192, tied=True),
+    "smollm2-1.7b": _shape(_llama, 24, 2048, 32, 32, 8192, 49152, 8192, tied=True),
+    "mistral-7b": _shape(_llama, 32, 4096, 32, 8, 14336, 32000, 32768),
+    "mistral-nemo-12b": _shape(_llama, 40, 5120, 32, 8, 14336, 131072, 131072, head_dim=128),
+    "mistral-small-24b": _shape(_llama, 40, 5120, 32, 8, 32768, 131072, 32768, head_dim=128),
+    "mixtral-8x7b": _shape(_llama, 32, 4096, 32, 8, 14336, 32000, 32768, experts=8, active_experts=2),
+    "mixtral-8x22b": _shape(_llama, 56, 6144, 48, 8, 16384, 32768, 65536, experts=8, active_experts=2),
+    "phi-3-mini": _shape(_llama, 32, 3072, 32, 32, 8192, 32064, 4096),
+    "phi-4": _shape(_llama, 40, 5120, 40, 10, 17920, 100352, 16384),
+    "qwen2.5-0.5b": _shape(_qwen2, 24, 896, 14, 2, 4864, 151936, 32768, tied=True),
+    "qwen2.5-1.5b": _shape(_qwen2, 28, 1536, 12, 2, 8960, 151936, 131072, tied=True),
+    "qwen2.5-3b": _shape(_qwen2, 36, 2048, 16, 2, 11008, 151936, 32768, tied=True),
+    "qwen2.5-7b": _shape(_qwen2, 28, 3584, 28, 4, 18944, 152064, 131072),
+    "qwen2.5-14b": _shape(_qwen2, 48, 5120, 40, 8, 13824, 152064, 131072),
+    "qwen2.5-32b": _shape(_qwen2, 64, 5120, 40, 8, 27648, 152064, 131072),
+    "qwen2.5-72b": _shape(_qwen2, 80, 8192, 64, 8, 29568, 152064, 131072),
+    "qwen3-0.6b": _shape(_qwen3, 28, 1024, 16, 8, 3072, 151936, 40960, tied=True),
+    "qwen3-1.7b": _shape(_qwen3, 28, 2048, 16, 8, 6144, 151936, 40960, tied=True),
+    "qwen3-4b": _shape(_qwen3, 36, 2560, 32, 8, 9728, 151936, 40960, tied=True),
+    "qwen3-8b": _shape(_qwen3, 36, 4096, 32, 8, 12288, 151936, 40960),
+    "qwen3-14b": _shape(_qwen3, 40, 5120, 40, 8, 17408, 151936, 40960),
+    "qwen3-32b": _shape(_qwen3, 64, 5120, 64, 8, 25600, 151936, 40960),
+    "qwen3-30b-a3b": _shape(_qwen3, 48, 2048, 32, 4, 768, 151936, 40960, experts=128, active_experts=8),
+    "qwen3-235b-a22b": _shape(_qwen3, 94, 4096, 64, 4, 1536, 151936, 40960, experts=128, active_experts=8),
+    "gemma-2b": _shape(_llama, 18, 2048, 8, 1, 16384, 256000, 8192, head_dim=256, tied=True),
+    "gemma-7b": _shape(_llama, 28, 3072, 16, 16, 24576, 256000, 8192, head_dim=256, tied=True),
+    "gemma-2-2b": _shape(_gemma2, 26, 2304, 8, 4, 9216, 256000, 8192, head_dim=256),
+    "gemma-2-9b": _shape(_gemma2, 42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256),
+    "gemma-2-27b": _shape(_gemma2, 46, 4608, 32, 16, 36864, 256000, 8192, head_dim=128),
+    "gemma-3-1b": _shape(_gemma2, 26, 1152, 4, 1, 6912, 262144, 32768, head_dim=256, qk_norm="head"),
+    "olmo-2-7b": _shape(_llama, 32, 4096, 32, 32, 11008, 100352, 4096, qk_norm="width"),
+    "olmo-2-13b": _shape(_llama, 40, 5120, 40, 40, 13824, 100352, 4096, qk_norm="width"),
+}
+
+# What the model_type of a config.json says beyond its numbers; its head is tied unless the third entry is False.
+_FAMILIES: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "llama": (_llama, {}, False),
+    "mistral": (_llama, {}, False),
+    "mixtral": (_llama, {}, False),
+    "phi3": (_llama, {}, False),
+    "qwen2": (_qwen2, {}, False),
+    "qwen3": (_qwen3, {}, False),
+    "qwen3_moe": (_qwen3, {}, False),
+    "gemma": (_llama, {"head_dim": 256}, True),
+    "gemma2": (_gemma2, {"head_dim": 256}, True),
+    "gemma3_text": (_gemma2, {"head_dim": 256, "qk_norm": "head"}, True),
+    "olmo2": (_llama, {"qk_norm": "width"}, False),
+}
+
+
+def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
+    """The shape of a model from its ``config.json`` of Hugging Face.
+
+    Args:
+        config: the content of the file, or the path of the file or of its folder.
+
+    Raises:
+        ValueError: the file cannot be read, or is of a model that is not planned.
+
+    Examples:
+        >>> from halfstep.numerics.planning import from_config
+        >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+        >>> llama |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+        >>> from_config(llama | {"max_position_embeddings": 8192}).parameters
+        8030261248
+    """
+    if not isinstance(config, Mapping):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"Expected model to be a config.json of Hugging Face, but {path} is none: {error}"
+            ) from error
+        if not isinstance(config, Mapping):
+            raise ValueError(f"Expected {path} to hold a JSON object: pass a config.json of Hugging Face")
+    name = str(config.get("model_type"))
+    get = partial(_size, config)
+    if name == "gpt2":
+        inner = None if config.get("n_inner") is None else get("n_inner")
+        layers, hidden, heads, vocab, seq = map(get, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
+        tied = config.get("tie_word_embeddings") is not False
+        return Transformer(layers, hidden, heads, vocab, seq, ffn=inner, tied=tied)
+    if name not in _FAMILIES:
+        planned = ["gpt2", *_FAMILIES]
+        hint = ": pass a file with its text_config" if "text_config" in config else ""
+        raise ValueError(
+            f"Expected model_type to be one of {', '.join(planned)}, but got {name!r}{hint}; "
+            f"{instead(name, planned, False)}or give the shape as numbers"
+        )
+    family, options, tied = _FAMILIES[name]
+    heads = get("num_attention_heads")
+    more: dict[str, Any] = {**options, "tied": bool(config.get("tie_word_embeddings", tied))}
+    if config.get("head_dim") is not None:
+        more["head_dim"] = get("head_dim")
+    if config.get("attention_bias") and not name.startswith("qwen2"):
+        raise ValueError("Expected attention_bias to be false, but got true: give the shape as numbers")
+    ffn = get("intermediate_size")
+    if name == "mixtral":
+        more |= {"experts": get("num_local_experts"), "active_experts": get("num_experts_per_tok")}
+    elif name == "qwen3_moe":
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise ValueError("Expected all blocks to have experts, but some have not: give the shape as numbers")
+        ffn = get("moe_intermediate_size")
+        more |= {"experts": get("num_experts"), "active_experts": get("num_experts_per_tok")}
+    kv_heads = heads if config.get("num_key_value_heads") is None else get("num_key_value_heads")
+    layers, hidden, vocab = get("num_hidden_layers"), get("hidden_size"), get("vocab_size")
+    return _shape(family, layers, hidden, heads, kv_heads, ffn, vocab, get("max_position_embeddings"), **more)
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    if key not in config:
+        raise ValueError(f"Expected config.json to have {key}, but it has not: write the model's whole config")
+    return whole(key, config[key])
+
+
+# ---------------------------------------------------------------------------------------------------------- cards
+
+GIB = 2**30
+RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU: `memory` in bytes, dense bf16 `flops` per second, memory `bandwidth` in bytes per second, if known."""
+
+    name: str
+    memory: int
+    flops: float | None
+    bandwidth: float | None
+    source: str
+
+
+def _cards(maker: str, *rows: tuple[str, int, float, float, str]) -> list[Card]:
+    return [
+        Card(name, memory * GIB, round(tflops * 1e12), round(bandwidth * 1e9), f"{maker} {source}")
+        for name, memory, tflops, bandwidth, source in rows
+    ]
+
+
+# Memory in GB, dense bf16 matrix TFLOP/s and memory bandwidth in GB/s, from datasheets. A GPU has as many GiB as its
+# datasheet gives GB, minus the memory that the driver and ECC take (an H200 of "141 GB" offers 139.8 GiB, an L40S of
+# "48 GB" with ECC 45.0 GiB). FLOP/s are without sparsity, for products added in fp32.
+CARDS = {
+    card.name: card
+    for card in _cards(
+        "NVIDIA",
+        ("a100-40", 40, 312, 1555, "A100 datasheet, 40GB SXM"),
+        ("a100-80", 80, 312, 2039, "A100 datasheet, 80GB SXM"),
+        ("h100", 80, 989.4, 3350, "H100 datasheet, SXM"),
+        ("h200", 141, 989.4, 4800, "H200 datasheet, SXM"),
+        ("b200", 180, 2250, 8000, "HGX B200 datasheet, per GPU"),
+        ("l4", 24, 121, 300, "L4 datasheet"),
+        ("l40s", 48, 362.05, 864, "L40S datasheet"),
+        ("a10", 24, 125, 600, "A10 datasheet"),
+        ("a30", 24, 165, 933, "A30 datasheet"),
+        ("a40", 48, 149.7, 696, "A40 datasheet"),
+        ("a6000", 48, 154.8, 768, "RTX A6000 datasheet"),
+        ("v100-16", 16, 125, 900, "V100 datasheet, 16GB SXM2; FLOP/s in fp16, it has no bf16"),
+        ("v100-32", 32, 125, 900, "V100 datasheet, 32GB SXM2; FLOP/s in fp16, it has no bf16"),
+        ("t4", 16, 65, 300, "T4 datasheet; FLOP/s in fp16, it has no bf16"),
+        ("rtx3090", 24, 71, 936, "Ampere GA102 whitepaper, RTX 3090"),
+        ("rtx4090", 24, 165.2, 1008, "Ada architecture whitepaper, RTX 4090"),
+        ("rtx5080", 16, 112.6, 960, "RTX Blackwell architecture whitepaper, RTX 5080"),
+        ("rtx5090", 32, 209.5, 1792, "RTX Blackwell architecture whitepaper, RTX 5090"),
+    )
+    + _cards(
+        "AMD Instinct",
+        ("mi250x", 128, 383, 3276.8, "MI250X datasheet"),
+        ("mi300x", 192, 1307.4, 5300, "MI300X datasheet"),
+        ("mi325x", 256, 1307.4, 6000, "MI325X datasheet"),
+    )
+}
+
+
+def card(name: str) -> Card:
+    """The GPU with this name, or one of this much memory, such as ``"24GiB"``.
+
+    Raises:
+        ValueError: there is no such GPU. The message suggests the nearest name.
+
+    Examples:
+        >>> from halfstep.numerics.planning import card
+        >>> card("h100").memory == card("80GiB").memory == 80 * 2**30
+        True
+    """
+    text = name.lower().strip()
+    for unit, size in (("gib", GIB), ("gb", GIB), ("g", GIB)):
+        digits = text.removesuffix(unit).strip()
+        if text.endswith(unit) and digits.replace(".", "", 1).isdecimal() and float(digits) > 0:
+            return Card(text, int(Fraction(digits) * size), None, None, "given")
+    one_of("card", text, CARDS)
+    return CARDS[text]
+
+
+def usable(gpu: Card, reserve: Fraction | int = RESERVE) -> int:
+    """The memory of a GPU in bytes, minus a reserve for what a plan does not count.
+
+    Args:
+        gpu: the GPU.
+        reserve: a share of its memory, below 1, or a number of bytes.
+
+    Raises:
+        ValueError: the reserve is negative, or leaves no memory.
+
+    Examples:
+        >>> from halfstep.numerics.planning import card, usable
+        >>> usable(card("h100")) == 72 * 2**30  # a reserve of 10 %
+        True
+    """
+    kept = gpu.memory * reserve if reserve < 1 else reserve
+    left = int(gpu.memory - kept)
+    if reserve < 0 or left < 1:
+        raise ValueError(
+            f"Expected reserve to be a share from 0 to below 1, or fewer bytes than the {gpu.memory / GIB:g} GiB of "
+            f"{gpu.name!r}, but got {reserve}"
+        )
+    return left

@@ -1,0 +1,172 @@
+"""The smallest changes with which a training fits a GPU that it does not fit.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from halfstep.numerics.planning.catalog import GIB
+from halfstep.numerics.planning.layouts import layout
+from halfstep.numerics.planning.models import Transformer
+from halfstep.numerics.planning.plans import USUAL_BUCKET, Plan, plan
+
+SHORTEST = 512  # tokens of the shortest sequence that is proposed
+MOST_GPUS = 64
+MOST_CHANGES = 4  # in one way
+
+
+class Change(NamedTuple):
+    """A change of arguments of `plan`, by the names of the command's options; `effort` ranks it among others."""
+
+    options: dict[str, Any]
+    text: str  # with the numbers of `_costs` in braces
+    effort: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """Changes that make a training fit.
+
+    Attributes:
+        options: the arguments of `plan` that change; ``flash`` is that of the model.
+        texts: for each change, what it is and what it costs.
+        plan: the plan with the changes.
+    """
+
+    options: dict[str, Any]
+    texts: tuple[str, ...]
+    plan: Plan
+
+
+def ways_to_fit(memory: int, most: int = 5, **arguments: Any) -> list[Way]:
+    """The smallest changes of a training whose peak is then at most `memory` bytes, those of least effort first.
+
+    No way contains all changes of another one, or larger ones. A training that fits needs none: the list is then empty.
+
+    Args:
+        memory: bytes, without the reserve for what a plan does not count; see `usable`.
+        most: the number of ways.
+        arguments: the arguments of `plan`.
+
+    Raises:
+        ValueError: `plan` refuses an argument.
+
+    Examples:
+        >>> from halfstep.numerics.planning import MODELS, card, usable, ways_to_fit
+        >>> ways = ways_to_fit(usable(card("h100")), model=MODELS["llama-3-8b"], batch=1, seq=2048)
+        >>> ways[0].options, ways[0].plan.totals.peak >> 30
+        ({'optimizer': 'halfstep-split-8bit', 'step_in_backward': 26214400}, 67)
+    """
+    before = plan(**arguments)
+    if before.totals.peak <= memory:
+        return []
+    levers = [lever for lever in _levers(before, arguments) if lever]
+    # A pick is the number of a change by the number of its lever.
+    picks = [
+        dict(zip(some, numbers, strict=True))
+        for count in range(1, MOST_CHANGES + 1)
+        for some in itertools.combinations(range(len(levers)), count)
+        for numbers in itertools.product(*(range(len(levers[lever])) for lever in some))
+    ]
+    picks.sort(key=lambda pick: sum(levers[lever][number].effort for lever, number in pick.items()))
+    ways: dict[tuple[tuple[int, int], ...], Way] = {}
+    for pick in picks:
+        if any(all(pick.get(lever, -1) >= number for lever, number in smaller) for smaller in ways):
+            continue
+        changes = [levers[lever][number] for lever, number in pick.items()]
+        options = {name: value for change in changes for name, value in change.options.items()}
+        try:
+            after = plan(**_changed(arguments, options))
+        except ValueError:  # these changes do not go together
+            continue
+        if after.totals.peak <= memory:
+            costs = _costs(after)
+            ways[tuple(pick.items())] = Way(options, tuple(change.text.format_map(costs) for change in changes), after)
+            if len(ways) == most:
+                break
+    return list(ways.values())
+
+
+def _changed(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    changes = dict(options)
+    if changes.pop("flash", False):
+        changes["model"] = replace(arguments["model"], flash=True)
+    return {**arguments, **changes}
+
+
+def _costs(after: Plan) -> dict[str, str]:
+    """What changes cost: memory of the host, bytes in a step over the bus and to other GPUs, and a share of FLOPs."""
+    bus = sum(each.bytes for each in after.communication if each.ranks == 1)
+    again = 0.0 if after.work is None else after.work.hardware / after.work.training - 1
+    host = f"{after.totals.host / GIB:.0f} GiB of its memory and {bus / 1e9:.3g} GB over the bus in a step"
+    return {"host": host, "sent": f"{after.bytes_sent / 1e9:.3g} GB sent in a step", "again": f"{again:.0%} more FLOPs"}
+
+
+def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change]]:
+    """Changes by what they change; a way takes at most one of each."""
+    settings = before.settings
+    model, batch, seq = arguments.get("model"), settings["batch"], settings["seq"]
+    yield list(_layouts(before))
+    if settings["step_in_backward"] is None:
+        text = "step in the backward: gradients exist for one bucket at a time; no accumulation"
+        yield [Change({"step_in_backward": USUAL_BUCKET}, text, 1)]
+    if isinstance(model, Transformer):
+        yield [Change({"flash": True}, "attention that does not store its scores", 1)] * (not model.flash)
+        yield [Change({"loss_chunks": 16}, "logits in 16 chunks, as Liger's fused loss does", 2)] * (
+            settings["loss_chunks"] == 1
+        )
+        if settings["checkpointing"] != "full":
+            yield [Change({"checkpointing": "full"}, "recomputed activations: {again}", 2)]
+        if batch > 1:
+            yield [Change({"batch": 1}, f"a micro-batch of 1 instead of {batch}", 2)]
+        shorter = (seq >> halvings for halvings in range(1, seq.bit_length()))
+        yield [
+            Change({"seq": length}, f"sequences of {length:,} tokens instead of {seq:,}", 2 + halvings)
+            for halvings, length in enumerate(shorter, 1)
+            if length >= SHORTEST
+        ]
+        if settings["lora"] is None:
+            yield [Change({"lora": 16}, "LoRA with 16 rows: the model's weights are frozen", 6)]
+    if not settings["offload"]:
+        yield [Change({"offload": True}, "states on the host: {host}", 3)]
+    one = settings["tensor_parallel"]
+    more = [settings["gpus"] * factor for factor in (1, 2, 4, 8, 16, 32, 64) if settings["gpus"] * factor <= MOST_GPUS]
+    yield [
+        Change(
+            {"gpus": gpus, "strategy": "fsdp"},
+            ("FSDP2" if gpus == more[0] else f"{gpus} GPUs under FSDP2") + ": {sent}",
+            1 if gpus == more[0] else 3 + number,
+        )
+        for number, gpus in enumerate(more)
+        if gpus // one > 1 and (gpus, "fsdp") != (settings["gpus"], settings["strategy"])
+    ]
+
+
+def _layouts(before: Plan) -> Iterator[Change]:
+    """Layouts of halfstep with fewer bytes per parameter."""
+    listed: list[tuple[dict[str, Any], str, int]]
+    if before.settings["precision"] == "fp16":
+        listed = [({"optimizer": "halfstep", "moments": "8bit"}, "fp32 masters, moments in 8 bits", 1)]
+    else:
+        exact: dict[str, Any] = {"precision": "bf16", "moments": None, "master": None}
+        listed = [
+            ({**exact, "optimizer": "halfstep"}, "bf16 weights with exact fp32 masters", 1),
+            ({**exact, "optimizer": "halfstep-split-8bit"}, "exact fp32 masters, moments in 8 bits", 1),
+            ({**exact, "optimizer": "halfstep-split24-8bit"}, "masters of 24 bits, moments in 8 bits", 2),
+            (
+                {**exact, "optimizer": "halfstep-stochastic-8bit"},
+                "no masters, stochastic rounding, moments in 8 bits",
+                5,
+            ),
+        ]
+    per_parameter = before.layout.per_parameter(before.settings["amsgrad"])
+    for options, text, effort in listed:
+        row = layout(options["optimizer"], options.get("precision", "fp16"), moments=options.get("moments"))
+        if row.per_parameter(before.settings["amsgrad"]) < per_parameter:
+            changes = {name: value for name, value in options.items() if before.settings[name] != value}
+            yield Change(changes, f"{text}: {float(row.per_parameter()):.2f} bytes per parameter", effort)
