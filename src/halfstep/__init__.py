@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from halfstep.integrations.doctor import doctor
     from halfstep.integrations.monitor import AmpMonitor
     from halfstep.integrations.optim import Adam, AdamW
+    from halfstep.integrations.precision import cast_parameters
     from halfstep.integrations.scheduler import SkipAwareScheduler
     from halfstep.kernels.backend import backend
     from halfstep.kernels.cast import cast, foreach_cast
@@ -35,6 +36,7 @@ _HOME = {
     "advise_scale": "halfstep.numerics.statistics.advice",
     "backend": "halfstep.kernels.backend",
     "cast": "halfstep.kernels.cast",
+    "cast_parameters": "halfstep.integrations.precision",
     "decode": "halfstep.numerics.formats.codec",
     "doctor": "halfstep.integrations.doctor",
     "encode": "halfstep.numerics.formats.codec",
@@ -58,6 +60,7 @@ __all__ = [
     "advise_scale",
     "backend",
     "cast",
+    "cast_parameters",
     "decode",
     "doctor",
     "encode",
