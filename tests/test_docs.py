@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import generated
 import layout_table
 import pytest
 import tolerances
@@ -19,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
-from halfstep.bench.audit import markdown
 from halfstep.numerics import planning
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,12 +59,6 @@ def test_docstrings_that_are_put_together_are_written_out() -> None:
     assert module("hooks").with_docstrings("x = 1  # kept\n") == "x = 1  # kept\n"
 
 
-def generated(name: str, page: Path) -> str:
-    """The block `name` of a page that a program writes."""
-    text = page.read_text(encoding="utf-8")
-    return text[slice(*markdown.between(name, text))]
-
-
 def test_errors_that_are_explained_exist() -> None:
     sources = [path for folder in ("kernels", "numerics", "integrations") for path in (ROOT / folder).rglob("*.py")]
     trees = (ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for path in sources)
@@ -79,7 +73,8 @@ def test_errors_that_are_explained_exist() -> None:
 
 
 def test_the_largest_models_are_those_of_the_planner() -> None:
-    assert generated(layout_table.BLOCK, layout_table.PAGE) == layout_table.table(), "run tests/support/layout_table.py"
+    block = generated.read(layout_table.BLOCK, layout_table.PAGE)
+    assert block == layout_table.table(), "run tests/support/layout_table.py"
 
 
 def test_bytes_of_the_layouts() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfstep.bench.audit import markdown
+import generated
+
 from halfstep.numerics.planning import card, fit, layout, usable
 from halfstep.numerics.planning.plans import Card
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
-BLOCK = "largest models"  # of the page, as halfstep.bench.audit.markdown marks it
+BLOCK = "largest models"
 
 # What is trained with, and the layout and precision of `halfstep plan`.
 ROWS = {
@@ -42,4 +43,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    markdown.write(BLOCK, table(), PAGE)
+    generated.write(BLOCK, table(), PAGE)
