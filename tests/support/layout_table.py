@@ -31,7 +31,7 @@ def _largest(optimizer: str, precision: str, gpu: Card, gpus: int) -> str:
 
 
 def table() -> str:
-    """The rows, in thousand millions of parameters."""
+    """The rows, in billions of parameters."""
     cards = [card(name) for name in MEMORIES.values()]
     heads = ["options of `halfstep.AdamW`", *MEMORIES, *(f"8 of {memory}, FSDP2" for memory in MEMORIES)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
