@@ -38,7 +38,7 @@ help:
 	@echo "make versions    the tests on the oldest and newest torch, Triton and Python, each in its own environment: hours"
 	@echo "make lint        ruff and mypy"
 	@echo "make audit       compile every kernel for four GPU generations, without a GPU"
-	@echo "make bounds      record what they compile to as bounds for the tests, and in docs/performance_tables.md"
+	@echo "make bounds      record what they compile to as bounds for the tests, and in docs/performance.md"
 	@echo "make clean       delete build products and caches; leaves $(VENV), $(TRAINERS), $(DOCS) and out"
 
 $(BIN)/python:
@@ -146,11 +146,10 @@ audit: $(VENV)/.test
 	$(BIN)/pytest -q -p no:benchmark -m exhaustive tests/kernels/test_compile.py
 	$(BIN)/halfstep bench audit --bounds tests/kernels/audit_bounds.json
 
-# With the peers of the extra `bench` installed, their table and counts too.
 bounds: $(VENV)/.test
-	$(BIN)/halfstep bench audit --peers --record tests/kernels/audit_bounds.json --markdown docs/performance_tables.md
+	$(BIN)/halfstep bench audit --record tests/kernels/audit_bounds.json
 	cd tests/support && $(abspath $(BIN))/python -m software_gpu.counts \
-		--record ../kernels/instruction_counts.json --markdown ../../docs/performance_tables.md
+		--record ../kernels/instruction_counts.json --markdown ../../docs/performance.md
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

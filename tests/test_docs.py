@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import error_texts
+import generated
 import layout_table
 import pytest
 import tolerances
 import torch
 import torch.distributed as dist
-from browser import run_script
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
-from halfstep.bench.audit import markdown
 from halfstep.numerics import planning
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,70 +59,22 @@ def test_docstrings_that_are_put_together_are_written_out() -> None:
     assert module("hooks").with_docstrings("x = 1  # kept\n") == "x = 1  # kept\n"
 
 
-def generated(name: str, page: Path) -> str:
-    """The block `name` of a page that a program writes."""
-    text = page.read_text(encoding="utf-8")
-    return text[slice(*markdown.between(name, text))]
-
-
-def test_all_messages_are_listed() -> None:
-    assert generated(error_texts.BLOCK, error_texts.PAGE) == error_texts.table(), "run tests/support/error_texts.py"
-
-
-def test_a_pasted_error_is_found(tmp_path: Path) -> None:
-    listed = error_texts.table()
-    messages = [text.strip("` ") for text in re.findall(r"^- \w+: (`.+`)$", listed, flags=re.MULTILINE)]
-    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    pasted = []
-    wrong: dict[str, Callable[[], object]] = {
-        "Expected master_weights to be 'full', 'auto' or None for float16": lambda: halfstep.AdamW(
-            [parameter], master_weights="split"
-        ),
-        "Invalid beta parameter at index": lambda: halfstep.AdamW([parameter], betas=(0.9, 1.5)),
-        "Expected hysteresis_refill to be": lambda: halfstep.GradScaler("cpu", hysteresis_refill="never"),
-        "loaded state dict has": lambda: halfstep.AdamW([parameter]).load_state_dict({"state": {}, "param_groups": []}),
-    }
-    for call in wrong.values():
-        with pytest.raises((TypeError, ValueError)) as raised:
-            call()
-        pasted.append(f"Traceback (most recent call last):\n  File x\n{raised.type.__name__}: {raised.value}")
-    pasted += ["expected betas between 0 and 1", "segmentation fault", "Expected … to be " * 10_000]
-    body = "answer(input.pasted.map((text) => ranked(text, input.messages)));"
-    module_text = (DOCS / "find_error.mjs").read_text(encoding="utf-8")
-    given = {"pasted": pasted, "messages": messages}
-    *found, near, none, long = run_script("node", module_text, body, given, tmp_path)
-    for begin, indices in zip(wrong, found, strict=True):
-        assert messages[indices[0]].startswith(begin), (begin, messages[indices[0]])
-    assert "betas" in messages[near[0]] and none == [] and len(long) == 5
-
-
-def test_messages_that_are_explained_exist() -> None:
-    explained, _ = markdown.check(error_texts.BLOCK, error_texts.PAGE)
-    listed = generated(error_texts.BLOCK, error_texts.PAGE)
-    rows = re.findall(r"^\| (`.+?`) \|", explained, flags=re.MULTILINE)
-    assert len(rows) >= 8
-    for text in re.findall(r"`([^`]+)`", " ".join(rows)):
-        assert text == "Attempting to unscale FP16 gradients." or text.strip("… ") in listed, text
-
-
-def test_a_message_is_read_from_the_source() -> None:
-    source = (
-        'def f(x):\n    raise ValueError(f"Expected x to be {x!r}, but got " + str(x))\nraise other(1)\nraise KeyError'
-    )
-    assert error_texts.messages(source, {}) == [("ValueError", "Expected x to be …, but got …")]
-
-
-def test_texts_that_callers_pass_are_put_in() -> None:
-    first = 'def f(x, what):\n    raise ValueError(f"{what} is no number: {x}")\n'
-    source = first + 'def g(x):\n    f(x, "the scale")\n    f(1, what=x)\n'
-    texts = [text for _, text in error_texts.messages(source, error_texts.calls(source))]
-    assert texts == ["the scale is no number: …", "… is no number: …"]
-    other = "def f(x, what):\n    pass\n"
-    assert "f" not in error_texts.calls(source, other), "which of the two is called is not known"
+def test_errors_that_are_explained_exist() -> None:
+    sources = [path for folder in ("kernels", "numerics", "integrations") for path in (ROOT / folder).rglob("*.py")]
+    trees = (ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for path in sources)
+    texts = [
+        node.value for tree in trees for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    rows = re.findall(r"^\| (`.+?`) \|", (DOCS / "errors.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert rows
+    for message in re.findall(r"`([^`]+)`", " ".join(rows)):
+        for part in filter(None, message.removeprefix("Attempting to unscale FP16 gradients.").split("…")):
+            assert any(part in text for text in texts), message
 
 
 def test_the_largest_models_are_those_of_the_planner() -> None:
-    assert generated(layout_table.BLOCK, layout_table.PAGE) == layout_table.table(), "run tests/support/layout_table.py"
+    block = generated.read(layout_table.BLOCK, layout_table.PAGE)
+    assert block == layout_table.table(), "run tests/support/layout_table.py"
 
 
 def test_bytes_of_the_layouts() -> None:

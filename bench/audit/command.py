@@ -137,14 +137,7 @@ def _parser() -> Parser:
         metavar="FILE",
         help="record the rows as bounds in FILE; with --module or --target, only those of its rows",
     )
-    parser.add_argument(
-        "--markdown",
-        type=lambda text: text if text == "-" else input_file(text),
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="print the table as Markdown, or write it between the markers in FILE; with --record, all bounds",
-    )
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table, one row per variant")
     parser.add_argument(
         "--out", type=a_path, metavar="DIR", help="also draw all kernels on the roofline of each GPU: DIR/roofline.png"
     )
@@ -204,13 +197,11 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     modules = list(dict.fromkeys(arguments.module or FAMILIES))
     targets = list(dict.fromkeys(arguments.target or TARGETS))
     families = {module.rpartition(".")[2] for module in arguments.module} if arguments.module else None
-    peers_missing: tuple[str, ...] = ()
     if arguments.peers:
         found = peers.find()
-        peers_missing = found.left_out
         modules = [*modules, *([PEERS] if found.variants else [])]
-    for line in peers_missing:
-        say(line, sys.stderr)
+        for line in found.left_out:
+            say(line, sys.stderr)
 
     start = time.monotonic()
     with Progress(0, patience=2.0) as progress:
@@ -224,7 +215,9 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     failing = _failing(rows)
     if arguments.json:
         print(json.dumps({"variants": rows}, indent=1))
-    elif arguments.markdown != "-":
+    elif arguments.markdown:
+        print(markdown.table(rows))
+    else:
         print_table(rows, time.monotonic() - start)
 
     left = []
@@ -245,17 +238,6 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
             say(f"{arguments.record}: not written, since {len(failing)} rows fail", sys.stderr)
             return 1
         say(audit_bounds.record(own, arguments.record, triton.__version__, families, targets), sys.stderr)
-        own = markdown.from_bounds(audit_bounds.load(arguments.record).entries)
-    if arguments.markdown:
-        tables = {markdown.OURS: own}
-        # An incomplete table of peers must not replace a complete one.
-        if arguments.peers and not peers_missing:
-            tables[markdown.PEERS] = [row for row in rows if row["peer"]]
-        for name, members in tables.items():
-            if arguments.markdown == "-":
-                print(markdown.table(members), end="\n\n")
-            else:
-                markdown.write(name, markdown.table(members), arguments.markdown)
     return 1 if failing or left else 0
 
 
@@ -268,8 +250,6 @@ def main(argv: Sequence[str]) -> int:
             audit_bounds.load(arguments.bounds)
         if arguments.out:
             roofline.read(arguments.counts)
-        if arguments.markdown not in (None, "-"):
-            markdown.check(markdown.OURS, arguments.markdown)
         status = _without_interpreter(argv)
         if status is not None:
             return status

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 from typing import Any
-
-OURS, PEERS = "compiled kernels", "compiled kernels of peers"
 
 
 def number(value: float | None) -> str:
@@ -28,7 +25,7 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of `rows`, which need only have the measures of recorded bounds."""
+    """The table of `rows`, as `halfstep.bench.audit.rows.audit` returns them."""
     rows = sorted(rows, key=_order)
     targets = list(dict.fromkeys(row["target"] for row in rows))
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -55,48 +52,3 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {'' if kernel == shown else f'`{kernel}`'} | {variant} | {cells} |")
         shown = kernel
     return "\n".join(lines)
-
-
-def from_bounds(entries: dict[str, dict[str, float | None]]) -> list[dict[str, Any]]:
-    """Recorded bounds as rows."""
-    rows = []
-    for name, measures in entries.items():
-        kernel, variant, target = name.split(" | ")
-        rows.append({"kernel": kernel, "variant": variant, "target": target, **measures})
-    return rows
-
-
-def between(name: str, text: str) -> tuple[int, int]:
-    """The offsets of the start and the end of the generated block `name` in `text`.
-
-    Raises:
-        ValueError: the text does not contain both markers of the block once, in order.
-    """
-    begin, end = f"<!-- {name}: generated -->\n", f"\n<!-- {name}: end -->"
-    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"it must contain the markers {begin.strip()!r} and {end.strip()!r} once each, in this order")
-    return text.index(begin) + len(begin), text.index(end)
-
-
-def check(name: str, path: Path) -> tuple[str, str]:
-    """The text of the file `path` before and after the generated block `name`.
-
-    Raises:
-        ValueError: the file cannot be read, or does not contain the block.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        start, end = between(name, text)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--markdown {path}: {error}") from error
-    return text[:start], text[end:]
-
-
-def write(name: str, content: str, path: Path) -> None:
-    """Replace the generated block `name` of the file `path`.
-
-    Raises:
-        ValueError: the file cannot be read, or does not contain the block.
-    """
-    before, after = check(name, path)
-    path.write_text(before + content + after, encoding="utf-8")

@@ -165,4 +165,4 @@ def test_a_step_calls_few_functions_and_none_for_each_tensor() -> None:
     called = calls_of_a_step(100)
     assert called == calls_of_a_step(10)
     assert {"step", "update", "verdict"} <= set(called)
-    assert len(called) <= 71, called  # docs/performance.md; from Python 3.12 on, comprehensions are no calls
+    assert len(called) <= 71, called  # from Python 3.12 on, comprehensions are no calls

@@ -24,7 +24,6 @@ pytest.importorskip("triton")
 import triton
 
 from halfstep.bench.audit import bounds as audit_bounds
-from halfstep.bench.audit import markdown as audit_markdown
 from halfstep.bench.audit import rows as audit
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -34,7 +33,6 @@ RECORDED_WITH = audit_bounds.load(BOUNDS).triton
 recorded = pytest.mark.skipif(
     triton.__version__ != RECORDED_WITH, reason=f"holds numbers of triton {RECORDED_WITH}; this is {triton.__version__}"
 )
-TABLES = Path(__file__).parents[2] / "docs" / "performance_tables.md"
 
 # (rule, kernel, pattern of the variant's name): why the rule does not hold there.
 EXCEPTIONS = {
@@ -198,13 +196,6 @@ def test_every_variant_and_no_other_has_recorded_bounds() -> None:
     assert variants == set(audit_bounds.load(BOUNDS).entries), "make bounds records them"
 
 
-def test_the_table_in_the_documentation_is_that_of_the_bounds() -> None:
-    text = TABLES.read_text()
-    start, end = audit_markdown.between(audit_markdown.OURS, text)
-    rows = audit_markdown.from_bounds(audit_bounds.load(BOUNDS).entries)
-    assert text[start:end] == audit_markdown.table(rows), "make bounds writes it"
-
-
 def test_what_promises_the_references_bits_says_so() -> None:
     """The audit looks for contractions only where `exact` is set, so leaving it out would pass unseen."""
     for family in ("adam", "cast", "loss_scale", "statistics", "unscale"):
@@ -282,10 +273,9 @@ def test_what_fails_is_named_and_not_recorded(tmp_path: Path) -> None:
 
 @recorded
 def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
-    bounds, document = tmp_path / "bounds.json", tmp_path / "document.md"
+    bounds = tmp_path / "bounds.json"
     arguments = ["--jobs=1", "--module=sample_kernels", "--target=sm_90"]
-    document.write_text("before\n<!-- compiled kernels: generated -->\nold\n<!-- compiled kernels: end -->\nafter\n")
-    done = run_audit(*arguments, "--record", str(bounds), "--markdown", str(document))
+    done = run_audit(*arguments, "--record", str(bounds), "--markdown")
     assert done.returncode == 0, done.stderr
     assert "8 recorded, of which 8 new and 0 changed; 0 gone" in done.stderr
     lines = bounds.read_text().splitlines()
@@ -294,9 +284,7 @@ def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
     assert lines[1].startswith(
         '"sample_kernels.convert_kernel | converted | sm_90": {"bytes_read": 2, "bytes_written": 4'
     )
-    assert document.read_text().startswith("before\n<!-- compiled kernels: generated -->\nBytes per element")
-    assert "\n| `sample_kernels.loop_kernel` | loop | 4 + 4 | 128 | " in document.read_text()
-    assert document.read_text().endswith("|\n<!-- compiled kernels: end -->\nafter\n")
+    assert "\n| `sample_kernels.loop_kernel` | loop | 4 + 4 | 128 | " in done.stdout
     compared = run_audit(*arguments, "--bounds", str(bounds))
     assert compared.returncode == 0
     assert "are compared" not in compared.stderr
@@ -322,11 +310,9 @@ def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
 @recorded
 def test_peers_stand_beside_ours_and_are_not_recorded(tmp_path: Path) -> None:
     """With whatever is installed: what is there is counted, what is not is named."""
-    bounds, document = tmp_path / "bounds.json", tmp_path / "document.md"
-    names = (audit_markdown.OURS, audit_markdown.PEERS)
-    document.write_text("".join(f"<!-- {name}: generated -->\n\n<!-- {name}: end -->\n" for name in names))
+    bounds = tmp_path / "bounds.json"
     arguments = ["--jobs=1", "--module=sample_kernels", "--target=sm_90", "--target=gfx942"]
-    done = run_audit("--json", "--peers", *arguments, "--record", str(bounds), "--markdown", str(document))
+    done = run_audit("--json", "--peers", *arguments, "--record", str(bounds))
     assert done.returncode == 0, done.stderr
     rows = [row for row in rows_of(done) if row["peer"]]
     packages = {"liger-kernel": "liger_kernel", "torch-optimi": "optimi", "flashoptim": "flashoptim"}
@@ -341,9 +327,3 @@ def test_peers_stand_beside_ours_and_are_not_recorded(tmp_path: Path) -> None:
             assert row["access_bits"] in (32, 64, 128)
             assert 0 < row["registers"] < 256
     assert {name.partition(".")[0] for name in audit_bounds.load(bounds).entries} == {"sample_kernels"}
-    text = document.read_text()
-    ours, theirs = (text[slice(*audit_markdown.between(name, text))] for name in names)
-    assert ours == audit_markdown.table(audit_markdown.from_bounds(audit_bounds.load(bounds).entries))
-    # A table with one peer of three would say something else than it seems to.
-    complete = {row["peer"] for row in rows} == set(packages)
-    assert theirs == (audit_markdown.table(rows) if complete else "")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfstep.bench.audit import markdown
+import generated
+
 from halfstep.numerics.planning import card, fit, layout, usable
 from halfstep.numerics.planning.catalog import Card
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
-BLOCK = "largest models"  # of the page, as halfstep.bench.audit.markdown marks it
+BLOCK = "largest models"
 
 # What is trained with, and the layout and precision of `halfstep plan`.
 ROWS = {
@@ -30,7 +31,7 @@ def _largest(optimizer: str, precision: str, gpu: Card, gpus: int) -> str:
 
 
 def table() -> str:
-    """The rows, in thousand millions of parameters."""
+    """The rows, in billions of parameters."""
     cards = [card(name) for name in MEMORIES.values()]
     heads = ["options of `halfstep.AdamW`", *MEMORIES, *(f"8 of {memory}, FSDP2" for memory in MEMORIES)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -42,4 +43,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    markdown.write(BLOCK, table(), PAGE)
+    generated.write(BLOCK, table(), PAGE)

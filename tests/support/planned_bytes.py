@@ -1,4 +1,4 @@
-"""Processes whose memory and messages are counted, for test_planning_sharded.py and planned_table.py."""
+"""Processes whose memory and messages are counted, for test_planning_sharded.py and planned_strategies.py."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ RECORDED = Path(__file__).resolve().parents[3] / roofline.COUNTS_FILE
 
 ZERO = "the slow path of the root and the quotient of a zero"
 # Cases beyond a limit, and the most that they may be beyond it: issue over memory on H100 and B200, shared memory over
-# memory on B200; and why. The first pattern that fits counts. tests/support/instruction_bounds.py has what they need.
+# memory on B200; and why. The first pattern that fits counts.
 EXCEPTIONS: dict[str, tuple[float, float, float, str]] = {
     "statistics bf16 with errors": (2.94, 5.28, 0.20, "a division, a rounding and a second word per element"),
     "statistics bf16": (1.01, 1.79, 0.20, "16 instructions form a place and add a bit, for 2 bytes"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import forks
 import planned_bytes
-import planned_table
+import planned_strategies
 import pytest
 import torch
 from hypothesis import given
@@ -74,24 +74,19 @@ def test_two_replicas_of_hsdp_hold_everything(ranks: list[dict[str, Any]], rank:
     assert ranks[rank]["hsdp"] == planned(made)
 
 
-@pytest.mark.parametrize("name", planned_table.OPTIONS)
+@pytest.mark.parametrize("name", planned_strategies.OPTIONS)
 def test_every_strategy_holds_and_sends_what_is_planned(ranks: list[dict[str, Any]], name: str) -> None:
     """All collectives of a step, by operation; flag and norm, 16 bytes where ranks differ, are the scaler's."""
     found = [rank["strategies"][name] for rank in ranks if name in rank["strategies"]]
-    assert len(found) == planned_table.made_for(name, 0).settings["gpus"]
+    assert len(found) == planned_strategies.made_for(name, 0).settings["gpus"]
     for rank, one in enumerate(found):
-        made = planned_table.made_for(name, rank)
-        assert one["held"] == planned_table.planned_memory(made)
-        sent, scaler = planned_table.split(one["sent"])
-        assert sent == planned_table.planned_messages(made)
+        made = planned_strategies.made_for(name, rank)
+        assert one["held"] == planned_strategies.planned_memory(made)
+        sent, scaler = planned_strategies.split(one["sent"])
+        assert sent == planned_strategies.planned_messages(made)
         # Under DDP and ZeRO-1 every rank has the whole reduced gradient; among four 16 bytes take 2 · 3/4 · 16.
         everywhere = {2: 16, 4: 24}[len(found)]
         assert scaler == (0 if made.strategy.name in ("ddp", "zero1-torch") else everywhere)
-
-
-def test_the_page_has_the_table_of_what_was_counted(ranks: list[dict[str, Any]]) -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "distributed.md").read_text(encoding="utf-8")
-    assert planned_table.table(ranks) in page
 
 
 def test_a_message_counts_as_rings_send_it() -> None:
@@ -101,7 +96,7 @@ def test_a_message_counts_as_rings_send_it() -> None:
         ("all-gather", "float32", 2, 8, 2),
     ]
     norm = ("all-reduce", "float64", 2, 16, 2)
-    assert planned_table.split([*sent, norm]) == ({"all-reduce": 24, "broadcast": 3, "all-gather": 4}, 16)
+    assert planned_strategies.split([*sent, norm]) == ({"all-reduce": 24, "broadcast": 3, "all-gather": 4}, 16)
 
 
 @pytest.mark.parametrize("view", [False, True])

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import instruction_bounds
+import generated
 import torch
 
 from . import gpu, sass
@@ -61,9 +61,9 @@ LOADS = ("ld.global", "global_load", "buffer_load")
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 MACHINE_CODE = ("sm_90", "sm_100")  # for sm_80, ptxas takes loops apart in ways that sass.py does not tell from copies
 SIZE = 2**20
-SHOWN = "sm_90"  # whose counts the tables show
+SHOWN, SHOWN_GPUS = "sm_90", ("H100", "B200", "MI300X")  # whose counts, and whose times, docs/performance.md shows
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-TABLE, NEEDED = "executed counts", "instructions needed"
+TABLE = "executed counts"
 
 
 def class_of(opcode: str) -> str:
@@ -404,48 +404,20 @@ def usage(text: str, target: str) -> dict[str, int]:
     return {"registers": int(registers[1]), "spilled": int(spills[1]) + int(spills[2])}
 
 
-def _limits(record: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The case to its kernel with the most instructions and the limits of that by GPU, ours and then those of peers."""
-    from halfstep.bench.audit import roofline
-
-    peers = {
-        target: {f"{case} ({peer['peer']})": peer["kernels"] for case, peer in cases_of.items()}
-        for target, cases_of in record.get("peers", {}).items()
-    }
-    found: dict[tuple[str, str], dict[str, roofline.Ratios]] = {}
-    for of in (record["targets"], peers):
-        for one in roofline.ratios({"targets": of}):
-            found.setdefault((one.case, one.kernel), {})[one.gpu] = one
-    limits = {}
-    for case, kernels in {**record["targets"][SHOWN], **peers.get(SHOWN, {})}.items():
-        kernel = max(kernels, key=lambda name: kernels[name]["instructions"])
-        if (case, kernel) in found:
-            limits[case] = kernel, {**kernels[kernel], "on": found[case, kernel]}
-    return limits
-
-
 def markdown(record: dict[str, Any]) -> str:
-    """The table of the docs: the kernel of each case with the most instructions, ours and then those of peers."""
+    """The table of docs/performance.md: the kernel of each case with the most instructions."""
     from halfstep.bench.audit import roofline
 
+    issue = {(one.gpu, one.case, one.kernel): one.issue for one in roofline.ratios(record)}
     lines = [
-        f"Triton {record['triton']}, executed. Per element on {SHOWN}: thread instructions of PTX; machine",
-        "instructions issued for them, times the lanes of a warp, first by weights of PTX, then as ptxas makes them;",
-        "lanes of warps that took the subroutine of a root or a quotient; 32-byte sectors of global memory, how much",
-        "of them is of use, and wavefronts of shared memory (128 bytes at a time). Then the predicted time to issue",
-        f"these machine instructions, as a part of the time of memory, on {', '.join(roofline.GPUS)}.",
-        "",
-        "| case | kernel | instructions | of them special, popc, shuffle | weighted | machine | slow | sectors "
-        "| of use | wavefronts | predicted issue / memory |",
-        f"|{'---|' * 11}",
+        f"| Triton {record['triton']} | instructions | bytes | {' | '.join(SHOWN_GPUS)} |",
+        f"|---|{'---:|' * (2 + len(SHOWN_GPUS))}",
     ]
-    for case, (kernel, row) in _limits(record).items():
-        parts = ", ".join(f"{row['classes'].get(name, 0):.2g}" for name in ("special", "popc", "shuffle"))
-        machine = f"{row['machine']:.1f}" if "machine" in row else "-"
-        figures = f"{row['instructions']:.1f} | {parts} | {row['issued']:.1f} | {machine} | {row['slow']:.2g}"
-        useful = f"{row['sectors']:.3f} | {100 * row['least'] / row['sectors']:.0f} %"
-        issue = " / ".join(f"{100 * row['on'][gpu].issue:.0f} %" if gpu in row["on"] else "-" for gpu in roofline.GPUS)
-        lines.append(f"| {case} | `{kernel}` | {figures} | {useful} | {row['wavefronts']:.3f} | {issue} |")
+    for case, kernels in record["targets"][SHOWN].items():
+        kernel = max(kernels, key=lambda name: kernels[name]["instructions"])
+        cells = [f"{kernels[kernel]['machine']:.1f}", f"{32 * kernels[kernel]['sectors']:.1f}"]
+        cells += [f"{100 * issue[gpu, case, kernel]:.0f}%" for gpu in SHOWN_GPUS]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -497,7 +469,7 @@ def text_of(record: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Count what the kernels take per element, on the software GPU.")
     parser.add_argument("--record", type=Path, help="JSON file to write")
-    parser.add_argument("--markdown", type=Path, help="page whose table to renew, for sm_90")
+    parser.add_argument("--markdown", type=Path, help="page whose table to renew")
     parser.add_argument(
         "--case", default="*", metavar="PATTERN", help="count these cases only; the record keeps others"
     )
@@ -525,10 +497,7 @@ def main() -> int:
     if given.record:
         given.record.write_text(text_of(record))
     if given.markdown:
-        from halfstep.bench.audit.markdown import write
-
-        write(TABLE, markdown(record), given.markdown)
-        write(NEEDED, instruction_bounds.markdown(record), given.markdown)
+        generated.write(TABLE, markdown(record), given.markdown)
     return 0
 
 

@@ -1,7 +1,4 @@
-"""The planned and the counted bytes of a small GPT under each strategy, and their table in docs/distributed.md.
-
-``python tests/support/planned_table.py`` trains it on two and four gloo ranks and prints the table.
-"""
+"""What the planner says of a small GPT under each strategy, and the counted messages in its terms."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp1 on 4": {"strategy": "fsdp1", "gpus": 4},
 }
 MODEL = Transformer(**planned_bytes.SHAPE)
-KINDS = ("weights", "gradients", "states")
 
 
 def made_for(name: str, rank: int) -> Plan:
@@ -48,12 +44,6 @@ def made_for(name: str, rank: int) -> Plan:
 def planned_memory(made: Plan) -> dict[str, int]:
     """Bytes of weights, gradients and each state. Another test counts DDP's buckets."""
     return {part.name: part.bytes for part in made.parts if part.phase == "always" and part.name != "buckets"}
-
-
-def in_three(held: dict[str, int]) -> dict[str, int]:
-    """Bytes of weights, of gradients, and of all states with their scalars."""
-    three = {name: held[name] for name in KINDS[:2]}
-    return {**three, "states": sum(size for name, size in held.items() if name not in three)}
 
 
 def planned_messages(made: Plan) -> dict[str, int]:
@@ -74,35 +64,3 @@ def split(sent: list[tuple[Any, ...]]) -> tuple[dict[str, int], int]:
         else:
             by_operation[message.name] = by_operation.get(message.name, Fraction(0)) + message.sent
     return {name: math.ceil(size) for name, size in by_operation.items()}, math.ceil(scaler)
-
-
-def table(ranks: list[dict[str, Any]]) -> str:
-    """The rows for rank 0. Every planned number equals the counted one.
-
-    Raises:
-        ValueError: they differ.
-    """
-    heads = ("strategy", "GPUs", *KINDS, "sent in a step", "flag and norm")
-    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
-    for name in OPTIONS:
-        made, found = made_for(name, 0), ranks[0]["strategies"][name]
-        sent, scaler = split(found["sent"])
-        counted = (in_three(found["held"]), sent)
-        expected = (in_three(planned_memory(made)), planned_messages(made))
-        if counted != expected:
-            raise ValueError(f"{name}: planned {expected}, counted {counted}")
-        operations = ", ".join(f"{operation} {size:,}" for operation, size in sent.items())
-        total = f"**{sum(sent.values()):,}**: {operations}"
-        cells = [
-            name.removesuffix(" on 4"),
-            str(made.settings["gpus"]),
-            *(f"{counted[0][kind]:,}" for kind in KINDS),
-            total,
-            str(scaler),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(table(planned_bytes.measured()), end="")
