@@ -25,11 +25,8 @@ TRAINERS = {
     "datasets",
     "lightning",
     "torchtitan",
-    "torchft",
     "safetensors",
     "bitsandbytes",
-    "deepspeed",
-    "fairscale",
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
