@@ -145,12 +145,12 @@ def _membership(setup: Setup) -> Iterator[Finding]:
 def _frozen(setup: Setup) -> Iterator[Finding]:
     frozen = [entry for entry in setup.entries if not entry.parameter.requires_grad and not setup.steps_copies]
     if stale := [entry for entry in frozen if entry.grad is not None]:
-        yield find("frozen-with-gradient", names_of(stale), bytes=in_bytes(size_of(*(entry.grad for entry in stale))))
+        yield find("frozen-with-gradient", stale, bytes=size_of(*(entry.grad for entry in stale)))
     if idle := [entry for entry in frozen if entry.state]:
-        yield find("frozen-with-state", names_of(idle), bytes=in_bytes(_size_of_states(idle)))
+        yield find("frozen-with-state", idle, bytes=_size_of_states(idle))
     codes = [e for e in setup.entries if not e.parameter.is_floating_point() and not e.parameter.is_complex()]
     if codes:
-        yield find("quantized-in-optimizer", names_of(codes), dtypes=dtypes_of(entry.parameter for entry in codes))
+        yield find("quantized-in-optimizer", codes, dtypes=dtypes_of(entry.parameter for entry in codes))
 
 
 def _tied(setup: Setup) -> Iterator[Finding]:
@@ -162,7 +162,7 @@ def _tied(setup: Setup) -> Iterator[Finding]:
     if twice := [entries for entries in at.values() if len(entries) > 1]:
         needless = [entry for entries in twice for entry in entries[1:]]
         names = [entry.name for entries in twice for entry in entries]
-        yield find("tied-weights-twice", names, bytes=in_bytes(_size_of_states(needless)))
+        yield find("tied-weights-twice", names, bytes=_size_of_states(needless))
     model = setup.model
     while not hasattr(model, "config") and isinstance(
         inner := getattr(model, "module", getattr(model, "_orig_mod", None)), torch.nn.Module
@@ -173,7 +173,7 @@ def _tied(setup: Setup) -> Iterator[Finding]:
         ends: list[Any] = [getattr(get() if callable(get) else None, "weight", None) for get in getters]
         if None not in ends and ends[0] is not ends[1] and local(ends[0]).data_ptr() != local(ends[1]).data_ptr():
             names = [setup.names.get(id(end), "?") for end in ends]
-            yield find("tie-broken", names, bytes=in_bytes(size_of(ends[1])))
+            yield find("tie-broken", names, bytes=size_of(ends[1]))
 
 
 # ----------------------------------------------------------------------------------------------------------- precision
@@ -192,7 +192,7 @@ def _moments(setup: Setup) -> Iterator[Finding]:
     size = size_of(*tensors)
     if not low:
         low = [entry for entry in setup.entries if entry.half and not entry.state and _states_of_torch(entry)]
-        keys = ["exp_avg_sq"] if any(entry.family == "adam" for entry in low) else ["state"]
+        keys = ["exp_avg_sq"] if any(entry.is_adam for entry in low) else ["state"]
         tensors = [entry.parameter for entry in low]
         size = sum(size_of(entry.parameter) * _states_of_torch(entry) for entry in low)
     if low:
@@ -206,7 +206,7 @@ def _moments(setup: Setup) -> Iterator[Finding]:
             )
         yield find(
             "moments-in-16-bits",
-            names_of(low),
+            low,
             "error" if stops else "warning",
             what=f"{' and '.join(keys)} in {dtypes_of(tensors)}, rounded to nearest",
             stake=f"{stake}; {in_bytes(size)} now, {in_bytes(2 * size)} in fp32",
@@ -217,8 +217,8 @@ def _states_of_torch(entry: Entry) -> int:
     """The number of tensors of state that an optimizer of torch makes for a parameter in its first step."""
     if not type(entry.optimizer).__module__.startswith("torch.optim.") or not entry.parameter.requires_grad:
         return 0
-    momentum = int(entry.family == "sgd" and bool(entry.group.get("momentum")))
-    return _STATES_OF_TORCH.get(type(entry.optimizer).__name__, momentum)
+    sgd = isinstance(entry.optimizer, torch.optim.SGD) and entry.group.get("momentum")
+    return _STATES_OF_TORCH.get(type(entry.optimizer).__name__, int(bool(sgd)))
 
 
 def _without_master(setup: Setup) -> list[Entry]:
@@ -226,7 +226,7 @@ def _without_master(setup: Setup) -> list[Entry]:
 
 
 def _updates(setup: Setup) -> Iterator[Finding]:
-    counts = {entry.name: _lost_next(entry) for entry in _without_master(setup) if entry.family == "adam"}
+    counts = {entry.name: _lost_next(entry) for entry in _without_master(setup) if entry.is_adam}
     stepped = any(entry.steps_taken >= 1 for entry in setup.entries)
     yield from lost_updates(counts, "of the next step's updates" if stepped else "of updates as large as lr")
 
@@ -268,19 +268,19 @@ def _decay(setup: Setup) -> Iterator[Finding]:
             lost.append(entry)
             largest = max(largest, decay)
     if lost:
-        yield find("decay-lost", names_of(lost), decay=largest, dtypes=dtype_name(lost[0].parameter.dtype))
+        yield find("decay-lost", lost, decay=largest, dtypes=dtype_name(lost[0].parameter.dtype))
 
 
 def _numbers(setup: Setup) -> Iterator[Finding]:
     """Numbers that 16 bits are too few for: Adam's eps, step counts, state in between, and buffers."""
-    adam = [e for e in setup.entries if e.parameter.dtype == torch.float16 and e.family == "adam"]
+    adam = [e for e in setup.entries if e.parameter.dtype == torch.float16 and e.is_adam]
     smallest = 2.0**-25  # half of fp16's smallest number, below which a number rounds to 0
     if zero := [e for e in adam if not e.keeps_updates and float(e.group.get("eps", 1.0)) <= smallest]:
-        yield find("eps-is-zero", names_of(zero), eps=zero[0].group["eps"])
+        yield find("eps-is-zero", zero, eps=zero[0].group["eps"])
     if low := [e for e in setup.entries if isinstance(e.step, torch.Tensor) and e.step.dtype in HALF]:
         dtype = low[0].step.dtype
         last = 256 if dtype == torch.bfloat16 else 2048
-        yield find("step-in-16-bits", names_of(low), dtype=dtype_name(dtype), last=last)
+        yield find("step-in-16-bits", low, dtype=dtype_name(dtype), last=last)
     rounded: dict[str, list[str]] = defaultdict(list)
     for entry in setup.entries:
         for key, value in entry.state.items():
@@ -341,17 +341,12 @@ def _shards(setup: Setup) -> Iterator[Finding]:
     sharded = [entry for entry in setup.entries if is_sharded(entry.parameter)]
     split = [entry for entry in sharded if local(entry.parameter).numel() < entry.parameter.numel()]
     if plain := [e for e in split if any(not is_sharded(value) and value.numel() > 1 for value in e.state.values())]:
-        yield find("state-not-sharded", names_of(plain))
+        yield find("state-not-sharded", plain)
     for library, only_empty, issue, stake in _CANNOT_SHARD:
         entries = [entry for entry in sharded if entry.library == library]
         if hit := [entry for entry in entries if not only_empty or not local(entry.parameter).numel()]:
             what = "shards without elements" if only_empty else "DTensors"
-            yield find("optimizer-cannot-shard", names_of(hit), library=library, what=what, issue=issue, stake=stake)
-
-
-def names_of(entries: Sequence[Entry]) -> list[str]:
-    """Their names."""
-    return [entry.name for entry in entries]
+            yield find("optimizer-cannot-shard", hit, library=library, what=what, issue=issue, stake=stake)
 
 
 def _size_of_states(entries: Sequence[Entry]) -> int:

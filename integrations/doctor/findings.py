@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-
-Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Finding:
     """
 
     name: str
-    severity: Severity
+    severity: Literal["error", "warning"]
     where: str
     what: str
     stake: str
@@ -78,13 +76,19 @@ def in_order(examined: str, findings: Iterable[Finding]) -> Diagnosis:
     return Diagnosis(examined, tuple(sorted(findings, key=lambda finding: finding.severity != "error")))
 
 
-def find(name: str, where: str | Sequence[str], severity: str | None = None, /, **values: Any) -> Finding:
-    """The finding `name`. `where` is in words, or lists names of parameters; `values` fill the gaps of its texts."""
+def find(name: str, where: str | Sequence[Any], severity: Any = None, /, **values: Any) -> Finding:
+    """The finding `name`, with `values` in the gaps of its texts.
+
+    Args:
+        where: words, or parameters by name or as objects with a name.
+        severity: another one than the table has.
+        bytes: a number of bytes, if a text has it.
+    """
     usual, *texts = TEXTS[name]
-    where = where if isinstance(where, str) else listed(where)
-    return Finding(
-        name, cast(Severity, severity or usual), where, *(text.format(**_SHARED, **values) for text in texts)
-    )
+    if not isinstance(where, str):
+        where = listed([getattr(parameter, "name", parameter) for parameter in where])
+    values.update(_SHARED, bytes=in_bytes(values.get("bytes", 0)))
+    return Finding(name, severity or usual, where, *(text.format(**values) for text in texts))
 
 
 def count(number: int, what: str) -> str:

@@ -37,27 +37,16 @@ _SCALERS = ("_scaler", "loss_scaler", "scaler")
 
 
 class Entry(NamedTuple):
-    """A parameter in an optimizer.
+    """A parameter in an optimizer."""
 
-    Attributes:
-        name: its name in the model; ``"group 0, parameter 3"`` if the model does not have it.
-        parameter: it, or for optimizers on the host, what it is on the device.
-        owner: the optimizer that is stepped.
-        optimizer: it, or what a `ZeroRedundancyOptimizer` has for this rank's part.
-        group: its parameter group.
-        state: the tensors of its state that have as many elements as this rank's shard.
-        scales: the other tensors of its state, such as scales of moments in 8 bits.
-        step: its step count; None if there is none.
-    """
-
-    name: str
-    parameter: torch.Tensor
-    owner: Any
-    optimizer: Any
+    name: str  # in the model; "group 0, parameter 3" if the model does not have it
+    parameter: torch.Tensor  # for optimizers on the host, what it is on the device
+    owner: Any  # the optimizer that is stepped
+    optimizer: Any  # the same, or what a ZeroRedundancyOptimizer has for this rank's part
     group: dict[str, Any]
-    state: dict[str, torch.Tensor]
-    scales: dict[str, torch.Tensor]
-    step: Any
+    state: dict[str, torch.Tensor]  # those that have as many elements as this rank's shard
+    scales: dict[str, torch.Tensor]  # the others, such as scales of moments in 8 bits
+    step: Any  # the step count; None if there is none
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -78,11 +67,9 @@ class Entry(NamedTuple):
         return self.parameter.dtype in HALF
 
     @property
-    def family(self) -> str:
-        """``"adam"`` for optimizers with two moments, ``"sgd"`` for torch's SGD, and ``""`` for others."""
-        if "betas" in self.group or "exp_avg_sq" in self.state:
-            return "adam"
-        return "sgd" if isinstance(self.optimizer, torch.optim.SGD) else ""
+    def is_adam(self) -> bool:
+        """Whether the optimizer has two moments."""
+        return "betas" in self.group or "exp_avg_sq" in self.state
 
     @property
     def library(self) -> str:
@@ -130,8 +117,9 @@ class Setup:
         self.model = model
         self.names = {id(parameter): _WRAPPERS.sub("", name) for name, parameter in model.named_parameters()}
         self.optimizers = list(innermost(optimizer))
-        scaler = _scaler_of(scaler, optimizer)
-        self.scaler = scaler if scaler is not None and getattr(scaler, "is_enabled", lambda: True)() else None
+        self.scaler = _scaler_of(scaler, optimizer)
+        if not getattr(self.scaler, "is_enabled", lambda: True)():
+            self.scaler = None
         self.entries = [entry for owner in self.optimizers for entry in self._entries_of(owner)]
         self.steps_copies = self._steps_copies(optimizer)
 

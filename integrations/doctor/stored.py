@@ -69,7 +69,7 @@ def _findings(tensors: Mapping[str, torch.Tensor], total: int, progress: Callabl
     )
     for finding, names in hits.items():
         if names:
-            values = dict(zip(("first", "second"), names, strict=False), bytes=in_bytes(needless.get(finding, 0)))
+            values = dict(zip(("first", "second"), names, strict=False), bytes=needless.get(finding, 0))
             if finding == "moments-in-16-bits":
                 values["what"] = f"second moments are in {dtypes_of(tensors[name] for name in names)}"
                 values["stake"] = "unless they were rounded stochastically, they grew but never fell, and steps shrank"

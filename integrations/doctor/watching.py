@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves
 
-from halfstep.integrations.doctor.at_rest import doctor, examine, lost_updates, names_of
+from halfstep.integrations.doctor.at_rest import doctor, examine, lost_updates
 from halfstep.integrations.doctor.findings import (
     Diagnosis,
     Finding,
@@ -22,7 +22,6 @@ from halfstep.integrations.doctor.findings import (
     dtype_name,
     dtypes_of,
     find,
-    in_bytes,
     in_order,
 )
 from halfstep.integrations.doctor.setup import Entry, Setup, innermost, nonfinite, sample, size_of
@@ -246,7 +245,7 @@ class _Watcher:
         clips = max((self._clips.pop(id(entry.parameter), 0) for entry in entries), default=0)
         if clips + (limit is not None) > 1:
             what = f" of an optimizer that clips by itself (max_grad_norm={limit:g})" if limit is not None else ""
-            traffic = in_bytes(2 * clips * size_of(*(entry.grad for entry in entries)))
+            traffic = 2 * clips * size_of(*(entry.grad for entry in entries))
             self._note("clipped-twice", type(optimizer).__name__, calls=count(clips, "time"), what=what, bytes=traffic)
         for entry in entries:
             if (grad := entry.grad) is not None:
@@ -311,11 +310,11 @@ class _Watcher:
             self._note("clipping-without-effect", count(len(parameters), "parameter"), what=what)
         elif entries and all(id(entry.parameter) in self._stepped for entry in entries):
             what = "clip_grad_norm_ was called after the step, whose gradients it changes too late"
-            self._note("clipping-without-effect", names_of(entries), what=what)
+            self._note("clipping-without-effect", entries, what=what)
         self._clips.update({id(entry.parameter) for entry in entries})
         still = [entry for entry in entries if entry.grad is not None and not self._is_unscaled(id(entry.parameter))]
         if self._scaled and still and self._scale != 1:
-            self._note("clipped-scaled-gradients", names_of(still), scale=self._scale)
+            self._note("clipped-scaled-gradients", still, scale=self._scale)
         if entries and self.setup.is_flat():
             self._note("clipped-by-local-norm", "FullyShardedDataParallel")
         return function(parameters, *args, **kwargs)
@@ -332,7 +331,7 @@ class _Watcher:
         yield from self._seen.values()
         entries, watched = self.setup.entries, self.watched
         taken = watched.steps - watched.skipped
-        steps, names = count(taken, "step"), names_of(entries)
+        steps, names = count(taken, "step"), entries
         pairs = [(sample(entry.parameter), self._initial[id(entry.parameter)]) for entry in entries]
         moved = any(not old.is_meta and not torch.equal(new.to(old), old) for new, old in pairs)
         if moved:
@@ -357,7 +356,7 @@ class _Watcher:
         dtypes = dtypes_of(entry.parameter for entry in half)
         for dtype, module in self._dtypes.items():
             if half and not setup.steps_copies:
-                yield find("autocast-over-16-bit-weights", names_of(half), dtype=dtype_name(dtype), dtypes=dtypes)
+                yield find("autocast-over-16-bit-weights", half, dtype=dtype_name(dtype), dtypes=dtypes)
             if dtype == torch.float16 and self.scaler is None and not fp16:
                 yield find("fp16-without-scaler", f"autocast(fp16) around {module}")
         if (
@@ -368,4 +367,4 @@ class _Watcher:
             and not fp16
         ):
             size = size_of(*(entry.parameter for entry in setup.entries))
-            yield find("scaler-without-fp16", type(self.scaler).__name__, bytes=in_bytes(size))
+            yield find("scaler-without-fp16", type(self.scaler).__name__, bytes=size)
