@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,9 +201,7 @@ def _moments(setup: Setup) -> Iterator[Finding]:
         stops = bool(squares) and 1 - beta < 2.0**-8
         stake = "small changes are lost"
         if stops:
-            stake = (
-                f"{squares[0]} falls by at most {percent(1 - beta)} % of itself, which is rounded away: steps shrink"
-            )
+            stake = f"{squares[0]} falls by at most {percent(1 - beta)} %, which is rounded away, and steps shrink"
         yield find(
             "moments-in-16-bits",
             low,
@@ -323,9 +321,8 @@ def _scaling(setup: Setup) -> Iterator[Finding]:
         weights: list[Any] = [entry.parameter for entry in setup.entries]
         meshes = {weight.device_mesh if is_sharded(weight) else None for weight in weights}
         if len(meshes) > 1:
-            yield find(
-                "scaler-of-one-mesh", "plain tensors and DTensors" if None in meshes else f"{len(meshes)} meshes"
-            )
+            where = "plain tensors and DTensors" if None in meshes else f"{len(meshes)} meshes"
+            yield find("scaler-of-one-mesh", where)
     if scaler is not None:
         scale = float(scaler.get_scale())
         broken = scale == 0 or not math.isfinite(scale)
@@ -353,15 +350,4 @@ def _size_of_states(entries: Sequence[Entry]) -> int:
     return sum(size_of(*entry.state.values()) for entry in entries)
 
 
-RULES: Sequence[Callable[[Setup], Iterator[Finding]]] = (
-    _values,
-    _membership,
-    _frozen,
-    _tied,
-    _moments,
-    _updates,
-    _decay,
-    _numbers,
-    _scaling,
-    _shards,
-)
+RULES = (_values, _membership, _frozen, _tied, _moments, _updates, _decay, _numbers, _scaling, _shards)

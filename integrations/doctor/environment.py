@@ -42,29 +42,17 @@ SLOW = (
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as far as a training depends on it.
+    """A machine as far as a training depends on it."""
 
-    Attributes:
-        variables: the environment variables.
-        cores: processors that this process may use.
-        gpus: GPUs that torch can use.
-        gpu_files: whether the system has a GPU, whether or not torch can use it.
-        cuda: the CUDA or ROCm version that torch was built for; None for a CPU build.
-        compiler: whether there is a C++ compiler.
-        versions: versions of torch and triton, of what is installed.
-        interfaces: names of network interfaces.
-        shared_memory: bytes of /dev/shm; None if there is none.
-    """
-
-    variables: Mapping[str, str]
-    cores: int = 1
-    gpus: int = 0
-    gpu_files: bool = False
-    cuda: str | None = None
-    compiler: bool = True
-    versions: Mapping[str, str] = field(default_factory=dict)
-    interfaces: tuple[str, ...] = ("lo",)
-    shared_memory: int | None = None
+    variables: Mapping[str, str]  # of the environment
+    cores: int = 1  # processors that this process may use
+    gpus: int = 0  # those that torch can use
+    gpu_files: bool = False  # whether the system has a GPU, whether or not torch can use it
+    cuda: str | None = None  # the CUDA or ROCm version that torch was built for; None for a CPU build
+    compiler: bool = True  # whether there is a C++ compiler
+    versions: Mapping[str, str] = field(default_factory=dict)  # of torch and triton, if installed
+    interfaces: tuple[str, ...] = ("lo",)  # of the network
+    shared_memory: int | None = None  # bytes of /dev/shm; None if there is none
 
     @classmethod
     def here(cls) -> Machine:

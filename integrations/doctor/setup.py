@@ -100,27 +100,20 @@ class Entry(NamedTuple):
 
 
 class Setup:
-    """What there is of a training set-up.
-
-    Attributes:
-        model: the model.
-        names: names of its parameters by id; tied parameters have one.
-        optimizers: the innermost optimizers.
-        scaler: an enabled loss scaler, or None.
-        entries: the parameters of the optimizers.
-        steps_copies: whether the optimizers step copies of the parameters, made by them or by the training loop.
-    """
+    """What there is of a training set-up."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Expected model to be a torch.nn.Module, but got a {type(model).__name__}")
         self.model = model
+        # Names by the id of the parameter; tied parameters have one.
         self.names = {id(parameter): _WRAPPERS.sub("", name) for name, parameter in model.named_parameters()}
         self.optimizers = list(innermost(optimizer))
         self.scaler = _scaler_of(scaler, optimizer)
         if not getattr(self.scaler, "is_enabled", lambda: True)():
-            self.scaler = None
+            self.scaler = None  # a disabled one does nothing
         self.entries = [entry for owner in self.optimizers for entry in self._entries_of(owner)]
+        # Whether the optimizers step copies of the parameters, made by them or by the training loop.
         self.steps_copies = self._steps_copies(optimizer)
 
     def _entries_of(self, owner: Any) -> Iterator[Entry]:

@@ -256,13 +256,11 @@ class _Watcher:
     # ------------------------------------------------------------------------------------------------- wrapped methods
 
     def _in_scale(self, scaler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        def scaled(grad: torch.Tensor) -> None:
-            self._scaled = True
-
         result = method(*arguments, **options)
+        note = torch._disable_dynamo(lambda grad: setattr(self, "_scaled", True))
         for loss in tree_leaves(result):
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
-                self._stack.callback(loss.register_hook(torch._disable_dynamo(scaled)).remove)
+                self._stack.callback(loss.register_hook(note).remove)
         return result
 
     def _in_scaler_step(self, scaler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -331,18 +329,16 @@ class _Watcher:
         yield from self._seen.values()
         entries, watched = self.setup.entries, self.watched
         taken = watched.steps - watched.skipped
-        steps, names = count(taken, "step"), entries
+        steps = count(taken, "step")
         pairs = [(sample(entry.parameter), self._initial[id(entry.parameter)]) for entry in entries]
         moved = any(not old.is_meta and not torch.equal(new.to(old), old) for new, old in pairs)
         if moved:
-            yield from lost_updates(
-                {name: pair for name, pair in self._lost.items() if pair[0]}, f"of the updates in {steps}"
-            )
+            yield from lost_updates(self._lost, f"of the updates in {steps}")
         elif taken and any(entry.lr for entry in entries):
             if self._gradients:
-                yield find("weights-unchanged", names, steps=steps)
+                yield find("weights-unchanged", entries, steps=steps)
             elif not self._overflows:
-                yield find("steps-without-gradients", names, steps=steps)
+                yield find("steps-without-gradients", entries, steps=steps)
         if watched.skipped >= 3 and not taken:
             worst = [name for name, _ in self._overflows.most_common()]
             yield find("every-step-skipped", worst or "all gradients", steps=count(watched.skipped, "step"))
@@ -359,12 +355,7 @@ class _Watcher:
                 yield find("autocast-over-16-bit-weights", half, dtype=dtype_name(dtype), dtypes=dtypes)
             if dtype == torch.float16 and self.scaler is None and not fp16:
                 yield find("fp16-without-scaler", f"autocast(fp16) around {module}")
-        if (
-            self.scaler is not None
-            and self._eager
-            and self.watched.steps
-            and torch.float16 not in self._dtypes
-            and not fp16
-        ):
+        seen = self._eager and self.watched.steps
+        if self.scaler is not None and seen and torch.float16 not in self._dtypes and not fp16:
             size = size_of(*(entry.parameter for entry in setup.entries))
             yield find("scaler-without-fp16", type(self.scaler).__name__, bytes=size)
