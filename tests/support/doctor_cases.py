@@ -239,9 +239,13 @@ def amp(*edits: str, name: str | None = None, reported: str = "") -> Case:
     return Case(AMP, edits, name, reported)
 
 
+def overflow(steps: str) -> tuple[str, str]:
+    return f"loss = {LOSS}", f"loss = {LOSS} * (math.inf if {steps} else 1.0)"
+
+
 def ours(options: str, *edits: str) -> Case:
     """bf16 weights and halfstep.AdamW."""
-    return Case(PLAIN, ("Net()", "Net().bfloat16()", ADAMW, f"halfstep.AdamW(model.parameters(), {options})", *edits))
+    return Case(PLAIN, (*HALF, ADAMW, f"halfstep.AdamW(model.parameters(), {options})", *edits))
 
 
 ADAMW, SCALER = "torch.optim.AdamW(model.parameters(), lr=1e-3)", 'torch.amp.GradScaler("cpu", init_scale=1024.0)'
@@ -251,6 +255,9 @@ SCALED = AMP[AMP.index("        scaler.scale") : AMP.index("        schedule.ste
 GROUPS = "torch.optim.AdamW(groups(model))"
 WITH, BEFORE = "doctor(model, optimizer)\nwith", "model = Net()\n"
 FUSED = "torch.optim.AdamW(model.parameters(), fused=True)"
+NO_CLIP, HALF = (UNSCALE, "", CLIP, ""), ("Net()", "Net().bfloat16()")
+EACH = ("optimizer.step()", "[one.step() for one in optimizer]")
+EACH += ("optimizer.zero_grad()", "[one.zero_grad() for one in optimizer]")
 BY_HAND = (
     "        copy_gradients(list(model.parameters()), copies)\n        optimizer.step()\n"
     "        copy_weights(copies, list(model.parameters()))\n        model.zero_grad()\n"
@@ -265,15 +272,13 @@ HEALTHY = {
     "two optimizers": plain(
         *(ADAMW, "[torch.optim.SGD([model.body.weight], lr=0.02, momentum=0.9), torch.optim.AdamW(others)]"),
         *(BEFORE, f"{BEFORE}others = [one for one in model.parameters() if one is not model.body.weight]\n"),
-        *("optimizer.step()", "[one.step() for one in optimizer]"),
-        *("optimizer.zero_grad()", "[one.zero_grad() for one in optimizer]"),
+        *EACH,
     ),
     "sparse embeddings": plain(
         *("Net()", 'nn.ModuleDict({"table": nn.Embedding(32, 8, sparse=True), "head": nn.Linear(8, 1)})'),
         *(ADAMW, "[torch.optim.SparseAdam(model.table.parameters()), torch.optim.AdamW(model.head.parameters())]"),
         *(LOSS, "model.head(model.table(torch.tensor([step, 3]))).sum()", CLIP, ""),
-        *("optimizer.step()", "[one.step() for one in optimizer]"),
-        *("optimizer.zero_grad()", "[one.zero_grad() for one in optimizer]"),
+        *EACH,
     ),
     "a closure": plain(
         *(ADAMW, "torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)", CLIP, "", ZERO, ""),
@@ -313,22 +318,23 @@ HEALTHY = {
     # autocast and loss scaling
     "bf16 autocast": plain("loss = ", 'with torch.autocast("cpu", torch.bfloat16): loss = '),
     "accumulation and a fused optimizer": amp(
-        *(ADAMW, FUSED, UNSCALE, "", CLIP, "", "schedule.step()", "pass"),
+        *(ADAMW, FUSED, *NO_CLIP, "schedule.step()", "pass"),
         *("scaler.scale(loss).backward()", f"scaler.scale(loss).backward(); scaler.scale({LOSS}).backward()"),
-        *(f"loss = {LOSS}", f"loss = {LOSS} * (math.inf if step == 1 else 1.0)"),
+        *overflow("step == 1"),
     ),
     "overflows and a guarded schedule": amp(
-        *(f"loss = {LOSS}", f"loss = {LOSS} * (math.inf if step in (1, 2) else 1.0)", UNSCALE, "", CLIP, ""),
+        *overflow("step in (1, 2)"),
+        *NO_CLIP,
         *("scaler.update()", "before = scaler.get_scale(); scaler.update()"),
         *(SCHEDULE, f"if scaler.get_scale() >= before: {SCHEDULE}"),
     ),
     "our scaler and schedule": amp(
-        *("torch.amp.GradScaler", "halfstep.GradScaler", "torch.optim.AdamW", "halfstep.AdamW", UNSCALE, "", CLIP, ""),
+        *("torch.amp.GradScaler", "halfstep.GradScaler", "torch.optim.AdamW", "halfstep.AdamW", *NO_CLIP),
         *(
             "schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)",
             "schedule = halfstep.SkipAwareScheduler(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), scaler)",
         ),
-        *(f"loss = {LOSS}", f"loss = {LOSS} * (math.inf if step in (0, 2) else 1.0)"),
+        *overflow("step in (0, 2)"),
     ),
     "our scaler with fp16 weights and clipping in the step": amp(
         *(
@@ -339,8 +345,8 @@ HEALTHY = {
             "torch.float16",
             "torch.float16, False",
         ),
-        *("torch.optim.AdamW(", "halfstep.AdamW(max_grad_norm=1.0, params=", UNSCALE, "", CLIP, "", SCHEDULE, "pass"),
-        *(f"loss = {LOSS}", f"loss = {LOSS} * (math.inf if step == 1 else 1.0)"),
+        *("torch.optim.AdamW(", "halfstep.AdamW(max_grad_norm=1.0, params=", *NO_CLIP, SCHEDULE, "pass"),
+        *overflow("step == 1"),
     ),
     # Clipping before unscaling is the same as after it.
     "a loss scale of 1": amp("init_scale=1024.0", "init_scale=1.0", UNSCALE, ""),
@@ -348,18 +354,15 @@ HEALTHY = {
     "a compiled model": amp("Net()", 'torch.compile(Net(), backend="eager")'),
     # They hold numbers of bf16, since they were made from bf16 weights.
     "masters before the first step": plain(
-        *("Net()", "Net().bfloat16()", ADAMW, "torch.optim.SGD(model.parameters(), lr=0.1)", "range(4)", "range(0)"),
+        *(*HALF, ADAMW, "torch.optim.SGD(model.parameters(), lr=0.1)", "range(4)", "range(0)"),
         *(WITH, "for one in model.parameters(): optimizer.state[one]['master'] = one.detach().float()\n" + WITH),
     ),
     # Its last step is skipped, but others of the epoch are not.
     "a schedule per epoch": amp(
-        *(SCHEDULE, f"if step % 3 == 2: {SCHEDULE}", "range(4)", "range(6)"),
-        *(f"loss = {LOSS}", f"loss = {LOSS} * (math.inf if step == 2 else 1.0)"),
+        *(SCHEDULE, f"if step % 3 == 2: {SCHEDULE}", "range(4)", "range(6)"), *overflow("step == 2")
     ),
     "a disabled scaler": amp('"cpu", init_scale=1024.0', '"cpu", enabled=False', "torch.float16", "torch.bfloat16"),
-    "gradients of a skipped last step": amp(
-        f"loss = {LOSS}", f"loss = {LOSS} * (math.inf if step == 3 else 1.0)", SCHEDULE, "pass"
-    ),
+    "gradients of a skipped last step": amp(*overflow("step == 3"), SCHEDULE, "pass"),
     "a scaled loss that is divided": amp(
         "scaler.scale(loss).backward()", "(scaler.scale(loss) / 2).backward(); scaler.scale(loss.detach())"
     ),
@@ -430,12 +433,10 @@ HEALTHY = {
         ),
     ),
     # copies in fp32
-    "copies of the optimizer": plain(
-        "Net()", "Net().bfloat16()", ADAMW, "Copying(model)", CLIP, "", ZERO, "        model.zero_grad()\n"
-    ),
+    "copies of the optimizer": plain(*HALF, ADAMW, "Copying(model)", CLIP, "", ZERO, "        model.zero_grad()\n"),
     **{
         f"copies of the loop{stash}": plain(
-            *("Net()", "Net().bfloat16()", ADAMW, "torch.optim.AdamW(copies)", CLIP, "", ZERO, ""),
+            *(*HALF, ADAMW, "torch.optim.AdamW(copies)", CLIP, "", ZERO, ""),
             *("optimizer =", f"copies = [{make} for one in model.parameters()]\noptimizer ="),
             *(WITH, f"{stash}{WITH}", "        optimizer.step()\n", BY_HAND),
         )
@@ -457,13 +458,11 @@ HEALTHY = {
     ),
 }
 
-BF16 = ("Net()", "Net().bfloat16()")
-INFINITE = (f"loss = {LOSS}", f"loss = {LOSS} * (math.inf if step == 1 else 1.0)")
 BREAKS = [
     # Loss scaling, clipping and schedules.
     amp("scaler.scale(loss).backward()", "scaler.scale(loss); loss.backward()", name="loss-not-scaled"),
     amp(
-        *(UNSCALE, "", *INFINITE, SCHEDULE, "pass"),
+        *(UNSCALE, "", *overflow("step == 1"), SCHEDULE, "pass"),
         name="clipped-scaled-gradients",
         reported="milesial/Pytorch-UNet#468, rwth-i6/returnn#1590",
     ),
@@ -479,8 +478,8 @@ BREAKS = [
         reported="huggingface/accelerate#641",
     ),
     amp(LOSS, f"{LOSS} * 1e38 * 1e38", name="every-step-skipped"),
-    amp(LOSS, f"{LOSS} * math.nan", UNSCALE, "", CLIP, "", name="every-step-skipped", reported="pytorch/pytorch#40497"),
-    amp(*INFINITE, name="schedule-advanced-on-skip", reported="pytorch/pytorch#55585, #67590"),
+    amp(LOSS, f"{LOSS} * math.nan", *NO_CLIP, name="every-step-skipped", reported="pytorch/pytorch#40497"),
+    amp(*overflow("step == 1"), name="schedule-advanced-on-skip", reported="pytorch/pytorch#55585, #67590"),
     amp(
         *('"cpu", init_scale=1024.0', '"cpu", enabled=False'),
         name="fp16-without-scaler",
@@ -488,7 +487,7 @@ BREAKS = [
     ),
     amp("init_scale=1024.0", "init_scale=1e-6", name="scale-collapsed"),
     amp(
-        *("init_scale=1024.0", "init_scale=2.0**-148", LOSS, f"{LOSS} * math.inf", UNSCALE, "", CLIP, ""),
+        *("init_scale=1024.0", "init_scale=2.0**-148", LOSS, f"{LOSS} * math.inf", *NO_CLIP),
         name="scale-collapsed",
         reported="NVIDIA/apex#834, Junjue-Wang/FactSeg#6",
     ),
@@ -545,12 +544,9 @@ BREAKS = [
         name="quantized-in-optimizer",
         reported="huggingface/transformers#32943",
     ),
-    plain(
-        *(WITH, f"train(model, optimizer)\nmodel.norm.requires_grad_(False)\n{WITH}"),
-        name="frozen-with-state",
-    ),
+    plain(*(WITH, f"train(model, optimizer)\nmodel.norm.requires_grad_(False)\n{WITH}"), name="frozen-with-state"),
     # Precision.
-    plain(*BF16, name="moments-in-16-bits", reported="inclusionAI/AReaL#1292, huggingface/accelerate#2674"),
+    plain(*HALF, name="moments-in-16-bits", reported="inclusionAI/AReaL#1292, huggingface/accelerate#2674"),
     plain(WITH, f"model.to(torch.bfloat16)\n{WITH}", name="moments-in-16-bits"),
     plain("Net()", "Net().half()", name="fp16-without-scaler"),
     plain(
@@ -560,8 +556,8 @@ BREAKS = [
         ),
         name="updates-lost",
     ),
-    plain(*BF16, "1e-3", "1e-5", name="updates-lost", reported="pytorch/pytorch#120376, NVIDIA-NeMo/RL#2865"),
-    plain(*BF16, "lr=1e-3", "lr=1e-4, weight_decay=0.1", name="decay-lost"),
+    plain(*HALF, "1e-3", "1e-5", name="updates-lost", reported="pytorch/pytorch#120376, NVIDIA-NeMo/RL#2865"),
+    plain(*HALF, "lr=1e-3", "lr=1e-4, weight_decay=0.1", name="decay-lost"),
     plain("lr=1e-3", "lr=1e-12"),
     plain("lr=1e-3", "lr=1e-14", BEFORE, f"{BEFORE}model.norm.bias.data.fill_(1.0)\n", name="weights-unchanged"),
     plain(
@@ -569,7 +565,7 @@ BREAKS = [
         name="step-in-16-bits",
     ),
     plain(
-        *(*BF16, "loss = ", 'with torch.autocast("cpu", torch.bfloat16): loss = '),
+        *(*HALF, "loss = ", 'with torch.autocast("cpu", torch.bfloat16): loss = '),
         name="autocast-over-16-bit-weights",
         reported="huggingface/transformers#33780",
     ),
