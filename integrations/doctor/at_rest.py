@@ -201,7 +201,7 @@ def _moments(setup: Setup) -> Iterator[Finding]:
         stops = bool(squares) and 1 - beta < 2.0**-8
         stake = "small changes are lost"
         if stops:
-            stake = f"{squares[0]} falls by at most {percent(1 - beta)} %, which is rounded away, and steps shrink"
+            stake = f"{squares[0]} falls by at most {percent(1 - beta)} % a step, which is rounded away: steps shrink"
         yield find(
             "moments-in-16-bits",
             low,

@@ -142,17 +142,16 @@ def _launched(machine: Machine) -> Iterator[Finding]:
     tasks = machine.number("SLURM_NTASKS") or 1
     if world is None and tasks > 1:
         what = "SLURM started several tasks, and WORLD_SIZE and RANK are not set"
-        yield find(
-            "ranks-not-set",
-            f"SLURM_NTASKS={tasks}",
-            what=what,
-            stake=f"each of {tasks} tasks trains alone, on all data",
+        stake = f"each of {tasks} tasks trains alone, on all data"
+        remedy = (
+            ", or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR, MASTER_PORT"
         )
+        yield find("ranks-not-set", f"SLURM_NTASKS={tasks}", what=what, stake=stake, remedy=remedy)
     if world is None or world <= 1:
         return
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not machine.variables.get(name)]:
-        what = f"WORLD_SIZE is {world}, and these are not set"
-        yield find("ranks-not-set", ", ".join(missing), what=what, stake="init_process_group fails")
+        what, remedy = f"WORLD_SIZE is {world}, and these are not set", ", which sets them all"
+        yield find("ranks-not-set", ", ".join(missing), what=what, stake="init_process_group fails", remedy=remedy)
     if rank is not None and rank >= world:
         yield find("rank-out-of-range", f"RANK={rank}", world=world, last=world - 1)
     if local is not None and machine.gpus and local >= machine.gpus:

@@ -192,7 +192,7 @@ error scaler-of-one-mesh: torch.amp.GradScaler reduces overflows over the mesh o
     use halfstep.GradScaler, whose decision covers all ranks that hold a part of the model
 error scale-collapsed: the loss scale is {scale:g}
     {stake}
-    repeat the first step that overflows in {first_nonfinite}; load a checkpoint from before
+    repeat the first step that overflows in {first_nonfinite}; halfstep.GradScaler has a smallest scale
 error state-not-sharded: the parameters are DTensors, and their state is plain tensors
     torch.distributed.checkpoint takes the shards of all ranks for one tensor: ranks load the state of others
     use an optimizer whose state has the placements of its parameters (torch's and halfstep's)
@@ -273,7 +273,7 @@ warning no-compiler: there is no C++ compiler
     install g++ or clang++, or point CXX at one
 error ranks-not-set: {what}
     {stake}
-    start torchrun once per machine, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
+    start torchrun once per machine{remedy}
 error rank-out-of-range: ranks of WORLD_SIZE={world} are 0 to {last}
     the other ranks wait for one that never comes
     set RANK below WORLD_SIZE, each once
