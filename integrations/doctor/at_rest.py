@@ -1,27 +1,27 @@
-"""What can be said of a training set-up at rest, without a step."""
+"""What can be said of a training set-up at rest, without a step: `RULES`, each a function of the set-up."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from halfstep.integrations.doctor.findings import Diagnosis, Finding, in_bytes, in_order, some
-from halfstep.integrations.doctor.setup import (
-    HALF,
-    Held,
-    Setup,
+from halfstep.integrations.doctor.findings import (
+    Diagnosis,
+    Finding,
+    count,
     dtype_name,
     dtypes_of,
-    names_of,
-    nonfinite,
-    sample,
-    world_size,
+    find,
+    in_bytes,
+    in_order,
+    listed,
 )
-from halfstep.integrations.optim.state import SCALES, OptimizerState
+from halfstep.integrations.doctor.setup import HALF, Entry, Setup, holds_bf16_only, nonfinite, sample, size_of
+from halfstep.integrations.optim.state import SCALES
 from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
@@ -30,13 +30,22 @@ from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import is_sharded, local
 from halfstep.numerics.statistics.updates import count_lost
 
-Rule = Callable[[Setup], Iterator[Finding]]
-
 # What torch's optimizers keep per parameter, in the parameter's dtype, before their first step shows it.
 _STATES_OF_TORCH = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1, "Adadelta": 2}
 # Second moments and other means of squares, which change by a small share of themselves.
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "acc_delta")
-_SUBNORMAL_FP16 = 2.0**-25  # half of fp16's smallest number, below which a number rounds to 0
+_EXACT_BUFFERS = {
+    "inv_freq": "rotary frequencies",
+    "original_inv_freq": "rotary frequencies",
+    "freqs": "rotary angles",
+    "running_mean": "running statistics of a normalization",
+    "running_var": "running statistics of a normalization",
+}
+# Library, whether only shards without elements are concerned, where it is reported, what happens.
+_CANNOT_SHARD = (
+    ("transformer_engine", True, "TransformerEngine #3202, #3207", "the step fails on some ranks, and others hang"),
+    ("bitsandbytes", False, "bitsandbytes #89, #1633", "checkpoints cannot be resharded; illegal memory accesses"),
+)
 
 
 def doctor(model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> Diagnosis:
@@ -70,40 +79,13 @@ def doctor(model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> Diagno
         >>> halfstep.doctor(model, torch.optim.AdamW(model.parameters())).names
         ['moments-in-16-bits', 'decay-lost']
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"Expected model to be a torch.nn.Module, but got a {type(model).__name__}")
-    with torch.no_grad():
-        setup = Setup(model, optimizer, scaler)
-        return in_order(setup.counted(), [finding for rule in RULES for finding in rule(setup)])
+    return examine(Setup(model, optimizer, scaler))
 
 
-# --------------------------------------------------------------------------------------------- which parameters it has
-
-
-def _membership(setup: Setup) -> Iterator[Finding]:
-    if not setup.held or setup.own_copies:
-        return
-    inside = {id(one.parameter) for one in setup.held}
-    outside = [name for name, parameter in setup.trainable() if id(parameter) not in inside]
-    if outside and not any(id(one.parameter) in setup.names for one in setup.held):
-        yield Finding(
-            "optimizer-of-other-parameters",
-            "error",
-            some(outside),
-            "the optimizer holds none of the model's parameters: they were replaced after it was made, as by "
-            "fully_shard, FSDP, a copy of the model, or a conversion",
-            "nothing is trained",
-            "make the optimizer after the model is sharded, moved and converted",
-        )
-    elif outside:
-        yield Finding(
-            "parameters-not-optimized",
-            "warning",
-            some(outside),
-            "they require a gradient, and no optimizer holds them",
-            "they stay as they are, and their gradients take memory",
-            "add them to the optimizer, pass all optimizers here, or call requires_grad_(False)",
-        )
+@torch.no_grad()
+def examine(setup: Setup) -> Diagnosis:
+    """Apply all rules to a set-up."""
+    return in_order(setup.in_words(), (finding for rule in RULES for finding in rule(setup)))
 
 
 def _values(setup: Setup) -> Iterator[Finding]:
@@ -113,30 +95,30 @@ def _values(setup: Setup) -> Iterator[Finding]:
     if setup.scaler is None:
         grads = ((name, gradient_of(parameter)) for name, parameter in setup.parameters())
         entries += [(name, "gradients", grad) for name, grad in grads if grad is not None]
-    for one in setup.held:
-        entries += [(one.name, "weights", one.parameter)] * (id(one.parameter) not in setup.names)
-        entries += [(one.name, key, value) for key, value in one.state.items()]
-        entries += [(one.name, key, _marks(value)) for key, value in one.scales.items() if key in SCALES.values()]
-    values = nonfinite([value for _, _, value in entries])
-    hit = [
-        (name, kind, value)
-        for (name, kind, tensor), value in zip(entries, values, strict=True)
+    for entry in setup.entries:
+        entries += [(entry.name, "weights", entry.parameter)] * (id(entry.parameter) not in setup.names)
+        entries += [(entry.name, key, value) for key, value in entry.state.items()]
+        entries += [(entry.name, key, _marks(value)) for key, value in entry.scales.items() if key in SCALES.values()]
+    hits = [
+        (name, role, value)
+        for name, role, tensor in entries
         # Masks hold infinities in buffers and frozen parameters.
-        if value == "NaN" or (value and kind != "buffers" and (kind != "weights" or tensor.requires_grad))
+        if (value := nonfinite(tensor)) == "NaN"
+        or (value and role != "buffers" and (role != "weights" or tensor.requires_grad))
     ]
-    if hit:
-        kinds = {value: list(dict.fromkeys(kind for _, kind, other in hit if other == value)) for _, _, value in hit}
-        only_grads = all(kind == "gradients" for _, kind, _ in hit)
-        yield Finding(
+    if hits:
+        roles: dict[str, dict[str, None]] = defaultdict(dict)
+        for _, role, value in hits:
+            roles[value][role] = None
+        only_grads = all(role == "gradients" for _, role, _ in hits)
+        yield find(
             "values-not-finite",
+            listed([name for name, _, _ in hits], "tensor"),
             "warning" if only_grads else "error",
-            some(list(dict.fromkeys(name for name, _, _ in hit)), "tensor"),
-            "; ".join(f"{value} in {' and '.join(found)}" for value, found in kinds.items()),
-            "a step writes them into the weights, unless a loss scaler skips it"
+            what="; ".join(f"{value} in {' and '.join(names)}" for value, names in roles.items()),
+            stake="a step writes them into the weights, unless a loss scaler skips it"
             if only_grads
             else "all that is computed from them is NaN or Inf, and so it stays",
-            "load weights and state from before, and repeat the step in halfstep.integrations.doctor.first_nonfinite("
-            "model), which names the first operation that makes NaN or Inf out of finite numbers",
         )
 
 
@@ -146,458 +128,226 @@ def _marks(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(values == (NAN_BLOCK if values.dtype == torch.uint8 else NAN_RANGE), math.nan, 0.0)
 
 
+# --------------------------------------------------------------------------------------------- which parameters it has
+
+
+def _membership(setup: Setup) -> Iterator[Finding]:
+    if not setup.entries or setup.steps_copies:
+        return
+    inside = {id(entry.parameter) for entry in setup.entries}
+    outside = [name for name, parameter in setup.trainable() if id(parameter) not in inside]
+    if outside and inside.isdisjoint(setup.names):
+        yield find("optimizer-of-other-parameters", outside)
+    elif outside:
+        yield find("parameters-not-optimized", outside)
+
+
 def _frozen(setup: Setup) -> Iterator[Finding]:
-    stale = [one for one in setup.held if not one.parameter.requires_grad and gradient_of(one.parameter) is not None]
-    if stale and not setup.own_copies:
-        yield Finding(
-            "frozen-with-gradient",
-            "error",
-            some(names_of(stale)),
-            "they are frozen, but still have a gradient, which every step uses again",
-            f"frozen weights keep changing; {in_bytes(sum(_size(one.parameter.grad) for one in stale))} of gradients",
-            "set .grad of frozen parameters to None",
-        )
-    idle = [one for one in setup.held if not one.parameter.requires_grad and one.state]
-    if idle and not setup.own_copies:
-        yield Finding(
-            "frozen-with-state",
-            "warning",
-            some(names_of(idle)),
-            "they are frozen, and the optimizer holds state for them",
-            in_bytes(sum(_size(value) for one in idle for value in one.state.values())),
-            "make the optimizer of the parameters that require a gradient only",
-        )
-    odd = [one for one in setup.held if not one.parameter.is_floating_point() and not one.parameter.is_complex()]
-    if odd:
-        yield Finding(
-            "quantized-in-optimizer",
-            "error",
-            some(names_of(odd)),
-            f"their dtype is {dtypes_of([one.parameter for one in odd])}: the codes of quantized weights",
-            "a step fails, or changes the codes as if they were numbers",
-            "make the optimizer of [p for p in model.parameters() if p.requires_grad]",
-        )
+    frozen = [entry for entry in setup.entries if not entry.parameter.requires_grad and not setup.steps_copies]
+    if stale := [entry for entry in frozen if entry.grad is not None]:
+        yield find("frozen-with-gradient", stale, bytes=size_of(*(entry.grad for entry in stale)))
+    if idle := [entry for entry in frozen if entry.state]:
+        yield find("frozen-with-state", idle, bytes=_size_of_states(idle))
+    codes = [e for e in setup.entries if not e.parameter.is_floating_point() and not e.parameter.is_complex()]
+    if codes:
+        yield find("quantized-in-optimizer", codes, dtypes=dtypes_of(entry.parameter for entry in codes))
 
 
 def _tied(setup: Setup) -> Iterator[Finding]:
-    places: dict[tuple[Any, ...], list[Held]] = defaultdict(list)
-    for one in setup.held:
-        values = local(one.parameter)
-        if values.numel() and values.layout == torch.strided and not values.is_meta:
-            places[values.device, values.data_ptr(), values.numel()].append(one)
-    twice = [group for group in places.values() if len(group) > 1]
-    if twice:
-        names = [one.name for group in twice for one in group]
-        yield Finding(
-            "tied-weights-twice",
-            "error",
-            some(names),
-            "the optimizer holds the same memory more than once",
-            "each step updates it twice, with two states: "
-            f"{in_bytes(sum(_size(v) for group in twice for one in group[1:] for v in one.state.values()))} too many",
-            "tie the modules by one Parameter (a.weight = b.weight) before the optimizer is made",
-        )
-    config = getattr(_unwrapped(setup.model), "config", None)
-    if getattr(config, "tie_word_embeddings", False) is True:
-        ends = [_weight_of(setup.model, name) for name in ("get_input_embeddings", "get_output_embeddings")]
+    at: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    for entry in setup.entries:
+        shard = local(entry.parameter)
+        if shard.numel() and shard.layout == torch.strided and not shard.is_meta:
+            at[shard.device, shard.data_ptr(), shard.numel()].append(entry)
+    if twice := [entries for entries in at.values() if len(entries) > 1]:
+        needless = [entry for entries in twice for entry in entries[1:]]
+        names = [entry.name for entries in twice for entry in entries]
+        yield find("tied-weights-twice", names, bytes=_size_of_states(needless))
+    model = setup.model
+    while not hasattr(model, "config") and isinstance(
+        inner := getattr(model, "module", getattr(model, "_orig_mod", None)), torch.nn.Module
+    ):
+        model = inner
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False) is True:
+        getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
+        ends: list[Any] = [getattr(get() if callable(get) else None, "weight", None) for get in getters]
         if None not in ends and ends[0] is not ends[1] and local(ends[0]).data_ptr() != local(ends[1]).data_ptr():
-            yield Finding(
-                "tie-broken",
-                "error",
-                some([setup.names.get(id(one), "?") for one in ends]),
-                "the configuration says that input and output embeddings are tied, but they are two parameters",
-                f"they are trained apart, and only one is saved; {in_bytes(_size(ends[1]))} of weights too many",
-                "call model.tie_weights() after loading, to_empty() and sharding, before the optimizer is made",
-            )
+            names = [setup.names.get(id(end), "?") for end in ends]
+            yield find("tie-broken", names, bytes=size_of(ends[1]))
 
 
-# --------------------------------------------------------------------------------------------------------- precision
-
-
-def _state_of(one: Held) -> list[tuple[str, torch.Tensor]]:
-    return [(key, value) for key, value in one.state.items() if value.is_floating_point() and value.dtype in HALF]
+# ----------------------------------------------------------------------------------------------------------- precision
 
 
 def _moments(setup: Setup) -> Iterator[Finding]:
-    low = [one for one in setup.held if _state_of(one) and not one.stochastic]
-    keys = sorted({key for one in low for key, _ in _state_of(one)} - {"master"})
-    bytes_now = sum(_size(value) for one in low for _, value in _state_of(one))
-    if not low:  # not yet there
-        low = [
-            one
-            for one in setup.held
-            if one.half and not one.state and type(one.optimizer).__module__.startswith("torch.optim.")
-        ]
-        low = [one for one in low if _states_of_torch(one) and one.parameter.requires_grad]
-        keys = ["exp_avg_sq"] if any(one.family == "adam" for one in low) else ["state"]
-        bytes_now = sum(_size(one.parameter) * _states_of_torch(one) for one in low)
-    if not low or not keys:
-        return
-    squares = [key for key in keys if key in _SQUARES]
-    beta = max((float(one.group["betas"][1]) for one in low if "betas" in one.group), default=0.999)
-    dtypes = dtypes_of([value for one in low for _, value in _state_of(one)] or [one.parameter for one in low])
-    stops = bool(squares) and 1 - beta < 2.0**-8
-    held = f"{in_bytes(bytes_now)} are held, fp32 takes {in_bytes(2 * bytes_now)}"
-    yield Finding(
-        "moments-in-16-bits",
-        "error" if stops else "warning",
-        some(names_of(low)),
-        f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} in {dtypes}, rounded to nearest",
-        f"{squares[0]} changes by at most {percent(1 - beta)} % of itself as it falls, and bf16 rounds that away: it "
-        f"grows, but never falls, and steps shrink; {held}"
-        if stops
-        else f"small changes are lost; {held}",
-        _OURS,
-    )
+    """Moments in 16 bits, or those that torch's optimizers will have after their first step."""
+    states = {
+        index: {key: value for key, value in entry.state.items() if value.dtype in HALF and key != "master"}
+        for index, entry in enumerate(setup.entries)
+        if not entry.stochastic
+    }
+    low = [entry for index, entry in enumerate(setup.entries) if states.get(index)]
+    keys = sorted({key for state in states.values() for key in state})
+    tensors = [value for state in states.values() for value in state.values()]
+    size = size_of(*tensors)
+    if not low:
+        low = [entry for entry in setup.entries if entry.half and not entry.state and _states_of_torch(entry)]
+        keys = ["exp_avg_sq"] if any(entry.is_adam for entry in low) else ["state"]
+        tensors = [entry.parameter for entry in low]
+        size = sum(size_of(entry.parameter) * _states_of_torch(entry) for entry in low)
+    if low:
+        squares = [key for key in keys if key in _SQUARES]
+        beta = max((float(entry.group["betas"][1]) for entry in low if "betas" in entry.group), default=0.999)
+        stops = bool(squares) and 1 - beta < 2.0**-8
+        stake = "small changes are lost"
+        if stops:
+            stake = f"{squares[0]} falls by at most {percent(1 - beta)} % a step, which is rounded away: steps shrink"
+        yield find(
+            "moments-in-16-bits",
+            low,
+            "error" if stops else "warning",
+            what=f"{' and '.join(keys)} in {dtypes_of(tensors)}, rounded to nearest",
+            stake=f"{stake}; {in_bytes(size)} now, {in_bytes(2 * size)} in fp32",
+        )
 
 
-_OURS = (
-    "keep weights, or masters of them, in fp32: halfstep.AdamW does so for 16-bit weights, in less memory than fp32 "
-    'weights; its state_dtype="8bit" and rounding="stochastic" keep moments in fewer bits'
-)
-
-
-def _states_of_torch(one: Held) -> int:
-    if isinstance(one.optimizer, OptimizerState):
+def _states_of_torch(entry: Entry) -> int:
+    """The number of tensors of state that an optimizer of torch makes for a parameter in its first step."""
+    if not type(entry.optimizer).__module__.startswith("torch.optim.") or not entry.parameter.requires_grad:
         return 0
-    name = next((kind.__name__ for kind in type(one.optimizer).__mro__ if kind.__name__ in _STATES_OF_TORCH), "")
-    if name:
-        return _STATES_OF_TORCH[name]
-    return 1 if one.family == "sgd" and one.group.get("momentum") else 0
+    sgd = isinstance(entry.optimizer, torch.optim.SGD) and entry.group.get("momentum")
+    return _STATES_OF_TORCH.get(type(entry.optimizer).__name__, int(bool(sgd)))
 
 
-def _without_master(setup: Setup) -> list[Held]:
-    return [one for one in setup.held if not one.keeps_updates and one.parameter.requires_grad and _rate(one) > 0]
-
-
-def _rate(one: Held) -> float:
-    return float(one.group.get("lr") or 0.0)
+def _without_master(setup: Setup) -> list[Entry]:
+    return [e for e in setup.entries if not e.keeps_updates and e.parameter.requires_grad and e.lr > 0]
 
 
 def _updates(setup: Setup) -> Iterator[Finding]:
-    counts = {one.name: lost_next(one) for one in _without_master(setup) if one.family == "adam"}
-    if not counts:
-        return
-    updates, lost = (sum(count[index] for count in counts.values()) for index in (0, 1))
-    if updates and lost / updates > 0.01:
-        known = any(one.taken >= 1 for one in setup.held)
-        yield lost_finding(counts, "of the next step's updates" if known else "of updates as large as lr")
+    counts = {entry.name: _lost_next(entry) for entry in _without_master(setup) if entry.is_adam}
+    stepped = any(entry.steps_taken >= 1 for entry in setup.entries)
+    yield from lost_updates(counts, "of the next step's updates" if stepped else "of updates as large as lr")
 
 
-def lost_next(one: Held) -> tuple[int, int]:
+def _lost_next(entry: Entry) -> Sequence[int]:
     """How many elements of a parameter the next step of Adam would update, and how many updates rounding loses."""
-    weight = sample(one.parameter)
+    weight = sample(entry.parameter)
     if weight.is_meta or not weight.numel():
         return 0, 0
-    update = torch.full_like(weight, _rate(one), dtype=torch.float64)
-    first, second = one.state.get("exp_avg"), one.state.get("exp_avg_sq")
-    if one.taken >= 1 and first is not None and second is not None and first.is_floating_point():
-        beta1, beta2 = map(float, one.group["betas"])
-        m = sample(first).double() / (1 - beta1**one.taken)
-        v = sample(second).double() / (1 - beta2**one.taken)
-        update = _rate(one) * m / (v.sqrt() + float(one.group.get("eps", 0.0)))
-    updates, lost = count_lost(weight, update, formats[dtype_name(one.parameter.dtype)]).tolist()
-    return updates, lost
+    update = torch.full_like(weight, entry.lr, dtype=torch.float64)
+    first, second, taken = entry.state.get("exp_avg"), entry.state.get("exp_avg_sq"), entry.steps_taken
+    if taken >= 1 and first is not None and second is not None and first.is_floating_point():
+        beta1, beta2 = map(float, entry.group["betas"])
+        m = sample(first).double() / (1 - beta1**taken)
+        v = sample(second).double() / (1 - beta2**taken)
+        update = entry.lr * m / (v.sqrt() + float(entry.group.get("eps", 0.0)))
+    counts: list[int] = count_lost(weight, update, formats[dtype_name(entry.parameter.dtype)]).tolist()
+    return counts
 
 
-def lost_finding(counts: dict[str, tuple[int, int]], which: str) -> Finding:
-    """The finding that updates are lost, from how many there are and how many are lost by parameter."""
-    updates, lost = (sum(count[index] for count in counts.values()) for index in (0, 1))
-    worst = sorted((key for key, count in counts.items() if count[1]), key=lambda key: -counts[key][1] / counts[key][0])
-    shares = ", ".join(f"{key} {percent(counts[key][1] / counts[key][0])} %" for key in worst[:3])
-    return Finding(
-        "updates-lost",
-        "error",
-        f"{len(worst):,} parameters: {shares}{', ...' if len(worst) > 3 else ''}",
-        "16-bit weights are updated without fp32 masters, and an update below half of the spacing of a weight is lost",
-        f"{percent(lost / updates)} % {which} change nothing",
-        _OURS,
-    )
+def lost_updates(counts: Mapping[str, Sequence[int]], which: str) -> Iterator[Finding]:
+    """The finding that more than 1 % of the updates are lost, from the numbers of all and of lost ones by parameter."""
+    updates, lost = (sum(pair[index] for pair in counts.values()) for index in (0, 1))
+    if updates and lost / updates > 0.01:
+        shares = {name: part / whole for name, (whole, part) in counts.items() if part}
+        worst = sorted(shares, key=lambda name: -shares[name])
+        where = ", ".join([f"{name} {percent(shares[name])} %" for name in worst[:3]] + ["..."] * (len(worst) > 3))
+        where = f"{count(len(worst), 'parameter')}: {where}"
+        yield find("updates-lost", where, share=percent(lost / updates), which=which)
 
 
 def _decay(setup: Setup) -> Iterator[Finding]:
-    lost = []
-    for one in _without_master(setup):
-        decay = _rate(one) * float(one.group.get("weight_decay") or 0.0)
-        decoupled = one.group.get("decoupled_weight_decay", "AdamW" in type(one.optimizer).__name__)
+    lost, largest = [], 0.0
+    for entry in _without_master(setup):
+        decay = entry.lr * float(entry.group.get("weight_decay") or 0.0)
+        decoupled = entry.group.get("decoupled_weight_decay", "AdamW" in type(entry.optimizer).__name__)
         # Nearest rounding keeps w (1 - decay) at w for all w below half of the smallest relative spacing.
-        if decoupled and 0 < decay < 2.0 ** (-9 if one.parameter.dtype == torch.bfloat16 else -12):
-            lost.append(one)
+        if decoupled and 0 < decay < 2.0 ** (-9 if entry.parameter.dtype == torch.bfloat16 else -12):
+            lost.append(entry)
+            largest = max(largest, decay)
     if lost:
-        decay = max(_rate(one) * float(one.group["weight_decay"]) for one in lost)
-        yield Finding(
-            "decay-lost",
-            "error",
-            some(names_of(lost)),
-            f"lr · weight_decay is {decay:.2g}, less than the relative spacing of {dtypes_of([lost[0].parameter])}, "
-            "and there are no masters",
-            "weight decay changes no weight",
-            _OURS,
-        )
+        yield find("decay-lost", lost, decay=largest, dtypes=dtype_name(lost[0].parameter.dtype))
 
 
-def _eps(setup: Setup) -> Iterator[Finding]:
-    zero = [
-        one
-        for one in setup.held
-        if one.parameter.dtype == torch.float16
-        and one.family == "adam"
-        and not one.keeps_updates
-        and float(one.group.get("eps", 1.0)) <= _SUBNORMAL_FP16
-    ]
-    if zero:
-        yield Finding(
-            "eps-is-zero",
-            "error",
-            some(names_of(zero)),
-            f"eps={zero[0].group['eps']:g} rounds to 0 in fp16, in which the optimizer computes",
-            "where a gradient is 0 or its square underflows, the update is 0 / 0: NaN weights",
-            "use fp32 moments and masters (halfstep.AdamW has both), or eps of at least 1e-7",
-        )
-
-
-def _steps(setup: Setup) -> Iterator[Finding]:
-    low = [one for one in setup.held if isinstance(one.step, torch.Tensor) and one.step.dtype in HALF]
-    if low:
-        step = low[0].step
-        yield Finding(
-            "step-in-16-bits",
-            "error",
-            some(names_of(low)),
-            f"the step count is in {dtype_name(step.dtype)}",
-            f"it stops at {256 if step.dtype == torch.bfloat16 else 2048:,}, and bias corrections with it",
-            "keep step counts in fp32 or int64; they are not weights",
-        )
-
-
-def _rounded(setup: Setup) -> Iterator[Finding]:
-    """fp32 state whose values are all numbers of bf16: the last 16 bits are 0."""
-    found: dict[str, list[Held]] = defaultdict(list)
-    for one in setup.held:
-        for key, value in one.state.items():
-            known = key in ("exp_avg", "exp_avg_sq") or (key == "master" and one.half)
-            if known and one.taken >= 2 and value.dtype == torch.float32 and holds_bf16_only(value):
-                found[key].append(one)
-    if found:
-        lost = "master" in found
-        yield Finding(
+def _numbers(setup: Setup) -> Iterator[Finding]:
+    """Numbers that 16 bits are too few for: Adam's eps, step counts, state in between, and buffers."""
+    adam = [e for e in setup.entries if e.parameter.dtype == torch.float16 and e.is_adam]
+    smallest = 2.0**-25  # half of fp16's smallest number, below which a number rounds to 0
+    if zero := [e for e in adam if not e.keeps_updates and float(e.group.get("eps", 1.0)) <= smallest]:
+        yield find("eps-is-zero", zero, eps=zero[0].group["eps"])
+    if low := [e for e in setup.entries if isinstance(e.step, torch.Tensor) and e.step.dtype in HALF]:
+        dtype = low[0].step.dtype
+        last = 256 if dtype == torch.bfloat16 else 2048
+        yield find("step-in-16-bits", low, dtype=dtype_name(dtype), last=last)
+    rounded: dict[str, list[str]] = defaultdict(list)
+    for entry in setup.entries:
+        for key, value in entry.state.items():
+            exact = key in ("exp_avg", "exp_avg_sq") or (key == "master" and entry.half)
+            if exact and entry.steps_taken >= 2 and holds_bf16_only(value):
+                rounded[key].append(entry.name)
+    if rounded:
+        yield find(
             "state-was-rounded",
-            "error" if lost else "warning",
-            some(names_of(one for held in found.values() for one in held)),
-            f"{' and '.join(found)} in fp32 hold numbers of bf16 only: they were in bf16 in between, as "
-            "Optimizer.load_state_dict casts the state to the dtype of the parameters",
-            "the bits that training had added to the weights are gone"
-            if lost
+            [name for names in rounded.values() for name in names],
+            "error" if "master" in rounded else "warning",
+            keys=" and ".join(rounded),
+            stake="the bits that training had added to the weights are gone"
+            if "master" in rounded
             else "a run that is resumed differs from one that goes on",
-            "load the checkpoint into fp32 parameters, or use halfstep.AdamW, whose checkpoints keep fp32 state",
         )
+    buffers = {name: buffer for name, buffer in setup.model.named_buffers() if buffer.dtype in HALF}
+    if found := [name for name in buffers if name.rpartition(".")[2] in _EXACT_BUFFERS]:
+        what, dtypes = _EXACT_BUFFERS[found[0].rpartition(".")[2]], dtypes_of(buffers[name] for name in found)
+        yield find("buffers-in-16-bits", listed(found, "buffer"), what=what, dtypes=dtypes)
 
 
-def holds_bf16_only(value: torch.Tensor) -> bool:
-    """Whether an fp32 tensor has many different elements, and all are numbers of bf16."""
-    found = sample(value)
-    if found.is_meta or found.numel() < 256:
-        return False
-    codes = found.contiguous().view(torch.int32)
-    return bool(((codes & 0xFFFF) == 0).all()) and codes.unique().numel() >= 64
-
-
-def _buffers(setup: Setup) -> Iterator[Finding]:
-    low = [
-        (name, buffer)
-        for name, buffer in setup.model.named_buffers()
-        if buffer.dtype in HALF and name.rpartition(".")[2] in _EXACT_BUFFERS
-    ]
-    if low:
-        yield Finding(
-            "buffers-in-16-bits",
-            "warning",
-            some([name for name, _ in low], "buffer"),
-            f"{_EXACT_BUFFERS[low[0][0].rpartition('.')[2]]} in {dtypes_of([buffer for _, buffer in low])}",
-            "angles of far positions, or running statistics, are wrong by up to 1 part in 256 (fp16: in 2,048)",
-            "keep these buffers in fp32: make them again after model.to(dtype), or convert parameters only",
-        )
-
-
-_EXACT_BUFFERS = {
-    "inv_freq": "rotary frequencies",
-    "original_inv_freq": "rotary frequencies",
-    "freqs": "rotary angles",
-    "running_mean": "running statistics of a normalization",
-    "running_var": "running statistics of a normalization",
-}
-
-
-# --------------------------------------------------------------------------------------------------------- loss scaling
+# ------------------------------------------------------------------------------------------- loss scaling and sharding
 
 
 def _scaling(setup: Setup) -> Iterator[Finding]:
     fp16, scaler = setup.computes_in_fp16(), setup.scaler
-    if fp16 and scaler is None and setup.held and not setup.own_copies:
-        yield fp16_without_scaler(fp16)
-    if scaler is None or isinstance(scaler, GradScaler) or not isinstance(scaler, torch.amp.GradScaler):
-        yield from _scale(scaler)
-        return
-    kind = "ShardedGradScaler" if _is_sharded_scaler(scaler) else "GradScaler"
-    fused = [one for one in setup.optimizers if getattr(one, "_step_supports_amp_scaling", False)]
-    half = [name for name, parameter in setup.trainable() if parameter.dtype == torch.float16]
-    if half and kind == "GradScaler" and not fused:
-        yield Finding(
-            "fp16-weights-with-torch-scaler",
-            "error",
-            some(half),
-            "torch.amp.GradScaler refuses fp16 gradients",
-            'the first step raises "Attempting to unscale FP16 gradients."',
-            "use halfstep.GradScaler with halfstep.AdamW, or fp32 weights under autocast",
-        )
-    flat = setup.wraps("FullyShardedDataParallel") and world_size() > 1
-    if flat and kind == "GradScaler":
-        yield Finding(
-            "scaler-not-sharded",
-            "error",
-            "FullyShardedDataParallel",
-            "torch.amp.GradScaler looks for overflows in the shard of its own rank only",
-            "after an overflow, some ranks step and others do not, and their scales differ from then on",
-            "use halfstep.GradScaler, or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
-        )
-    if flat and kind == "ShardedGradScaler" and fused:
-        yield Finding(
-            "fused-under-sharded-scaler",
-            "error",
-            ", ".join(type(one).__name__ for one in fused),
-            "torch's fused optimizers skip steps themselves, and ShardedGradScaler then does not reduce what it found",
-            "after an overflow on one rank, ranks diverge; after unscale_, the step raises",
-            "use fused=False, or halfstep.GradScaler with halfstep.AdamW",
-        )
-    sharded = [one.parameter for one in setup.held if is_sharded(one.parameter)]
-    meshes = {parameter.device_mesh for parameter in sharded}  # type: ignore[attr-defined]
-    plain = len(sharded) < len({id(one.parameter) for one in setup.held})
-    if len(meshes) > 1 or (sharded and plain):
-        kinds = f"{len(meshes)} meshes" + (" and plain tensors" if plain else "")
-        yield Finding(
-            "scaler-of-one-mesh",
-            "error",
-            kinds,
-            "torch.amp.GradScaler reduces what it found over the mesh of the first gradient only"
-            + (", and refuses plain tensors beside DTensors" if plain else ""),
-            "after an overflow in a shard of another mesh, ranks diverge" if not plain else "the first step raises",
-            "use halfstep.GradScaler, whose decision covers all ranks that hold a part of the model",
-        )
-    yield from _scale(scaler)
-
-
-def fp16_without_scaler(where: str) -> Finding:
-    """The finding that fp16 is computed in without a loss scaler."""
-    return Finding(
-        "fp16-without-scaler",
-        "error",
-        where,
-        "gradients are in fp16, and no loss scaler is passed or enabled",
-        "gradients below 6e-8 become 0, and after an overflow weights become NaN",
-        "use halfstep.GradScaler, and pass it here; or bf16, which needs none",
-    )
-
-
-def _is_sharded_scaler(scaler: Any) -> bool:
-    return any(kind.__name__ == "ShardedGradScaler" for kind in type(scaler).__mro__)
-
-
-def _scale(scaler: Any) -> Iterator[Finding]:
-    if scaler is None or not hasattr(scaler, "get_scale"):
-        return
-    scale = float(scaler.get_scale())
-    if scale >= 1 and math.isfinite(scale):
-        return
-    broken = scale == 0 or not math.isfinite(scale)
-    yield Finding(
-        "scale-collapsed",
-        "error" if broken else "warning",
-        type(scaler).__name__,
-        f"the loss scale is {scale:g}",
-        "unscaled gradients are NaN, which is not noticed as an overflow: NaN weights"
-        if broken
-        else "gradients are made smaller instead of larger: many steps in a row have overflowed",
-        "find the first step that overflows (halfstep.integrations.doctor.first_nonfinite), and load a checkpoint from "
-        "before; halfstep.GradScaler has a smallest scale",
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------- sharding
+    if fp16 and scaler is None and setup.entries and not setup.steps_copies:
+        yield find("fp16-without-scaler", fp16)
+    if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler):
+        sharded = any(cls.__name__ == "ShardedGradScaler" for cls in type(scaler).__mro__)
+        fused = [one for one in setup.optimizers if getattr(one, "_step_supports_amp_scaling", False)]
+        half = [name for name, parameter in setup.trainable() if parameter.dtype == torch.float16]
+        if half and not sharded and not fused:
+            yield find("fp16-weights-with-torch-scaler", half)
+        if setup.is_flat() and not sharded:
+            yield find("scaler-not-sharded", "FullyShardedDataParallel")
+        if setup.is_flat() and sharded and fused:
+            yield find("fused-under-sharded-scaler", ", ".join(type(one).__name__ for one in fused))
+        weights: list[Any] = [entry.parameter for entry in setup.entries]
+        meshes = {weight.device_mesh if is_sharded(weight) else None for weight in weights}
+        if len(meshes) > 1:
+            where = "plain tensors and DTensors" if None in meshes else f"{len(meshes)} meshes"
+            yield find("scaler-of-one-mesh", where)
+    if scaler is not None:
+        scale = float(scaler.get_scale())
+        broken = scale == 0 or not math.isfinite(scale)
+        stake = "gradients are made smaller instead of larger: many steps in a row have overflowed"
+        if broken:
+            stake = "unscaled gradients are NaN, which is not noticed as an overflow: NaN weights"
+        if broken or scale < 1:
+            severity = "error" if broken else "warning"
+            yield find("scale-collapsed", type(scaler).__name__, severity, scale=scale, stake=stake)
 
 
 def _shards(setup: Setup) -> Iterator[Finding]:
-    plain = [
-        one
-        for one in setup.held
-        if is_sharded(one.parameter)
-        and local(one.parameter).numel() < one.parameter.numel()
-        and any(not is_sharded(value) for key, value in one.state.items() if value.numel() > 1)
-    ]
-    if plain:
-        yield Finding(
-            "state-not-sharded",
-            "error",
-            some(names_of(plain)),
-            "the parameters are DTensors, and their state is plain tensors",
-            "torch.distributed.checkpoint takes the shards of all ranks for the same tensor: ranks load the state of "
-            "others",
-            "use an optimizer whose state has the placements of its parameters (torch's and halfstep's)",
-        )
-    for library, only_empty, issue, effect in _HAZARDS:
-        of = [one for one in setup.held if type(one.optimizer).__module__.split(".")[0] == library]
-        hit = [one for one in of if is_sharded(one.parameter)]
-        hit = [one for one in hit if not only_empty or not local(one.parameter).numel()]
-        if hit:
-            yield Finding(
-                "optimizer-cannot-shard",
-                "error",
-                some(names_of(hit)),
-                f"{library} does not support {'shards without elements' if only_empty else 'DTensors'} ({issue})",
-                effect,
-                "use halfstep.AdamW, or another sharding of these parameters",
-            )
+    sharded = [entry for entry in setup.entries if is_sharded(entry.parameter)]
+    split = [entry for entry in sharded if local(entry.parameter).numel() < entry.parameter.numel()]
+    if plain := [e for e in split if any(not is_sharded(value) and value.numel() > 1 for value in e.state.values())]:
+        yield find("state-not-sharded", plain)
+    for library, only_empty, issue, stake in _CANNOT_SHARD:
+        entries = [entry for entry in sharded if entry.library == library]
+        if hit := [entry for entry in entries if not only_empty or not local(entry.parameter).numel()]:
+            what = "shards without elements" if only_empty else "DTensors"
+            yield find("optimizer-cannot-shard", hit, library=library, what=what, issue=issue, stake=stake)
 
 
-# Library, whether only shards without elements are concerned, where it is reported, what happens.
-_HAZARDS = (
-    ("transformer_engine", True, "TransformerEngine #3202, #3207", "the step fails on some ranks, and others hang"),
-    ("bitsandbytes", False, "bitsandbytes #89, #1633", "checkpoints cannot be resharded; illegal memory accesses"),
-)
+def _size_of_states(entries: Sequence[Entry]) -> int:
+    return sum(size_of(*entry.state.values()) for entry in entries)
 
 
-def _size(values: torch.Tensor | None) -> int:
-    if values is None:
-        return 0
-    mine = local(values)
-    return mine.numel() * mine.element_size()
-
-
-def _unwrapped(model: torch.nn.Module) -> Any:
-    for name in ("module", "_orig_mod"):
-        inner = getattr(model, name, None)
-        if isinstance(inner, torch.nn.Module) and not hasattr(model, "config"):
-            return _unwrapped(inner)
-    return model
-
-
-def _weight_of(model: torch.nn.Module, getter: str) -> Any:
-    get = getattr(_unwrapped(model), getter, None)
-    module = get() if callable(get) else None
-    return getattr(module, "weight", None)
-
-
-RULES: Sequence[Rule] = (
-    _values,
-    _membership,
-    _frozen,
-    _tied,
-    _moments,
-    _updates,
-    _decay,
-    _eps,
-    _steps,
-    _rounded,
-    _buffers,
-    _scaling,
-    _shards,
-)
+RULES = (_values, _membership, _frozen, _tied, _moments, _updates, _decay, _numbers, _scaling, _shards)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.integrations.doctor.findings import Diagnosis, Finding, in_order
+from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, find, in_order
 from halfstep.kernels import native
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
@@ -31,32 +31,28 @@ DEBUGGING = (
     ("HALFSTEP_BACKEND=reference", "the same bits from plain torch: whether a kernel of halfstep is at fault"),
 )
 
+# Variables that slow a training down, and what they do.
+SLOW = (
+    ("CUDA_LAUNCH_BLOCKING", "1", "the host waits for each kernel"),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "each collective is preceded by another one that compares shapes"),
+    ("NCCL_P2P_DISABLE", "1", "GPUs of a machine send through host memory"),
+    ("NCCL_IB_DISABLE", "1", "machines send over TCP instead of InfiniBand"),
+)
+
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as far as a training depends on it.
+    """A machine as far as a training depends on it."""
 
-    Attributes:
-        variables: the environment variables.
-        cores: processors that this process may use.
-        gpus: GPUs that torch can use.
-        gpu_files: whether the system has a GPU, whether or not torch can use it.
-        cuda: the CUDA or ROCm version that torch was built for; None for a CPU build.
-        compiler: whether there is a C++ compiler.
-        versions: versions of torch and triton, of what is installed.
-        interfaces: names of network interfaces.
-        shared_memory: bytes of /dev/shm; None if there is none.
-    """
-
-    variables: Mapping[str, str]
-    cores: int = 1
-    gpus: int = 0
-    gpu_files: bool = False
-    cuda: str | None = None
-    compiler: bool = True
-    versions: Mapping[str, str] = field(default_factory=dict)
-    interfaces: tuple[str, ...] = ("lo",)
-    shared_memory: int | None = None
+    variables: Mapping[str, str]  # of the environment
+    cores: int = 1  # processors that this process may use
+    gpus: int = 0  # those that torch can use
+    gpu_files: bool = False  # whether the system has a GPU, whether or not torch can use it
+    cuda: str | None = None  # the CUDA or ROCm version that torch was built for; None for a CPU build
+    compiler: bool = True  # whether there is a C++ compiler
+    versions: Mapping[str, str] = field(default_factory=dict)  # of torch and triton, if installed
+    interfaces: tuple[str, ...] = ("lo",)  # of the network
+    shared_memory: int | None = None  # bytes of /dev/shm; None if there is none
 
     @classmethod
     def here(cls) -> Machine:
@@ -121,184 +117,78 @@ def examine_environment(machine: Machine | None = None) -> Diagnosis:
     """
     machine = Machine.here() if machine is None else machine
     checks = (_installed, _launched, _network, _settings)
-    return in_order("this environment", [finding for check in checks for finding in check(machine)])
+    return in_order("this environment", (finding for check in checks for finding in check(machine)))
 
 
 def _installed(machine: Machine) -> Iterator[Finding]:
     for name, version in machine.versions.items():
         parts = version.split("+")[0].split(".")[:2]
         if all(part.isdecimal() for part in parts) and tuple(map(int, parts)) < OLDEST[name]:
-            least = ".".join(map(str, OLDEST[name]))
-            yield Finding(
-                "version-too-old",
-                "error",
-                f"{name} {version}",
-                f"halfstep needs {name} {least} or newer",
-                "kernels fail or give other bits",
-                f"pip install '{name}>={least}'",
-            )
+            yield find("version-too-old", f"{name} {version}", name=name, least=".".join(map(str, OLDEST[name])))
     if machine.gpu_files and not machine.gpus:
-        yield Finding(
-            "gpu-not-usable",
-            "error",
-            "torch.cuda",
-            "the machine has a GPU, and torch " + ("is a build for the CPU" if not machine.cuda else "cannot use it"),
-            "training runs on the CPU",
-            "install a build of torch for the GPU"
-            if not machine.cuda
-            else f"install a driver for {machine.cuda}, and check CUDA_VISIBLE_DEVICES",
+        driver = f"install a driver for {machine.cuda}, and check CUDA_VISIBLE_DEVICES"
+        what, remedy = (
+            ("cannot use it", driver) if machine.cuda else ("is a build for the CPU", "install one for the GPU")
         )
+        yield find("gpu-not-usable", "torch.cuda", what=what, remedy=remedy)
     if machine.gpus and "triton" not in machine.versions:
-        yield Finding(
-            "no-triton",
-            "warning",
-            "triton",
-            "there is a GPU, and Triton is not installed",
-            "halfstep runs as plain torch: the same bits, with several times the memory traffic",
-            "pip install triton",
-        )
+        yield find("no-triton", "triton")
     if not machine.gpus and not machine.compiler:
-        yield Finding(
-            "no-compiler",
-            "warning",
-            "C++",
-            "there is no C++ compiler",
-            "on the CPU, halfstep runs as plain torch: the same bits, slower",
-            "install g++ or clang++, or point CXX at one",
-        )
+        yield find("no-compiler", "C++")
 
 
 def _launched(machine: Machine) -> Iterator[Finding]:
     world, rank, local = (machine.number(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
     tasks = machine.number("SLURM_NTASKS") or 1
     if world is None and tasks > 1:
-        yield Finding(
-            "ranks-not-set",
-            "error",
-            f"SLURM_NTASKS={tasks}",
-            "SLURM started several tasks, and WORLD_SIZE and RANK are not set",
-            f"each of {tasks} tasks trains alone, on all data",
-            "start torchrun once per machine, or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, "
-            "LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR and MASTER_PORT",
+        what = "SLURM started several tasks, and WORLD_SIZE and RANK are not set"
+        stake = f"each of {tasks} tasks trains alone, on all data"
+        remedy = (
+            ", or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR, MASTER_PORT"
         )
-    if world is not None and world > 1:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not machine.variables.get(name)]
-        if missing:
-            yield Finding(
-                "ranks-not-set",
-                "error",
-                ", ".join(missing),
-                f"WORLD_SIZE is {world}, and these are not set",
-                "init_process_group fails",
-                "start with torchrun, which sets them all",
-            )
-        if rank is not None and rank >= world:
-            yield Finding(
-                "rank-out-of-range",
-                "error",
-                f"RANK={rank}",
-                f"ranks of WORLD_SIZE={world} are 0 to {world - 1}",
-                "the other ranks wait for one that never comes",
-                "set RANK below WORLD_SIZE, each once",
-            )
-        if local is not None and machine.gpus and local >= machine.gpus:
-            yield Finding(
-                "rank-without-gpu",
-                "error",
-                f"LOCAL_RANK={local}",
-                f"this machine has {machine.gpus} GPUs that torch can use",
-                "the rank fails, or shares a GPU with another",
-                "start at most one rank per GPU, and check CUDA_VISIBLE_DEVICES",
-            )
-        if machine.nodes() > 1 and machine.variables.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
-            yield Finding(
-                "master-is-local",
-                "error",
-                f"MASTER_ADDR={machine.variables['MASTER_ADDR']}",
-                f"the job has {machine.nodes()} machines, and each looks for the first rank on itself",
-                "all other machines wait until they time out",
-                "set MASTER_ADDR to the first machine's name",
-            )
+        yield find("ranks-not-set", f"SLURM_NTASKS={tasks}", what=what, stake=stake, remedy=remedy)
+    if world is None or world <= 1:
+        return
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not machine.variables.get(name)]:
+        what, remedy = f"WORLD_SIZE is {world}, and these are not set", ", which sets them all"
+        yield find("ranks-not-set", ", ".join(missing), what=what, stake="init_process_group fails", remedy=remedy)
+    if rank is not None and rank >= world:
+        yield find("rank-out-of-range", f"RANK={rank}", world=world, last=world - 1)
+    if local is not None and machine.gpus and local >= machine.gpus:
+        yield find("rank-without-gpu", f"LOCAL_RANK={local}", gpus=count(machine.gpus, "GPU"))
+    address = machine.variables.get("MASTER_ADDR")
+    if machine.nodes() > 1 and address in ("localhost", "127.0.0.1", "::1"):
+        yield find("master-is-local", f"MASTER_ADDR={address}", nodes=machine.nodes())
 
 
 def _network(machine: Machine) -> Iterator[Finding]:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = machine.variables.get(name, "")
-        if not wanted or wanted.startswith("^"):
-            continue
-        exact = wanted.startswith("=") or name.startswith("GLOO")
-        known = [
-            one
-            for one in wanted.lstrip("=").split(",")
-            if any(there == one or (not exact and there.startswith(one)) for there in machine.interfaces)
-        ]
-        if not known:
-            yield Finding(
-                "interface-not-there",
-                "error",
-                f"{name}={wanted}",
-                f"this machine has {', '.join(machine.interfaces)}",
-                "init_process_group fails on this machine",
-                f"unset {name}, or set it to an interface that all machines have",
+    chosen = {name: machine.variables.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    for name, wanted in chosen.items():
+        exact = wanted.startswith("=") or name.startswith("GLOO")  # NCCL takes the beginning of a name
+        names = tuple(wanted.lstrip("=").split(","))
+        if (
+            wanted
+            and not wanted.startswith("^")
+            and not any(
+                interface in names if exact else interface.startswith(names) for interface in machine.interfaces
             )
-    chosen = machine.variables.get("NCCL_SOCKET_IFNAME") or machine.variables.get("GLOO_SOCKET_IFNAME")
-    if machine.nodes() > 1 and not chosen and len(machine.outside()) > 1:
-        yield Finding(
-            "interface-not-chosen",
-            "warning",
-            ", ".join(machine.outside()),
-            "several interfaces may lead to the other machines, and none is chosen",
-            "ranks may wait for each other on a network that does not connect them, or on the slow one",
-            "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one that does",
-        )
+        ):
+            yield find("interface-not-there", f"{name}={wanted}", name=name, interfaces=", ".join(machine.interfaces))
+    if machine.nodes() > 1 and not any(chosen.values()) and len(machine.outside()) > 1:
+        yield find("interface-not-chosen", ", ".join(machine.outside()))
 
 
 def _settings(machine: Machine) -> Iterator[Finding]:
     get = machine.variables.get
     if get("TRITON_INTERPRET", "0") not in ("", "0"):
-        yield Finding(
-            "kernels-interpreted",
-            "warning",
-            "TRITON_INTERPRET",
-            "Triton's kernels run in its interpreter",
-            "each takes longer than plain torch",
-            "unset TRITON_INTERPRET; it serves tests without a GPU",
-        )
-    for name, value, stake in (
-        ("CUDA_LAUNCH_BLOCKING", "1", "the host waits for each kernel"),
-        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "each collective is preceded by another one that compares shapes"),
-        ("NCCL_P2P_DISABLE", "1", "GPUs of a machine send through host memory"),
-        ("NCCL_IB_DISABLE", "1", "machines send over TCP instead of InfiniBand"),
-    ):
+        yield find("kernels-interpreted", "TRITON_INTERPRET")
+    for name, value, stake in SLOW:
         if get(name, "").upper() == value:
-            yield Finding(
-                "slow-setting", "warning", f"{name}={value}", "a setting for debugging is on", stake, f"unset {name}"
-            )
+            yield find("slow-setting", f"{name}={value}", name=name, stake=stake)
     if get("CUDA_VISIBLE_DEVICES") == "" and machine.gpu_files:
-        yield Finding(
-            "gpus-hidden",
-            "error",
-            "CUDA_VISIBLE_DEVICES",
-            "it is set and empty, which hides all GPUs",
-            "training runs on the CPU",
-            "unset it, or name the GPUs: 0,1",
-        )
-    share = machine.cores // (machine.number("LOCAL_WORLD_SIZE") or 1)
-    if not machine.gpus and machine.number("OMP_NUM_THREADS") == 1 and machine.number("WORLD_SIZE") and share > 1:
-        yield Finding(
-            "one-thread-per-rank",
-            "warning",
-            "OMP_NUM_THREADS=1",
-            f"torchrun sets it, and each rank has {share} cores",
-            f"steps on the CPU use 1 of {share} cores",
-            f"set OMP_NUM_THREADS={share} before torchrun",
-        )
+        yield find("gpus-hidden", "CUDA_VISIBLE_DEVICES")
+    cores = machine.cores // (machine.number("LOCAL_WORLD_SIZE") or 1)
+    if not machine.gpus and machine.number("OMP_NUM_THREADS") == 1 and machine.number("WORLD_SIZE") and cores > 1:
+        yield find("one-thread-per-rank", "OMP_NUM_THREADS=1", cores=cores)
     if machine.shared_memory is not None and machine.shared_memory < 1 << 28:
-        yield Finding(
-            "little-shared-memory",
-            "warning",
-            "/dev/shm",
-            f"it has {machine.shared_memory >> 20} MiB, as containers have by default",
-            "DataLoader workers and ranks of one machine end with a bus error",
-            "start the container with --shm-size=8g or --ipc=host",
-        )
+        yield find("little-shared-memory", "/dev/shm", size=machine.shared_memory >> 20)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from halfstep.integrations.doctor.findings import dtype_name
 from halfstep.numerics.scaling.topology import local
 
 
@@ -69,83 +70,64 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[NonFinite]:
         >>> print(found)
         Inf from aten.mul.Tensor in 1 (Doubling); inputs: fp16 of shape (2,) up to 2
     """
-    found = NonFinite()
-    running: list[tuple[str, str]] = []
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(_enter(running, name)))
-        handles.append(module.register_forward_hook(_leave(running), always_call=True))
-    try:
-        with _Check(found, running):
-            yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    result = NonFinite()
+    running: list[tuple[str, str]] = []  # names and classes of the modules that are computing, the innermost last
 
+    def leave(*arguments: Any) -> None:
+        del running[-1:]
 
-def _enter(running: list[tuple[str, str]], name: str) -> Any:
-    return lambda module, arguments: running.append((name, type(module).__name__))
-
-
-def _leave(running: list[tuple[str, str]]) -> Any:
-    def leave(module: Any, arguments: Any, result: Any) -> None:
-        if running:
-            running.pop()
-
-    return leave
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            label = name, type(module).__name__
+            enter = module.register_forward_pre_hook(lambda module, args, label=label: running.append(label))
+            stack.callback(enter.remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(_Check(result, running))
+        yield result
 
 
 # Operations that make no number out of numbers: their infinities are meant, or were there before.
-_PASSIVE = ("fill", "masked", "where", "full", "copy", "empty", "scalar_tensor", "lift", "new_", "zeros", "ones", "_to")
+_PASSIVE = ("fill", "masked", "where", "full", "copy", "empty", "scalar_tensor", "lift", "new_", "zeros", "ones")
 
 
 class _Check(TorchDispatchMode):
-    def __init__(self, found: NonFinite, running: list[tuple[str, str]]) -> None:
+    def __init__(self, result: NonFinite, running: list[tuple[str, str]]) -> None:
         super().__init__()
-        self._found, self._running = found, running
+        self._result, self._running = result, running
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        options = options or {}
-        name = str(operation)
-        seen = self._found or name.split(".")[1].startswith(_PASSIVE[:-1])
+        options, name = options or {}, str(operation)
+        if self._result or name.split(".")[1].startswith(_PASSIVE):
+            return operation(*arguments, **options)
         # Operations in place overwrite what they get, so it is looked at first.
-        inputs = [] if seen else _floating((arguments, options))
-        finite = not seen and all(map(_finite, inputs))
-        words = tuple(map(_words, inputs)) if finite and _writes(operation) else ()
-        result = operation(*arguments, **options)
-        if not finite:
-            return result
-        for output in _floating(result):
-            if not _finite(output):
-                values = local(output)
-                first = values.flatten()[~values.flatten().isfinite()][0].item()
-                self._found.operation = name
-                self._found.value = "NaN" if first != first else "Inf" if first > 0 else "-Inf"
-                self._found.inputs = words or tuple(map(_words, inputs))
-                node = torch._C._current_autograd_node()
-                self._found.backward = "" if node is None else node.name()
-                if self._running:
-                    self._found.module, self._found.kind = self._running[-1]
-                break
-        return result
-
-
-def _writes(operation: Any) -> bool:
-    return bool(getattr(operation._schema, "is_mutable", False))
+        inputs = _floating((arguments, options))
+        finite = all(map(_is_finite, inputs))
+        words = tuple(map(_in_words, inputs)) if finite and operation._schema.is_mutable else ()
+        output = operation(*arguments, **options)
+        broken = next((tensor for tensor in _floating(output) if not _is_finite(tensor)), None) if finite else None
+        if broken is not None:
+            values = local(broken).flatten()
+            value = values[~values.isfinite()][0].item()
+            self._result.operation = name
+            self._result.value = "NaN" if value != value else "Inf" if value > 0 else "-Inf"
+            self._result.inputs = words or tuple(map(_in_words, inputs))
+            node = torch._C._current_autograd_node()
+            self._result.backward = "" if node is None else node.name()
+            if self._running:
+                self._result.module, self._result.kind = self._running[-1]
+        return output
 
 
 def _floating(values: Any) -> list[torch.Tensor]:
-    leaves = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-    return [one for one in leaves if one.is_floating_point() and not one.is_meta and one.layout == torch.strided]
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [x for x in tensors if x.is_floating_point() and not x.is_meta and x.layout == torch.strided]
 
 
-def _finite(values: torch.Tensor) -> bool:
-    return bool(local(values).isfinite().all())
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(local(tensor).isfinite().all())
 
 
-def _words(values: torch.Tensor) -> str:
-    from halfstep.integrations.doctor.setup import dtype_name
-
-    mine = local(values)
-    largest = f" up to {mine.abs().max().item():.4g}" if mine.numel() else ""
-    return f"{dtype_name(values.dtype)} of shape {tuple(values.shape)}{largest}"
+def _in_words(tensor: torch.Tensor) -> str:
+    shard = local(tensor)
+    largest = f" up to {shard.abs().max().item():.4g}" if shard.numel() else ""
+    return f"{dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)}{largest}"

@@ -4,61 +4,61 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from halfstep.integrations.doctor.findings import count
 from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
 from halfstep.integrations.optim.options import is_stochastic, master_of
 from halfstep.integrations.optim.state import OptimizerState
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.numerics.scaling.scaler import unwrapped
+from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import local
 
 HALF = (torch.bfloat16, torch.float16)
 # Wrappers of modules, whose names in front of a parameter's name say nothing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# Libraries whose optimizers hold copies of the parameters, made by themselves.
-_OWN_COPIES = {"deepspeed", "megatron", "apex", "fairscale", "transformer_engine", "colossalai"}
+# Libraries whose optimizers step copies of the parameters that they make themselves.
+_COPYING = {"deepspeed", "megatron", "apex", "fairscale", "transformer_engine", "colossalai"}
 # Entries of an optimizer's state that keep what a 16-bit weight cannot, by how libraries name them.
 _MASTER = re.compile(r"master|remainder|kahan|compensation|residual|ecc|error|shift|fp32_param", re.IGNORECASE)
+# Options of groups or attributes of optimizers that say that updates below the spacing of a weight are not lost.
+_STOCHASTIC = ("bf16_stochastic_round", "stochastic_rounding")
+_KEEPS = (*_STOCHASTIC, "master_weights", "kahan_sum", "use_kahan_summation")
 # Attributes under which libraries keep a loss scaler: timm's NativeScaler, mmengine's AmpOptimWrapper, Accelerate's
 # Accelerator and Lightning's plugins.
 _SCALERS = ("_scaler", "loss_scaler", "scaler")
-# Options of groups or attributes of optimizers, that say that updates below the spacing of a weight are not lost.
-_KEEPS = ("master_weights", "bf16_stochastic_round", "stochastic_rounding", "kahan_sum", "use_kahan_summation")
 
 
-class Held(NamedTuple):
-    """A parameter in an optimizer.
+class Entry(NamedTuple):
+    """A parameter in an optimizer."""
 
-    Attributes:
-        name: its name in the model; ``"group 0, parameter 3"`` if the model does not have it.
-        parameter: it, or for optimizers on the host, what it is on the device.
-        owner: the optimizer that is stepped.
-        optimizer: it, or what a `ZeroRedundancyOptimizer` has for this rank's part.
-        group: its parameter group.
-        state: the tensors of its state that have as many elements as this rank's shard.
-        scales: the other tensors of its state, such as scales of moments in 8 bits.
-        step: its step count; None if there is none.
-    """
-
-    name: str
-    parameter: torch.Tensor
-    owner: Any
-    optimizer: Any
+    name: str  # in the model; "group 0, parameter 3" if the model does not have it
+    parameter: torch.Tensor  # for optimizers on the host, what it is on the device
+    owner: Any  # the optimizer that is stepped
+    optimizer: Any  # the same, or what a ZeroRedundancyOptimizer has for this rank's part
     group: dict[str, Any]
-    state: dict[str, torch.Tensor]
-    scales: dict[str, torch.Tensor]
-    step: Any
+    state: dict[str, torch.Tensor]  # those that have as many elements as this rank's shard
+    scales: dict[str, torch.Tensor]  # the others, such as scales of moments in 8 bits
+    step: Any  # the step count; None if there is none
 
     @property
-    def taken(self) -> float:
-        """The number of steps that it has taken, as far as the state says; 0 if it has none."""
+    def grad(self) -> torch.Tensor | None:
+        return gradient_of(self.parameter)
+
+    @property
+    def lr(self) -> float:
+        return float(self.group.get("lr") or 0.0)
+
+    @property
+    def steps_taken(self) -> float:
+        """The number of steps that it has taken, as far as the state says."""
         return float(self.step) if self.step is not None else 0.0
 
     @property
@@ -67,18 +67,20 @@ class Held(NamedTuple):
         return self.parameter.dtype in HALF
 
     @property
-    def family(self) -> str:
-        """``"adam"`` for optimizers with two moments, ``"sgd"`` for torch's SGD, and ``""`` for others."""
-        if "betas" in self.group or "exp_avg_sq" in self.state:
-            return "adam"
-        return "sgd" if isinstance(self.optimizer, torch.optim.SGD) else ""
+    def is_adam(self) -> bool:
+        """Whether the optimizer has two moments."""
+        return "betas" in self.group or "exp_avg_sq" in self.state
+
+    @property
+    def library(self) -> str:
+        return type(self.optimizer).__module__.split(".")[0]
 
     @property
     def stochastic(self) -> bool:
         """Whether the optimizer rounds stochastically."""
         if isinstance(self.optimizer, OptimizerState):
             return is_stochastic(self.group)
-        return any(bool(self._option(name)) for name in _KEEPS[1:3])
+        return any(map(self._option, _STOCHASTIC))
 
     @property
     def keeps_updates(self) -> bool:
@@ -87,110 +89,90 @@ class Held(NamedTuple):
             return True
         if isinstance(self.optimizer, OptimizerState):
             return master_of(self.parameter, self.group["master_weights"]) is not None
-        module = type(self.optimizer).__module__.split(".")[0]
-        if module == "optimi":  # by default for 16-bit parameters
+        if self.library == "optimi":  # by default for 16-bit parameters
             return self.group.get("kahan_sum") is not False
-        if module == "flashoptim":
+        if self.library == "flashoptim":
             return self._option("master_weight_bits") is not None
-        return any(bool(self._option(name)) for name in _KEEPS) or any(map(_MASTER.search, self.state))
+        return any(map(self._option, _KEEPS)) or any(map(_MASTER.search, self.state))
 
     def _option(self, name: str) -> Any:
         return self.group.get(name, getattr(self.optimizer, name, None))
 
 
 class Setup:
-    """What there is of a training set-up.
-
-    Attributes:
-        model: the model.
-        names: names of its parameters by id; tied parameters have one.
-        optimizers: the innermost optimizers.
-        scaler: an enabled loss scaler, or None.
-        held: the parameters of the optimizers.
-        own_copies: whether the optimizers hold copies of the parameters that they made themselves.
-    """
+    """What there is of a training set-up."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"Expected model to be a torch.nn.Module, but got a {type(model).__name__}")
         self.model = model
-        self.names = {id(parameter): _short(name) for name, parameter in model.named_parameters()}
+        # Names by the id of the parameter; tied parameters have one.
+        self.names = {id(parameter): _WRAPPERS.sub("", name) for name, parameter in model.named_parameters()}
         self.optimizers = list(innermost(optimizer))
-        scaler = _scaler_of(scaler, optimizer)
-        enabled = scaler is not None and getattr(scaler, "is_enabled", lambda: True)()
-        self.scaler = scaler if enabled else None
-        self.held = list(self._held())
-        self.own_copies = self._has_own_copies(optimizer)
+        self.scaler = _scaler_of(scaler, optimizer)
+        if not getattr(self.scaler, "is_enabled", lambda: True)():
+            self.scaler = None  # a disabled one does nothing
+        self.entries = [entry for owner in self.optimizers for entry in self._entries_of(owner)]
+        # Whether the optimizers step copies of the parameters, made by them or by the training loop.
+        self.steps_copies = self._steps_copies(optimizer)
 
-    def _has_own_copies(self, optimizer: Any) -> bool:
-        if not self.held or any(id(one.parameter) in self.names for one in self.held):
+    def _entries_of(self, owner: Any) -> Iterator[Entry]:
+        on_device: dict[int, torch.Tensor] = {}
+        if isinstance(owner, (OffloadedAdam, OffloadedAdamW)):
+            on_device = {id(mirror.host): mirror.parameter for mirror in owner._mirrors.values()}
+        zero = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(owner).__mro__)
+        optimizer = owner.optim if zero else owner
+        for number, group in enumerate(owner.param_groups):
+            for index, stepped in enumerate(group["params"]):
+                parameter = on_device.get(id(stepped), stepped)
+                name = self.names.get(id(parameter), f"group {number}, parameter {index}")
+                state = dict(optimizer.state[stepped]) if stepped in optimizer.state else {}
+                step, size = state.pop("step", None), local(stepped).numel()
+                tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and not v.is_sparse}
+                whole = {key: value for key, value in tensors.items() if local(value).numel() == size}
+                rest = {key: value for key, value in tensors.items() if key not in whole}
+                yield Entry(name, parameter, owner, optimizer, group, whole, rest, step)
+
+    def _steps_copies(self, optimizer: Any) -> bool:
+        if not self.entries or any(id(entry.parameter) in self.names for entry in self.entries):
             return False
-        libraries = {type(one).__module__.partition(".")[0] for one in self.optimizers}
-        if libraries & _OWN_COPIES or _reaches((optimizer, self.optimizers), self.names.keys()):
+        if {entry.library for entry in self.entries} & _COPYING or _reaches((optimizer, self.optimizers), self.names):
             return True
-        copies, originals = [one.parameter for one in self.held], [parameter for _, parameter in self.trainable()]
-        if {one.dtype for one in copies} != {torch.float32} or not any(one.dtype in HALF for one in originals):
+        copies, originals = [entry.parameter for entry in self.entries], [weight for _, weight in self.trainable()]
+        if {copy.dtype for copy in copies} != {torch.float32} or not any(weight.dtype in HALF for weight in originals):
             return False
         # Copies that the training loop makes are tensors of no module, or in one piece. fp32 Parameters may be those of
         # another model instead: then the optimizer never gets a gradient, and the weights part.
-        if not all(isinstance(one, torch.nn.Parameter) for one in copies) or all(one.dim() == 1 for one in copies):
+        if not all(isinstance(copy, torch.nn.Parameter) for copy in copies) or all(copy.dim() == 1 for copy in copies):
             return True
         return (
-            any(one.taken >= 1 for one in self.held)
-            and [one.shape for one in copies] == [one.shape for one in originals]
+            any(entry.steps_taken >= 1 for entry in self.entries)
+            and [copy.shape for copy in copies] == [weight.shape for weight in originals]
             and all(
-                torch.equal(sample(one).to(other.device, other.dtype), sample(other))
-                for one, other in zip(copies, originals, strict=True)
+                torch.equal(sample(copy).to(weight.device, weight.dtype), sample(weight))
+                for copy, weight in zip(copies, originals, strict=True)
             )
         )
 
-    def _held(self) -> Iterator[Held]:
-        for owner in self.optimizers:
-            on_device: dict[int, torch.Tensor] = {}
-            if isinstance(owner, (OffloadedAdam, OffloadedAdamW)):
-                on_device = {id(mirror.host): mirror.parameter for mirror in owner._mirrors.values()}
-            zero = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(owner).__mro__)
-            optimizer = owner.optim if zero else owner
-            for number, group in enumerate(owner.param_groups):
-                for place, parameter in enumerate(group["params"]):
-                    given = on_device.get(id(parameter), parameter)
-                    state: dict[str, Any] = optimizer.state[parameter] if parameter in optimizer.state else {}
-                    size = local(parameter).numel()
-                    tensors = {
-                        key: value
-                        for key, value in state.items()
-                        if key != "step" and isinstance(value, torch.Tensor) and not value.is_sparse
-                    }
-                    whole = {key: value for key, value in tensors.items() if local(value).numel() == size}
-                    yield Held(
-                        self.names.get(id(given), f"group {number}, parameter {place}"),
-                        given,
-                        owner,
-                        optimizer,
-                        group,
-                        whole,
-                        {key: value for key, value in tensors.items() if key not in whole},
-                        state.get("step"),
-                    )
-
     def parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Names and parameters of the model."""
-        return [(self.names[id(one)], one) for one in self.model.parameters()]
+        return [(self.names[id(parameter)], parameter) for parameter in self.model.parameters()]
 
     def trainable(self) -> list[tuple[str, torch.Tensor]]:
         """Names and parameters of the model that require a gradient."""
-        return [(name, one) for name, one in self.parameters() if one.requires_grad]
+        return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
-    def counted(self) -> str:
-        """What was examined, in words."""
-        kinds = sorted({public_name(type(one)) for one in self.optimizers})
-        kinds += [public_name(type(self.scaler))] if self.scaler is not None else []
-        parameters = f"{len(self.names):,} parameter{'s' * (len(self.names) != 1)}"
-        return f"{type(self.model).__name__} of {parameters}" + (f", {', '.join(kinds)}" if kinds else "")
+    def in_words(self) -> str:
+        """What is examined."""
+        names = sorted({public_name(type(optimizer)) for optimizer in self.optimizers})
+        names += [public_name(type(self.scaler))] if self.scaler is not None else []
+        return ", ".join([f"{type(self.model).__name__} of {count(len(self.names), 'parameter')}", *names])
 
     def computes_in_fp16(self) -> str:
         """Where the set-up says that it computes in fp16; empty if it does not say so."""
-        half = [name for name, parameter in self.trainable() if parameter.dtype == torch.float16]
-        if half:
-            return f"fp16 weights ({half[0]})"
+        for name, parameter in self.trainable():
+            if parameter.dtype == torch.float16:
+                return f"fp16 weights ({name})"
         for module in self.model.modules():
             policy = getattr(module, "mixed_precision", None)  # FSDP1
             state_of: Any = getattr(module, "_get_fsdp_state", None)  # FSDP2
@@ -200,20 +182,17 @@ class Setup:
                 return f"the mixed precision of {type(module).__name__}"
         return ""
 
-    def wraps(self, *names: str) -> bool:
-        """Whether the model or a part of it is of a class with one of these names."""
-        return any(type(module).__name__ in names for module in self.model.modules())
+    def is_flat(self) -> bool:
+        """Whether FSDP1 shards the model over several ranks."""
+        names = {type(module).__name__ for module in self.model.modules()}
+        return "FullyShardedDataParallel" in names and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _short(name: str) -> str:
-    return _WRAPPERS.sub("", name)
-
-
-def public_name(of: type) -> str:
+def public_name(cls: type) -> str:
     """The name of a class with the shortest module that exports it: ``"torch.optim.AdamW"``, ``"halfstep.AdamW"``."""
-    modules = accumulate(of.__module__.split("."), "{}.{}".format)
-    exported = (name for name in modules if getattr(sys.modules.get(name), of.__name__, None) is of)
-    return f"{next(exported, of.__module__)}.{of.__qualname__}"
+    modules = accumulate(cls.__module__.split("."), "{}.{}".format)
+    exported = (name for name in modules if getattr(sys.modules.get(name), cls.__name__, None) is cls)
+    return f"{next(exported, cls.__module__)}.{cls.__qualname__}"
 
 
 def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
@@ -227,8 +206,8 @@ def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
         # Those of torchtitan's containers, which are optimizers themselves, and what any other wrapper holds.
         values = [getattr(inner, "optimizers", None)]
         values += [] if isinstance(inner, torch.optim.Optimizer) else getattr(inner, "__dict__", {}).values()
-        parts = [one for value in values for one in _parts(value) if hasattr(one, "param_groups")]
-        parts = [one for one in parts if all(one is not other for other in (inner, *outer))]
+        parts = [part for value in values for part in _parts(value) if hasattr(part, "param_groups")]
+        parts = [part for part in parts if all(part is not other for other in (inner, *outer))]
         if not parts:
             yield inner
         outer = (*outer, inner)
@@ -258,8 +237,7 @@ def _scaler_of(scaler: Any, optimizer: Any) -> Any:
         TypeError: the object is of another kind.
     """
     if scaler is None:  # that of a wrapper of the optimizer, such as mmengine's AmpOptimWrapper
-        owned = (getattr(optimizer, name, None) for name in _SCALERS)
-        return next(filter(_is_scaler, owned), None)
+        return next(filter(_is_scaler, (getattr(optimizer, name, None) for name in _SCALERS)), None)
     outer = scaler
     while scaler is not None and not _is_scaler(scaler):
         name = next((name for name in _SCALERS if getattr(scaler, name, scaler) is not scaler), None)
@@ -300,70 +278,53 @@ def _reaches(start: Any, parameters: Collection[int], depth: int = 5) -> bool:
     return False
 
 
-def distinct(values: torch.Tensor) -> torch.Tensor:
+# ------------------------------------------------------------------------------------------------------------- tensors
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank's shard, in which each element occurs once, however large the shard is expanded."""
-    mine = local(values).detach()
-    sizes = [1 if stride == 0 else size for size, stride in zip(mine.shape, mine.stride(), strict=True)]
-    mine = mine.as_strided(sizes, mine.stride())
-    span = 1 + sum((size - 1) * stride for size, stride in zip(mine.shape, mine.stride(), strict=True))
-    return mine.as_strided((span,), (1,)) if mine.numel() > span else mine
+    shard = local(tensor).detach()
+    sizes = [1 if stride == 0 else size for size, stride in zip(shard.shape, shard.stride(), strict=True)]
+    shard = shard.as_strided(sizes, shard.stride())
+    span = 1 + sum((size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True))
+    return shard.as_strided((span,), (1,)) if shard.numel() > span else shard
 
 
-def nonfinite(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """``"NaN"``, ``"Inf"`` or ``""`` for each tensor. Reads each once, without a copy, and waits once per device.
+def size_of(*tensors: torch.Tensor | None) -> int:
+    """The bytes of this rank's shards."""
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
-    ``""`` is also returned for tensors that hold no numbers of 16 bits or more in memory of their own.
+
+def nonfinite(tensor: torch.Tensor) -> str:
+    """``"NaN"``, ``"Inf"`` or ``""``; ``""`` too for what holds no numbers of 16 bits or more in memory of its own.
+
+    Reads the memory once, without a copy, and waits for the device.
     """
-    found = [""] * len(tensors)
-    extremes: dict[Any, dict[int, Any]] = defaultdict(dict)  # least and largest value, by device and dtype
-    for index, value in enumerate(tensors):
-        mine = local(value)
-        if not has_memory(mine) or mine.layout != torch.strided or not mine.numel():
-            continue
-        if mine.is_complex():
-            mine = torch.view_as_real(mine.resolve_conj())
-        if mine.is_floating_point() and mine.element_size() > 1:
-            extremes[mine.device, mine.dtype][index] = torch.aminmax(distinct(mine))
-    flags = []
-    for pairs in extremes.values():
-        least, largest = map(torch.stack, zip(*pairs.values(), strict=True))
-        flags.append(torch.stack([least.isnan(), least.isinf() | largest.isinf()]))
-    for pairs, flag in zip(extremes.values(), flags, strict=True):
-        for index, nan, inf in zip(pairs, *flag.tolist(), strict=True):
-            found[index] = "NaN" if nan else "Inf" if inf else ""
-    return found
+    shard = local(tensor)
+    if not has_memory(shard) or shard.layout != torch.strided or not shard.numel():
+        return ""
+    if shard.is_complex():
+        shard = torch.view_as_real(shard.resolve_conj())
+    if not shard.is_floating_point() or shard.element_size() == 1:
+        return ""
+    extremes = torch.stack(torch.aminmax(distinct(shard)))
+    return "NaN" if bool(extremes.isnan().any()) else "Inf" if bool(extremes.isinf().any()) else ""
 
 
-def sample(values: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
+def sample(tensor: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
     """At most `most` elements of this rank's shard, evenly spaced, in a tensor of one dimension."""
-    mine: torch.Tensor = local(values).detach()
-    step = -(-mine.numel() // most) or 1
-    if mine.is_contiguous() or step == 1:
-        return mine.flatten()[::step]
+    shard: torch.Tensor = local(tensor).detach()
+    step = -(-shard.numel() // most) or 1
+    if shard.is_contiguous() or step == 1:
+        return shard.flatten()[::step]
     # flatten would copy all, of an expanded tensor more than there is.
-    indices = torch.arange(-(-mine.numel() // step), dtype=torch.int64, device=mine.device) * step
-    return mine[torch.unravel_index(indices, mine.shape)]
+    indices = torch.arange(-(-shard.numel() // step), dtype=torch.int64, device=shard.device) * step
+    return shard[torch.unravel_index(indices, shard.shape)]
 
 
-def names_of(held: Iterable[Held]) -> list[str]:
-    """Their names, each once."""
-    return list(dict.fromkeys(one.name for one in held))
-
-
-def world_size() -> int:
-    """The number of ranks; 1 without a process group."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"bf16"`` for `torch.bfloat16`."""
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(
-        dtype, str(dtype).removeprefix("torch.")
-    )
-
-
-def dtypes_of(values: Sequence[torch.Tensor]) -> str:
-    """The dtypes of tensors in words."""
-    return " and ".join(sorted({dtype_name(value.dtype) for value in values}))
+def holds_bf16_only(tensor: torch.Tensor) -> bool:
+    """Whether an fp32 tensor has many different elements, and all are numbers of bf16: their last 16 bits are 0."""
+    if tensor.dtype != torch.float32 or tensor.is_meta:
+        return False
+    codes = sample(tensor).contiguous().view(torch.int32)
+    return codes.numel() >= 256 and bool(((codes & 0xFFFF) == 0).all()) and codes.unique().numel() >= 64

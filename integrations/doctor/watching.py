@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,23 +14,19 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves
 
-from halfstep.integrations.doctor.at_rest import doctor, fp16_without_scaler, lost_finding
-from halfstep.integrations.doctor.findings import Diagnosis, Finding, in_bytes, in_order, some
-from halfstep.integrations.doctor.setup import (
-    HALF,
-    Held,
-    Setup,
+from halfstep.integrations.doctor.at_rest import doctor, examine, lost_updates
+from halfstep.integrations.doctor.findings import (
+    Diagnosis,
+    Finding,
+    count,
     dtype_name,
     dtypes_of,
-    innermost,
-    names_of,
-    nonfinite,
-    sample,
-    world_size,
+    find,
+    in_order,
 )
+from halfstep.integrations.doctor.setup import Entry, Setup, innermost, nonfinite, sample, size_of
 from halfstep.integrations.optim.state import OptimizerState
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.topology import local
 
 
 class Watched:
@@ -81,57 +77,67 @@ def watch(model: torch.nn.Module, optimizer: Any, scaler: Any = None, scheduler:
         ['gradients-not-cleared']
     """
     watched = Watched()
-    before = doctor(model, optimizer, scaler)  # refuses what cannot be examined
-    watcher = _Watcher(Setup(model, optimizer, scaler), scheduler, watched)
+    setup = Setup(model, optimizer, scaler)
+    before = examine(setup)
+    single = scheduler is None or hasattr(scheduler, "step")
+    watcher = _Watcher(setup, ([] if scheduler is None else [scheduler]) if single else list(scheduler), watched)
     with ExitStack() as stack:
         watcher.attach(stack)
         yield watched
-    last = doctor(model, optimizer, scaler)
-    after = {finding.name: finding for finding in (*before.findings, *last.findings, *watcher.findings())}
-    if "optimizer-of-other-parameters" not in last.names:  # the steps showed them to be copies
-        after.pop("optimizer-of-other-parameters", None)
-    if "values-not-finite" in after and watcher.broken:
-        first = after["values-not-finite"]
-        after[first.name] = replace(first, what=f"{first.what}; {watcher.broken}")
-    if "weights-unchanged" in after or not watcher.lost_matters():
-        after.pop("updates-lost", None)
-    examined = f"{before.examined}, {watched.steps} step{'s' * (watched.steps != 1)}"
-    examined += f" ({watched.skipped} skipped)" if watched.skipped else ""
-    watched.diagnosis = in_order(examined, list(after.values()))
+    after = doctor(model, optimizer, scaler)
+    findings = {finding.name: finding for finding in (*before.findings, *after.findings, *watcher.findings())}
+    if "optimizer-of-other-parameters" not in after.names:  # the steps showed them to be copies
+        findings.pop("optimizer-of-other-parameters", None)
+    if "values-not-finite" in findings and watcher.broken:
+        first = findings["values-not-finite"]
+        findings[first.name] = replace(first, what=f"{first.what}; {watcher.broken}")
+    if "weights-unchanged" in findings or not watcher.lost_matters():
+        findings.pop("updates-lost", None)
+    skipped = f" ({watched.skipped} skipped)" if watched.skipped else ""
+    watched.diagnosis = in_order(f"{before.examined}, {count(watched.steps, 'step')}{skipped}", findings.values())
+
+
+def _unseen(method: Callable[..., Any]) -> Any:
+    """Keeps a hook out of compiled graphs and of autograd."""
+    return torch._disable_dynamo(torch.no_grad()(method))
 
 
 class _Watcher:
     """What the hooks see, and what follows from it."""
 
-    def __init__(self, setup: Setup, scheduler: Any, watched: Watched) -> None:
-        self.setup, self.scaler, self.watched = setup, setup.scaler, watched
-        single = scheduler is None or hasattr(scheduler, "step")
-        self.schedulers: list[Any] = [] if scheduler is None else [scheduler] if single else list(scheduler)
-        self.seen: dict[str, Finding] = {}
-        self._of: dict[int, list[Held]] = defaultdict(list)  # by the id of their optimizer
-        for one in setup.held:
-            self._of[id(one.owner)].append(one)
-        self._weights: dict[int, torch.Tensor] = {}  # samples before a step, by id
-        self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradients after a step, and their versions
-        self._clips: dict[int, int] = defaultdict(int)  # since the last step, by id
-        self._stepped: set[int] = set()  # ids of parameters stepped since their last gradient
+    def __init__(self, setup: Setup, schedulers: list[Any], watched: Watched) -> None:
+        self.setup, self.scaler, self.schedulers, self.watched = setup, setup.scaler, schedulers, watched
         self.broken = ""  # the first step after which a weight was not finite, in words
-        self._scaled = False  # whether a backward began at a scaled loss since the last step
-        self._backward = False  # whether a gradient was computed since the last step
-        self._ran = False  # whether the optimizer's step ran in the scaler's
-        self._in_scaler = False  # whether the scaler's step is running
+        self._seen: dict[str, Finding] = {}
+        self._entries: dict[int, list[Entry]] = defaultdict(list)  # by the id of their optimizer
+        for entry in setup.entries:
+            self._entries[id(entry.owner)].append(entry)
+        # Of each parameter, by id:
+        self._initial = {id(entry.parameter): sample(entry.parameter).clone() for entry in setup.entries}
+        self._weights: dict[int, torch.Tensor] = {}  # before a step
+        self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # gradient after a step, and its version
+        self._clips = Counter[int]()  # since the last step
+        self._stepped: set[int] = set()  # since its last gradient
+        # Of the step to come or running:
+        self._scaled = False  # whether a backward began at a scaled loss
+        self._backward = False  # whether a gradient was computed
+        self._in_scaler = self._ran = False  # whether the scaler's step is running, and has run the optimizer's
+        self._finite = True  # whether the gradients are finite
+        # Of all steps:
         self._since_schedule = [0, 0]  # steps taken and skipped since a schedule advanced
-        self._first = [sample(one.parameter).clone() for one in setup.held]
         self._gradients = False  # whether a step had a gradient that is finite and not 0
-        self._finite = True  # whether the gradients of this step are finite
         self._dtypes: dict[torch.dtype, str] = {}  # of autocast, and the module in which it was seen
-        self._elsewhere = ""
+        self._elsewhere = ""  # autocast for another device
         self._eager = False  # whether a module ran that is not compiled, whose autocast is seen
-        self._lost: dict[str, list[int]] = {}
-        self._overflows: dict[str, int] = defaultdict(int)
+        self._lost: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # updates, and lost ones, by name
+        self._overflows = Counter[str]()  # steps with a gradient that is not finite, by name
 
-    def _note(self, finding: Finding) -> None:
-        self.seen.setdefault(finding.name, finding)
+    def _note(self, name: str, where: Any, **values: Any) -> None:
+        self._seen.setdefault(name, find(name, where, **values))
+
+    @property
+    def _scale(self) -> float:
+        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
 
     # ----------------------------------------------------------------------------------------------------------- hooks
 
@@ -149,384 +155,207 @@ class _Watcher:
                 stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
                 stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
         if self.scaler is not None:
-            self._wrap(stack, self.scaler, "scale", self._in_scale)
-            self._wrap(stack, self.scaler, "step", self._in_scaler_step)
+            self._wrap(self.scaler, "scale", self._in_scale)
+            self._wrap(self.scaler, "step", self._in_scaler_step)
         for scheduler in self.schedulers:
-            self._wrap(stack, scheduler, "step", self._in_schedule)
+            self._wrap(scheduler, "step", self._in_schedule)
         # clip_grad_norm_ looks this function up when it is called, however it was imported.
-        self._wrap(stack, clip_grad, "_clip_grads_with_norm_", self._in_clip)
+        self._wrap(clip_grad, "_clip_grads_with_norm_", self._in_clip)
 
-    @staticmethod
-    def _wrap(stack: ExitStack, of: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        method = getattr(of, name, None)
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        method, values = getattr(owner, name, None), vars(owner)
         if method is None:
             return
-        own, values = name in vars(of), vars(of)  # written directly: classes may forward attributes that are set
-        values[name] = lambda *arguments, **options: wrapper(of, method, *arguments, **options)
-        stack.callback(lambda: values.update({name: method}) if own else values.pop(name))
+        overridden = name in values  # written directly: classes may forward attributes that are set
+        values[name] = torch._disable_dynamo(lambda *args, **kwargs: wrapper(owner, method, *args, **kwargs))
+        self._stack.callback(lambda: values.update({name: method}) if overridden else values.pop(name))
 
     def _before_forward(self, module: torch.nn.Module, arguments: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._eager = True
         device = next(module.parameters(recurse=False)).device.type
-        for kind in {device, "cpu", "cuda"}:
-            if torch.is_autocast_enabled(kind):
-                if kind == device:
-                    self._dtypes.setdefault(torch.get_autocast_dtype(kind), type(module).__name__)
-                else:
-                    self._elsewhere = f'autocast("{kind}") around {type(module).__name__} on {device}'
+        for enabled in filter(torch.is_autocast_enabled, {device, "cpu", "cuda"}):
+            if enabled == device:
+                self._dtypes.setdefault(torch.get_autocast_dtype(enabled), type(module).__name__)
+            else:
+                self._elsewhere = f'autocast("{enabled}") around {type(module).__name__} on {device}'
 
-    @torch._disable_dynamo
-    @torch.no_grad()
+    @_unseen
     def _after_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        grad, key = gradient_of(parameter), id(parameter)
+        key = id(parameter)
         self._backward = True
         self._stepped.discard(key)
-        used = self._used.pop(key, None)
+        grad, used = gradient_of(parameter), self._used.pop(key, None)
         # A gradient that was cleared is another tensor, or was written once more.
         if grad is not None and used is not None and used[0]() is grad and grad._version == used[1] + 1:
-            self._note(
-                Finding(
-                    "gradients-not-cleared",
-                    "error",
-                    name,
-                    "its gradient was added to the one that the last step used",
-                    "each step uses the sum of the gradients of all steps before it",
-                    "call optimizer.zero_grad() after each step",
-                )
-            )
-        if self._unscaled_of(key):
-            self._note(
-                Finding(
-                    "accumulated-after-unscale",
-                    "error",
-                    name,
-                    "a scaled gradient was added to one that unscale_ had already unscaled",
-                    "the new gradient counts as many times as the loss scale says",
-                    "call unscale_ and clip once, after the last micro-batch of a step",
-                )
-            )
+            self._note("gradients-not-cleared", name)
+        if self._is_unscaled(key):
+            self._note("accumulated-after-unscale", name)
 
-    def _unscaled_of(self, key: int) -> bool:
+    def _is_unscaled(self, key: int) -> bool:
         """Whether the scaler has unscaled the gradient of a parameter for the step to come."""
-        if self.scaler is None or not hasattr(self.scaler, "_per_optimizer_states"):
-            return False
-        states = self.scaler._per_optimizer_states
-        done = {known for known in states if states[known]["stage"] is OptState.UNSCALED}
-        return any(owner in done and any(id(one.parameter) == key for one in held) for owner, held in self._of.items())
+        states = getattr(self.scaler, "_per_optimizer_states", {})
+        return any(
+            states[owner]["stage"] is OptState.UNSCALED and any(id(entry.parameter) == key for entry in entries)
+            for owner, entries in self._entries.items()
+            if owner in states
+        )
 
-    @torch._disable_dynamo
-    @torch.no_grad()
+    @_unseen
     def _before_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         self._ran = self._finite = True
-        held = self._of[id(optimizer)]
-        self._weights = {id(one.parameter): sample(one.parameter).clone() for one in held}
-        if self.scaler is not None and self._scaled and not self._in_scaler and float(self.scaler.get_scale()) != 1:
-            unscaled = all(
-                self._unscaled_of(id(one.parameter)) for one in held if gradient_of(one.parameter) is not None
-            )
-            self._note(
-                Finding(
-                    "step-without-scaler",
-                    "error",
-                    type(optimizer).__name__,
-                    "optimizer.step() was called, and not scaler.step(optimizer)",
-                    "steps whose gradients overflow are not skipped: weights become NaN"
-                    if unscaled
-                    else f"gradients are {self.scaler.get_scale():g} times too large, and overflows are not skipped",
-                    "call scaler.step(optimizer)",
-                )
-            )
-        for one in held:
-            grad = gradient_of(one.parameter)
+        entries = self._entries[id(optimizer)]
+        self._weights = {id(entry.parameter): sample(entry.parameter).clone() for entry in entries}
+        if self._scaled and not self._in_scaler and self._scale != 1:
+            unscaled = all(self._is_unscaled(id(entry.parameter)) for entry in entries if entry.grad is not None)
+            stake = "" if unscaled else f"; gradients are {self._scale:g} times too large"
+            self._note("step-without-scaler", type(optimizer).__name__, stake=stake)
+        for entry in entries:
+            grad = entry.grad
             if grad is None or grad.is_sparse or grad.is_meta:
                 continue
-            found = sample(grad)
-            if not bool(found.isfinite().all()):
-                self._overflows[one.name] += 1
+            values = sample(grad)
+            if not bool(values.isfinite().all()):
+                self._overflows[entry.name] += 1
                 self._finite = False
-            elif bool((found != 0).any()):
-                self._gradients = True
+            else:
+                self._gradients |= bool((values != 0).any())
 
-    @torch._disable_dynamo
-    @torch.no_grad()
+    @_unseen
     def _after_step(self, optimizer: Any, arguments: Any, options: Any) -> None:
         self.watched.steps += 1
-        held = self._of[id(optimizer)]
-        if not self.broken and any(nonfinite([one.parameter for one in held])):
+        entries = self._entries[id(optimizer)]
+        if not self.broken and any(nonfinite(entry.parameter) for entry in entries):
             grads = "finite" if self._finite else "not finite"
             self.broken = f"seen in weights after step {self.watched.steps}, whose gradients were {grads}"
-        for one in held:
-            key, grad = id(one.parameter), gradient_of(one.parameter)
-            before = self._weights.pop(key, None)
-            if before is None or before.is_meta:
+        for entry in entries:
+            before, grad = self._weights.pop(id(entry.parameter), None), entry.grad
+            if before is None or before.is_meta or grad is None or grad.is_sparse:
                 continue
-            after = sample(one.parameter)
-            changed = after != before
-            if grad is not None and not grad.is_sparse and not one.keeps_updates and not self.setup.own_copies:
-                counts = self._lost.setdefault(one.name, [0, 0])
-                due = (sample(grad) != 0) & (float(one.group.get("lr") or 0.0) > 0)
-                counts[0] += int(due.sum())
-                counts[1] += int((due & ~changed).sum())
-        self._end_step(held, optimizer)
+            if not entry.keeps_updates and not self.setup.steps_copies:
+                due = (sample(grad) != 0) & (entry.lr > 0)
+                self._lost[entry.name][0] += int(due.sum())
+                self._lost[entry.name][1] += int((due & (sample(entry.parameter) == before)).sum())
+        self._end_step(entries, optimizer)
 
-    def _end_step(self, held: Sequence[Held], optimizer: Any) -> None:
+    def _end_step(self, entries: Sequence[Entry], optimizer: Any) -> None:
         """Forget what belongs to one step, and remember which gradients it used."""
         limit = getattr(optimizer, "max_grad_norm", None) if isinstance(optimizer, OptimizerState) else None
-        clips = max((self._clips[id(one.parameter)] for one in held), default=0)
+        clips = max((self._clips.pop(id(entry.parameter), 0) for entry in entries), default=0)
         if clips + (limit is not None) > 1:
-            self._note(
-                Finding(
-                    "clipped-twice",
-                    "warning",
-                    type(optimizer).__name__,
-                    f"clip_grad_norm_ was called {clips} time{'s' * (clips != 1)} before a step"
-                    + (f" of an optimizer that clips by itself (max_grad_norm={limit:g})" if limit is not None else ""),
-                    "the smaller limit holds, and gradients are read and written once more: "
-                    f"{in_bytes(2 * clips * self._gradient_bytes(held))} of traffic per step",
-                    "clip once, with max_grad_norm= of halfstep.AdamW, which reads gradients once and writes none",
-                )
-            )
-        for one in held:
-            key, grad = id(one.parameter), gradient_of(one.parameter)
-            self._clips.pop(key, None)
-            if grad is not None:
-                self._used[key] = weakref.ref(grad), grad._version
-                self._stepped.add(key)
+            what = f" of an optimizer that clips by itself (max_grad_norm={limit:g})" if limit is not None else ""
+            traffic = 2 * clips * size_of(*(entry.grad for entry in entries))
+            self._note("clipped-twice", type(optimizer).__name__, calls=count(clips, "time"), what=what, bytes=traffic)
+        for entry in entries:
+            if (grad := entry.grad) is not None:
+                self._used[id(entry.parameter)] = weakref.ref(grad), grad._version
+                self._stepped.add(id(entry.parameter))
         self._scaled = self._backward = False
 
-    def _gradient_bytes(self, held: Sequence[Held]) -> int:
-        grads = [local(grad) for one in held if (grad := gradient_of(one.parameter)) is not None]
-        return sum(grad.numel() * grad.element_size() for grad in grads)
+    # ------------------------------------------------------------------------------------------------- wrapped methods
 
-    # --------------------------------------------------------------------------------------------------- what it wraps
-
-    @torch._disable_dynamo
     def _in_scale(self, scaler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         result = method(*arguments, **options)
+        note = torch._disable_dynamo(lambda grad: setattr(self, "_scaled", True))
         for loss in tree_leaves(result):
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
-                self._stack.callback(loss.register_hook(self._in_scaled_backward).remove)
+                self._stack.callback(loss.register_hook(note).remove)
         return result
 
-    @torch._disable_dynamo
-    def _in_scaled_backward(self, grad: torch.Tensor) -> None:
-        self._scaled = True
-
-    @torch._disable_dynamo
     def _in_scaler_step(self, scaler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        given = arguments[0] if arguments else options.get("optimizer")
-        inside = list(innermost(given))
-        optimizer = next((one for one in self.setup.optimizers if any(one is other for other in inside)), given)
-        if self._backward and not self._scaled and float(scaler.get_scale()) != 1:
-            self._note(
-                Finding(
-                    "loss-not-scaled",
-                    "error",
-                    type(scaler).__name__,
-                    "the scaler unscales gradients of a loss that scaler.scale(loss) did not scale",
-                    f"gradients are divided by {scaler.get_scale():g}, so that small ones and eps decide the step",
-                    "call scaler.scale(loss).backward()",
-                )
-            )
-        self._ran = False
-        before = self._first_weights(optimizer)
-        self._in_scaler = True
+        argument = arguments[0] if arguments else options.get("optimizer")
+        inside = list(map(id, innermost(argument)))
+        optimizer = next((optimizer for optimizer in self.setup.optimizers if id(optimizer) in inside), argument)
+        entries = self._entries[id(optimizer)]
+        if self._backward and not self._scaled and self._scale != 1:
+            self._note("loss-not-scaled", type(scaler).__name__, scale=self._scale)
+        before = [sample(entry.parameter, 64).clone() for entry in entries]
+        self._in_scaler, self._ran = True, False
         try:
             result = method(*arguments, **options)
         finally:
             self._in_scaler = False
-        held = self._of[id(optimizer)]
         states = getattr(scaler, "_per_optimizer_states", {})
-        known = [states[key] for key in {id(given), id(optimizer)} if key in states]
-        flags = [flag for one in known for flag in one.get("found_inf_per_device", {}).values()]
-        flags += [one["verdict"].found_inf for one in known if one.get("verdict") is not None]
-        skipped = not self._ran or any(map(bool, flags))
-        if skipped and self._ran:
-            skipped = self._first_weights_equal(optimizer, before)
+        states = [states[key] for key in {id(argument), id(optimizer)} if key in states]
+        flags = [flag for state in states for flag in state.get("found_inf_per_device", {}).values()]
+        flags += [state["verdict"].found_inf for state in states if state.get("verdict") is not None]
+        unchanged = all(map(torch.equal, before, (sample(entry.parameter, 64) for entry in entries)))
+        skipped = not self._ran or (unchanged and any(map(bool, flags)))
         self._since_schedule[skipped] += 1
-        if skipped:
-            self.watched.skipped += 1
-            if not self._ran:
-                self.watched.steps += 1
-                for one in held:
-                    grad = gradient_of(one.parameter)
-                    if grad is not None and not bool(sample(grad).isfinite().all()):
-                        self._overflows[one.name] += 1
-                self._end_step(held, optimizer)
+        self.watched.skipped += skipped
+        if not self._ran:
+            self.watched.steps += 1
+            grads = {entry.name: sample(entry.grad) for entry in entries if entry.grad is not None}
+            self._overflows.update(name for name, grad in grads.items() if not bool(grad.isfinite().all()))
+            self._end_step(entries, optimizer)
         return result
 
-    def _first_weights(self, optimizer: Any) -> list[torch.Tensor]:
-        return [sample(one.parameter, 64).clone() for one in self._of[id(optimizer)]]
-
-    def _first_weights_equal(self, optimizer: Any, before: list[torch.Tensor]) -> bool:
-        now = [sample(one.parameter, 64) for one in self._of[id(optimizer)]]
-        return all(map(torch.equal, now, before))
-
-    @torch._disable_dynamo
     def _in_schedule(self, scheduler: Any, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         before = getattr(scheduler, "last_epoch", None)
         result = method(*arguments, **options)
-        after = getattr(scheduler, "last_epoch", None)
         (taken, skipped), self._since_schedule = self._since_schedule, [0, 0]
-        if skipped and not taken and before is not None and after != before:
-            self._note(
-                Finding(
-                    "schedule-advanced-on-skip",
-                    "warning",
-                    type(scheduler).__name__,
-                    "the schedule advanced after a step that the loss scaler had skipped",
-                    "the learning rate runs ahead of the steps: warm-up is shorter, and the decay ends early",
-                    "wrap it in halfstep.SkipAwareScheduler(scheduler, scaler)",
-                )
-            )
+        if skipped and not taken and before is not None and getattr(scheduler, "last_epoch", None) != before:
+            self._note("schedule-advanced-on-skip", type(scheduler).__name__)
         return result
 
-    @torch._disable_dynamo
-    def _in_clip(self, module: Any, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        given = arguments[0] if arguments else options.get("parameters", ())
-        parameters = [given] if isinstance(given, torch.Tensor) else list(given)
-        arguments = (parameters, *arguments[1:]) if arguments else arguments
-        options = {**options, "parameters": parameters} if "parameters" in options else options
-        own = {id(one.parameter): one for one in self.setup.held}
-        mine = [own[id(one)] for one in parameters if id(one) in own]
-        with_gradient = [one for one in parameters if one.grad is not None]
-        if not with_gradient or (mine and all(id(one.parameter) in self._stepped for one in mine)):
-            self._note(
-                Finding(
-                    "clipping-without-effect",
-                    "error",
-                    some(names_of(mine)) if mine else f"{len(parameters):,} parameters",
-                    "clip_grad_norm_ was called after the step, whose gradients it changes too late"
-                    if with_gradient
-                    else "clip_grad_norm_ got no parameter with a gradient, as from a generator that was used before, "
-                    "or before backward()",
-                    "gradients are not clipped",
-                    "call it between backward() and the step, with model.parameters()",
-                )
-            )
-        for one in mine:
-            self._clips[id(one.parameter)] += 1
-        scaled = self.scaler is not None and self._scaled and float(self.scaler.get_scale()) != 1
-        still = [one for one in mine if one.parameter.grad is not None and not self._unscaled_of(id(one.parameter))]
-        if scaled and still and self.scaler is not None:
-            self._note(
-                Finding(
-                    "clipped-scaled-gradients",
-                    "error",
-                    some(names_of(still)),
-                    "clip_grad_norm_ was called on gradients that are multiplied by the loss scale",
-                    f"the limit is {self.scaler.get_scale():g} times as strict as it says, and changes with the scale",
-                    "call scaler.unscale_(optimizer) first, or use max_grad_norm= of halfstep.AdamW",
-                )
-            )
-        if mine and self.setup.wraps("FullyShardedDataParallel") and world_size() > 1:
-            self._note(
-                Finding(
-                    "clipped-by-local-norm",
-                    "error",
-                    "FullyShardedDataParallel",
-                    "torch.nn.utils.clip_grad_norm_ takes the norm of the shards of its own rank",
-                    "each rank scales its shards by another factor",
-                    "call model.clip_grad_norm_(max_norm), or use max_grad_norm= of halfstep.AdamW",
-                )
-            )
-        return function(*arguments, **options)
+    def _in_clip(self, module: Any, function: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        ids = set(map(id, parameters))
+        entries = [entry for entry in self.setup.entries if id(entry.parameter) in ids]
+        if all(parameter.grad is None for parameter in parameters):
+            what = "clip_grad_norm_ got no gradient, as from a generator that was used before, or before backward()"
+            self._note("clipping-without-effect", count(len(parameters), "parameter"), what=what)
+        elif entries and all(id(entry.parameter) in self._stepped for entry in entries):
+            what = "clip_grad_norm_ was called after the step, whose gradients it changes too late"
+            self._note("clipping-without-effect", entries, what=what)
+        self._clips.update({id(entry.parameter) for entry in entries})
+        still = [entry for entry in entries if entry.grad is not None and not self._is_unscaled(id(entry.parameter))]
+        if self._scaled and still and self._scale != 1:
+            self._note("clipped-scaled-gradients", still, scale=self._scale)
+        if entries and self.setup.is_flat():
+            self._note("clipped-by-local-norm", "FullyShardedDataParallel")
+        return function(parameters, *args, **kwargs)
 
     # ------------------------------------------------------------------------------------------------------ at the end
 
     def lost_matters(self) -> bool:
         """Whether the steps had updates to lose; without any, what is said at rest holds."""
-        counts = [count for count in self._lost.values() if count[0]]
-        return not counts or sum(count[1] for count in counts) > 0.01 * sum(count[0] for count in counts)
+        updates, lost = (sum(pair[index] for pair in self._lost.values()) for index in (0, 1))
+        return not updates or lost > 0.01 * updates
 
     def findings(self) -> Iterator[Finding]:
         """What the steps showed."""
-        yield from self.seen.values()
-        setup, watched = self.setup, self.watched
+        yield from self._seen.values()
+        entries, watched = self.setup.entries, self.watched
         taken = watched.steps - watched.skipped
-        pairs = [(sample(one.parameter), first) for one, first in zip(setup.held, self._first, strict=True)]
-        moved = any(not first.is_meta and not torch.equal(now.to(first), first) for now, first in pairs)
-        counts = {name: (count[0], count[1]) for name, count in self._lost.items() if count[0]}
-        if counts and moved and self.lost_matters():
-            yield lost_finding(counts, f"of the updates in {taken} step{'s' * (taken != 1)}")
-        rates = any(float(one.group.get("lr") or 0) for one in setup.held)
-        if taken and rates and not moved and not self._gradients and not self._overflows:
-            yield Finding(
-                "steps-without-gradients",
-                "error",
-                some(names_of(setup.held)),
-                f"in {taken} step{'s' * (taken != 1)}, no gradient was there or other than 0, and no weight changed",
-                "nothing is trained",
-                "call loss.backward() before the step, and zero_grad() after it",
-            )
-        if taken and rates and not moved and self._gradients:
-            yield Finding(
-                "weights-unchanged",
-                "error",
-                some(names_of(setup.held)),
-                f"{taken} step{'s' * (taken != 1)} with gradients changed no weight",
-                "nothing is trained",
-                _WHY_UNCHANGED,
-            )
+        steps = count(taken, "step")
+        pairs = [(sample(entry.parameter), self._initial[id(entry.parameter)]) for entry in entries]
+        moved = any(not old.is_meta and not torch.equal(new.to(old), old) for new, old in pairs)
+        if moved:
+            yield from lost_updates(self._lost, f"of the updates in {steps}")
+        elif taken and any(entry.lr for entry in entries):
+            if self._gradients:
+                yield find("weights-unchanged", entries, steps=steps)
+            elif not self._overflows:
+                yield find("steps-without-gradients", entries, steps=steps)
         if watched.skipped >= 3 and not taken:
-            names = sorted(self._overflows, key=lambda name: -self._overflows[name])
-            yield Finding(
-                "every-step-skipped",
-                "error",
-                some(names) if names else "all gradients",
-                f"the loss scaler skipped all {watched.skipped} steps: these gradients are not finite",
-                "nothing is trained, and the loss scale falls with each step",
-                "find the first operation that overflows: halfstep.integrations.doctor.first_nonfinite",
-            )
+            worst = [name for name, _ in self._overflows.most_common()]
+            yield find("every-step-skipped", worst or "all gradients", steps=count(watched.skipped, "step"))
         yield from self._autocast()
 
     def _autocast(self) -> Iterator[Finding]:
-        setup = self.setup
+        setup, fp16 = self.setup, self.setup.computes_in_fp16()
         if self._elsewhere and not self._dtypes:
-            yield Finding(
-                "autocast-without-effect",
-                "warning",
-                self._elsewhere,
-                "autocast is enabled for another device than that of the weights",
-                "all operations run in the dtype of the weights, at the memory and time of that",
-                "pass autocast the device type of the model",
-            )
+            yield find("autocast-without-effect", self._elsewhere)
+        half = [entry for entry in setup.entries if entry.half and not entry.keeps_updates]
+        dtypes = dtypes_of(entry.parameter for entry in half)
         for dtype, module in self._dtypes.items():
-            half = [one for one in setup.held if one.parameter.dtype in HALF and not one.keeps_updates]
-            if half and not setup.own_copies:
-                yield Finding(
-                    "autocast-over-16-bit-weights",
-                    "error",
-                    some(names_of(half)),
-                    f"autocast({dtype_name(dtype)}) expects fp32 weights, and these are in "
-                    f"{dtypes_of([one.parameter for one in half])}: the upcast to fp32 did not happen",
-                    "weights are updated in 16 bits, which autocast is there to avoid",
-                    "load the model with dtype=torch.float32 under autocast, or use halfstep.AdamW, which keeps fp32 "
-                    "masters of 16-bit weights, without autocast",
-                )
-            if dtype == torch.float16 and self.scaler is None and not setup.computes_in_fp16():
-                yield fp16_without_scaler(f"autocast(fp16) around {module}")
-        if (
-            self.scaler is not None
-            and self._eager
-            and self.watched.steps
-            and torch.float16 not in self._dtypes
-            and not setup.computes_in_fp16()
-        ):
-            size = sum(local(one.parameter).numel() * one.parameter.element_size() for one in setup.held)
-            yield Finding(
-                "scaler-without-fp16",
-                "warning",
-                type(self.scaler).__name__,
-                "nothing is computed in fp16, and a loss scaler is enabled",
-                f"each step reads the gradients once more: {in_bytes(size)}",
-                "pass enabled=False: bf16 and fp32 have the range that fp16 lacks",
-            )
-
-
-_WHY_UNCHANGED = (
-    "check that the optimizer holds these parameters and not copies of them, and that the learning rate is not too "
-    "small for their dtype"
-)
+            if half and not setup.steps_copies:
+                yield find("autocast-over-16-bit-weights", half, dtype=dtype_name(dtype), dtypes=dtypes)
+            if dtype == torch.float16 and self.scaler is None and not fp16:
+                yield find("fp16-without-scaler", f"autocast(fp16) around {module}")
+        seen = self._eager and self.watched.steps
+        if self.scaler is not None and seen and torch.float16 not in self._dtypes and not fp16:
+            size = size_of(*(entry.parameter for entry in setup.entries))
+            yield find("scaler-without-fp16", type(self.scaler).__name__, bytes=size)

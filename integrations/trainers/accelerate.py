@@ -17,12 +17,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from halfstep.integrations.trainers.folding import (
     SkipCount,
     awaits_step,
+    checked_scaler,
     clip_in_next_step,
-    folds,
-    has_exactly,
+    folds_all,
     is_unscaled,
     scaler_metrics,
-    scaler_or_raise,
     trained_by,
 )
 from halfstep.numerics.scaling.scaler import GradScaler
@@ -114,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
         return accelerator
 
     def _use(self, scaler: GradScaler | None) -> None:
-        if scaler_or_raise(scaler) is not None and self.scaler_handler is not None:
+        if checked_scaler(scaler) is not None and self.scaler_handler is not None:
             raise ValueError(
                 "Expected scaler or GradScalerKwargs, but got both: give the options to halfstep.GradScaler"
             )
@@ -132,7 +131,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             TypeError: the attribute `scaler` was set to something else than a `halfstep.GradScaler`.
         """
-        scaler_or_raise(self.scaler)
+        checked_scaler(self.scaler)
         if not isinstance(optimizer, AcceleratedOptimizer):
             placed = self.device_placement if device_placement is None else device_placement
             optimizer = SkipAwareOptimizer(optimizer, placed, self.scaler)
@@ -180,11 +179,7 @@ class Accelerator(accelerate.Accelerator):
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if norm_type == 2 and max_norm > 0 and self.sync_gradients:
             for optimizer in self._optimizers:
-                if (
-                    isinstance(optimizer, SkipAwareOptimizer)
-                    and folds(optimizer)
-                    and has_exactly(optimizer, parameters)
-                ):
+                if isinstance(optimizer, SkipAwareOptimizer) and folds_all(optimizer, parameters):
                     return clip_in_next_step(optimizer, max_norm, self.scaler)
         self._clipped = set(map(id, parameters))
         try:

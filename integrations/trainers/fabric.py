@@ -13,12 +13,7 @@ import torch
 from lightning.fabric.plugins import HalfPrecision as _HalfPrecision
 from lightning.fabric.plugins import MixedPrecision as _MixedPrecision
 
-from halfstep.integrations.trainers.folding import (
-    clip_in_next_step,
-    folds,
-    scaler_metrics,
-    scaler_or_raise,
-)
+from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds, scaler_metrics
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 
 MIXED, HALF = ("16-mixed", "bf16-mixed"), ("16-true", "bf16-true")
@@ -28,9 +23,7 @@ class FabricMixedPrecision(_MixedPrecision):
     """Fabric's `MixedPrecision`, with fp32 weights and a forward in 16 bits: its scaler is a `halfstep.GradScaler`."""
 
     def __init__(self, precision: Any, device: str, scaler: GradScaler | None = None) -> None:
-        if scaler_or_raise(scaler) is None and precision == "16-mixed":
-            scaler = GradScaler(device)
-        super().__init__(precision, device, scaler)
+        super().__init__(precision, device, checked_scaler(scaler, device if precision == "16-mixed" else None))
 
 
 class FabricHalfPrecision(_HalfPrecision):
@@ -38,9 +31,7 @@ class FabricHalfPrecision(_HalfPrecision):
 
     def __init__(self, precision: Any = "16-true", device: str = "cuda", scaler: GradScaler | None = None) -> None:
         super().__init__(precision)
-        if scaler_or_raise(scaler) is None and precision == "16-true":
-            scaler = GradScaler(device)
-        self.scaler = scaler
+        self.scaler = checked_scaler(scaler, device if precision == "16-true" else None)
 
     def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """The backward of the scaled loss."""
@@ -89,7 +80,7 @@ class Fabric(theirs.Fabric):
         scaler: GradScaler | None = None,
         **kwargs: Any,
     ) -> None:
-        if scaler_or_raise(scaler) is not None and precision not in ("16-mixed", "16-true"):
+        if checked_scaler(scaler) is not None and precision not in ("16-mixed", "16-true"):
             raise ValueError(f"Expected precision to be '16-mixed' or '16-true' with a scaler, but got {precision!r}")
         if precision in MIXED + HALF:
             device = "cuda" if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available() else "cpu"

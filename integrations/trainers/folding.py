@@ -16,8 +16,8 @@ from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, paramete
 LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
 
 
-def scaler_or_raise(scaler: Any) -> GradScaler | None:
-    """The argument `scaler`.
+def checked_scaler(scaler: Any, device: str | None = None) -> GradScaler | None:
+    """The argument `scaler`; if it is None, a scaler with the default options on `device`, or None without one.
 
     Raises:
         TypeError: it is neither None nor a `halfstep.GradScaler`.
@@ -27,7 +27,7 @@ def scaler_or_raise(scaler: Any) -> GradScaler | None:
             f"Expected scaler to be a halfstep.GradScaler, but got a {type(scaler).__qualname__} of "
             f"{type(scaler).__module__}: use halfstep.GradScaler, which takes the arguments of torch.amp.GradScaler"
         )
-    return scaler
+    return GradScaler(device) if scaler is None and device is not None else scaler
 
 
 def trained_by(optimizer: Any) -> list[torch.Tensor]:
@@ -36,15 +36,15 @@ def trained_by(optimizer: Any) -> list[torch.Tensor]:
     return inner._parameters_of_model() if isinstance(inner, StepsOnVerdict) else parameters_of(optimizer)
 
 
-def has_exactly(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the trainable ones of some parameters are those of an optimizer, each once."""
-    own = {id(one) for one in trained_by(optimizer) if one.requires_grad}
-    return bool(own) and own == {id(one) for one in parameters if one.requires_grad}
-
-
 def folds(optimizer: Any) -> bool:
     """Whether the steps of an optimizer, or of the one in a wrapper, clip without writing gradients."""
     return isinstance(unwrapped(optimizer), StepsOnVerdict)
+
+
+def folds_all(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the next step of an optimizer can clip: it is of halfstep and has all trainable ones of `parameters`."""
+    ids = {id(parameter) for parameter in trained_by(optimizer) if parameter.requires_grad}
+    return folds(optimizer) and bool(ids) and ids == {id(one) for one in parameters if one.requires_grad}
 
 
 def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None = None) -> torch.Tensor:

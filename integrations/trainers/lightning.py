@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.integrations.scheduler import SkipAwareScheduler
 from halfstep.integrations.trainers.folding import (
+    checked_scaler,
     clip_in_next_step,
     folds,
     is_unscaled,
     scaler_metrics,
-    scaler_or_raise,
 )
 from halfstep.numerics.scaling.scaler import GradScaler
 
@@ -114,9 +114,7 @@ class MixedPrecision(_Stepping, theirs.MixedPrecision):
     """
 
     def __init__(self, precision: Any, device: str, scaler: GradScaler | None = None) -> None:
-        if scaler_or_raise(scaler) is None and precision == "16-mixed":
-            scaler = GradScaler(device)
-        super().__init__(precision, device, scaler)
+        super().__init__(precision, device, checked_scaler(scaler, device if precision == "16-mixed" else None))
 
 
 class HalfPrecision(_Stepping, theirs.HalfPrecision):
@@ -133,9 +131,7 @@ class HalfPrecision(_Stepping, theirs.HalfPrecision):
 
     def __init__(self, precision: Any = "16-true", scaler: GradScaler | None = None, device: str = "cuda") -> None:
         super().__init__(precision)
-        if scaler_or_raise(scaler) is None and precision == "16-true":
-            scaler = GradScaler(device)
-        self.scaler = scaler
+        self.scaler = checked_scaler(scaler, device if precision == "16-true" else None)
 
 
 class ScalerMonitor(Callback):

@@ -25,7 +25,7 @@ from halfstep.integrations.trainers.folding import (
     SkipCount,
     clip_in_next_step,
     folds,
-    has_exactly,
+    folds_all,
     scaler_metrics,
 )
 from halfstep.numerics.scaling.scaler import GradScaler
@@ -105,7 +105,7 @@ class OptimizersContainer(_OptimizersContainer):
         """
         if len(self.optimizers) == 1 and not options.get("ep_enabled") and options.get("pp_mesh") is None:
             (optimizer,) = self.optimizers
-            if folds(optimizer) and has_exactly(optimizer, parameters):
+            if folds_all(optimizer, parameters):
                 return clip_in_next_step(optimizer, max_norm, self.scaler)
         if self.scaler is not None:
             for optimizer in self.optimizers:

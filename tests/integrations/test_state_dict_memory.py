@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from counted_bytes import storage_bytes, tensors_in
+from counted_bytes import Peak, storage_bytes
 from oracles import BF16, FP16, FP32
 from stream_model import Model
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.integrations.optim import state
@@ -40,27 +39,6 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     )
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-class Peak(TorchDispatchMode):
-    """The largest sum of bytes of storages that exist at once, of those that operators have allocated."""
-
-    def __init__(self, device: str | None = None) -> None:
-        super().__init__()
-        self.device = device  # the type of the only device that counts
-        self.alive: dict[int, tuple[Any, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in tensors_in([list(args), kwargs or {}])}
-        for tensor in tensors_in([result]):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given and self.device in (None, tensor.device.type):
-                self.alive[storage._cdata] = (storage._weak_ref(), storage.nbytes())
-        self.alive = {key: one for key, one in self.alive.items() if not torch.UntypedStorage._expired(one[0])}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return result
 
 
 def _model(dtype: torch.dtype) -> torch.nn.Module:

@@ -53,6 +53,27 @@ def counted(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Opt
     return {**made, "scalars": storage_bytes(states)}
 
 
+class Peak(TorchDispatchMode):
+    """The largest sum of bytes of storages that exist at once, of those that operators have allocated."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.device = device  # the type of the only device that counts
+        self.alive: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in([list(args), kwargs or {}])}
+        for tensor in tensors_in([result]):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and self.device in (None, tensor.device.type):
+                self.alive[storage._cdata] = (storage._weak_ref(), storage.nbytes())
+        self.alive = {key: one for key, one in self.alive.items() if not torch.UntypedStorage._expired(one[0])}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
 class Outputs(TorchDispatchMode):
     """Records every operator with the bytes of the new storages that it returned."""
 

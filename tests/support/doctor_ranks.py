@@ -58,8 +58,8 @@ def _flat(**options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True, **options)
 
 
-def _in_fp16() -> Any:
-    return MixedPrecision(param_dtype=FP16, reduce_dtype=FP16)
+def _flat_in_fp16() -> FullyShardedDataParallel:
+    return _flat(mixed_precision=MixedPrecision(param_dtype=FP16, reduce_dtype=FP16))
 
 
 def _sharded(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -73,131 +73,92 @@ def _parallel() -> Module:
     return parallelize_module(net(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def replicas() -> list[str]:
-    model = DistributedDataParallel(net(BF16), gradient_as_bucket_view=True)
-    return examined(model, halfstep.AdamW(model.parameters()))
+class Local(torch.optim.SGD):
+    """As optimizers that keep the state of this rank's shard as a plain tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.to_local())
 
 
-def replicas_clipped() -> list[str]:
-    model = DistributedDataParallel(net())
-    return examined(model, torch.optim.AdamW(model.parameters()), clip=lambda: clip_grad_norm_(model.parameters(), 1.0))
+class Unsharded(Local):
+    """As those of a library that is known to fail."""
 
 
-def zero1() -> list[str]:
-    model = DistributedDataParallel(net())
-    return examined(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW))
-
-
-def fsdp2() -> list[str]:
-    model = _sharded()
-    return examined(model, torch.optim.AdamW(model.parameters()), clip=lambda: clip_grad_norm_(model.parameters(), 1.0))
-
-
-def fsdp2_in_bf16() -> list[str]:
-    model = _sharded(BF16)
-    return examined(model, halfstep.AdamW(model.parameters(), max_grad_norm=1.0))
-
-
-def fsdp2_in_fp16() -> list[str]:
-    model = _sharded(mp_policy=MixedPrecisionPolicy(param_dtype=FP16))
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    return examined(model, torch.optim.AdamW(model.parameters()), scaler, overflow=True)
-
-
-def tensor_parallel_in_fp16() -> list[str]:
-    model = _parallel().half()
-    scaler = halfstep.GradScaler("cpu", init_scale=256.0)
-    return examined(model, halfstep.AdamW(model.parameters()), scaler, overflow=True)
-
-
-def fsdp1_in_fp16() -> list[str]:
-    model = _flat(mixed_precision=_in_fp16())
-    scaler = ShardedGradScaler(device="cpu", init_scale=256.0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return examined(model, optimizer, scaler, clip=lambda: model.clip_grad_norm_(1.0), overflow=True)
-
-
-def fsdp1_with_torchs_scaler() -> list[str]:
-    model = _flat(mixed_precision=_in_fp16())
-    return doctor(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")).names
-
-
-def fsdp1_without_a_scaler() -> list[str]:
-    model = _flat(mixed_precision=_in_fp16())
-    return doctor(model, torch.optim.SGD(model.parameters(), lr=0.1)).names
-
-
-def fsdp1_with_a_fused_optimizer() -> list[str]:
-    model = _flat(mixed_precision=_in_fp16())
-    scaler = ShardedGradScaler(device="cpu")
-    return doctor(model, torch.optim.AdamW(model.parameters(), fused=True), scaler).names
-
-
-def fsdp1_clipped_by_shards() -> list[str]:
-    model = _flat()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return examined(model, optimizer, clip=lambda: clip_grad_norm_(model.parameters(), 1.0))
+Unsharded.__module__ = "bitsandbytes.optim.adamw"
 
 
 def an_optimizer_from_before() -> list[str]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
-    fully_shard(model)
-    return doctor(model, optimizer).names
-
-
-def tensor_parallel_with_torchs_scaler() -> list[str]:
-    model = _parallel()
-    return doctor(model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")).names
-
-
-class Local(torch.optim.SGD):
-    """As optimizers that keep the state of this rank's shard as a plain tensor."""
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.to_local())
+    return at_rest(fully_shard(model), optimizer)
 
 
 def plain_state_of_shards() -> list[str]:
     model = _sharded()
     optimizer = Local(model.parameters(), lr=0.1)
     optimizer.step()
-    return doctor(model, optimizer).names
+    return at_rest(model, optimizer)
 
 
-def an_optimizer_that_cannot_shard() -> list[str]:
-    Local.__module__ = "bitsandbytes.optim.adamw"
-    try:
-        model = _sharded()
-        return doctor(model, Local(model.parameters(), lr=0.1)).names
-    finally:
-        Local.__module__ = __name__
+def at_rest(model: Module, optimizer: Any, scaler: Any = None) -> list[str]:
+    """The names of what is found without a step. An optimizer may be a class."""
+    if isinstance(optimizer, type):
+        optimizer = optimizer(model.parameters(), lr=0.1)
+    return doctor(model, optimizer, scaler).names
 
 
-HEALTHY = [
-    replicas,
-    replicas_clipped,
-    zero1,
-    fsdp2,
-    fsdp2_in_bf16,
-    fsdp2_in_fp16,
-    tensor_parallel_in_fp16,
-    fsdp1_in_fp16,
-]
+def clipped(model: Module, optimizer: Any, *scaler: Any, **options: Any) -> list[str]:
+    """Clips with torch's function; with a scaler, by the method that FSDP1 has for it."""
+    clip = getattr(model, "clip_grad_norm_", None) if scaler else None
+    norm = (lambda: clip(1.0)) if clip is not None else (lambda: clip_grad_norm_(model.parameters(), 1.0))
+    return examined(model, optimizer(model.parameters(), lr=1e-3), *scaler, clip=norm, **options)
+
+
+def trained(model: Module, make: Callable[[Any], Any], *scaler: Any, **options: Any) -> list[str]:
+    return examined(model, make(model.parameters()), *scaler, **options)
+
+
+def fused(parameters: Any, lr: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+AdamW, GradScaler = torch.optim.AdamW, torch.amp.GradScaler
+HEALTHY: dict[str, Callable[[], list[str]]] = {
+    "replicas": lambda: trained(DistributedDataParallel(net(BF16), gradient_as_bucket_view=True), halfstep.AdamW),
+    "replicas, clipped": lambda: clipped(DistributedDataParallel(net()), AdamW),
+    "ZeRO-1": lambda: trained(DistributedDataParallel(net()), lambda given: ZeroRedundancyOptimizer(given, AdamW)),
+    "FSDP2": lambda: clipped(_sharded(), AdamW),
+    "FSDP2 in bf16": lambda: trained(_sharded(BF16), lambda given: halfstep.AdamW(given, max_grad_norm=1.0)),
+    "FSDP2 in fp16": lambda: trained(
+        _sharded(mp_policy=MixedPrecisionPolicy(param_dtype=FP16)),
+        AdamW,
+        GradScaler("cpu", init_scale=256.0),
+        overflow=True,
+    ),
+    "tensor parallel in fp16": lambda: trained(
+        _parallel().half(), halfstep.AdamW, halfstep.GradScaler("cpu", init_scale=256.0), overflow=True
+    ),
+    "FSDP1 in fp16": lambda: clipped(
+        _flat_in_fp16(), AdamW, ShardedGradScaler(device="cpu", init_scale=256.0), overflow=True
+    ),
+}
 # What is reproduced, and the finding that names it.
-ISSUES = {
-    fsdp1_with_torchs_scaler: "scaler-not-sharded",
-    fsdp1_without_a_scaler: "fp16-without-scaler",
-    fsdp1_with_a_fused_optimizer: "fused-under-sharded-scaler",  # pytorch/pytorch#140514
-    fsdp1_clipped_by_shards: "clipped-by-local-norm",
+ISSUES: dict[Callable[[], list[str]], str] = {
+    lambda: at_rest(_flat_in_fp16(), torch.optim.SGD, GradScaler("cpu")): "scaler-not-sharded",
+    lambda: at_rest(_flat_in_fp16(), torch.optim.SGD): "fp16-without-scaler",
+    # pytorch/pytorch#140514
+    lambda: at_rest(model := _flat_in_fp16(), fused(model.parameters(), 0.1), ShardedGradScaler(device="cpu")): (
+        "fused-under-sharded-scaler"
+    ),
+    lambda: clipped(_flat(), torch.optim.SGD): "clipped-by-local-norm",
     an_optimizer_from_before: "optimizer-of-other-parameters",  # pytorch/pytorch#149205
-    tensor_parallel_with_torchs_scaler: "scaler-of-one-mesh",
+    lambda: at_rest(_parallel(), AdamW, GradScaler("cpu")): "scaler-of-one-mesh",
     plain_state_of_shards: "state-not-sharded",
-    an_optimizer_that_cannot_shard: "optimizer-cannot-shard",  # bitsandbytes #89, #1633
+    lambda: at_rest(_sharded(), Unsharded): "optimizer-cannot-shard",  # bitsandbytes #89, #1633
 }
 
 
 def run(rank: int) -> dict[str, list[str]]:
-    return {build.__name__: build() for build in [*HEALTHY, *ISSUES]}
+    names = {name: build() for name, build in HEALTHY.items()}
+    return names | {finding: build() for build, finding in ISSUES.items()}

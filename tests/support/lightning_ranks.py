@@ -31,7 +31,10 @@ from trainer_tools import (
     break_gradient,
     broken_backward,
     error,
+    fit_of,
+    full,
     gradients,
+    logged,
     masters_of,
     network,
     same_bits,
@@ -161,12 +164,6 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(range(2 * world()), batch_size=1)
 
 
-def fit_of(model: Any, dtype: torch.dtype) -> list[float]:
-    inputs, targets = batch(0)
-    inputs = inputs.to(dtype)
-    return [error(one(inputs), targets).item() for one in (network().to(dtype), model)]
-
-
 def scaler_state(trainer: Any) -> dict[str, Any]:
     """That of the scaler itself, not what the plugin gives to checkpoints."""
     scaler = trainer.precision_plugin.scaler
@@ -175,11 +172,6 @@ def scaler_state(trainer: Any) -> dict[str, Any]:
 
 def strategy_for(cls: type) -> dict[str, Any]:
     return {"strategy": ModelParallelStrategy(world(), 1)} if cls is Sharded else {}
-
-
-def full(tensor: Any) -> torch.Tensor:
-    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach()
 
 
 def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
@@ -197,9 +189,9 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
     trained.load_state_dict({name.removeprefix("network."): one for name, one in held.items()})
     again, resumed = trainer_of(folder / "again", plugin_for(kind), **strategy_for(cls)), cls(kind, seed=1)
     again.fit(resumed, loader(), ckpt_path=str(place), weights_only=False)
-    logged = [one for one in trainer.logger.kept if "loss" in one or "loss_scale" in one]
+    rows = [one for one in trainer.logger.kept if "loss" in one or "loss_scale" in one]
     merged = [
-        {key: value for one in logged if one["epoch"] == epoch for key, value in one.items()} for epoch in range(STEPS)
+        {key: value for one in rows if one["epoch"] == epoch for key, value in one.items()} for epoch in range(STEPS)
     ]
     return {
         "fit": fit_of(trained, WEIGHTS.get(kind, torch.float32)),
@@ -210,14 +202,14 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
         "masters": masters_of(trainer.optimizers[0]),
         "weights": sorted({str(one.dtype) for one in model.parameters()}),
         "state": state_of(trainer.optimizers[0]),
-        "log": [{key: one[key] for key in ("loss_scale", "skipped_steps") if key in one} for one in merged],
+        "log": logged(merged),
         "exported": same_bits(dict(saved), held),
-        "resumed": same_bits(state_of(again.optimizers[0]), state_of(trainer.optimizers[0])),
-        "resumed_rest": resumed.losses == model.losses[2 * SAVED :] and resumed.rates == model.rates[SAVED:],
-        "resumed_scale": scaler_state(again).get("scale"),
-        "scale": scaler_state(trainer).get("scale"),
-        "resumed_scaler": scaler_state(again) == scaler_state(trainer),
-        "steps": trainer.global_step,
+        "resumed": {
+            "state": same_bits(state_of(again.optimizers[0]), state_of(trainer.optimizers[0])),
+            "rest": resumed.losses == model.losses[2 * SAVED :] and resumed.rates == model.rates[SAVED:],
+            "scaler": scaler_state(again) == scaler_state(trainer),
+            "steps": again.global_step == trainer.global_step == STEPS,
+        },
     }
 
 
@@ -353,12 +345,15 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     fabric, model, optimizer, schedule, state = made(1)
     objects = dict(state)
     fabric.load(folder / "fabric.ckpt", state)
-    found["kept"] = all(state[name] is one for name, one in objects.items())
+    same_objects = all(state[name] is one for name, one in objects.items())
     kept = {name: list(value) for name, value in found.items() if isinstance(value, list)}
     train(fabric, model, optimizer, schedule, range(SAVED, STEPS), None)
-    found["resumed"] = same_bits(state_of(optimizer.optimizer), found["state"])
-    found["resumed_rest"] = found["norms"][STEPS:] == norms and found["rates"][STEPS:] == rates
-    found["scale"], found["resumed_scale"] = scale, fabric.scaler_metrics().get("loss_scale")
+    found["resumed"] = {
+        "state": same_bits(state_of(optimizer.optimizer), found["state"]),
+        "rest": found["norms"][STEPS:] == norms and found["rates"][STEPS:] == rates,
+        "scaler": fabric.scaler_metrics().get("loss_scale") == scale,
+        "objects": same_objects,
+    }
     return {**found, **kept}
 
 
@@ -369,7 +364,8 @@ def run(number: int, folder: str, library: str) -> dict[str, Any]:
     place = Path(folder) / f"of{world()}"
     train = whole if library == "lightning" else fabric_run
     with contextlib.redirect_stdout(io.StringIO()):
-        found: dict[str, Any] = {kind: train(place / kind, kind) for kind in KINDS}
+        strategy = "DDP" if dist.is_initialized() else "one process"
+        found: dict[str, Any] = {f"{strategy} {kind}": train(place / kind, kind) for kind in KINDS}
         if library == "lightning" and world() == 1:
             found["checkpoints"] = checkpoints_of_lightning(place)
             found["hooks"] = hooks_see_unscaled(place)

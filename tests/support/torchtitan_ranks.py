@@ -14,8 +14,23 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from counted_bytes import Peak, storage_bytes
 from torch.distributed.fsdp import FSDPModule
-from trainer_tools import BROKEN, DTYPES, LR, MAX_NORM, SAVED, SCALE, STEPS, gradients, masters_of, same_bits, state_of
+from trainer_tools import (
+    BROKEN,
+    DTYPES,
+    LR,
+    MAX_NORM,
+    SAVED,
+    SCALE,
+    STEPS,
+    full,
+    gradients,
+    logged,
+    masters_of,
+    same_bits,
+    state_of,
+)
 
 import halfstep
 
@@ -191,11 +206,6 @@ def train(trainer: Any) -> None:
     trainer.close()
 
 
-def full(tensor: Any) -> torch.Tensor:
-    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach().clone()
-
-
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: full(one) for name, one in trainer.model_parts[0].state_dict().items()}
 
@@ -208,33 +218,29 @@ def whole(folder: Path, kind: str) -> dict[str, Any]:
     (optimizer,) = trainer.optimizers.optimizers
     found = {
         **trainer.found,
-        "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-        "losses": [one["loss_metrics/global_avg_loss"] for one in trainer.kept],
+        "fit": [one["loss_metrics/global_avg_loss"] for one in (trainer.kept[0], trainer.kept[-1])],
         "norms": [one["grad_norm"] for one in trainer.kept],
-        "log": [{key: one[key] for key in ("loss_scale", "skipped_steps") if key in one} for one in trainer.kept],
+        "log": logged(trainer.kept),
         "masters": masters_of(optimizer),
         "weights": sorted({str(one.dtype) for one in trainer.model_parts[0].parameters()}),
-        "halves": {name: [one.to_local().numel(), one.numel()] for name, one in shards_of(trainer)},
+        "sharded": all(2 * one.to_local().numel() == one.numel() for one in trainer.model_parts[0].parameters()),
         "state": state_of(optimizer),
         "before": before,
     }
     again = trainer_of(folder, kind, seed=1, checkpoint={"last_save_model_only": True, "load_step": SAVED})
     train(again)
-    found["resumed"] = same_bits(state_of(again.optimizers.optimizers[0]), found["state"])
-    found["resumed_rest"] = same_bits(
-        [again.found["rates"], [one["loss_metrics/global_avg_loss"] for one in again.kept]],
-        [found["rates"][SAVED:], found["losses"][SAVED:]],
-    )
-    found["resumed_scale"] = [one.get("loss_scale") for one in again.kept]
+    losses = [[one["loss_metrics/global_avg_loss"] for one in kept] for kept in (again.kept, trainer.kept[SAVED:])]
+    found["resumed"] = {
+        "state": same_bits(state_of(again.optimizers.optimizers[0]), found["state"]),
+        "rest": again.found["rates"] == found["rates"][SAVED:] and losses[0] == losses[1],
+        "scaler": [one.get("loss_scale") for one in again.kept]
+        == [one.get("loss_scale") for one in found["log"][SAVED:]],
+    }
     held = weights_of(again)
     exported = {name: torch.zeros_like(one) for name, one in held.items()}
     dcp.load(exported, checkpoint_id=str(folder / "checkpoint" / f"step-{STEPS}"), no_dist=True)
     found["exported"] = same_bits(exported, held)
     return found
-
-
-def shards_of(trainer: Any) -> list[tuple[str, Any]]:
-    return list(trainer.model_parts[0].named_parameters())
 
 
 def loaded(folder: Path, kind: str) -> dict[str, Any]:
@@ -299,6 +305,24 @@ def container_alone(folder: Path) -> dict[str, Any]:
     return {"masters": masters_of(optimizer), "type": type(trainer) is TheirTrainer}
 
 
+def saved_in_8_bits(rank: int, folder: str) -> list[int]:
+    """The peak of bytes while a run with 8-bit moments is saved, above that of its weights, and what they all take."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    optimizer = default_adamw(lr=LR, state_dtype="8bit", rounding="stochastic")
+    with mock.patch.dict(globals(), {"WIDTH": 256}):
+        trainer = trainer_of(Path(folder), "bf16", optimizer=optimizer)
+    train(trainer)
+    (optimizer,) = trainer.optimizers.optimizers
+    assert any(state["exp_avg"].dtype == torch.uint8 for state in optimizer.state.values())
+    (model,) = trainer.model_parts
+    with Peak() as weights:  # torchtitan copies the parts of fused weights
+        model.state_dict()
+    with Peak() as counted:
+        assert trainer.checkpointer.save(2 * SAVED)
+    return [counted.peak - weights.peak, storage_bytes([list(model.parameters()), list(optimizer.state.values())])]
+
+
 def run(rank: int, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -306,10 +330,10 @@ def run(rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in DTYPES:
         place = Path(folder) / f"of{world}" / kind
-        found[kind] = whole(place, kind)
-        found[f"{kind} saved by two"] = loaded(Path(folder) / "of2" / kind, kind)
+        result = found[f"{'FSDP2' if world > 1 else 'one process'} {kind}"] = whole(place, kind)
+        found[f"{kind} saved by two, loaded by {world}"] = loaded(Path(folder) / "of2" / kind, kind)
         if world == 1:
-            found[kind]["own"] = own_loop(kind, found[kind]["before"], found[kind]["rates"])
+            result["own"] = own_loop(kind, result["before"], result["rates"])
     if world == 1:
         found["chunked"] = chunked(Path(folder) / "chunked")
         found["container alone"] = container_alone(Path(folder) / "alone")

@@ -25,11 +25,8 @@ TRAINERS = {
     "datasets",
     "lightning",
     "torchtitan",
-    "torchft",
     "safetensors",
     "bitsandbytes",
-    "deepspeed",
-    "fairscale",
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,8 +78,25 @@ def local(tensor: Any) -> torch.Tensor:
     return held
 
 
+def full(tensor: Any) -> torch.Tensor:
+    """All of a tensor, copied."""
+    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach().clone()
+
+
 def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [local(one.grad).clone() for one in parameters if one.grad is not None]
+
+
+def fit_of(model: torch.nn.Module, dtype: torch.dtype) -> list[float]:
+    """The errors of the network before and after training."""
+    inputs, targets = batch(0)
+    return [error(trained(inputs.to(dtype)), targets).item() for trained in (network().to(dtype), model)]
+
+
+def logged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the scaler adds to rows of a log."""
+    return [{name: row[name] for name in ("loss_scale", "skipped_steps") if name in row} for row in rows]
 
 
 def same_bits(first: Any, second: Any) -> bool:

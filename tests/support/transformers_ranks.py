@@ -31,7 +31,9 @@ from trainer_tools import (
     STEPS,
     break_gradient,
     broken_backward,
+    full,
     gradients,
+    logged,
     masters_of,
     same_bits,
     scaler_for,
@@ -157,24 +159,18 @@ def result(trainer: Any, folder: Path, exported: Path) -> dict[str, Any]:
     saved = load_file(exported)
     return {
         "sharded": all(hasattr(one, "full_tensor") for one in trainer.model.parameters()),
-        "losses": [one["loss"] for one in history],
+        "fit": [one["loss"] for one in history][:: max(1, len(history) - 1)],  # the first rank logs
         "norms": [float(one["grad_norm"]) for one in history],
-        "log": [{name: one[name] for name in ("loss_scale", "skipped_steps") if name in one} for one in history],
+        "log": logged(history),
         "skipped": trainer.seen.skipped,
         "rates": trainer.seen.rates,
         "unwritten": [bool(one) for one in trainer.seen.unwritten],
         "masters": masters_of(trainer.optimizer.optimizer),
-        "optimizer": f"{type(trainer.optimizer.optimizer).__module__}.{type(trainer.optimizer.optimizer).__name__}",
         "weights": sorted({str(one.dtype) for one in trainer.model.parameters()}),
         "groups": [group["weight_decay"] for group in trainer.optimizer.param_groups],
         "state": state_of(trainer.optimizer.optimizer),
         "exported": all(same_bits(saved[name], held[name]) for name in saved) and len(saved) >= len(held) - 1,
     }
-
-
-def full(tensor: Any) -> torch.Tensor:
-    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach()
 
 
 def whole(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
@@ -186,12 +182,15 @@ def whole(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
     found = result(trainer, place, place / "export" / "model.safetensors")
     again = trainer_of(place / "again", kind, seed=1, weight_decay=0.1, **options)
     again.train(resume_from_checkpoint=str(place / f"checkpoint-{SAVED}"))
-    found["resumed"] = same_bits(state_of(again.optimizer.optimizer), found["state"])
-    rest = [one["loss"] for one in again.state.log_history if "loss" in one]
-    found["resumed_rest"] = rest == found["losses"]
+    rows, rest = ([one for one in run.state.log_history if "loss" in one] for run in (trainer, again))
     scalers = [one.accelerator.scaler for one in (trainer, again)]
-    found["scaler"], found["resumed_scaler"] = [None if one is None else one.state_dict() for one in scalers]
-    found["resumed_log"] = [one.get("loss_scale") for one in again.state.log_history if "loss" in one][SAVED:]
+    states = [None if one is None else one.state_dict() for one in scalers]
+    found["resumed"] = {
+        "state": same_bits(state_of(again.optimizer.optimizer), found["state"]),
+        "rest": [one["loss"] for one in rest] == [one["loss"] for one in rows],
+        "scaler": states[0] == states[1],
+        "log": [one.get("loss_scale") for one in rest][SAVED:] == [one.get("loss_scale") for one in rows][SAVED:],
+    }
     return found
 
 
@@ -299,7 +298,8 @@ def run(rank: int, folder: str) -> dict[str, Any]:
     several = dist.is_initialized()
     place = Path(folder) / ("several" if several else "one")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        found: dict[str, Any] = {kind: whole(place, kind) for kind in DTYPES}
+        strategy = "DDP" if several else "one process"
+        found: dict[str, Any] = {f"{strategy} {kind}": whole(place, kind) for kind in DTYPES}
         if not several:
             found.update({f"{kind} without clipping": without_clipping(place, kind) for kind in DTYPES})
             found.update(

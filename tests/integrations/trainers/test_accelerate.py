@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import rank_processes
 import torch
 from trainer_tools import (
-    BROKEN,
     LR,
     MAX_NORM,
     SCALE,
-    STEPS,
     batch,
     error,
     imported,
     network,
-    own_loop,
     page_block,
     page_names,
     same_bits,
@@ -36,93 +31,12 @@ accelerate = imported("accelerate")
 accelerate_ranks = imported("accelerate_ranks")
 ours = imported("halfstep.integrations.trainers.accelerate")
 
-STRATEGIES = ("one process", "DDP", "FSDP2")
-RUNS = [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("bf16", "fp16")]
-FP16, BF16 = RUNS[1::2], RUNS[::2]
-
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def found(results: Any) -> dict[str, list[Any]]:
     """The results of each rank, by run."""
-    folder = str(tmp_path_factory.mktemp("accelerate"))
-    alone = rank_processes.alone(accelerate_ranks.run, folder, ["one process"])
-    ranks = rank_processes.run(accelerate_ranks.run, 2, folder, ["DDP", "FSDP2"])
-    results: dict[str, list[Any]] = {name: [one] for name, one in alone.items()}
-    results.update({name: [one[name] for one in ranks] for name in ranks[0]})
-    return results
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        before, after = rank["fit"]
-        assert len(rank["losses"]) == STEPS and after < 0.7 * before
-        assert rank["sharded"] == run.startswith("FSDP2")
-
-
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_the_bits_are_those_of_a_loop_of_our_own(found: dict[str, list[Any]], kind: str) -> None:
-    (rank,), own = found[f"one process {kind}"], own_loop(kind)
-    assert same_bits(rank["state"], own["state"])
-    assert rank["norms"] == own["norms"] and rank["rates"] == own["rates"]
-
-
-@pytest.mark.parametrize("run", BF16)
-def test_masters_are_split(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["masters"] == ["torch.int16"] and rank["weights"] == ["torch.bfloat16"]
-
-
-@pytest.mark.parametrize("run", FP16)
-def test_the_scaler_scales(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["metrics"] == {"loss_scale": SCALE / 2, "skipped_steps": 1.0}
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_clipping_writes_no_gradient(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["unwritten"] == [True] * STEPS
-        finite = [norm for norm in rank["norms"] if math.isfinite(norm)]
-        assert len(finite) == STEPS - run.endswith("fp16") and min(finite) > MAX_NORM
-        assert rank["norms"] == found[run][0]["norms"]
-
-
-@pytest.mark.parametrize("run", FP16)
-def test_all_ranks_skip_an_overflow(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["skipped"] == [step == BROKEN for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> None:
-    taken = [min(step + 1, STEPS) - (run.endswith("fp16") and step >= BROKEN) for step in range(STEPS)]
-    for rank in found[run]:
-        assert rank["rates"] == pytest.approx([LR * 0.5**count for count in taken], rel=1e-12)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["resumed"] and rank["resumed_rest"]
-        assert rank["resumed_scaler"] == rank["scaler"]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_export_has_the_weights(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["exported"] and rank["file"]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_log_has_scale_and_skips(found: dict[str, list[Any]], run: str) -> None:
-    logged = json.loads(found[run][0]["log"])
-    if run.endswith("bf16"):
-        assert [set(one) for one in logged] == [{"loss"}] * STEPS
-    else:
-        skips = [float(step >= BROKEN) for step in range(STEPS)]
-        assert [one["skipped_steps"] for one in logged] == skips
-        assert [one["loss_scale"] for one in logged] == [SCALE / 2**skip for skip in skips]
+    runs: dict[str, list[Any]] = results("accelerate")
+    return runs
 
 
 def test_fsdp2_with_mixed_precision_upcasts_weights(found: dict[str, list[Any]]) -> None:

@@ -6,19 +6,15 @@ import math
 from typing import Any
 
 import pytest
-import rank_processes
 import torch
 from trainer_tools import (
-    BROKEN,
     LR,
     MAX_NORM,
     SCALE,
-    STEPS,
     batch,
     error,
     imported,
     network,
-    own_loop,
     page_block,
     page_names,
     same_bits,
@@ -31,95 +27,12 @@ pytestmark = skip_without("lightning")
 lightning_ranks = imported("lightning_ranks")
 ours = imported("halfstep.integrations.trainers.fabric")
 
-STRATEGIES = ("one process", "DDP", "FSDP2")
-KINDS = ("bf16-true", "16-true", "bf16-mixed", "16-mixed")
-RUNS = [f"{strategy} {kind}" for strategy in STRATEGIES for kind in KINDS]
-FP16 = [run for run in RUNS if " 16" in run]
-
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def found(results: Any) -> dict[str, list[Any]]:
     """The results of each rank, by run."""
-    folder = str(tmp_path_factory.mktemp("fabric"))
-    alone = rank_processes.alone(lightning_ranks.run, folder, "fabric")
-    ranks = rank_processes.run(lightning_ranks.run, 2, folder, "fabric")
-    return {
-        **{f"one process {name}": [one] for name, one in alone.items()},
-        **{f"DDP {kind}": [one[kind] for one in ranks] for kind in KINDS},
-        **{f"FSDP2 {kind}": [one[f"FSDP2 {kind}"] for one in ranks] for kind in KINDS},
-    }
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        before, after = rank["fit"]
-        assert after < 0.7 * before
-        assert rank["sharded"] == ("FSDP2" in run)
-        assert rank["sharded"] or same_bits(rank["state"], found[run][0]["state"])
-
-
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_the_bits_are_those_of_a_loop_of_our_own(found: dict[str, list[Any]], kind: str) -> None:
-    (rank,) = found["one process bf16-true" if kind == "bf16" else "one process 16-true"]
-    own = own_loop(kind)
-    assert rank["norms"] == own["norms"] and rank["rates"] == own["rates"]
-    assert same_bits(rank["state"], own["state"])
-
-
-@pytest.mark.parametrize("run", [run for run in RUNS if "bf16-true" in run])
-def test_masters_are_split(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["masters"] == ["torch.int16"] and rank["weights"] == ["torch.bfloat16"]
-
-
-@pytest.mark.parametrize("run", FP16)
-def test_the_scaler_scales(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["scale"] == SCALE / 2
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_clipping_writes_no_gradient(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["unwritten"] == [True] * STEPS
-        finite = [norm for norm in rank["norms"] if math.isfinite(norm)]
-        assert len(finite) == STEPS - (run in FP16) and min(finite) > MAX_NORM
-        assert rank["norms"] == found[run][0]["norms"]
-
-
-@pytest.mark.parametrize("run", FP16)
-def test_all_ranks_skip_an_overflow(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["skipped"] == [step == BROKEN for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> None:
-    taken = [step + 1 - (run in FP16 and step >= BROKEN) for step in range(STEPS)]
-    for rank in found[run]:
-        assert rank["rates"] == [LR * 0.5**count for count in taken]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["resumed"] and rank["resumed_rest"] and rank["resumed_scale"] == rank["scale"]
-        assert rank["kept"], "the state that load is given keeps its objects"
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_export_has_the_weights(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["exported"]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_log_has_scale_and_skips(found: dict[str, list[Any]], run: str) -> None:
-    skips = [float(step >= BROKEN) for step in range(STEPS)]
-    wanted = [{"loss_scale": SCALE / 2**skip, "skipped_steps": skip} for skip in skips]
-    for rank in found[run]:
-        assert rank["log"] == (wanted if run in FP16 else [{}] * STEPS)
+    runs: dict[str, list[Any]] = results("fabric")
+    return runs
 
 
 def ready(precision: str, make: Any = halfstep.AdamW) -> tuple[Any, Any, Any]:

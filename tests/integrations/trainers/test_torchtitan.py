@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
-import rank_processes
 import torch
 from trainer_tools import (
-    BROKEN,
     LR,
     MAX_NORM,
     SAVED,
     SCALE,
-    STEPS,
     batch,
     error,
     gradients,
@@ -34,102 +30,20 @@ torchtitan_ranks = imported("torchtitan_ranks")
 ours = imported("halfstep.integrations.trainers.torchtitan")
 optimizers = imported("torchtitan.components.optimizer")
 
-STRATEGIES = ("one process", "FSDP2")
-RUNS = [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("bf16", "fp16")]
-FP16, BF16 = RUNS[1::2], RUNS[::2]
-
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def found(results: Any) -> dict[str, list[Any]]:
     """The results of each rank, by run."""
-    folder = str(tmp_path_factory.mktemp("torchtitan"))
-    ranks = rank_processes.run(torchtitan_ranks.run, 2, folder)
-    (alone,) = rank_processes.run(torchtitan_ranks.run, 1, folder)
-    kinds = ("bf16", "fp16")
-    return {
-        **{(f"one process {name}" if name in kinds else name): [one] for name, one in alone.items()},
-        **{f"FSDP2 {name}": [one[name] for one in ranks] for name in ranks[0]},
-    }
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert len(rank["losses"]) == STEPS and rank["losses"][-1] < 0.7 * rank["losses"][0]
-        assert rank["losses"] == found[run][0]["losses"]
-        assert rank["optimizer"] == "halfstep.integrations.optim.classes.AdamW"
-        split = 2 if run.startswith("FSDP2") else 1
-        assert all(own * split == whole for own, whole in rank["halves"].values())
-
-
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_the_bits_are_those_of_a_loop_of_our_own(found: dict[str, list[Any]], kind: str) -> None:
-    (rank,) = found[f"one process {kind}"]
-    assert same_bits(rank["state"], rank["own"])
-
-
-@pytest.mark.parametrize("run", BF16)
-def test_masters_are_split(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["masters"] == ["torch.int16"] and rank["weights"] == ["torch.bfloat16"]
-
-
-@pytest.mark.parametrize("run", FP16)
-def test_the_scaler_scales(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["log"][0]["loss_scale"] == SCALE and rank["log"][-1]["loss_scale"] == SCALE / 2
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_clipping_writes_no_gradient(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["unwritten"] == [True] * STEPS
-        finite = [norm for norm in rank["norms"] if math.isfinite(norm)]
-        assert len(finite) == STEPS - run.endswith("fp16") and min(finite) > MAX_NORM
-        assert rank["norms"] == found[run][0]["norms"]
-
-
-@pytest.mark.parametrize("run", FP16)
-def test_all_ranks_skip_an_overflow(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["skipped"] == [step == BROKEN for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> None:
-    taken = [step + 1 - (run.endswith("fp16") and step >= BROKEN) for step in range(STEPS)]
-    for rank in found[run]:
-        assert rank["rates"] == pytest.approx([LR * (1 - count / (2 * STEPS)) for count in taken], abs=LR / 50)
-        assert len(set(rank["rates"])) == len(set(taken))
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["resumed"] and rank["resumed_rest"]
-        assert rank["resumed_scale"] == [one.get("loss_scale") for one in rank["log"][SAVED:]]
+    runs: dict[str, list[Any]] = results("torchtitan")
+    return runs
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_a_checkpoint_of_two_ranks_loads_on_one(found: dict[str, list[Any]], kind: str) -> None:
-    one = found[f"{kind} saved by two"]
-    for rank in found[f"FSDP2 {kind} saved by two"]:
+    one = found[f"{kind} saved by two, loaded by 1"]
+    for rank in found[f"{kind} saved by two, loaded by 2"]:
         assert same_bits(one[0], rank) and rank["step"] == SAVED
         assert rank["scale"] == (SCALE / 2 if kind == "fp16" else None)
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_export_has_the_weights(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["exported"]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_log_has_scale_and_skips(found: dict[str, list[Any]], run: str) -> None:
-    skips = [float(step >= BROKEN) for step in range(STEPS)]
-    wanted = [{"loss_scale": SCALE / 2**skip, "skipped_steps": skip} for skip in skips]
-    for rank in found[run]:
-        assert rank["log"] == (wanted if run.endswith("fp16") else [{}] * STEPS)
 
 
 def test_a_loss_in_chunks_is_scaled(found: dict[str, list[Any]]) -> None:

@@ -13,8 +13,6 @@ from trainer_tools import (
     BROKEN,
     LR,
     MAX_NORM,
-    SAVED,
-    SCALE,
     STEPS,
     imported,
     page_block,
@@ -33,52 +31,12 @@ transformers, trl = imported("transformers"), imported("trl")
 transformers_ranks = imported("transformers_ranks")
 ours = imported("halfstep.integrations.trainers.transformers")
 
-STRATEGIES = ("one process", "DDP", "FSDP2", "SFT")
-RUNS = [f"{strategy} {kind}" for strategy in STRATEGIES for kind in ("bf16", "fp16")]
-FP16, BF16 = RUNS[1::2], RUNS[::2]
-SAVING = [run for run in RUNS if not run.startswith("SFT")]
-
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def found(results: Any) -> dict[str, list[Any]]:
     """The results of each rank, by run."""
-    folder = str(tmp_path_factory.mktemp("transformers"))
-    alone = rank_processes.alone(transformers_ranks.run, folder)
-    ranks = rank_processes.run(transformers_ranks.run, 2, folder)
-    kinds = ("bf16", "fp16")
-    return {
-        **{(f"one process {name}" if name in kinds else name): [one] for name, one in alone.items()},
-        **{(f"DDP {name}" if name in kinds else name): [one[name] for one in ranks] for name in ranks[0]},
-    }
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_it_trains(found: dict[str, list[Any]], run: str) -> None:
-    losses = found[run][0]["losses"]  # the first rank logs
-    assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0]
-    for rank in found[run]:
-        assert rank["sharded"] == run.startswith("FSDP2")
-        assert rank["sharded"] or same_bits(rank["state"], found[run][0]["state"])
-        assert rank["optimizer"] == "halfstep.integrations.optim.classes.AdamW"
-
-
-@pytest.mark.parametrize("run", BF16)
-def test_masters_are_split(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["masters"] == ["torch.int16"] and rank["weights"] == ["torch.bfloat16"]
-
-
-@pytest.mark.parametrize("run", FP16)
-def test_the_scaler_scales(found: dict[str, list[Any]], run: str) -> None:
-    assert found[run][0]["log"][0]["loss_scale"] == SCALE and found[run][0]["log"][-1]["loss_scale"] == SCALE / 2
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_clipping_writes_no_gradient(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["unwritten"] == [True] * STEPS
-    finite = [norm for norm in found[run][0]["norms"] if math.isfinite(norm)]
-    assert len(finite) == STEPS - run.endswith("fp16") and min(finite) > MAX_NORM
+    runs: dict[str, list[Any]] = results("transformers")
+    return runs
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
@@ -86,40 +44,6 @@ def test_without_clipping_the_norm_is_logged_and_nothing_written(found: dict[str
     (rank,), (clipped,) = found[f"{kind} without clipping"], found[f"one process {kind}"]
     assert rank["unwritten"] == [True] * STEPS and rank["as_far"]
     assert rank["norms"][0] == clipped["norms"][0] and not same_bits(rank["state"], clipped["state"])
-
-
-@pytest.mark.parametrize("run", FP16)
-def test_all_ranks_skip_an_overflow(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["skipped"] == [step == BROKEN for step in range(STEPS)]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_a_skip_holds_the_schedule(found: dict[str, list[Any]], run: str) -> None:
-    taken = [step + 1 - (run.endswith("fp16") and step >= BROKEN) for step in range(STEPS)]
-    for rank in found[run]:
-        assert rank["rates"] == pytest.approx([LR * (1 - count / STEPS) for count in taken])
-
-
-@pytest.mark.parametrize("run", SAVING)
-def test_resumed_bit_for_bit(found: dict[str, list[Any]], run: str) -> None:
-    scales = [one.get("loss_scale") for one in found[run][0]["log"][SAVED:]]
-    for number, rank in enumerate(found[run]):
-        assert rank["resumed"] and rank["resumed_rest"] and rank["resumed_scaler"] == rank["scaler"]
-        assert number > 0 or rank["resumed_log"] == scales
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_export_has_the_weights(found: dict[str, list[Any]], run: str) -> None:
-    for rank in found[run]:
-        assert rank["exported"]
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_the_log_has_scale_and_skips(found: dict[str, list[Any]], run: str) -> None:
-    skips = [int(step >= BROKEN) for step in range(STEPS)]
-    wanted = [{"loss_scale": SCALE / 2**skip, "skipped_steps": skip} for skip in skips]
-    assert found[run][0]["log"] == (wanted if run.endswith("fp16") else [{}] * STEPS)
 
 
 def test_groups_are_those_of_the_trainer(found: dict[str, list[Any]]) -> None:

@@ -1,0 +1,31 @@
+"""The runs of all trainers, each made once."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rank_processes
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, list[Any]]]:
+    """A function of a library, that returns what each rank of each run has seen, by the name of the run."""
+
+    @functools.cache
+    def of(library: str) -> dict[str, list[Any]]:
+        arguments = [str(tmp_path_factory.mktemp(library))]
+        arguments += [library] if library in ("lightning", "fabric") else []
+        run = importlib.import_module(f"{'lightning' if library == 'fabric' else library}_ranks").run
+        ranks = rank_processes.run(run, 2, *arguments)
+        if library == "torchtitan":  # it has a process group for one rank too, which loads what two saved
+            (alone,) = rank_processes.run(run, 1, *arguments)
+        else:
+            alone = rank_processes.alone(run, *arguments)
+        runs: dict[str, list[Any]] = {name: [rank[name] for rank in ranks] for name in ranks[0]}
+        return {**runs, **{name: [result] for name, result in alone.items()}}
+
+    return of
