@@ -330,17 +330,17 @@ class _OnHost(Adam):
         self._begin()
 
     @property
-    def _checker(self) -> Checker:  # type: ignore[override]
-        return self._owner._checker  # type: ignore[no-any-return]
+    def _checker(self) -> Checker:
+        return self._owner._checker
 
     def _limit(self) -> float | None:
-        return self._owner._limit()  # type: ignore[no-any-return]
+        return self._owner._limit()
 
     def _control(self, limit: float | None) -> adam.Control:
-        return self._owner._control(limit)  # type: ignore[no-any-return]
+        return self._owner._control(limit)
 
     def _bucket_number(self, parameter: torch.Tensor) -> int:
-        return self._owner._by_host[id(parameter)].bucket  # type: ignore[no-any-return]
+        return self._owner._by_host[id(parameter)].bucket
 
     def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         self._owner._finish_reading()  # a new master is a copy of the weight

@@ -48,7 +48,7 @@ class StandIn(torch.Tensor):
         return None
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter
