@@ -212,12 +212,6 @@ def test_gradients_before_the_first_step_are_kept(backwards: int) -> None:
     assert _same(*results)
 
 
-def _slowly(optimizer: Any) -> None:
-    """Delay the steps of buckets, so that they are taken while other code reads the optimizer."""
-    submit = optimizer._submit
-    optimizer._submit = lambda call: submit(partial(_later, call))
-
-
 def _later(call: Callable[[], None]) -> None:
     time.sleep(0.2)
     call()
