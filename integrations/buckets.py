@@ -25,6 +25,13 @@ from halfstep.numerics.scaling.stand_ins import (
 )
 from halfstep.numerics.scaling.topology import local
 
+BUCKET_BYTES = 25 * 2**20
+
+
+def check_bucket_bytes(size: Any) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}")
+
 
 def call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
     """Call the method of an object unless the object was deleted: a hook does not keep what it serves."""

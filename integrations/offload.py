@@ -34,13 +34,13 @@ import torch
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from halfstep.integrations.buckets import BackwardSteps, call_if_alive
+from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.checkpoints import matched_groups, moved
 from halfstep.integrations.optim.classes import Adam, AdamW
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS
 from halfstep.integrations.optim.state import WHOLE
-from halfstep.integrations.release import BUCKET_BYTES, is_wrapped_by_ddp
+from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import FLOATS
 from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, is_zeroed, remove_stand_in
@@ -363,8 +363,7 @@ class _Offloaded(Adam):
     ) -> None:
         if in_backward not in IN_BACKWARD:
             raise ValueError(f"Expected in_backward to be 'copy', 'step' or None, but got {in_backward!r}")
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ValueError(f"Expected bucket_bytes to be an integer of at least 1, but got {bucket_bytes!r}")
+        check_bucket_bytes(bucket_bytes)
         if in_backward == "step":
             _refuse_limit(options.get("max_grad_norm"))
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
@@ -376,7 +375,7 @@ class _Offloaded(Adam):
         self._in_flight: deque[_InFlight] = deque()
         self._streams: dict[torch.device, _Streams] = {}
         self._weights_arriving: dict[int, list[torch.cuda.Event]] = {}  # by bucket
-        self._steps: dict[int, Future[None]] = {}  # by bucket
+        self._steps: list[Future[None]] = []  # of buckets, in a backward
         self._record = BackwardSteps(
             "a backward with in_backward='step'", (READ, ADD, INSTEAD), self._take, self._after_backward
         )
@@ -526,8 +525,7 @@ class _Offloaded(Adam):
         parameters = [one.parameter for one in mirrors]
         self._arrived[number] = set()
         with self._record.stepping(parameters, list(map(attrgetter("grad"), parameters)), self.param_groups):
-            self._finish_step(number)
-            self._steps[number] = self._submit(partial(self._step_bucket, number, mirrors))
+            self._steps.append(self._submit(partial(self._step_bucket, number, mirrors)))
 
     def _submit(self, call: partial[None]) -> Future[None]:
         """Run a call in the thread of this optimizer, one after the other."""
@@ -647,7 +645,7 @@ class _Offloaded(Adam):
                 apply(_arrivals(mirrors))
                 self._in_flight.clear()
         stepped = [mirror for mirror in mirrors if mirror.host.grad is not None]
-        used = [mirror for mirror in stepped if self._record.has_hook(mirror.parameter)]
+        used = [one for one in stepped if self._record.has_hook(one.parameter)] if self.in_backward == "step" else []
         for mirror in used:  # a backward that failed has left them
             mirror.parameter.grad = mirror.stand_in(weakref.ref(self))
         self._read_weights(stepped)
@@ -696,21 +694,16 @@ class _Offloaded(Adam):
         """The GPUs of parameters."""
         return {device for device in {mirror.parameter.device for mirror in mirrors} if device.type == "cuda"}
 
-    def _finish_step(self, bucket: int) -> None:
-        """Wait for the step of a bucket in a backward."""
-        if bucket in self._steps:
-            wait([self._steps[bucket]])
-
     def _finish_steps(self) -> None:
         """Wait for the steps of a backward, the device for their weights. Raise the error of one that failed."""
         self._wait_for_steps()
-        steps, self._steps = self._steps, {}
-        for step in steps.values():
+        steps, self._steps = self._steps, []
+        for step in steps:
             step.result()
 
     def _wait_for_steps(self) -> None:
         if self._steps:
-            wait(self._steps.values())
+            wait(self._steps)
             for device in self._gpus(self._mirrors.values()):
                 torch.cuda.current_stream(device).wait_stream(self._streams_of(device).back)
 
@@ -718,7 +711,7 @@ class _Offloaded(Adam):
         """Discard all gradients, those that are being copied too, or set them to 0."""
         if set_to_none:
             with self._lock:
-                wait(self._steps.values())
+                wait(self._steps)
                 for mirror in self._mirrors.values():
                     mirror.forget()
                 self._in_flight.clear()

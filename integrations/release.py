@@ -37,7 +37,14 @@ from typing import Any, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.integrations.buckets import BackwardSteps, Bucket, BucketReduction, call_if_alive
+from halfstep.integrations.buckets import (
+    BUCKET_BYTES,
+    BackwardSteps,
+    Bucket,
+    BucketReduction,
+    call_if_alive,
+    check_bucket_bytes,
+)
 from halfstep.integrations.optim.classes import Adam
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
@@ -45,7 +52,6 @@ from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
 from halfstep.numerics.scaling.topology import is_sharded, local
 from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
 
-BUCKET_BYTES = 25 * 2**20
 READ = (
     "to clip, set max_grad_norm of the optimizer and call step_in_backward with clipping='exact' or 'previous', or use "
     "a trainer of halfstep.integrations.trainers; for a scaler, pass scaler= and clip by scaler.clip_grad_norm_; to "
@@ -641,8 +647,7 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, scaler: Any) -> None:
             f"Expected optimizer to step on the device, but got a {type(optimizer).__name__}: make it with "
             "in_backward='step' instead"
         )
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"Expected bucket_bytes to be an integer of at least 1, but got {bucket_bytes!r}")
+    check_bucket_bytes(bucket_bytes)
     if optimizer._stepping_in_backward is not None:
         raise ValueError("Expected optimizer not to step in the backward already: call remove() on the first handle")
     for name, module in model.named_modules():

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch.nn import Embedding, Linear, Module
 
 import halfstep
-from halfstep.integrations import release
+from halfstep.integrations.buckets import BUCKET_BYTES
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import StepInBackward, step_in_backward
 from halfstep.numerics.planning import plan, unit
@@ -434,7 +434,7 @@ def test_errors() -> None:
         "must be scaled: pass scaler=, or train in bf16"
     )
     handle = step_in_backward(net, optimizer)
-    assert isinstance(handle, StepInBackward) and handle.bucket_bytes == release.BUCKET_BYTES
+    assert isinstance(handle, StepInBackward) and handle.bucket_bytes == BUCKET_BYTES
     assert error_of(ValueError, lambda: step_in_backward(net, optimizer)) == (
         "Expected optimizer not to step in the backward already: call remove() on the first handle"
     )
