@@ -58,6 +58,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "hooks_after_accumulation_after_the_optimizer",
         "hooks_that_add_decay_to_gradients",
         "gradients_of_two_tasks_projected",
+        "two_steps_with_the_same_gradients",
         "ppo",
         "nanogpt",
         "mingpt",

@@ -662,6 +662,12 @@ def sharpness_aware(run: Run) -> None:
                 p.sub_(by)
 
 
+def two_steps_with_the_same_gradients(run: Run) -> None:
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
+        optimizer.step()
+
+
 def averaged_by_hand(run: Run) -> None:
     """As loops without DistributedDataParallel average over ranks, of which there is one."""
     model, optimizer = run.start()
