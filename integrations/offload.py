@@ -8,10 +8,10 @@ norm, where it is needed, waits for all gradients. Weights and state have the bi
 All launches of a step are prepared before the first gradient is waited for. Waits, launches and copies are then one
 sequence of calls that nothing interrupts (interrupts.py), so that a step in buckets is made as a whole or not at all.
 
-The optimizer's ``param_groups`` and ``state`` contain the copies of the parameters on the host, of which each is pinned
-if the parameter is on a GPU. Gradients of several backwards are added on the host, in the dtype of the gradient, as
-autograd adds them. Clipping, scaling and skipping are therefore those of an optimizer on the CPU, for our scaler and
-torch's.
+``param_groups`` and ``state`` are those of any optimizer of the parameters on the device. Inside is another optimizer,
+of their copies on the host, each pinned if its parameter is on a GPU. Gradients of several backwards are added on the
+host, in the dtype of the gradient, as autograd adds them. Clipping, scaling and skipping are therefore those of an
+optimizer on the CPU, for our scaler and torch's.
 
 Bytes per parameter in bf16 with fp32 moments: 2 on the device; on the host 2 for the weight, 2 for the remainder, 8 for
 the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.
@@ -19,43 +19,41 @@ the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, groupby, repeat
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from halfstep.integrations.buckets import call_if_alive
+from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
 from halfstep.integrations.interrupts import apply
+from halfstep.integrations.optim.checkpoints import matched_groups, moved
 from halfstep.integrations.optim.classes import Adam, AdamW
-from halfstep.integrations.optim.options import option_values
+from halfstep.integrations.optim.options import LAYOUT_OPTIONS
 from halfstep.integrations.optim.state import WHOLE
-from halfstep.integrations.release import BUCKET_BYTES, is_wrapped_by_ddp
+from halfstep.integrations.release import is_wrapped_by_ddp
+from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import FLOATS
-from halfstep.numerics.scaling.stand_ins import (
-    FreedGradient,
-    StandIn,
-    gradient_of,
-    gradients_of,
-    is_stand_in,
-    remove_stand_in,
-)
+from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, is_zeroed, remove_stand_in
 from halfstep.numerics.scaling.topology import is_sharded
+from halfstep.numerics.scaling.verdict import Checker, parameters_of
 
 aten = torch.ops.aten
 
 IN_BACKWARD = ("copy", "step", None)
-REMEDY = "use in_backward='copy', with which clipping, scaling and other code find the gradients"
+CPU = torch.device("cpu")
+READ = "use in_backward='copy', with which clipping, scaling and other code find the gradients"
+INSTEAD = "use in_backward='copy'"
+ADD = f"to add, set or discard gradients, {INSTEAD}"
 
 
 class HostGradient(StandIn):
@@ -87,7 +85,14 @@ class HostGradient(StandIn):
             )
         return optimizer, mirror
 
-    def _read(self) -> torch.Tensor:
+    def _adds(self, other: Any) -> bool:
+        """Whether this is a whole gradient, and the other tensor is such a one on the device, to be added to it."""
+        if not isinstance(self, HostGradient) or isinstance(self._of, torch.Tensor) or type(other) is not torch.Tensor:
+            return False
+        same = (other.shape, other.dtype, other.device) == (self.shape, self.dtype, self.device)
+        return same and other.layout == torch.strided
+
+    def gradient(self) -> torch.Tensor:
         """The gradient on the host, after it has arrived."""
         if isinstance(self._of, torch.Tensor):
             return self._of
@@ -97,20 +102,18 @@ class HostGradient(StandIn):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func is aten.add_.Tensor and isinstance(args[0], cls) and torch._C._current_graph_task_id() != -1:
-            of = args[0]._of
-            if not isinstance(of, torch.Tensor) and not kwargs:  # autograd adds a gradient
-                optimizer, mirror = args[0]._owner(of)
-                optimizer._add(mirror, args[1])
-                return args[0]
+        if func is aten.add_.Tensor and not kwargs and args[0]._adds(args[1]):  # as autograd does
+            optimizer, mirror = args[0]._owner(args[0]._of)
+            optimizer._add(mirror, args[1])
+            return args[0]
         leaves = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         written = _written(func, args, kwargs)
         if written and not any(isinstance(one, cls) for one in written):
-            args, kwargs = tree_map_only(cls, lambda one: one._read().to(one.device), (args, kwargs))
+            args, kwargs = tree_map_only(cls, lambda one: one.gradient().to(one.device), (args, kwargs))
             return func(*args, **kwargs)
         stand_ins = [one for one in leaves if isinstance(one, cls)]
         others = [one for one in leaves if not isinstance(one, cls)]
-        on_host = {id(one): one._read() for one in stand_ins} | {id(one): one.cpu() for one in others}
+        on_host = {id(one): one.gradient() for one in stand_ins} | {id(one): one.cpu() for one in others}
         args, kwargs = tree_map_only(torch.Tensor, lambda one: on_host[id(one)], (args, kwargs))
         result = func(*args, **kwargs)
         for one in written:
@@ -128,7 +131,7 @@ class HostGradient(StandIn):
         return tree_map_only(torch.Tensor, returned, result)
 
     def _numbers(self, reader: str) -> torch.Tensor:
-        return self._read()
+        return self.gradient()
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()
@@ -158,7 +161,6 @@ class _Mirror:
         host: its copy, which the optimizer steps. Its gradient is that of the parameter, once it has arrived.
         bucket: the number of the parameters that are stepped together with it.
         hooked: whether autograd calls the optimizer when its gradient is complete.
-        stepped_at: the number of calls of `step` before a backward has stepped it.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -167,14 +169,11 @@ class _Mirror:
         self.host = torch.nn.Parameter(_on_host(values).copy_(values), requires_grad=parameter.requires_grad)
         self.bucket = 0
         self.hooked = False
-        self.stepped_at = -1
         self.weight = self.host.data  # writes to it do not count as writes of the copy
         self._staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
         self._full = False  # whether there is such a gradient
-        self._attached: torch.Tensor | None = None  # the last one that became the gradient of the copy
         self._stand_in: HostGradient | None = None
-        self._freed: FreedGradient | None = None
         self._seen = self._now()
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
@@ -200,35 +199,28 @@ class _Mirror:
                 self._arriving = stream.record_event()
         return self._arriving
 
-    def taken(self, optimizer: weakref.ref[_Offloaded]) -> None:
+    def taken(self, stand_in: torch.Tensor) -> None:
         """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
+        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, stand_in))()
+
+    def stand_in(self, optimizer: weakref.ref[_Offloaded]) -> HostGradient:
+        """What replaces the gradient of the parameter, which is on the host."""
         assert self._staging is not None
         stand_in, device = self._stand_in, self.parameter.device
         if stand_in is None or stand_in.dtype != self._staging.dtype or stand_in.device != device:
             stand_in = self._stand_in = HostGradient(self._staging, device, of=(optimizer, weakref.ref(self)))
-        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, stand_in))()
+        return stand_in
 
     def attach(self) -> None:
         """Set the gradient of the copy to a gradient that is being copied, unless it has one of earlier backwards."""
-        if self._full and gradient_of(self.host) is None:
-            self.host.grad = self._attached = self._staging
+        if self._full and self.host.grad is None:
+            self.host.grad = self._staging
 
     def forget(self) -> None:
-        """Drop the gradient on the host, also one that is being copied, unless other code has set it there."""
+        """Drop the gradient on the host, also one that is being copied."""
         if self._full and self._arriving is not None:
             self._arriving.synchronize()
-        self._full = False
-        if self.host.grad is self._attached or is_stand_in(self.host.grad):
-            self.host.grad = self._attached = None
-
-    def freed(self) -> FreedGradient:
-        """What the gradient of the copy is after a step in the backward."""
-        grad = self.host.grad
-        assert grad is not None
-        if self._freed is None or self._freed.dtype != grad.dtype:
-            self._freed = FreedGradient(grad, remedy=REMEDY)
-        self._freed.zeroed = False
-        return self._freed
+        self._full, self.host.grad = False, None
 
     def is_written(self) -> bool:
         """Whether the parameter was written since the last step, in a way that autograd notices.
@@ -296,45 +288,70 @@ def _on_host(values: torch.Tensor, dtype: torch.dtype | None = None, like: torch
     return torch.as_strided(made, shape.shape, shape.stride())
 
 
-class _GroupOnDevice(dict[str, Any]):
-    """A group of an offloaded optimizer with the parameters on the device. Options are set in both."""
-
-    def __init__(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        super().__init__({**group, "params": parameters})
-        self._group = group
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._group[name] = value
-
-
-class _ByParameter(Mapping[torch.Tensor, Any]):
+class _ByParameter(MutableMapping[torch.Tensor, Any]):
     """Values of the copies on the host, by the parameters on the device."""
 
-    def __init__(self, values: Mapping[torch.Tensor, Any], mirrors: dict[int, _Mirror]) -> None:
+    def __init__(self, values: Any, mirrors: dict[int, _Mirror]) -> None:
         self._of_hosts, self._mirrors = values, mirrors
+        self._parameters = {id(mirror.host): mirror.parameter for mirror in mirrors.values()}
 
-    def __getitem__(self, parameter: torch.Tensor) -> Any:
-        if id(parameter) not in self._mirrors:
-            raise KeyError("not a parameter of this optimizer")
-        return self._of_hosts[self._mirrors[id(parameter)].host]
+    def _key(self, parameter: Any) -> Any:
+        mirror = self._mirrors.get(id(parameter))
+        return parameter if mirror is None else mirror.host
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        held = set(self._of_hosts)
-        return (mirror.parameter for mirror in self._mirrors.values() if mirror.host in held)
+    def __getitem__(self, parameter: Any) -> Any:
+        return self._of_hosts[self._key(parameter)]
+
+    def __setitem__(self, parameter: Any, value: Any) -> None:
+        self._of_hosts[self._key(parameter)] = moved(value, CPU)
+
+    def __delitem__(self, parameter: Any) -> None:
+        del self._of_hosts[self._key(parameter)]
+
+    def __contains__(self, parameter: object) -> bool:
+        return self._key(parameter) in self._of_hosts
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._parameters.get(id(host), host) for host in list(self._of_hosts))
 
     def __len__(self) -> int:
         return len(self._of_hosts)
 
 
-def _looks_up_parameters() -> bool:
-    """Whether the code that reads an attribute looks parameters up in the model, and so needs those on the device."""
-    # The reader of an attribute is visible only in its frame.
-    return sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+class _OnHost(Adam):
+    """The optimizer of the copies on the host, which is inside the offloaded one. That decides and copies."""
+
+    def __init__(self, owner: _Offloaded) -> None:
+        self._owner = weakref.proxy(owner)
+        self._fixed_options, self._agreed = owner._fixed_options, {}
+        self.param_groups, self.state = [], defaultdict(dict)
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        self._begin()
+
+    @property
+    def _checker(self) -> Checker:
+        return self._owner._checker
+
+    def _limit(self) -> float | None:
+        return self._owner._limit()
+
+    def _control(self, limit: float | None) -> adam.Control:
+        return self._owner._control(limit)
+
+    def _bucket_number(self, parameter: torch.Tensor) -> int:
+        return self._owner._by_host[id(parameter)].bucket
+
+    def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        self._owner._finish_reading()  # a new master is a copy of the weight
+        return super()._complete_state(parameter, group)
+
+    def _commit(self, part: int, writes: list[tuple[list[torch.Tensor], list[partial[Any]]]]) -> None:
+        self._owner._commit(part, writes)
 
 
 class _Offloaded(Adam):
-    """The common part of both optimizers: copies between the device and the host around the step of the base class."""
+    """The common part of both optimizers: copies between the device and the host around the step of `_OnHost`."""
 
     def __init__(
         self,
@@ -346,64 +363,39 @@ class _Offloaded(Adam):
     ) -> None:
         if in_backward not in IN_BACKWARD:
             raise ValueError(f"Expected in_backward to be 'copy', 'step' or None, but got {in_backward!r}")
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ValueError(f"Expected bucket_bytes to be an integer of at least 1, but got {bucket_bytes!r}")
-        if in_backward == "step" and options.get("max_grad_norm") is not None:
-            raise ValueError(
-                f"Expected max_grad_norm to be None with in_backward='step', but got {options['max_grad_norm']}: the "
-                "norm is known after the backward; use in_backward='copy'"
-            )
+        check_bucket_bytes(bucket_bytes)
+        if in_backward == "step":
+            _refuse_limit(options.get("max_grad_norm"))
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
         self._by_host: dict[int, _Mirror] = {}  # by the id of its copy
         self._of_bucket: list[list[_Mirror]] = []
+        self._known: list[list[torch.Tensor]] = []  # the parameters of each group, of which there are copies
         self._arrived: dict[int, set[int]] = {}  # by bucket, the ids of parameters whose gradient is complete
         self._in_flight: deque[_InFlight] = deque()
         self._streams: dict[torch.device, _Streams] = {}
         self._weights_arriving: dict[int, list[torch.cuda.Event]] = {}  # by bucket
-        self._steps: dict[int, Future[None]] = {}  # by bucket
-        self._backward = -1  # torch's number of the backward with steps that runs, or has failed
-        self._count = 0  # calls of step() and load_state_dict(), and backwards with steps that failed
-        self._options: list[Any] = []  # with which the last backward stepped
+        self._steps: list[Future[None]] = []  # of buckets, in a backward
+        self._record = BackwardSteps(
+            "a backward with in_backward='step'", (READ, ADD, INSTEAD), self._take, self._after_backward
+        )
+        self._loading: list[partial[Any]] = []  # the calls that change this optimizer when a state is loaded
         self._worker: Executor | None = None
-        self._stepping: int | None = None  # the thread that steps
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
         self._began = False  # whether a backward was seen
+        self._on_host = _OnHost(self)
         super().__init__(params, *args, **options)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the copies on the host. Reading them waits for the gradients that are being copied, so that
-        scalers and other code find all of them. `torch.distributed.checkpoint.state_dict` finds the parameters on the
-        device."""
-        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
-        if _looks_up_parameters():
-            return self._groups_on_device(groups)
-        if threading.get_ident() != self._stepping:
-            self._settle()
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
-
-    def _groups_on_device(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        parameters = [[self._by_host[id(host)].parameter for host in group["params"]] for group in groups]
-        return [_GroupOnDevice(group, own) for group, own in zip(groups, parameters, strict=True)]
-
-    @property
     def state(self) -> Any:
-        """The state by the copies on the host; in `torch.distributed.checkpoint.state_dict` by the parameters."""
-        state = self.__dict__["state"]
-        if not _looks_up_parameters():
-            return state
-        # torch takes a step with gradients of 0 if there is no state. The steps of a backward may be creating it.
+        """The state by the parameters on the device. Reading it waits for the steps of a backward."""
         self._finish_steps()
-        return _ByParameter(state, self._mirrors)
+        return _ByParameter(self._on_host.state, self._mirrors)
 
     @state.setter
-    def state(self, state: Any) -> None:
-        self.__dict__["state"] = state
+    def state(self, state: Mapping[Any, Any]) -> None:
+        self._on_host.state = defaultdict(dict)
+        self.state.update(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, of which the optimizer makes copies on the host.
@@ -411,34 +403,19 @@ class _Offloaded(Adam):
         Raises:
             TypeError, ValueError: an option or a parameter is not allowed. The optimizer is unchanged.
         """
-        added: dict[int, _Mirror] = {}  # by the id of the parameter
         if isinstance(param_group, dict) and "params" in param_group:
             given = param_group["params"]
             members = [given] if isinstance(given, torch.Tensor) else list(given)
-            param_group = {**param_group, "params": [self._mirrored(one, added) for one in members]}
+            for member in members:
+                self._check_member(member[1] if isinstance(member, tuple) and len(member) == 2 else member)
+            param_group = {**param_group, "params": members}
         super().add_param_group(param_group)
-        self._mirrors |= added
-        self._by_host |= {id(mirror.host): mirror for mirror in added.values()}
-        for mirror in added.values():
-            self._hook(mirror)
-        self._fill_buckets()
+        self._follow_groups()
 
-    def _hook(self, mirror: _Mirror) -> None:
-        """Make autograd call `_take`, if the parameter is trained."""
-        if self.in_backward is not None and not mirror.hooked and mirror.parameter.requires_grad:
-            hook = partial(call_if_alive, weakref.WeakMethod(self._take))
-            mirror.parameter.register_post_accumulate_grad_hook(hook)
-            mirror.hooked = True
-
-    def _mirrored(self, member: Any, added: dict[int, _Mirror]) -> Any:
-        """A member of a group with the copy of its parameter, which is put into `added` if it is new."""
-        if isinstance(member, tuple) and len(member) == 2:
-            return member[0], self._mirrored(member[1], added)
+    def _check_member(self, member: Any) -> None:
+        """Raise unless a parameter can have a copy on the host."""
         if not isinstance(member, torch.Tensor):
-            return member  # the base class raises
-        known = self._mirrors.get(id(member)) or added.get(id(member))
-        if known is not None:
-            return known.host
+            return  # the base class raises
         if self.in_backward == "step" and member.requires_grad and member.dtype == torch.float16:
             raise TypeError(
                 "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss "
@@ -455,15 +432,45 @@ class _Offloaded(Adam):
                 f"{'a leaf' if member.is_leaf else 'a computed tensor'} in {member.dtype} on {member.device}: move the "
                 "model to its device first"
             )
-        added[id(member)] = _Mirror(member)
-        return added[id(member)].host
+
+    def _follow_groups(self) -> None:
+        """Give the optimizer of the copies the groups as they are now. Other code may change them in place."""
+        groups = [group["params"] for group in self.param_groups]
+        if list(map(len, groups)) != list(map(len, self._known)) or not all(
+            map(is_, chain.from_iterable(groups), chain.from_iterable(self._known))
+        ):
+            self._finish_steps()
+            for parameter in chain.from_iterable(groups):
+                if id(parameter) not in self._mirrors:
+                    self._check_member(parameter)
+                    mirror = self._mirrors[id(parameter)] = _Mirror(parameter)
+                    self._by_host[id(mirror.host)] = mirror
+                    self._hook(mirror)
+            self._known = list(map(list, groups))
+            hosts = [[self._mirrors[id(parameter)].host for parameter in group] for group in groups]
+            self._on_host.param_groups = [{"params": own} for own in hosts]
+            self._fill_buckets()
+        for group, host in zip(self.param_groups, self._on_host.param_groups, strict=True):
+            host.update({name: value for name, value in group.items() if name != "params"})
+
+    def _hook(self, mirror: _Mirror) -> None:
+        """Make autograd call `_take`, if the parameter is trained."""
+        if self.in_backward is None or mirror.hooked or not mirror.parameter.requires_grad:
+            return
+        mirror.hooked = True
+        if self.in_backward == "step":
+            self._record.hook(mirror.parameter)
+        else:
+            hook = partial(call_if_alive, weakref.WeakMethod(self._take))
+            mirror.parameter.register_post_accumulate_grad_hook(hook)
 
     def _fill_buckets(self) -> None:
         """Divide the parameters among buckets, in the order in which their gradients usually arrive."""
         self._forget()
         self._of_bucket = []
         size = self.bucket_bytes
-        for mirror in reversed(self._mirrors.values()):
+        for parameter in reversed(dict.fromkeys(chain.from_iterable(self._known))):
+            mirror = self._mirrors[id(parameter)]
             if size >= self.bucket_bytes:
                 self._of_bucket.append([])
                 size = 0
@@ -472,8 +479,9 @@ class _Offloaded(Adam):
             size += mirror.host.numel() * mirror.host.element_size()
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
 
-    def _parameters_of_model(self) -> list[torch.Tensor]:
-        return [mirror.parameter for mirror in self._mirrors.values()]
+    def _all(self) -> list[_Mirror]:
+        """The parameters in the order of their buckets."""
+        return list(chain.from_iterable(self._of_bucket))
 
     # ------------------------------------------------------------------------------------------------------ backward
 
@@ -487,102 +495,37 @@ class _Offloaded(Adam):
         """Called by autograd when the gradient of a parameter is complete."""
         with self._lock:
             if not self._began:
-                if is_wrapped_by_ddp(mirror.parameter for mirror in self._mirrors.values()):
+                if is_wrapped_by_ddp(parameters_of(self)):
                     raise RuntimeError(
                         "Expected the model not to be wrapped by DistributedDataParallel, whose gradients are reduced "
                         "after they are complete: use in_backward=None, which copies them in step()"
                     )
                 self._began = True
             mirror = self._mirrors[id(parameter)]
-            running = torch._C._current_graph_task_id()
-            if self.in_backward == "step" and running not in (-1, self._backward):
-                self._count += self._backward != -1  # the last backward failed
-                after = partial(call_if_alive, weakref.WeakMethod(self._after_backward))
-                torch.autograd.Variable._execution_engine.queue_callback(after)
-                self._backward = running
-            self._refuse_second_gradient(mirror)
-            self._collect_from(mirror)
-            # At most two buckets of gradients are on their way.
-            while self._in_flight and (
-                sum(one.size for one in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
-            ):
-                self._in_flight.popleft().ended.synchronize()
             if self.in_backward != "step":
+                self._collect_from(mirror)
                 return
-            arrived, bucket = self._arrived[mirror.bucket], self._of_bucket[mirror.bucket]
-            arrived.add(id(parameter))
-            if len(arrived) == sum(one.parameter.requires_grad for one in bucket):
-                self._arrived[mirror.bucket] = set()
-                self._steps[mirror.bucket] = self._submit(partial(self._step_bucket, mirror.bucket))
+            if self._record.begin():
+                _refuse_limit(self.max_grad_norm)
+                self._follow_groups()
+            self._record.refuse_second_gradient(parameter)
+            if parameter.grad is None or is_stand_in(parameter.grad):  # a hook has dropped or set it
+                return
+            if not self._record.was_removed(parameter):
+                mirror.forget()
+            self._copy_out(mirror, parameter.grad)
+            self._arrived[mirror.bucket].add(id(parameter))
+            trained = sum(one.parameter.requires_grad for one in self._of_bucket[mirror.bucket])
+            if len(self._arrived[mirror.bucket]) == trained:
+                self._submit_bucket(mirror.bucket)
 
-    def _refuse_second_gradient(self, mirror: _Mirror) -> None:
-        """Raise if a backward has stepped a parameter since the last `step`."""
-        if mirror.stepped_at == self._count:
-            raise RuntimeError(
-                "Expected optimizer.step() after a backward with in_backward='step', but got another gradient of a "
-                f"parameter of shape {tuple(mirror.host.shape)} before it: to add, set or discard gradients, use "
-                "in_backward='copy'; freeze parameters that a loss does not train"
-            )
-
-    def _refuse_changes(self) -> None:
-        """Raise if a gradient was discarded, or an option was set, since a backward has stepped with it."""
-        stepped = [mirror for mirror in self._mirrors.values() if mirror.stepped_at == self._count]
-        if stepped and option_values(self.__dict__["param_groups"]) != self._options:
-            raise RuntimeError(
-                "Expected the options of the groups to stay from a backward with in_backward='step' to step(), but got "
-                "other ones, such as another lr: set them before the backward, or after step()"
-            )
-        for mirror in stepped:
-            if mirror.parameter.grad is None:
-                raise RuntimeError(
-                    "Expected gradients to stay from a backward with in_backward='step' to step(), but got None as "
-                    f".grad of a parameter of shape {tuple(mirror.host.shape)}, which has been stepped: to discard "
-                    "gradients, use in_backward='copy'"
-                )
-
-    def _collect_from(self, mirror: _Mirror) -> None:
-        """Make the gradient on the host that of the parameter."""
-        grad = mirror.parameter.grad
-        if is_stand_in(grad):
-            return
-        self._finish_step(mirror.bucket)
-        if grad is not None:
-            self._refuse_second_gradient(mirror)
-        mirror.forget()  # other code has discarded it
-        if grad is not None:
-            self._copy_out(mirror, grad)
-            self._hook(mirror)
-
-    def _copy_out(self, mirror: _Mirror, grad: torch.Tensor) -> None:
-        """Begin to copy a gradient to the host, where it is added to that of earlier backwards."""
-        parameter, stream = mirror.parameter, None
-        self._finish_step(mirror.bucket)
-        if parameter.device.type == "cuda":
-            stream = self._streams_of(parameter.device).gradients
-            stream.wait_stream(torch.cuda.current_stream(parameter.device))
-        ended = mirror.take(grad, stream)
-        if ended is not None:
-            self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
-        mirror.taken(weakref.ref(self))
-
-    @torch.no_grad()
-    def _add(self, mirror: _Mirror, grad: torch.Tensor) -> None:
-        """Add a gradient to that on the host. The call of `_take` follows."""
-        with self._lock:
-            self._copy_out(mirror, grad)
-
-    @torch.no_grad()
-    def _gradient_on_host(self, mirror: _Mirror) -> torch.Tensor:
-        """The gradient of a parameter on the host, after it has arrived."""
-        self._finish_steps()
-        with self._lock:
-            apply(_arrivals([mirror]))
-        if mirror.host.grad is None:
-            raise RuntimeError(
-                f"Expected the gradient of a parameter of shape {tuple(mirror.host.shape)} to be on the host, but "
-                "other code has discarded it through param_groups of the optimizer: call optimizer.zero_grad()"
-            )
-        return mirror.host.grad
+    def _submit_bucket(self, number: int) -> None:
+        """Step the parameters of a bucket whose gradients have arrived, in the thread of this optimizer."""
+        mirrors = [one for one in self._of_bucket[number] if id(one.parameter) in self._arrived[number]]
+        parameters = [one.parameter for one in mirrors]
+        self._arrived[number] = set()
+        with self._record.stepping(parameters, list(map(attrgetter("grad"), parameters)), self.param_groups):
+            self._steps.append(self._submit(partial(self._step_bucket, number, mirrors)))
 
     def _submit(self, call: partial[None]) -> Future[None]:
         """Run a call in the thread of this optimizer, one after the other."""
@@ -590,27 +533,71 @@ class _Offloaded(Adam):
             self._worker = ThreadPoolExecutor(1, "halfstep-offload")
         return self._worker.submit(call)
 
-    def _step_bucket(self, number: int) -> None:
-        """Step the parameters of a bucket that have a gradient, and send their weights."""
-        self._stepping = threading.get_ident()
-        try:
-            with torch.no_grad():
-                self._step_received(number)
-        finally:
-            self._stepping = None
-
-    def _step_received(self, number: int) -> None:
-        for mirror in self._of_bucket[number]:
+    @torch.no_grad()
+    def _step_bucket(self, number: int, mirrors: list[_Mirror]) -> None:
+        """Step the parameters of a bucket, and send their weights."""
+        for mirror in mirrors:
             apply(_arrivals([mirror]))
-        ready = [mirror for mirror in self._of_bucket[number] if gradient_of(mirror.host) is not None]
-        if ready:
-            self._read_weights(ready, last_step_returns=True)
-            freed = [mirror.freed() for mirror in ready]
-            self._step_part(number, [mirror.host for mirror in ready], freed)
-            self._options = option_values(self.__dict__["param_groups"])
-        for mirror in ready:
+        self._read_weights(mirrors, last_step_returns=True)
+        self._on_host._step_part(number, [mirror.host for mirror in mirrors])
+        for mirror in mirrors:
             mirror.sent()
-            mirror.stepped_at = self._count
+
+    def _after_backward(self, failed: bool) -> None:
+        """Called when a backward with steps has ended. Other code may read the weights then."""
+        with self._lock:
+            for number, arrived in self._arrived.items():
+                if failed:
+                    arrived.clear()  # `step` takes these gradients
+                elif arrived:  # the others had no gradient
+                    self._submit_bucket(number)
+        self._wait_for_steps()
+
+    def _collect_from(self, mirror: _Mirror) -> None:
+        """Make the gradient on the host that of the parameter."""
+        grad = mirror.parameter.grad
+        if is_stand_in(grad) and not is_zeroed(grad):
+            return
+        mirror.forget()  # other code has discarded it
+        if grad is not None:
+            self._hook(mirror)
+            self._copy_out(mirror, torch.zeros_like(mirror.parameter) if is_zeroed(grad) else grad)
+
+    def _copy_out(self, mirror: _Mirror, grad: torch.Tensor) -> None:
+        """Begin to copy a gradient to the host, where it is added to that of earlier backwards."""
+        parameter, stream = mirror.parameter, None
+        if parameter.device.type == "cuda":
+            stream = self._streams_of(parameter.device).gradients
+            stream.wait_stream(torch.cuda.current_stream(parameter.device))
+        ended = mirror.take(grad, stream)
+        if ended is not None:
+            self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
+        steps = self._record.has_hook(parameter)
+        mirror.taken(self._record.stand_in(parameter) if steps else mirror.stand_in(weakref.ref(self)))
+        # At most two buckets of gradients are on their way.
+        while self._in_flight and (
+            sum(one.size for one in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
+        ):
+            self._in_flight.popleft().ended.synchronize()
+
+    @torch.no_grad()
+    def _add(self, mirror: _Mirror, grad: torch.Tensor) -> None:
+        """Add a gradient to that on the host."""
+        with self._lock:
+            # Other code than autograd may write the tensor while it is being copied.
+            self._copy_out(mirror, grad.clone() if grad.device.type == "cuda" else grad)
+
+    @torch.no_grad()
+    def _gradient_on_host(self, mirror: _Mirror) -> torch.Tensor:
+        """The gradient of a parameter on the host, after it has arrived."""
+        with self._lock:
+            apply(_arrivals([mirror]))
+        if mirror.host.grad is None:
+            raise RuntimeError(
+                f"Expected the gradient of a parameter of shape {tuple(mirror.host.shape)} to be on the host, but it "
+                "was discarded by zero_grad(): do not keep .grad of an offloaded parameter, or copy it with .clone()"
+            )
+        return mirror.host.grad
 
     # ---------------------------------------------------------------------------------------------------------- step
 
@@ -644,52 +631,41 @@ class _Offloaded(Adam):
         for event in chain.from_iterable(self._weights_arriving.values()):
             event.synchronize()
 
-    def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        self._finish_reading()  # a new master is a copy of the weight
-        return super()._complete_state(parameter, group)
-
-    def _bucket_number(self, parameter: torch.Tensor) -> int:
-        return self._by_host[id(parameter)].bucket
-
-    @torch.no_grad()
-    def _collect(self) -> None:
-        """Wait for the steps of buckets, and begin to copy the gradients that are still on the device."""
-        self._finish_steps()
-        for bucket in self._of_bucket:
-            for mirror in bucket:
-                self._collect_from(mirror)
-        self._arrived = {number: set() for number in range(len(self._of_bucket))}
-
-    def _settle(self) -> None:
-        """Wait for the steps of buckets, and for all gradients."""
-        self._collect()
-        with torch.no_grad():
-            apply(_arrivals(self._mirrors.values()))
-        self._in_flight.clear()
-
     def _update_parameters(self) -> None:
-        if self._limit() is not None or not self.state:
-            self._settle()  # all gradients decide about the norm, and whether a first step with lr 0 is taken
-        else:
-            self._collect()
-        try:
-            self._refuse_changes()
-        finally:
-            self._count += 1  # what follows an error is another step
-        mirrors = list(chain.from_iterable(self._of_bucket))
-        for mirror in mirrors:
-            mirror.attach()
-        grads = gradients_of([mirror.host for mirror in mirrors])
-        stepped = [mirror for mirror, grad in zip(mirrors, grads, strict=True) if grad is not None]
+        self._follow_groups()
+        mirrors = self._all()
+        if self.in_backward == "step":
+            self._check_step(mirrors)
+        with torch.no_grad():
+            for mirror in mirrors:
+                self._collect_from(mirror)
+                mirror.attach()
+            if self._limit() is not None or not self._on_host.state:
+                # All gradients decide about the norm, and whether a first step with lr 0 is taken.
+                apply(_arrivals(mirrors))
+                self._in_flight.clear()
+        stepped = [mirror for mirror in mirrors if mirror.host.grad is not None]
+        used = [one for one in stepped if self._record.has_hook(one.parameter)] if self.in_backward == "step" else []
+        for mirror in used:  # a backward that failed has left them
+            mirror.parameter.grad = mirror.stand_in(weakref.ref(self))
         self._read_weights(stepped)
-        try:
-            self._stepping = threading.get_ident()
-            super()._update_parameters()
-        finally:
-            self._stepping = None
+        self._on_host._update_parameters()
         self._in_flight.clear()
+        self._record.clear()
         for mirror in stepped:
             mirror.sent()
+        for mirror in used:
+            mirror.parameter.grad, mirror.host.grad = self._record.stand_in(mirror.parameter), None
+
+    def _check_step(self, mirrors: list[_Mirror]) -> None:
+        """Wait for the steps of a backward, and raise if they are not those that `step` would have taken."""
+        try:
+            self._finish_steps()
+        except BaseException:
+            self._record.clear()  # the gradients are still there
+            raise
+        waiting = any(one._full or one.host.grad is not None for one in mirrors)
+        self._record.check_step(self.param_groups, [] if waiting else parameters_of(self))
 
     def _commit(self, part: int, writes: list[tuple[list[torch.Tensor], list[partial[Any]]]]) -> None:
         """Write weights on the host and begin to copy them to the device, bucket by bucket.
@@ -698,9 +674,9 @@ class _Offloaded(Adam):
         """
         calls: list[partial[Any]] = []
         written: list[_Mirror] = []
-        for hosts, own in sorted(writes, key=lambda one: list(map(self._bucket_number, one[0][:1]))):
+        for hosts, own in sorted(writes, key=lambda one: [self._by_host[id(host)].bucket for host in one[0][:1]]):
             mirrors = [self._by_host[id(host)] for host in hosts]
-            arriving = self._weights_arriving.get(self._bucket_number(hosts[0]), []) if hosts else []
+            arriving = self._weights_arriving.get(mirrors[0].bucket, []) if mirrors else []
             calls += [_each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *own]
             calls.append(_copies([one.parameter for one in mirrors], hosts))
             written += mirrors
@@ -711,33 +687,23 @@ class _Offloaded(Adam):
                     back.wait_stream(now)
                     calls.append(partial(type(now).wait_stream, now, back))
                 stack.enter_context(torch.cuda.stream(back))
-            apply(calls)
+            apply([*calls, *self._loading])
         self._weights_arriving = {}
 
     def _gpus(self, mirrors: Iterable[_Mirror]) -> set[torch.device]:
         """The GPUs of parameters."""
         return {device for device in {mirror.parameter.device for mirror in mirrors} if device.type == "cuda"}
 
-    def _finish_step(self, bucket: int) -> None:
-        """Wait for the step of a bucket in a backward."""
-        if bucket in self._steps:
-            wait([self._steps[bucket]])
-
     def _finish_steps(self) -> None:
         """Wait for the steps of a backward, the device for their weights. Raise the error of one that failed."""
         self._wait_for_steps()
-        steps, self._steps = self._steps, {}
-        for step in steps.values():
+        steps, self._steps = self._steps, []
+        for step in steps:
             step.result()
-
-    def _after_backward(self) -> None:
-        """Called by autograd when a backward with steps has ended. Other code may read the weights then."""
-        self._backward = -1
-        self._wait_for_steps()
 
     def _wait_for_steps(self) -> None:
         if self._steps:
-            wait(self._steps.values())
+            wait(self._steps)
             for device in self._gpus(self._mirrors.values()):
                 torch.cuda.current_stream(device).wait_stream(self._streams_of(device).back)
 
@@ -745,10 +711,9 @@ class _Offloaded(Adam):
         """Discard all gradients, those that are being copied too, or set them to 0."""
         if set_to_none:
             with self._lock:
-                wait(self._steps.values())
+                wait(self._steps)
                 for mirror in self._mirrors.values():
                     mirror.forget()
-                    mirror.parameter.grad = None
                 self._in_flight.clear()
         super().zero_grad(set_to_none)
 
@@ -759,33 +724,62 @@ class _Offloaded(Adam):
         self._take_device()
         return super().state_dict()
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._take_device()
-        super().load_state_dict(state_dict)
-        self._count += 1
+        state_dict = dict(state_dict)
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        groups, _ = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
+        self._loading = [partial(self.__dict__.update, param_groups=groups)]
+        try:
+            self._on_host.load_state_dict(state_dict)
+        finally:
+            self._loading = []
+        self._record.clear(failed=True)
         for mirror in self._mirrors.values():
             mirror.sent()
+        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
 
     def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
         """The fp32 weight of each parameter on the device; see `halfstep.AdamW.masters`. The masters are on the
         host."""
         self._take_device()
-        return _ByParameter(super().masters(), self._mirrors)
+        return _ByParameter(self._on_host.masters(), self._mirrors)
 
     def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
         """Set masters to the present parameters on the device; see `halfstep.AdamW.refresh_master`."""
         self._take_device()
         if parameters is not None:
-            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            parameters = [self._mirrors[id(one)].host if id(one) in self._mirrors else one for one in given]
-        super().refresh_master(parameters)
+            parameters = self._hosts([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        self._on_host.refresh_master(parameters)
+
+    def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._take_device()
+        self._on_host.fit_masters(self._hosts(parameters))
+
+    def _hosts(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The copies of parameters on the host; what is no parameter of this optimizer itself."""
+        return [self._mirrors[id(one)].host if id(one) in self._mirrors else one for one in parameters]
+
+    def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
+        return self._on_host._master(self._mirrors[id(parameter)].host, compare)
+
+    def _note_agreed(self) -> None:
+        self._on_host._note_agreed()
+
+    def _forget(self, part: int | None = None) -> None:
+        self._on_host._forget(part)
 
     @torch.no_grad()
     def _take_device(self) -> None:
         """Copy the parameters to the host, after the steps of a backward."""
+        self._follow_groups()
         self._finish_steps()
-        self._read_weights(list(chain.from_iterable(self._of_bucket)))
+        self._read_weights(self._all())
         self._finish_reading()
         self._weights_arriving = {}
         for mirror in self._mirrors.values():
@@ -798,11 +792,18 @@ class _Offloaded(Adam):
         )
 
 
+def _refuse_limit(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None:
+        raise ValueError(
+            f"Expected max_grad_norm to be None with in_backward='step', but got {max_grad_norm}: the norm is known "
+            "after the backward; use in_backward='copy'"
+        )
+
+
 _DOCS = """
 
     A drop-in for `halfstep.{name}`: the same arguments, bits and checkpoints. The parameters stay on the device, or on
-    several. ``param_groups`` holds their copies on the host, whose options, such as the learning rate, may be changed
-    as usual. `halfstep.GradScaler` and torch's work with it.
+    several. ``param_groups`` holds these, as in every optimizer. `halfstep.GradScaler` and torch's work with it.
 
     Args:
         params: as for `halfstep.{name}`. Parameters must be on their device and must not be sharded; for FSDP2 use its

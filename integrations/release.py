@@ -28,31 +28,40 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat, zip_longest
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import unserializable_hook
 
-from halfstep.integrations.buckets import Bucket, BucketReduction, before_accumulation, call_if_alive
+from halfstep.integrations.buckets import (
+    BUCKET_BYTES,
+    BackwardSteps,
+    Bucket,
+    BucketReduction,
+    call_if_alive,
+    check_bucket_bytes,
+)
 from halfstep.integrations.optim.classes import Adam
-from halfstep.integrations.optim.options import option_values
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
-from halfstep.numerics.scaling.stand_ins import freed_gradient, gradient_of, is_stand_in, remove_stand_in
+from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
 from halfstep.numerics.scaling.topology import is_sharded, local
 from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
 
-BUCKET_BYTES = 25 * 2**20
-REMEDY = (
+READ = (
     "to clip, set max_grad_norm of the optimizer and call step_in_backward with clipping='exact' or 'previous', or use "
     "a trainer of halfstep.integrations.trainers; for a scaler, pass scaler= and clip by scaler.clip_grad_norm_; to "
     "read each gradient, register a post-accumulate hook before step_in_backward"
 )
+ADD = (
+    "to add gradients, run all backwards but the last in `with handle.accumulate():`; zero_grad() cannot discard a "
+    "step; with reentrant checkpointing, use use_reentrant=False"
+)
+INSTEAD = "call remove() and step after the backward"
 DDP_KEEPS = (
     "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model in it "
     "and process_group=, which averages each bucket before its step"
@@ -83,39 +92,23 @@ class StepInBackward:
         self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
         # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
         self._verdict: Verdict | None = None
-        self._steps = 0  # begun and ended calls of step(), loads of a state, and backwards that failed
-        self._options: list[Any] = []  # with which the last backward stepped
-        self._stepped_at: dict[int, int] = {}  # by the id of a parameter, that number when a backward stepped it
         self._ended = False  # whether the norm of this step is known, with "previous"
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._backward = -1  # torch's number of the backward that will call `_finish`
         self._began = False  # whether a backward was seen
         self._accumulating = False
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
-        # torch's garbage collection does not see these hooks, so they must not refer to the optimizer, which refers to
-        # the parameters.
-        take, remove = weakref.WeakMethod(self._take), weakref.WeakMethod(self._remove)
+        self._steps = BackwardSteps("a backward that steps", (READ, ADD, INSTEAD), self._take, self._finish)
         self._hooks: list[Any] = []
-        self._freed: dict[int, torch.Tensor] = {}  # by the id of each parameter with a hook, its stand-in
-        # The parameters whose stand-ins were removed in the present backward, and its number.
-        self._removed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._removing = -1
         for parameter in parameters_of(optimizer):
             if parameter.requires_grad:
-                self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
-                before = unserializable_hook(partial(before_accumulation, weakref.ref(parameter), remove))
-                after = partial(call_if_alive, take)
-                self._hooks += [
-                    parameter.register_hook(before),
-                    parameter.register_post_accumulate_grad_hook(after),
-                ]
-        before_step, after_step = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
-        loaded = weakref.WeakMethod(self._after_load)
-        self._hooks.append(optimizer.register_load_state_dict_post_hook(lambda *_: call_if_alive(loaded)))
-        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: call_if_alive(before_step)))
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after_step)))
+                self._hooks += self._steps.hook(parameter)
+        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        loaded = partial(BackwardSteps.clear, self._steps, failed=True)
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(lambda *_: loaded()))
+        self._hooks.append(optimizer.register_step_pre_hook(lambda _, *given: call_if_alive(before, *given)))
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after)))
         self._reduction: BucketReduction | None = None
         if process_group is not None:
             self._reduction = BucketReduction(process_group)
@@ -222,79 +215,20 @@ class StepInBackward:
         self._optimizer._forget()
         self._optimizer._stepping_in_backward = None
 
-    def _remove(self, parameter: torch.Tensor) -> None:
-        """Called by autograd when it has a gradient of a parameter, which it would add to the stand-in."""
-        grad = parameter.grad
-        if grad is None or not is_stand_in(grad):
-            return
-        parameter.grad = None
-        with self._lock:
-            running = torch._C._current_graph_task_id()
-            if running != self._removing:
-                _call_after_backward(self._restore)
-                self._removing, self._removed = running, []
-            self._removed.append((parameter, grad))
-
-    def _refuse_second_gradient(self, parameter: torch.Tensor) -> None:
-        """Raise if a backward has stepped a parameter, which has another gradient now, since the last `step`."""
-        if self._stepped_at.get(id(parameter)) == self._steps and not self._checks:  # which need a check in any case
-            raise RuntimeError(
-                "Expected optimizer.step() after a backward that steps, but got another gradient of a parameter of "
-                f"shape {tuple(parameter.shape)} before it: to add gradients, run all backwards but the last in `with "
-                "handle.accumulate():`; freeze parameters that a loss does not train; zero_grad() cannot discard a "
-                "step; with reentrant checkpointing, use use_reentrant=False"
-            )
-
-    def _refuse_changes(self) -> None:
-        """Raise if a gradient was discarded, or an option was set, since a backward has stepped with it."""
-        stepped = [p for p in parameters_of(self._optimizer) if self._stepped_at.get(id(p)) == self._steps]
-        if self._checks or not stepped:
-            return
-        if option_values(self._optimizer.param_groups) != self._options:
-            raise RuntimeError(
-                "Expected the options of the groups to stay from a backward that steps to step(), but got other ones, "
-                "such as another lr: set them before the backward, or after step()"
-            )
-        for parameter in stepped:
-            if parameter.grad is None:
-                raise RuntimeError(
-                    "Expected gradients to stay from a backward that steps to step(), but got None as .grad of "
-                    f"a parameter of shape {tuple(parameter.shape)}, which has been stepped: discard gradients before "
-                    "they are used, or call remove() and step after the backward"
-                )
-
-    def _restore(self) -> None:
-        """Called by autograd when the backward has ended: `torch.autograd.grad` has not stored the gradients."""
-        removed, self._removed, self._removing = self._removed, [], -1
-        for parameter, stand_in in removed:
-            if parameter.grad is None:
-                parameter.grad = stand_in
-
     def _take(self, parameter: torch.Tensor) -> None:
         """Called by autograd, or by FSDP2 after its reduction, when the gradient of a parameter is complete."""
-        if parameter.grad is self._freed[id(parameter)]:  # FSDP2 has set its local part to the gradient
-            self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
-        if self._accumulating:
-            self._refuse_second_gradient(parameter)
-            return
         with self._lock:
+            if self._accumulating:
+                self._steps.refuse_second_gradient(parameter)
+                return
             if not self._began:
                 if is_wrapped_by_ddp(parameters_of(self._optimizer)):
                     self.remove()
                     raise RuntimeError(f"Expected the model not to be wrapped by {DDP_KEEPS}")
                 self._began = True
-            running = torch._C._current_graph_task_id()
-            if running != self._backward:
+            if self._steps.begin():
                 self._refuse_without_check()
-                if self._backward != -1:  # the last backward failed; `step` takes the gradients that it left
-                    self._steps += 1
-                    for one in self._buckets:
-                        one.arrived = {}
-                    if self._reduction is not None:
-                        self._reduction.restart()
-                _call_after_backward(self._finish)
-                self._backward = running
-            self._refuse_second_gradient(parameter)
+            self._steps.refuse_second_gradient(parameter)
             bucket = self._bucket_of.get(id(parameter)) or self._assign(parameter)
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
             bucket.arrived[id(parameter)] = parameter, stream
@@ -350,6 +284,7 @@ class StepInBackward:
         self._use_reduced(reduction)
         bucket = self._buckets[reduction.following]
         with self._arrived(bucket):
+            self._steps.use()
             reduction.begin(bucket)
         reduction.following += 1
 
@@ -377,21 +312,10 @@ class StepInBackward:
         """Check gradients of a bucket, or update their parameters, and free them."""
         if self._checks and self._checker is not None:
             self._add(self._checker, ready)
-            for parameter, stand_in in zip(ready, self._stand_ins(ready), strict=True):
-                parameter.grad = stand_in
+            for parameter in ready:
+                parameter.grad = self._steps.stand_in(parameter)
         else:
             self._step(bucket.part, ready)
-
-    def _stand_ins(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What replaces the gradients of some parameters."""
-        found = []
-        for parameter in parameters:
-            stand_in = self._freed[id(parameter)]
-            if (stand_in.dtype, stand_in.device) != (parameter.grad.dtype, parameter.device):  # type: ignore[union-attr]
-                stand_in = self._freed[id(parameter)] = freed_gradient(parameter, REMEDY)
-            local(stand_in).zeroed = False  # type: ignore[attr-defined]
-            found.append(stand_in)
-        return found
 
     @torch.no_grad()
     def _add(self, checker: Checker, parameters: list[torch.Tensor]) -> None:
@@ -417,9 +341,9 @@ class StepInBackward:
             self._add(self._checker, parameters)
         optimizer._decision = self._decision()
         try:
-            optimizer._step_part(part, parameters, self._stand_ins(parameters))
-            self._stepped_at.update(zip(map(id, parameters), repeat(self._steps), strict=False))
-            self._options = option_values(optimizer.param_groups)
+            freed = list(map(self._steps.stand_in, parameters))
+            with self._steps.stepping(parameters, freed, optimizer.param_groups):
+                optimizer._step_part(part, parameters, freed)
         finally:
             optimizer._decision = None
 
@@ -450,25 +374,20 @@ class StepInBackward:
         """Raise if a parameter could get a gradient that no check finds."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in self._freed:
+                if parameter.requires_grad and not self._steps.has_hook(parameter):
                     raise RuntimeError(
                         "Expected the parameters that step_in_backward found to be all that are trained with "
                         f"clipping='exact' or a scaler, but got another one of shape {tuple(parameter.shape)}: after "
                         "requires_grad_() or add_param_group(), call remove() and step_in_backward again"
                     )
 
-    def _before_step(self) -> None:
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
         optimizer = self._optimizer
         if self._checks:
             self._refuse_without_hook()
-        for parameter in parameters_of(optimizer):
-            if gradient_of(parameter) is not None:  # that other code has set
-                self._refuse_second_gradient(parameter)
-        try:
-            self._refuse_changes()
-        finally:
-            self._steps += 1  # what follows an error is another step
+        closure = any(one is not None for one in (*args[1:], *kwargs.values()))  # which runs a backward
+        self._steps.check_step(optimizer.param_groups, [] if closure else parameters_of(optimizer))
         if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):
             raise RuntimeError(
                 "Expected no gradient at the step with process_group=, but got some that no backward has averaged over "
@@ -525,24 +444,22 @@ class StepInBackward:
         norm: torch.Tensor = self._verdict.sum_of_squares.sqrt().float()
         return norm
 
-    def _after_load(self) -> None:
-        """Called when the optimizer has loaded a state, of another step."""
-        self._steps += 1
-
     def _after_step(self) -> None:
-        self._steps += 1  # a closure may have run a backward since the beginning
+        self._steps.clear()  # a closure may have run a backward since the beginning
         if self.clipping is None:
             return
         self._optimizer._decision, self._ended = None, False
         if self._checks:
             self._verdict = None
 
-    def _finish(self) -> None:
-        """Called by autograd when the backward has ended: use the buckets of which some parameters had no gradient."""
+    def _finish(self, failed: bool) -> None:
+        """Called when a backward has ended: use the buckets of which some parameters had no gradient."""
         with self._lock:
-            self._backward = -1
             reduction = self._reduction
-            if reduction is None:
+            if failed:  # `step` takes the gradients that it left
+                for bucket in self._buckets:
+                    bucket.arrived = {}
+            elif reduction is None:
                 for bucket in self._buckets:
                     if bucket.arrived:
                         self._complete(bucket)
@@ -550,13 +467,9 @@ class StepInBackward:
                 while reduction.following < len(self._buckets):
                     self._reduce(reduction)
                 self._use_reduced(reduction)
+            if reduction is not None:
                 reduction.restart()
-            self._stepped = self._checker is None
-
-
-def _call_after_backward(method: Callable[[], None]) -> None:
-    """Call a method when the present backward has ended without an error."""
-    torch.autograd.Variable._execution_engine.queue_callback(partial(call_if_alive, weakref.WeakMethod(method)))
+            self._stepped |= self._checker is None and not failed
 
 
 def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:
@@ -729,8 +642,12 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, scaler: Any) -> None:
         raise TypeError(
             f"Expected optimizer to be a halfstep.Adam or halfstep.AdamW, but got a {type(optimizer).__name__}"
         )
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"Expected bucket_bytes to be an integer of at least 1, but got {bucket_bytes!r}")
+    if hasattr(optimizer, "in_backward"):
+        raise TypeError(
+            f"Expected optimizer to step on the device, but got a {type(optimizer).__name__}: make it with "
+            "in_backward='step' instead"
+        )
+    check_bucket_bytes(bucket_bytes)
     if optimizer._stepping_in_backward is not None:
         raise ValueError("Expected optimizer not to step in the backward already: call remove() on the first handle")
     for name, module in model.named_modules():

@@ -49,9 +49,9 @@ class Rollback:
         self.copies: list[torch.Tensor] = []
         self.objects: dict[str, Any] = {}
         self.vars: list[tuple[Any, Any]] = []
-        for owner in (optimizer, scaler):
+        getattr(optimizer, "state", None)  # reading it waits for what an offloaded optimizer still steps
+        for owner in (optimizer, getattr(optimizer, "_on_host", None), scaler):
             if owner is not None:
-                getattr(owner, "param_groups", None)  # reading them waits for what an offloaded optimizer still steps
                 # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
                 held = {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()}
                 self.vars.append((vars(owner), held))

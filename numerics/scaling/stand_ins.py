@@ -43,6 +43,29 @@ class StandIn(torch.Tensor):
         """The gradient, for methods that torch does not dispatch."""
         raise NotImplementedError
 
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient where it is; None if it was freed."""
+        return None
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Write the gradient. torch would give memory to the stand-in, which nothing reads."""
+        if isinstance(values, FreedGradient):  # a module that is moved or converted assigns what is in `data`
+            torch._C.TensorBase.data.__set__(self, values)  # type: ignore[attr-defined]
+            return
+        gradient = self._numbers("an assignment to .data")
+        if (values.shape, values.dtype) != (gradient.shape, gradient.dtype):
+            raise RuntimeError(
+                f"Expected a tensor of shape {tuple(gradient.shape)} and dtype {gradient.dtype} as .data of a gradient "
+                f"on the host, but got {tuple(values.shape)} and {values.dtype}: call zero_grad() first"
+            )
+        with torch.no_grad():
+            gradient.copy_(values)
+
     def numpy(self, *, force: bool = False) -> Any:
         return self._numbers("numpy").numpy(force=force)
 
@@ -153,6 +176,11 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return None if is_stand_in(grad) else grad
 
 
+def is_zeroed(grad: torch.Tensor | None) -> bool:
+    """Whether a gradient was used and freed, and then set to zero."""
+    return bool(getattr(getattr(grad, "_local_tensor", grad), "zeroed", False))
+
+
 def remove_stand_in(parameter: torch.Tensor) -> None:
     """Set ``.grad`` of a parameter to None if it is a stand-in."""
     if is_stand_in(parameter.grad):
@@ -168,7 +196,7 @@ def gradients_of(parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
     if not set(map(type, grads)) <= {torch.Tensor, type(None)}:
         for index, grad in enumerate(grads):
             if grad is not None and is_stand_in(grad):
-                if getattr(getattr(grad, "_local_tensor", grad), "zeroed", False):
+                if is_zeroed(grad):
                     parameters[index].grad = torch.zeros_like(parameters[index].detach(), dtype=grad.dtype)
                 grads[index] = gradient_of(parameters[index])
     return grads

@@ -21,7 +21,7 @@ import torch
 from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
-from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
+from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, refuse_freed
 from halfstep.numerics.scaling.topology import NOWHERE, Topology, TopologyMemory, local, settle_gradients
 
 Kind = tuple[torch.device, int, bool]
@@ -299,9 +299,12 @@ class Checker:
         kinds: dict[Kind, tuple[list[torch.Tensor], list[int]]] = {}
         for grad, place in zip(grads, places, strict=True):
             if is_stand_in(grad):
-                if scales:
-                    refuse_freed(parameters, "a scaler")
-                continue
+                elsewhere = grad.gradient() if isinstance(grad, StandIn) else None
+                if elsewhere is None:
+                    if scales:
+                        refuse_freed(parameters, "a scaler")
+                    continue
+                grad = elsewhere
             if grad.is_sparse:
                 if not grad.is_coalesced():  # the optimizer adds duplicates, and their sum may overflow
                     parameters[place].grad = grad = grad.coalesce()

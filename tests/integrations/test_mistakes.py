@@ -22,13 +22,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# What is wrong today: a backward that failed after some buckets were stepped. A thread steps them, so that it may be
-# right by chance.
-OPEN = pytest.mark.xfail(reason="a backward that failed", strict=False)
-ways = [pytest.param(way, marks=[OPEN] if way == "offload step" else []) for way in mistakes.WAYS]
-
-
-@pytest.mark.parametrize("way", ways)
+@pytest.mark.parametrize("way", mistakes.WAYS)
 @pytest.mark.parametrize("layout", mistakes.LAYOUTS_OF_16_BITS)
 def test_mistakes_have_the_bits_of_the_plain_optimizer_or_are_refused(layout: str, way: str) -> None:
     counts: Counter[str] = Counter()

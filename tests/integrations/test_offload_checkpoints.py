@@ -212,12 +212,6 @@ def test_gradients_before_the_first_step_are_kept(backwards: int) -> None:
     assert _same(*results)
 
 
-def _slowly(optimizer: Any) -> None:
-    """Delay the steps of buckets, so that they are taken while other code reads the optimizer."""
-    submit = optimizer._submit
-    optimizer._submit = lambda call: submit(partial(_later, call))
-
-
 def _later(call: Callable[[], None]) -> None:
     time.sleep(0.2)
     call()
@@ -296,7 +290,16 @@ def test_gradients_stay_on_the_host_when_the_state_is_asked_for() -> None:
             assert parameter.grad.tolist() == [float(number)] * 5
 
 
-def test_other_readers_find_the_copies_on_the_host() -> None:
+def test_groups_and_state_are_of_the_parameters_on_the_device() -> None:
     run = _run("host", "split", steps=1)
-    own = {id(parameter) for parameter in run.net.parameters()}
-    assert not own & {id(host) for group in run.optimizer.param_groups for host in group["params"]}
+    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    assert set(map(id, parameters)) == set(map(id, run.net.parameters()))
+    assert set(map(id, run.optimizer.state)) == {id(one) for one in parameters if one.requires_grad}
+    moments = {parameter: state["exp_avg"].clone() for parameter, state in run.optimizer.state.items()}
+    for parameter in run.optimizer.state:  # as Lightning moves a state
+        run.optimizer.state[parameter] = {k: v.clone() for k, v in run.optimizer.state[parameter].items()}
+    run.optimizer.state[run.net.inner.weight]["exp_avg"].zero_()
+    assert moments.pop(run.net.inner.weight).any() and not run.optimizer.state[run.net.inner.weight]["exp_avg"].any()
+    assert all(torch.equal(run.optimizer.state[parameter]["exp_avg"], value) for parameter, value in moments.items())
+    run.optimizer.state = {}
+    assert run.optimizer.state == {} and run.optimizer.state_dict()["state"] == {}

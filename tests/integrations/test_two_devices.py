@@ -277,7 +277,22 @@ def test_scalers_of_torch_are_refused_where_they_do_not_wait(on_gpu: bool) -> No
             "GradScaler of torch: it copies numbers from the GPU to the CPU without waiting for them, and uses them "
             "before they have arrived"
         )
-        offloaded = OffloadedAdamW(parameters[1::2])
-        assert "parameters on cpu and a loss scale on cuda:0" in error_of(
-            RuntimeError, lambda: step(offloaded, model.device)
-        )
+
+
+@pytest.mark.parametrize("mode", ["copy", None])
+def test_a_scaler_of_torch_on_the_gpu_steps_on_the_host(mode: Any) -> None:
+    """`.grad` is on the GPU, as its scale is, and waits for what is copied to the host."""
+
+    def train(gpu: torch.device) -> list[bytes]:
+        parameter = torch.nn.Parameter(integers((5, 3), torch.float32, 1, gpu))
+        optimizer = OffloadedAdamW([parameter], lr=0.1, in_backward=mode)
+        scaler = torch.amp.GradScaler(gpu.type, 4.0, growth_interval=2)
+        for step in range(4):
+            optimizer.zero_grad()
+            factor = torch.inf if step == 1 else 1.0
+            scaler.scale((parameter * integers((5, 3), torch.float32, step, gpu)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return bits([parameter, *optimizer.masters().values()])
+
+    assert in_every_order(train) == []

@@ -104,8 +104,10 @@ class _Deferred(TorchDispatchMode):
         self.model = model
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, StandIn) for one in types):
-            return NotImplemented  # it decides itself
+        stand_in: Any = next((one for one in types if issubclass(one, StandIn)), None)
+        if stand_in is not None:  # it decides itself; the copies that it makes are those of Python code
+            with self, _Python(self.model):
+                return stand_in.__torch_dispatch__(func, types, args, kwargs)
         with torch._C.DisableTorchFunction():
             return self.model.operation(func, args, kwargs or {})
 

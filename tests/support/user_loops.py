@@ -62,6 +62,33 @@ class Run:
         """A model in the dtype of the layout, or in another, except where everything is fp32."""
         return (kind or mlp)().to(self._dtype(dtype))
 
+    def start(self, kind: Callable[[], nn.Module] | None = None, **options: Any) -> tuple[Any, Any]:
+        """A model, and the optimizer of all of its parameters."""
+        model = self.model(kind)
+        return model, self.adamw(model, **options)
+
+    def backwards(
+        self, model: nn.Module, optimizer: Any, count: int = 4, **data: Any
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Train; what is in the loop runs between each backward and its step."""
+        tokens = data.pop("tokens", False)
+        for x, y in self.tokens(count) if tokens else self.batches(count, **data):
+            optimizer.zero_grad()
+            (model(x, y) if tokens else F.mse_loss(model(x), y)).backward()
+            yield x, y
+            optimizer.step()
+
+    def steps(self, model: nn.Module, optimizer: Any, count: int = 4, **data: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Train; what is in the loop runs after each step."""
+        for x, y in self.batches(count, **data):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            yield x, y
+
+    def train(self, model: nn.Module, optimizer: Any, count: int = 4, **data: Any) -> None:
+        deque(self.backwards(model, optimizer, count, **data), maxlen=0)
+
     def batches(self, count: int, dtype: torch.dtype | None = None, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs of 7 and targets of 5 features."""
         for number in range(first, first + count):
@@ -165,15 +192,6 @@ def differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> list
 
 def _bits(values: Tensor) -> Tensor:
     return values.contiguous().reshape(-1).view(torch.uint8)
-
-
-Program = Callable[[Run], None]
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(function: Program) -> Program:
-    PROGRAMS[function.__name__] = function
-    return function
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -283,10 +301,8 @@ def grads(model: nn.Module) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------- where gradients are zeroed
 
 
-@program
 def tutorial(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)
@@ -295,20 +311,16 @@ def tutorial(run: Run) -> None:
         run.log(loss.item())
 
 
-@program
 def zero_grad_after_the_step(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
-@program
 def zero_grad_between_forward_and_backward(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         loss = F.mse_loss(model(x), y)
         optimizer.zero_grad()
@@ -316,72 +328,58 @@ def zero_grad_between_forward_and_backward(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def model_zero_grad_first(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         model.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
 
 
-@program
 def model_zero_grad_after_the_step(run: Run) -> None:
     """As the Trainer of transformers."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         model.zero_grad()
 
 
-@program
 def zero_grad_to_zeros(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         optimizer.zero_grad(set_to_none=False)
         F.mse_loss(model(x), y).backward()
         optimizer.step()
 
 
-@program
 def model_zero_grad_to_zeros(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         F.mse_loss(model(x), y).backward()
         optimizer.step()
         model.zero_grad(set_to_none=False)
 
 
-@program
 def zeros_for_a_head_that_a_batch_does_not_use(run: Run) -> None:
-    model = run.model(Heads)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(Heads)
     for step, (x, y) in enumerate(run.batches(5)):
         optimizer.zero_grad(set_to_none=False)
         F.mse_loss(model(x)[step % 2], y).backward()
         optimizer.step()  # the other head has a gradient of zeros, and is decayed
 
 
-@program
 def a_head_that_a_batch_does_not_use(run: Run) -> None:
-    model = run.model(Heads)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(Heads)
     for step, (x, y) in enumerate(run.batches(5)):
         optimizer.zero_grad()
         F.mse_loss(model(x)[step % 2], y).backward()
         optimizer.step()
 
 
-@program
 def gradients_set_to_none_by_hand(run: Run) -> None:
     """As apex advised, and nanoGPT's early versions."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         for p in model.parameters():
             p.grad = None
@@ -389,11 +387,9 @@ def gradients_set_to_none_by_hand(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def gradients_zeroed_by_hand(run: Run) -> None:
     """As `zero_grad` of old versions of torch."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         F.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -403,10 +399,8 @@ def gradients_zeroed_by_hand(run: Run) -> None:
                 p.grad.zero_()
 
 
-@program
 def data_of_gradients_zeroed(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         F.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -414,10 +408,8 @@ def data_of_gradients_zeroed(run: Run) -> None:
             p.grad.data.zero_()
 
 
-@program
 def zeroed_twice(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         optimizer.zero_grad()
         model.zero_grad()
@@ -426,10 +418,8 @@ def zeroed_twice(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program
 def one_module_zeroed_at_a_time(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         for module in model:
             module.zero_grad()
@@ -440,22 +430,15 @@ def one_module_zeroed_at_a_time(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------- clipping by the loop
 
 
-@program
 def clip_grad_norm(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         run.log(clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
 
 
-@program
 def clip_grad_norm_and_model_zero_grad(run: Run) -> None:
     """transformers' inner loop."""
-    model = run.model(GPT)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(GPT)
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model.zero_grad()
     for x, y in run.tokens(4):
@@ -467,46 +450,29 @@ def clip_grad_norm_and_model_zero_grad(run: Run) -> None:
         model.zero_grad()
 
 
-@program
 def clip_grad_norm_of_groups(run: Run) -> None:
     """Clips what the optimizer holds, as lightning and PPO of stable-baselines do."""
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         run.log(clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1))
-        optimizer.step()
 
 
-@program
 def clip_infinity_norm_of_one_module(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         run.log(clip_grad_norm_(model[0].parameters(), 0.01, norm_type=math.inf, foreach=False))
-        optimizer.step()
 
 
-@program
 def clip_in_two_calls(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
         run.log(norm)
-        optimizer.step()
 
 
-@program
 def clip_grad_value(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         model.zero_grad()
         F.mse_loss(model(x), y).backward()
@@ -514,202 +480,125 @@ def clip_grad_value(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def clip_each_gradient_by_hand(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         for p in model.parameters():
             p.grad.data.clamp_(-0.02, 0.02)
-        optimizer.step()
 
 
-@program
 def clip_the_norm_by_hand(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         total = math.sqrt(sum(p.grad.data.norm(2).item() ** 2 for p in model.parameters() if p.grad is not None))
         run.log(total)
         if total > 0.1:
             for p in model.parameters():
                 if p.grad is not None:
                     p.grad.data.mul_(0.1 / (total + 1e-6))
-        optimizer.step()
 
 
-@program
 def clip_with_foreach(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         norm = torch.stack(torch._foreach_norm(grads(model))).norm()
         torch._foreach_mul_(grads(model), (0.1 / (norm + 1e-6)).clamp(max=1).item())
         run.log(norm)
-        optimizer.step()
 
 
-@program
 def adaptive_clipping(run: Run) -> None:
     """timm's, of each unit to the norm of its weight (Brock et al., 2021)."""
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         for p in model.parameters():
             limit = p.detach().norm().clamp(min=1e-3) * 0.01
             norm = p.grad.detach().norm()
             p.grad.detach().copy_(torch.where(norm < limit, p.grad, p.grad * (limit / norm.clamp(min=1e-6))))
-        optimizer.step()
 
 
-@program
 def clipped_by_the_optimizer(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model, **({} if run.way == "torch" else {"max_grad_norm": 1000.0}))
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start(**({} if run.way == "torch" else {"max_grad_norm": 1000.0}))
+    run.train(model, optimizer)
 
 
 # ----------------------------------------------------------------------------------- gradients that are read or written
 
 
-@program
 def norm_of_gradients_in_the_log(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         run.log(*(p.grad.norm() for p in model.parameters() if p.grad is not None))
-        optimizer.step()
 
 
-@program
 def norm_of_gradients_in_the_log_after_the_step(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for _ in run.steps(model, optimizer):
         run.log(sum(p.grad.float().pow(2).sum() for p in model.parameters() if p.grad is not None) ** 0.5)
 
 
-@program
 def histogram_of_gradients(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer, 3):
         for p in model.parameters():
             if p.requires_grad and p.grad is not None:
                 run.log(*torch.histc(p.grad.detach().float().cpu(), 4))
-        optimizer.step()
 
 
-@program
 def flat_vector_of_gradients(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     last = None
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    for _ in run.backwards(model, optimizer):
         flat = torch.cat([p.grad.flatten() for p in model.parameters()])
         if last is not None:
             run.log(F.cosine_similarity(flat.float(), last.float(), dim=0))
         last = flat
-        optimizer.step()
 
 
-@program
 def gradients_as_numpy(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         run.log(max(abs(p.grad.detach().float().cpu().numpy()).max() for p in model.parameters()))
-        optimizer.step()
 
 
-@program
 def centralized_gradients(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         for p in model.parameters():
             if p.dim() > 1:
                 p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
-        optimizer.step()
 
 
-@program
 def noise_on_gradients(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         for p in model.parameters():
             p.grad += 0.01 * torch.randn_like(p.grad)
-        optimizer.step()
 
 
-@program
 def gradients_replaced_by_others(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         for p in model.parameters():
             p.grad = p.grad * 0.5 + 0.01 * p.detach()
-        optimizer.step()
 
 
-@program
 def decay_added_to_gradients(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model, weight_decay=0.0)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start(weight_decay=0.0)
+    for _ in run.backwards(model, optimizer):
         with torch.no_grad():
             for p in model.parameters():
                 p.grad.add_(p, alpha=0.1)
-        optimizer.step()
 
 
-@program
 def a_row_without_gradient(run: Run) -> None:
-    model = run.model(GPT)
-    optimizer = run.adamw(model)
-    for x, y in run.tokens(4):
-        optimizer.zero_grad()
-        model(x, y).backward()
+    model, optimizer = run.start(GPT)
+    for _ in run.backwards(model, optimizer, tokens=True):
         model.embedding.weight.grad[3] = 0
-        optimizer.step()
 
 
-@program
 def masked_gradients(run: Run) -> None:
     """A pruned layer stays pruned."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     mask = torch.rand_like(model[0].weight) > 0.5
     model[0].weight.data.mul_(mask)
     for x, y in run.batches(4):
@@ -720,25 +609,18 @@ def masked_gradients(run: Run) -> None:
         model[0].weight.data.mul_(mask)
 
 
-@program
 def gradients_of_one_layer_dropped(run: Run) -> None:
     """The last layer is not trained in the first steps (DINO)."""
-    model = run.model()
-    optimizer = run.adamw(model)
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for step, _ in enumerate(run.backwards(model, optimizer)):
         if step < 2:
             for name, p in model.named_parameters():
                 if name.startswith("3."):
                     p.grad = None
-        optimizer.step()
 
 
-@program
 def nan_gradients_set_to_zero(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(4)):
         optimizer.zero_grad()
         if step == 2:
@@ -750,10 +632,8 @@ def nan_gradients_set_to_zero(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def a_step_skipped_for_nan_gradients(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(5)):
         if step == 2:
             x[0, 0] = math.nan
@@ -765,14 +645,10 @@ def a_step_skipped_for_nan_gradients(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program
 def sharpness_aware(run: Run) -> None:
     """SAM in two backwards, written in the loop."""
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for x, y in run.backwards(model, optimizer):
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
         moved = []
         with torch.no_grad():
@@ -784,177 +660,117 @@ def sharpness_aware(run: Run) -> None:
         with torch.no_grad():
             for p, by in zip(model.parameters(), moved, strict=True):
                 p.sub_(by)
+
+
+def two_steps_with_the_same_gradients(run: Run) -> None:
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         optimizer.step()
 
 
-@program
 def averaged_by_hand(run: Run) -> None:
     """As loops without DistributedDataParallel average over ranks, of which there is one."""
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         for p in model.parameters():
             if p.grad is not None:
                 p.grad /= 2
-        optimizer.step()
 
 
-@program
 def slow_gradients(run: Run) -> None:
     """Grokfast: an average of gradients is added to each (Lee et al., 2024)."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     average: dict[str, Tensor] = {}
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    for _ in run.backwards(model, optimizer):
         for name, p in model.named_parameters():
             if p.requires_grad:
                 average.setdefault(name, p.grad.data.detach().clone())
                 average[name] = average[name] * 0.9 + p.grad.data.detach() * 0.1
                 p.grad.data = p.grad.data + average[name] * 2
-        optimizer.step()
 
 
 # ------------------------------------------------------------------------------------------------------ weights written
 
 
-@program
 def weights_clamped(run: Run) -> None:
     """The critic of the first Wasserstein GAN."""
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for _ in run.steps(model, optimizer):
         for p in model.parameters():
             p.data.clamp_(-0.2, 0.2)
 
 
-@program
 def decay_by_hand_after_the_step(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model, weight_decay=0.0)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start(weight_decay=0.0)
+    for _ in run.steps(model, optimizer):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.99)
 
 
-@program
 def decay_by_hand_between_backward_and_step(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model, weight_decay=0.0)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start(weight_decay=0.0)
+    for _ in run.backwards(model, optimizer):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.99)
-        optimizer.step()
 
 
-@program
 def decay_with_foreach_on_data(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for _ in run.steps(model, optimizer):
         torch._foreach_mul_([p.data for p in model.parameters()], 0.99)
 
 
-@program
 def weights_written_by_numpy(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for _ in run.steps(model, optimizer):
         for p in model.parameters():
             p.data.view(torch.uint8).numpy().reshape(-1)[:4] = 0
 
 
-@program
 def rows_of_unit_norm(run: Run) -> None:
     """As nGPT and dictionaries of sparse autoencoders."""
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for _ in run.steps(model, optimizer):
         model[0].weight.data = F.normalize(model[0].weight.data, dim=1)
 
 
-@program
 def weights_set_by_copies_of_data(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     best = [p.data.clone() for p in model.parameters()]
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for step, _ in enumerate(run.steps(model, optimizer)):
         if step == 1:  # back to the best
             for p, value in zip(model.parameters(), best, strict=True):
                 p.data.copy_(value)
 
 
-@program
 def a_layer_initialized_again(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for step, _ in enumerate(run.steps(model, optimizer, 5)):
         if step == 2:
             nn.init.normal_(model[3].weight, std=0.02)
             model[0].reset_parameters()
 
 
-@program
 def noise_on_weights(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for _ in run.steps(model, optimizer):
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p), alpha=0.01)
 
 
-@program
 def weights_from_a_vector(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for _ in run.steps(model, optimizer):
         vector = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters(vector * 0.99, model.parameters())
 
 
-@program
 def decay_through_groups(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for _ in run.steps(model, optimizer):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.data.mul_(1 - group["lr"])
@@ -963,31 +779,22 @@ def decay_through_groups(run: Run) -> None:
 # -------------------------------------------------------------------------------------------------- averages of weights
 
 
-@program
 def ema_that_is_evaluated(run: Run) -> None:
     model = run.model()
     ema = copy.deepcopy(model).requires_grad_(False)
     run.averages.append(ema)
     optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for x, y in run.steps(model, optimizer):
         with torch.no_grad():
             for average, p in zip(ema.parameters(), model.parameters(), strict=True):
                 average.mul_(0.9).add_(p, alpha=0.1)
         run.log(F.mse_loss(ema(x), y))
 
 
-@program
 def ema_swapped_in_for_evaluation(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     shadow = {name: p.data.clone() for name, p in model.named_parameters()}
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for x, y in run.steps(model, optimizer):
         for name, p in model.named_parameters():
             shadow[name] = 0.9 * shadow[name] + 0.1 * p.data
         backup = {name: p.data for name, p in model.named_parameters()}
@@ -999,10 +806,8 @@ def ema_swapped_in_for_evaluation(run: Run) -> None:
             p.data = backup[name]
 
 
-@program
 def ema_copied_back(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     ema = [p.detach().clone() for p in model.parameters()]
     for step, (x, y) in enumerate(run.batches(5)):
         model.zero_grad()
@@ -1014,15 +819,10 @@ def ema_copied_back(run: Run) -> None:
                 p.data.copy_(average)
 
 
-@program
 def lookahead(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     slow = [p.detach().clone() for p in model.parameters()]
-    for step, (x, y) in enumerate(run.batches(6)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for step, _ in enumerate(run.steps(model, optimizer, 6)):
         if step % 3 == 2:
             for p, anchor in zip(model.parameters(), slow, strict=True):
                 anchor += 0.5 * (p.data - anchor)
@@ -1052,57 +852,41 @@ class Lookahead:
                     fast.data.copy_(state["slow"])
 
 
-@program
 def lookahead_around_the_optimizer(run: Run) -> None:
     model = run.model()
     optimizer = Lookahead(run.adamw(model))
-    for x, y in run.batches(6):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer, 6)
 
 
-@program
 def stochastic_weight_averaging(run: Run) -> None:
     model = run.model(convnet)
     averaged = swa_utils.AveragedModel(model)
     run.averages.append(averaged)
     optimizer = run.adamw(model)
     scheduler = swa_utils.SWALR(optimizer, swa_lr=0.005, anneal_epochs=2)
-    for step, (x, y) in enumerate(run.batches(6)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for step, _ in enumerate(run.steps(model, optimizer, 6)):
         if step > 1:
             averaged.update_parameters(model)
             scheduler.step()
     swa_utils.update_bn([x for x, _ in run.batches(2)], averaged)
 
 
-@program
 def ema_of_torch(run: Run) -> None:
     model = run.model()
     averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     run.averages.append(averaged)
     optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for _ in run.steps(model, optimizer):
         averaged.update_parameters(model)
 
 
-@program
 def switch_ema(run: Run) -> None:
     """The average becomes the model at the end of each epoch (Li et al., 2024)."""
     model = run.model()
     averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
     optimizer = run.adamw(model)
     for _ in range(2):
-        for x, y in run.batches(3):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+        for _ in run.steps(model, optimizer, 3):
             averaged.update_parameters(model)
         model.load_state_dict(averaged.module.state_dict())
 
@@ -1110,7 +894,6 @@ def switch_ema(run: Run) -> None:
 # ------------------------------------------------------------------------------------------ parameters that come and go
 
 
-@program
 def gradual_unfreezing(run: Run) -> None:
     """ULMFiT: one more layer from the top at each epoch, all of them in the optimizer from the beginning."""
     model = run.model().requires_grad_(False)
@@ -1118,13 +901,9 @@ def gradual_unfreezing(run: Run) -> None:
     layers = [module for module in reversed(model) if list(module.parameters())]
     for layer in layers:
         layer.requires_grad_(True)
-        for x, y in run.batches(2):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+        run.train(model, optimizer, 2)
 
 
-@program
 def unfrozen_layers_in_new_groups(run: Run) -> None:
     """As lightning's BaseFinetuning."""
     model = run.model().requires_grad_(False)
@@ -1140,10 +919,8 @@ def unfrozen_layers_in_new_groups(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def backbone_frozen_later(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(5)):
         if step == 2:
             model[0].requires_grad_(False)
@@ -1152,10 +929,8 @@ def backbone_frozen_later(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def frozen_and_unfrozen_in_turn(run: Run) -> None:
-    model = run.model(Heads)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(Heads)
     for step, (x, y) in enumerate(run.batches(6)):
         model.first.requires_grad_(step % 2 == 0)
         optimizer.zero_grad()
@@ -1163,32 +938,22 @@ def frozen_and_unfrozen_in_turn(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def lora(run: Run) -> None:
     model = run.model(LoRA)
     optimizer = run.adamw(model, filter(lambda p: p.requires_grad, model.parameters()))
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer)
 
 
-@program
 def lora_merged_and_begun_again(run: Run) -> None:
     """ReLoRA (Lialin et al., 2023)."""
-    model = run.model(LoRA)
-    optimizer = run.adamw(model)
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start(LoRA)
+    for step, _ in enumerate(run.steps(model, optimizer, 5)):
         if step == 2:
             model.base.weight.data += 2 * model.b.weight.data @ model.a.weight.data
             nn.init.kaiming_uniform_(model.a.weight, a=math.sqrt(5))
             nn.init.zeros_(model.b.weight)
 
 
-@program
 def decay_of_matrices_only(run: Run) -> None:
     model = run.model(GPT)
     params = dict(model.named_parameters()).values()
@@ -1199,13 +964,9 @@ def decay_of_matrices_only(run: Run) -> None:
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02},
         ],
     )
-    for x, y in run.tokens(4):
-        optimizer.zero_grad()
-        model(x, y).backward()
-        optimizer.step()
+    run.train(model, optimizer, tokens=True)
 
 
-@program
 def a_learned_parameter_of_the_loss(run: Run) -> None:
     """Uncertainty weights of two tasks (Kendall et al., 2018)."""
     model = run.model(Heads)
@@ -1218,14 +979,9 @@ def a_learned_parameter_of_the_loss(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def a_new_head_and_a_new_optimizer(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    run.train(model, optimizer, 3)
     model = copy.deepcopy(model)
     model[3] = nn.Linear(13, 2).to(model[0].weight.dtype)
     optimizer = run.adamw(model, lr=0.001)
@@ -1238,10 +994,8 @@ def a_new_head_and_a_new_optimizer(run: Run) -> None:
 # --------------------------------------------------------------------------------------------------------- accumulation
 
 
-@program
 def accumulation(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     optimizer.zero_grad()
     for step, (x, y) in enumerate(run.batches(6)):
         (F.mse_loss(model(x), y) / 3).backward()
@@ -1250,10 +1004,8 @@ def accumulation(run: Run) -> None:
             optimizer.zero_grad()
 
 
-@program
 def accumulation_and_model_zero_grad(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(6)):
         (F.mse_loss(model(x), y) / 2).backward()
         if step % 2 == 1:
@@ -1261,11 +1013,9 @@ def accumulation_and_model_zero_grad(run: Run) -> None:
             model.zero_grad()
 
 
-@program
 def accumulation_without_sync(run: Run) -> None:
     """nanoGPT's, and Accelerate's."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(6)):
         with nullcontext() if step % 2 else run.no_sync():
             (F.mse_loss(model(x), y) / 2).backward()
@@ -1274,10 +1024,8 @@ def accumulation_without_sync(run: Run) -> None:
             optimizer.zero_grad()
 
 
-@program
 def accumulation_without_sync_clipped(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(6)):
         with nullcontext() if step % 3 == 2 else run.no_sync():
             F.mse_loss(model(x), y).backward()
@@ -1287,11 +1035,9 @@ def accumulation_without_sync_clipped(run: Run) -> None:
             model.zero_grad()
 
 
-@program
 def accumulation_divided_at_the_end(run: Run) -> None:
     """The gradients are divided by the number of tokens, which is known after the last micro-batch."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(6)):
         with nullcontext() if step % 2 else run.no_sync():
             F.mse_loss(model(x), y, reduction="sum").backward()
@@ -1302,10 +1048,8 @@ def accumulation_divided_at_the_end(run: Run) -> None:
             optimizer.zero_grad()
 
 
-@program
 def accumulation_with_an_odd_last_batch(run: Run) -> None:
-    model = run.model(Heads)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(Heads)
     for step, (x, y) in enumerate(run.batches(5)):
         last = step % 2 == 1 or step == 4
         with nullcontext() if last else run.no_sync():
@@ -1315,11 +1059,9 @@ def accumulation_with_an_odd_last_batch(run: Run) -> None:
             optimizer.zero_grad()
 
 
-@program
 def accumulated_gradients_discarded(run: Run) -> None:
     """A batch without labels in the middle of an accumulation throws away what there is."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(6)):
         if step == 3:
             model.zero_grad()
@@ -1331,10 +1073,8 @@ def accumulated_gradients_discarded(run: Run) -> None:
             model.zero_grad()
 
 
-@program
 def two_backwards_of_one_graph(run: Run) -> None:
-    model = run.model(Heads)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(Heads)
     for x, y in run.batches(4):
         optimizer.zero_grad()
         first, second = model(x)
@@ -1344,10 +1084,8 @@ def two_backwards_of_one_graph(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def two_losses_in_two_backwards(run: Run) -> None:
-    model = run.model(Heads)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(Heads)
     for x, y in run.batches(4):
         optimizer.zero_grad()
         F.mse_loss(model(x)[0], y).backward()
@@ -1355,10 +1093,8 @@ def two_losses_in_two_backwards(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def two_losses_in_one_backward(run: Run) -> None:
-    model = run.model(Heads)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(Heads)
     for x, y in run.batches(4):
         optimizer.zero_grad()
         first, second = model(x)
@@ -1369,36 +1105,24 @@ def two_losses_in_one_backward(run: Run) -> None:
 # ----------------------------------------------------------------------------------------------------------- schedulers
 
 
-@program
 def warmup_and_cosine(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model, lr=0.02)
+    model, optimizer = run.start(lr=0.02)
     warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, 4)
     scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [2])
-    for x, y in run.batches(6):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for _ in run.steps(model, optimizer, 6):
         scheduler.step()
 
 
-@program
 def one_cycle(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=6)  # and the first beta
-    for x, y in run.batches(6):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for _ in run.steps(model, optimizer, 6):
         scheduler.step()
 
 
-@program
 def reduced_on_plateau(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
     for x, y in run.batches(6):
         optimizer.zero_grad()
@@ -1409,10 +1133,8 @@ def reduced_on_plateau(run: Run) -> None:
     run.log(optimizer.param_groups[0]["lr"])
 
 
-@program
 def learning_rate_set_at_the_top(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(4)):
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (step + 1)
@@ -1421,36 +1143,24 @@ def learning_rate_set_at_the_top(run: Run) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-@program
 def learning_rate_set_between_backward_and_step(run: Run) -> None:
     """build-nanogpt."""
-    model = run.model()
-    optimizer = run.adamw(model)
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for step, _ in enumerate(run.backwards(model, optimizer)):
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (step + 1)
-        optimizer.step()
 
 
-@program
 def learning_rate_as_a_tensor(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model, lr=torch.tensor(0.01))
+    model, optimizer = run.start(lr=torch.tensor(0.01))
     scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
-    for x, y in run.batches(5):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for _ in run.steps(model, optimizer, 5):
         scheduler.step()
 
 
-@program
 def decay_that_is_scheduled(run: Run) -> None:
     """DINO's loop sets rate and decay at the top."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(4)):
         for group in optimizer.param_groups:
             group["lr"], group["weight_decay"], group["betas"] = 0.01 * 0.8**step, 0.1 * step, (0.9 - 0.1 * step, 0.99)
@@ -1462,31 +1172,20 @@ def decay_that_is_scheduled(run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------------------- hooks
 
 
-@program
 def hooks_on_tensors(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for p in model.parameters():
         p.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer)
 
 
-@program
 def hooks_on_modules(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     model[0].register_forward_hook(lambda module, args, out: out * 1.5)
     model[3].register_full_backward_hook(lambda module, grads, _: run.log(grads[0].norm()))
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer)
 
 
-@program
 def hooks_after_accumulation_before_the_optimizer(run: Run) -> None:
     model = run.model()
 
@@ -1496,59 +1195,39 @@ def hooks_after_accumulation_before_the_optimizer(run: Run) -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(clip)
     optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer)
 
 
-@program
 def hooks_after_accumulation_after_the_optimizer(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
 
     def change(p: Tensor) -> None:
         p.grad.mul_(0.5).add_(0.01)
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(change)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer)
 
 
-@program
 def hooks_that_add_decay_to_gradients(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
 
     def decay(p: Tensor) -> None:
         p.grad.add_(0.1 * p.detach())
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(decay)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer)
 
 
-@program
 def hooks_on_the_optimizer(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     optimizer.register_step_post_hook(lambda *_: [p.data.mul_(0.99) for p in model.parameters()] and None)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer)
 
 
-@program
 def gradients_of_activations(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         optimizer.zero_grad()
         hidden = model[:2](x)
@@ -1561,10 +1240,8 @@ def gradients_of_activations(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------------ kinds of models
 
 
-@program
 def tied_weights(run: Run) -> None:
-    model = run.model(GPT)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(GPT)
     for x, y in run.tokens(4):
         optimizer.zero_grad()
         loss = model(x, y)
@@ -1573,7 +1250,6 @@ def tied_weights(run: Run) -> None:
         run.log(loss.item())
 
 
-@program
 def batch_norm_and_evaluation(run: Run) -> None:
     model = run.model(convnet)
     run.averages.append(model)  # its statistics
@@ -1588,27 +1264,17 @@ def batch_norm_and_evaluation(run: Run) -> None:
             run.log(F.mse_loss(model(x), y))
 
 
-@program
 def dropout_layers(run: Run) -> None:
-    model = run.model(dropout)
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start(dropout)
+    run.train(model, optimizer)
 
 
-@program
 def parametrized_weight(run: Run) -> None:
     model = run.model(lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(7, 5))))
     optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer)
 
 
-@program
 def spectral_norm(run: Run) -> None:
     # torch's power iteration has no bf16, so the layer is in fp32 in each layout.
     model = run.model(lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(7, 5))), FP32)
@@ -1619,22 +1285,17 @@ def spectral_norm(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def pruned_layer(run: Run) -> None:
     from torch.nn.utils import prune
 
     model = run.model()
     prune.l1_unstructured(model[0], "weight", amount=0.3)
     optimizer = run.adamw(model)
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for step, _ in enumerate(run.steps(model, optimizer)):
         if step == 1:
             model[0].weight_orig.data.mul_(model[0].weight_mask)
 
 
-@program
 def recurrent_network(run: Run) -> None:
     # Unrolled by hand: a weight is used several times in a backward.
     cell = run.model(lambda: nn.ModuleDict({"cell": nn.GRUCell(7, 5)}))
@@ -1648,7 +1309,6 @@ def recurrent_network(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def truncated_backpropagation(run: Run) -> None:
     cell = run.model(lambda: nn.ModuleDict({"cell": nn.GRUCell(7, 5)}))
     optimizer = run.adamw(cell)
@@ -1661,10 +1321,8 @@ def truncated_backpropagation(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def checkpointed_blocks(run: Run) -> None:
-    model = run.model(GPT)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(GPT)
     for x, y in run.tokens(4):
         optimizer.zero_grad()
         hidden = model.embedding(x)
@@ -1674,10 +1332,8 @@ def checkpointed_blocks(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def reentrant_checkpointed_blocks(run: Run) -> None:
-    model = run.model(GPT)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(GPT)
     for x, y in run.tokens(4):
         optimizer.zero_grad()
         hidden = model.embedding(x)
@@ -1687,7 +1343,6 @@ def reentrant_checkpointed_blocks(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def reentrant_checkpoints_that_share_a_block(run: Run) -> None:
     model = run.model(GPT)
     model.blocks[1] = model.blocks[0]
@@ -1701,7 +1356,6 @@ def reentrant_checkpoints_that_share_a_block(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def channels_last(run: Run) -> None:
     model = run.model(lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(90, 5)))
     model = model.to(memory_format=torch.channels_last)
@@ -1721,7 +1375,6 @@ def players() -> tuple[nn.Module, nn.Module]:
     return generator, nn.Sequential(nn.Linear(7, 9), nn.LeakyReLU(0.2), nn.Linear(9, 1))
 
 
-@program
 def gan(run: Run) -> None:
     """DCGAN's: the discriminator is not frozen, and the backward of the generator adds to its gradients."""
     g, d = (player.to(run.dtype) for player in players())
@@ -1737,7 +1390,6 @@ def gan(run: Run) -> None:
         optimizer_g.step()
 
 
-@program
 def gan_in_one_backward_each(run: Run) -> None:
     g, d = (player.to(run.dtype) for player in players())
     optimizer_g, optimizer_d = run.adamw(g), run.adamw(d)
@@ -1751,7 +1403,6 @@ def gan_in_one_backward_each(run: Run) -> None:
         optimizer_d.step()
 
 
-@program
 def gan_with_a_frozen_discriminator(run: Run) -> None:
     """pix2pix and CycleGAN: `set_requires_grad`."""
     g, d = (player.to(run.dtype) for player in players())
@@ -1768,7 +1419,6 @@ def gan_with_a_frozen_discriminator(run: Run) -> None:
         optimizer_g.step()
 
 
-@program
 def wasserstein_gan_with_gradient_penalty(run: Run) -> None:
     g, d = (player.to(run.dtype) for player in players())
     optimizer_g, optimizer_d = run.adamw(g), run.adamw(d)
@@ -1788,7 +1438,6 @@ def wasserstein_gan_with_gradient_penalty(run: Run) -> None:
             optimizer_g.step()
 
 
-@program
 def autoencoder_with_an_optimizer_per_half(run: Run) -> None:
     encoder, decoder = run.model(lambda: nn.Linear(7, 3)), run.model(lambda: nn.Linear(3, 7))
     optimizers = [run.adamw(encoder), run.adamw(decoder, lr=0.02)]
@@ -1800,7 +1449,6 @@ def autoencoder_with_an_optimizer_per_half(run: Run) -> None:
             optimizer.step()
 
 
-@program
 def embeddings_with_their_own_optimizer(run: Run) -> None:
     """Two optimizers of parts of one model, of which one is torch's, as Muon and AdamW are combined."""
     model = run.model(GPT)
@@ -1816,7 +1464,6 @@ def embeddings_with_their_own_optimizer(run: Run) -> None:
 # -------------------------------------------------------------------------------------------------------- reinforcement
 
 
-@program
 def ppo(run: Run) -> None:
     """cleanrl's: several epochs of shuffled minibatches, clipped."""
     agent = run.model(ActorCritic)
@@ -1842,7 +1489,6 @@ def ppo(run: Run) -> None:
                 optimizer.step()
 
 
-@program
 def reinforce(run: Run) -> None:
     policy = run.model()
     optimizer = run.adamw(policy)
@@ -1854,7 +1500,6 @@ def reinforce(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def dqn_with_a_target_network(run: Run) -> None:
     q = run.model()
     target = copy.deepcopy(q)
@@ -1871,7 +1516,6 @@ def dqn_with_a_target_network(run: Run) -> None:
                 slow.data.copy_(0.3 * p.data + 0.7 * slow.data)
 
 
-@program
 def td3_with_a_delayed_actor(run: Run) -> None:
     """The loss of the actor goes through the critic, whose gradients its own next `zero_grad` discards."""
     actor, critic = run.model(lambda: nn.Linear(7, 2)), run.model(lambda: nn.Linear(9, 1))
@@ -1886,15 +1530,10 @@ def td3_with_a_delayed_actor(run: Run) -> None:
             optimizer_a.step()
 
 
-@program
 def moments_set_to_zero(run: Run) -> None:
     """The optimizer forgets its moments when the task changes."""
-    model = run.model()
-    optimizer = run.adamw(model)
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for step, _ in enumerate(run.steps(model, optimizer, 5)):
         if step == 2:
             optimizer.state = defaultdict(dict)
 
@@ -1919,30 +1558,24 @@ def _scaled(run: Run, scaler: Any, dtype: torch.dtype | None, clip: bool = False
     run.log(scaler.get_scale())
 
 
-@program
 def scaler_of_torch(run: Run) -> None:
     _scaled(run, run.scaler(torch.amp.GradScaler), None)
 
 
-@program
 def scaler_of_torch_clipped(run: Run) -> None:
     _scaled(run, run.scaler(torch.amp.GradScaler), None, clip=True)
 
 
-@program
 def scaler_of_ours(run: Run) -> None:
     _scaled(run, run.scaler(), None)
 
 
-@program
 def scaler_of_ours_in_fp16_that_overflows(run: Run) -> None:
     _scaled(run, run.scaler(), FP16, bad=2)
 
 
-@program
 def scaler_of_ours_clipped(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     scaler = run.scaler()
     for x, y in run.batches(4):
         scaler.scale(F.mse_loss(model(x), y)).backward()
@@ -1971,10 +1604,8 @@ class NativeScaler:
             self._scaler.update()
 
 
-@program
 def timm(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     scale = NativeScaler(run.scaler(torch.amp.GradScaler))
     for step, (x, y) in enumerate(run.batches(6)):
         with nullcontext() if step % 2 else run.no_sync():
@@ -1983,7 +1614,6 @@ def timm(run: Run) -> None:
             optimizer.zero_grad()
 
 
-@program
 def autocast(run: Run) -> None:
     model = run.model(dtype=FP32)
     optimizer = run.adamw(model)
@@ -1995,7 +1625,6 @@ def autocast(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def norms_in_fp32(run: Run) -> None:
     """The model is in 16 bits but for its norms."""
     model = run.model(lambda: nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 5)))
@@ -2012,7 +1641,6 @@ def norms_in_fp32(run: Run) -> None:
 # ---------------------------------------------------------------------------------------------- compiled and functional
 
 
-@program
 def compiled_model(run: Run) -> None:
     model = run.model()
     compiled = torch.compile(model, backend="aot_eager")
@@ -2023,10 +1651,8 @@ def compiled_model(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def compiled_training_step(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
 
     @torch.compile(backend="eager")
     def train(x: Tensor, y: Tensor) -> Tensor:
@@ -2040,10 +1666,8 @@ def compiled_training_step(run: Run) -> None:
         run.log(train(x, y).detach())
 
 
-@program
 def compiled_optimizer(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
 
     @torch.compile(fullgraph=False, backend="eager")
     def step() -> None:
@@ -2055,10 +1679,8 @@ def compiled_optimizer(run: Run) -> None:
         step()
 
 
-@program
 def gradients_of_torch_func(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     params = dict(model.named_parameters())
 
     def loss_of(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -2072,10 +1694,8 @@ def gradients_of_torch_func(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program
 def gradients_of_autograd_grad(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         computed = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
         for p, grad in zip(model.parameters(), computed, strict=True):
@@ -2083,11 +1703,9 @@ def gradients_of_autograd_grad(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def gradients_of_two_tasks_projected(run: Run) -> None:
     """PCGrad (Yu et al., 2020): each task's gradients are taken from `.grad`, and others are put there."""
-    model = run.model(Heads)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(Heads)
     shared = list(model.trunk.parameters())
     for x, y in run.batches(4):
         taken = []
@@ -2102,10 +1720,8 @@ def gradients_of_two_tasks_projected(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def gradient_penalty(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         x.requires_grad_(True)
         loss = F.mse_loss(model(x), y)
@@ -2115,7 +1731,6 @@ def gradient_penalty(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def distillation(run: Run) -> None:
     teacher, student = run.model().eval().requires_grad_(False), run.model()
     optimizer = run.adamw(student)
@@ -2127,7 +1742,6 @@ def distillation(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def momentum_teacher(run: Run) -> None:
     """BYOL: the teacher is an average of the student, and begins as a copy."""
     student = run.model()
@@ -2143,11 +1757,9 @@ def momentum_teacher(run: Run) -> None:
             slow.data = slow.data * 0.9 + p.data * 0.1
 
 
-@program
 def reptile(run: Run) -> None:
     """Meta-learning: an inner loop on a copy, whose distance is the gradient (Nichol et al., 2018)."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(3):
         inner = copy.deepcopy(model)
         steps = torch.optim.SGD(inner.parameters(), lr=0.1)
@@ -2164,15 +1776,10 @@ def reptile(run: Run) -> None:
 # ------------------------------------------------------------------------------- saved, copied, closures, interruptions
 
 
-@program
 def resumed_from_a_file(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     file = io.BytesIO()
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for step, _ in enumerate(run.steps(model, optimizer)):
         if step == 1:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
@@ -2181,22 +1788,14 @@ def resumed_from_a_file(run: Run) -> None:
     model.load_state_dict(saved["model"])
     optimizer = run.adamw(model)
     optimizer.load_state_dict(saved["optimizer"])
-    for x, y in run.batches(3, first=4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    run.train(model, optimizer, 3, first=4)
 
 
-@program
 def rolled_back_in_the_middle(run: Run) -> None:
     """A spike of the loss takes the run back to its last checkpoint, in the same objects."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for step, (x, y) in enumerate(run.batches(6)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for step, _ in enumerate(run.steps(model, optimizer, 6)):
         if step == 1:
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         if step == 3:
@@ -2204,57 +1803,35 @@ def rolled_back_in_the_middle(run: Run) -> None:
             optimizer.load_state_dict(saved[1])
 
 
-@program
 def model_loaded_in_the_middle(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     best = copy.deepcopy(model.state_dict())
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    for step, _ in enumerate(run.steps(model, optimizer, 5)):
         if step == 2:
             model.load_state_dict(best)
 
 
-@program
 def state_saved_between_backward_and_step(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         optimizer.state_dict()
         model.state_dict()
-        optimizer.step()
 
 
-@program
 def model_copied_between_backward_and_step(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         run.averages.append(copy.deepcopy(model))
-        optimizer.step()
 
 
-@program
 def model_moved_between_backward_and_step(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+    model, optimizer = run.start()
+    for _ in run.backwards(model, optimizer):
         model.to("cpu").train()
-        optimizer.step()
 
 
-@program
 def closure(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
 
         def compute(x: Tensor = x, y: Tensor = y) -> Tensor:
@@ -2266,10 +1843,8 @@ def closure(run: Run) -> None:
         run.log(optimizer.step(compute).detach())
 
 
-@program
 def closure_after_model_zero_grad(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
 
         def compute(x: Tensor = x, y: Tensor = y) -> float:
@@ -2281,10 +1856,8 @@ def closure_after_model_zero_grad(run: Run) -> None:
         optimizer.step(compute)
 
 
-@program
 def nan_losses_skipped_before_the_backward(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(5)):
         loss = F.mse_loss(model(x), y)
         if step == 2:
@@ -2296,10 +1869,8 @@ def nan_losses_skipped_before_the_backward(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def a_step_skipped_after_the_backward(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(5)):
         loss = F.mse_loss(model(x), y)
         loss.backward()
@@ -2310,10 +1881,8 @@ def a_step_skipped_after_the_backward(run: Run) -> None:
         model.zero_grad()
 
 
-@program
 def a_step_skipped_and_zeroed_at_the_top(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(5)):
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
@@ -2321,10 +1890,8 @@ def a_step_skipped_and_zeroed_at_the_top(run: Run) -> None:
             optimizer.step()
 
 
-@program
 def the_last_step_skipped(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(4)):
         model.zero_grad()
         F.mse_loss(model(x), y).backward()
@@ -2333,10 +1900,8 @@ def the_last_step_skipped(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def an_exception_in_a_forward(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(5)):
         try:
             loss = F.mse_loss(model(x if step != 2 else x[:, :3]), y)
@@ -2348,11 +1913,9 @@ def an_exception_in_a_forward(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def an_exception_in_a_backward(run: Run) -> None:
     """Batches that do not fit are skipped, as fairseq does."""
-    model = run.model(GPT)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(GPT)
     for step, (x, y) in enumerate(run.tokens(5)):
         try:
             optimizer.zero_grad()
@@ -2366,10 +1929,8 @@ def an_exception_in_a_backward(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def an_exception_before_any_gradient(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for step, (x, y) in enumerate(run.batches(5)):
         FailsOnce.failing = step == 2
         try:
@@ -2381,28 +1942,18 @@ def an_exception_before_any_gradient(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program
 def evaluation_between_backward_and_step(run: Run) -> None:
-    model = run.model(dropout)
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start(dropout)
+    for x, y in run.steps(model, optimizer):
         model.eval()
         with torch.no_grad():
             run.log(F.mse_loss(model(x), y), model[0].weight.norm())
         model.train()
 
 
-@program
 def a_model_frozen_for_evaluation(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = run.start()
+    for x, y in run.steps(model, optimizer):
         model.requires_grad_(False)
         x.requires_grad_(True)  # an adversarial example
         F.mse_loss(model(x), y).backward()
@@ -2410,11 +1961,9 @@ def a_model_frozen_for_evaluation(run: Run) -> None:
         model.requires_grad_(True)
 
 
-@program
 def adversarial_training(run: Run) -> None:
     """FGSM: the first backward is for the input, and its gradients of the weights are discarded."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     for x, y in run.batches(4):
         x.requires_grad_(True)
         F.mse_loss(model(x), y).backward()
@@ -2425,11 +1974,9 @@ def adversarial_training(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@program
 def range_test_of_the_learning_rate(run: Run) -> None:
     """fastai's: a short run with growing rates, after which everything is as before."""
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     for _ in range(2):
         for step, (x, y) in enumerate(run.batches(3)):
@@ -2449,7 +1996,6 @@ def range_test_of_the_learning_rate(run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------- loops of projects
 
 
-@program
 def nanogpt(run: Run) -> None:
     model = run.model(GPT)
     params = [p for p in model.parameters() if p.requires_grad]
@@ -2472,10 +2018,8 @@ def nanogpt(run: Run) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-@program
 def mingpt(run: Run) -> None:
-    model = run.model(GPT)
-    optimizer = run.adamw(model, betas=(0.9, 0.95))
+    model, optimizer = run.start(GPT, betas=(0.9, 0.95))
     for x, y in run.tokens(4):
         loss = model(x, y)
         model.zero_grad(set_to_none=True)
@@ -2484,11 +2028,9 @@ def mingpt(run: Run) -> None:
         optimizer.step()
 
 
-@program
 def litgpt(run: Run) -> None:
     """Accumulates in a context, steps when the last micro-batch is done, and logs a running mean."""
-    model = run.model(GPT)
-    optimizer = run.adamw(model)
+    model, optimizer = run.start(GPT)
     running: deque[float] = deque(maxlen=2)
     for step, (x, y) in enumerate(run.tokens(6)):
         accumulating = (step + 1) % 2 != 0
@@ -2518,7 +2060,6 @@ class OptimWrapper:
             self.optimizer.zero_grad()
 
 
-@program
 def mmengine(run: Run) -> None:
     model = run.model(convnet)
     wrapper = OptimWrapper(run.adamw(model), 2, run.no_sync)
@@ -2526,7 +2067,6 @@ def mmengine(run: Run) -> None:
         wrapper.update_params(lambda x=x, y=y: F.mse_loss(model(x), y))  # type: ignore[misc]
 
 
-@program
 def nanochat(run: Run) -> None:
     """Two optimizers in a list, rates scaled from their first values, gradients set to None through the model."""
     model = run.model(GPT)
@@ -2549,7 +2089,6 @@ def nanochat(run: Run) -> None:
         model.zero_grad(set_to_none=True)
 
 
-@program
 def direct_preference_optimization(run: Run) -> None:
     """TRL's: chosen and rejected go through the model in one backward, and a frozen copy is the reference."""
     policy = run.model(GPT)
@@ -2564,16 +2103,11 @@ def direct_preference_optimization(run: Run) -> None:
         policy.zero_grad()
 
 
-@program
 def two_epochs_with_early_stopping(run: Run) -> None:
-    model = run.model()
-    optimizer = run.adamw(model)
+    model, optimizer = run.start()
     best, state = math.inf, copy.deepcopy(model.state_dict())
     for _ in range(3):
-        for x, y in run.batches(2):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+        run.train(model, optimizer, 2)
         with torch.no_grad():
             loss = sum(F.mse_loss(model(x), y).item() for x, y in run.batches(2, first=9))
         if loss > best:
@@ -2581,3 +2115,12 @@ def two_epochs_with_early_stopping(run: Run) -> None:
         best, state = loss, copy.deepcopy(model.state_dict())
     model.load_state_dict(state)
     run.log(best)
+
+
+# ------------------------------------------------------------------------------------------------------------------ all
+
+PROGRAMS: dict[str, Callable[[Run], None]] = {
+    name: function
+    for name, function in list(globals().items())
+    if getattr(function, "__annotations__", None) == {"run": "Run", "return": "None"}
+}
