@@ -6,9 +6,8 @@ from fractions import Fraction
 
 from halfstep.cli.formats import number_text
 from halfstep.cli.formats.rules import DoubleRounding, ends_around, nearest
-from halfstep.cli.formats.text import bits, distance
+from halfstep.cli.formats.text import distance
 from halfstep.cli.formats.values import Encoded, Stored, overflow_threshold, overflows, special_text
-from halfstep.cli.terminal import Terminal
 from halfstep.numerics.formats.exact import Neighbours, Number
 from halfstep.numerics.formats.table import Format
 
@@ -48,7 +47,7 @@ def _step_words(found: Encoded, around: Neighbours) -> str:
     return words + f" Of the {format.precision} bits of precision {left} {'is' if left == 1 else 'are'} left."
 
 
-def _rule_words(found: Encoded, around: Neighbours, decided: str, screen: Terminal) -> list[str]:
+def _rule_words(found: Encoded, around: Neighbours, decided: str) -> list[str]:
     """The sentence on the decision and its reason."""
     format, exact = found.format, Fraction(found.number)
     low, high = ends_around(found, around)
@@ -57,17 +56,14 @@ def _rule_words(found: Encoded, around: Neighbours, decided: str, screen: Termin
     where = f"The number is {below} ulp above {text(low, format)} and {above} ulp below {text(high, format)}."
     if decided == "nearer":
         words = [where, f"The nearer one is taken: {text(nearest(found).value, format)}."]
-    elif decided == "tie":
-        even, *odd = (bits(Stored(code, format), screen) for code in _tied(around))
-        words = [
-            f"The number is exactly halfway between {text(low, format)} and {text(high, format)}.",
-            f"Ties go to even: {even} ends in 0 and is taken{''.join(f', {one} ends in 1' for one in odd)}.",
-        ]
     else:
-        words = [
-            f"The number is exactly halfway between {text(low, format)} and {text(high, format)}.",
-            "Ties go away from zero: with one significant bit none of them is even (IEEE 754-2019, 4.3.1).",
-        ]
+        words = [f"The number is exactly halfway between {text(low, format)} and {text(high, format)}."]
+        even, *odd = (Stored(code, format).bits for code in _tied(around))
+        words.append(
+            f"Ties go to even: {even} ends in 0 and is taken{''.join(f', {one} ends in 1' for one in odd)}."
+            if decided == "tie"
+            else "Ties go away from zero: with one significant bit none of them is even (IEEE 754-2019, 4.3.1)."
+        )
     if found.outcome == "underflow":
         half = Fraction(format.min_subnormal) / 2
         words.append(f"Whatever is no larger than {power(half)}, half the least number, becomes zero.")
@@ -115,7 +111,7 @@ def _instead(found: Encoded) -> str:
     return f"{neither}the largest number is stored: {text(found.stored.value, format)}, {found.stored.hex}."
 
 
-def words(found: Encoded, around: Neighbours | None, decided: str, screen: Terminal) -> list[str]:
+def words(found: Encoded, around: Neighbours | None, decided: str) -> list[str]:
     """The explanation, as a list of one or two sentences each."""
     format = found.format
     if around is None:
@@ -134,7 +130,7 @@ def words(found: Encoded, around: Neighbours | None, decided: str, screen: Termi
         return [f"{format.name} has no zero: everything below its least number, 2^{format.emin}, becomes that."]
     if decided == "overflow":
         return _overflow_words(found)
-    return [_step_words(found, around), *_rule_words(found, around, decided, screen)]
+    return [_step_words(found, around), *_rule_words(found, around, decided)]
 
 
 def double_rounding_words(one: DoubleRounding, found: Encoded) -> str:

@@ -11,7 +11,6 @@ from halfstep.cli.formats import number_text
 from halfstep.numerics.formats.exact import Number, decode_exact, encode_exact, ulp_exact
 from halfstep.numerics.formats.table import Format
 
-SORTS = ("zero", "subnormal", "normal", "infinity", "nan")
 OUTCOMES = {
     "exact": "stored without error",
     "rounded": "the number is not in the format; a neighbour is stored",
@@ -64,21 +63,19 @@ class Stored:
     @property
     def fields(self) -> tuple[tuple[str, str], ...]:
         """The names and bits of the fields, from the most significant one."""
-        bits = f"{self.code:0{self.format.bits}b}"
-        found, start = [], 0
-        for name, width in (
-            ("sign", int(self.format.signed)),
-            ("exponent", self.format.exponent),
-            ("mantissa", self.format.mantissa),
-        ):
-            if width:
-                found.append((name, bits[start : start + width]))
-            start += width
-        return tuple(found)
+        form, bits = self.format, f"{self.code:0{self.format.bits}b}"
+        first, second = int(form.signed), int(form.signed) + form.exponent
+        fields = (("sign", bits[:first]), ("exponent", bits[first:second]), ("mantissa", bits[second:]))
+        return tuple((name, digits) for name, digits in fields if digits)
+
+    @property
+    def bits(self) -> str:
+        """The bits of the fields, separated by spaces."""
+        return " ".join(digits for _, digits in self.fields)
 
     @property
     def sort(self) -> str:
-        """One of `SORTS`."""
+        """``zero``, ``subnormal``, ``normal``, ``infinity`` or ``nan``."""
         if isinstance(self.value, float) and self.value != 0:
             return "nan" if self.value != self.value else "infinity"
         if self.value == 0:
@@ -88,11 +85,8 @@ class Stored:
     @cached_property
     def shortest(self) -> str:
         """The shortest decimal that rounds to the value, or the name of a special value."""
-        return (
-            number_text.shortest(self.code, self.format)
-            if isinstance(self.value, Fraction)
-            else special_text(self.value)
-        )
+        exact = isinstance(self.value, Fraction)
+        return number_text.shortest(self.code, self.format) if exact else special_text(self.value)
 
     def text(self, width: int) -> str:
         """The value in at most `width` columns: all its digits, or ≈ and the shortest decimal."""
@@ -105,7 +99,7 @@ class Stored:
         return {
             "format": self.format.name,
             "code": self.hex,
-            "bits": {name: dict(self.fields).get(name, "") for name in ("sign", "exponent", "mantissa")},
+            "bits": {"sign": "", "exponent": "", "mantissa": "", **dict(self.fields)},
             "class": self.sort,
             "value": {**number_dict(self.value), "shortest": self.shortest},
         }
