@@ -24,13 +24,14 @@ class _Command(NamedTuple):
     help: str
 
 
+_LOOKUP = "halfstep.cli.formats.commands"
 COMMANDS = (
-    _Command(("format",), "halfstep.cli.formats.commands:format", "show range, spacing and digits of number formats"),
-    _Command(("encode",), "halfstep.cli.formats.commands:encode", "round numbers to every format and show the codes"),
-    _Command(("decode",), "halfstep.cli.formats.commands:decode", "show the value of a code in every format of its width"),
-    _Command(("why",), "halfstep.cli.formats.commands:why", "explain how a number is rounded"),
-    _Command(("compare",), "halfstep.cli.formats.commands:compare_formats", "compare formats, and count the values that they share"),
-    _Command(("ladder",), "halfstep.cli.formats.commands:ladder", "draw range, density and codes of formats"),
+    _Command(("format",), f"{_LOOKUP}:format", "show range, spacing and digits of number formats"),
+    _Command(("encode",), f"{_LOOKUP}:encode", "round numbers to every format and show the codes"),
+    _Command(("decode",), f"{_LOOKUP}:decode", "show the value of a code in every format of its width"),
+    _Command(("why",), f"{_LOOKUP}:why", "explain how a number is rounded"),
+    _Command(("compare",), f"{_LOOKUP}:compare_formats", "compare formats, and count the values that they share"),
+    _Command(("ladder",), f"{_LOOKUP}:ladder", "draw range, density and codes of formats"),
     _Command(
         ("explore",),
         "halfstep.cli.pages.explorer.command",

@@ -203,11 +203,12 @@ def run(
     Returns:
         The exit status: what the command returned, 2 for wrong input, or that of `with_output`.
     """
+    refusals: tuple[type[Exception], ...] = (UsageError, *refused)
 
     def carry_out() -> int:
         try:
             return command(parser.parse(argv)) or 0
-        except (UsageError, *refused) as error:
+        except refusals as error:
             if speaks:
                 complain(parser.prog, str(error))
             return 2

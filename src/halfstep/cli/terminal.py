@@ -98,7 +98,7 @@ class Table:
     def __init__(
         self,
         header: Sequence[str],
-        rows: Iterable[Sequence[str | Text]],
+        rows: Iterable[Sequence[Any]],  # of str and Text
         right: Iterable[int] = (),
         *,
         ruled: bool = False,

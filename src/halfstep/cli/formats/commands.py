@@ -178,9 +178,10 @@ def _encoded(row: Sequence[Encoded]) -> list[Any]:
     """A table; on a narrow screen without hexadecimal floats, and with wide codes below it."""
 
     def cells(one: Encoded, narrow: bool) -> list[Any]:
-        stored, spread = one.stored, narrow and one.format.bits > 16
-        code = ["-", "", ""] if stored is None else [stored.hex, bits(stored), stored.text(16 if narrow else 24)]
-        code[:2] = ["", ""] if spread else code[:2]
+        stored, spread = one.stored, narrow and one.format.bits > 16  # whose codes are below
+        code: list[Any] = ["-", "", ""]
+        if stored is not None:
+            code = [*(("", "") if spread else (stored.hex, bits(stored))), stored.text(16 if narrow else 24)]
         hexadecimal = "" if stored is None else number_dict(stored.value)["hex"] or ""
         return [one.format.name, *code, *([] if narrow else [hexadecimal]), ulps(one), coloured_outcome(one)]
 
@@ -266,9 +267,12 @@ def _decode(options: argparse.Namespace) -> Answer:
             parts.append(_fitting(*(_decoded(row, digits) for digits in (44, 24, 16))))
         return parts
 
-    about = {"codes": [given.text for given in options.codes]}
-    about["formats"] = list(dict.fromkeys(stored.format.name for _, row in rows for stored in row))
-    return Answer(about | {"width": options.width and int(options.width)}, results, screen)
+    about = {
+        "codes": [given.text for given in options.codes],
+        "formats": list(dict.fromkeys(stored.format.name for _, row in rows for stored in row)),
+        "width": options.width and int(options.width),
+    }
+    return Answer(about, results, screen)
 
 
 def _decoded(row: Sequence[Stored], digits: int) -> Table:
@@ -320,9 +324,12 @@ def _why(options: argparse.Namespace) -> Answer:
 def _explained(given: Given, one: Encoded, overflow: str) -> list[Any]:
     around = neighbours(one.number, one.format) if finite(one.number) else None
     decided, stored = rules.rule(one, around), one.stored
-    value = "nothing" if stored is None else f"{sentences.text(stored.value, one.format)}, {stored.hex} = "
-    title = [text(given.text, "strong"), f" in {one.format.name} is {value}", *([] if stored is None else [bits(stored)])]
-    parts: list[Any] = [joined(*title, ": ", coloured_outcome(one), f", {ulps(one)} ulp" if one.error else ""), ""]
+    title = joined(text(given.text, "strong"), f" in {one.format.name} is ")
+    if stored is None:
+        title.append("nothing")
+    else:
+        title = joined(title, f"{sentences.text(stored.value, one.format)}, {stored.hex} = ", bits(stored))
+    parts: list[Any] = [joined(title, ": ", coloured_outcome(one), f", {ulps(one)} ulp" if one.error else ""), ""]
     picture = [] if around is None else _between(one, around, given)
     parts += [*picture, ""] if picture else []
     parts += sentences.words(one, around, decided)
@@ -365,8 +372,8 @@ def _roundings(one: Encoded, overflow: str) -> Table:
     for place, (share, end) in enumerate(rules.chances(one.number, one.format, overflow)):
         stored = end.stored
         code, value = ("", "no NaN") if stored is None else (stored.hex, sentences.text(stored.value, one.format))
-        error = ulps(Encoded(one.number, one.format, stored))
-        rows.append(("" if place else "stochastic", code, value, error, f"with {number_text.rounded(share * 100, 6)} %"))
+        error, chance = ulps(Encoded(one.number, one.format, stored)), number_text.rounded(share * 100, 6)
+        rows.append(("" if place else "stochastic", code, value, error, f"with {chance} %"))
     return Table(("rounding", "code", "stored", "ulps", "outcome"), rows, {3})
 
 
@@ -390,7 +397,8 @@ def _why_dict(given: Given, one: Encoded, overflow: str) -> dict[str, Any]:
         "explanation": sentences.words(one, around, decided),
         **sides,
         "roundings": {
-            rounding: _code_of(encoded(one.number, one.format, rounding, overflow)) for rounding in ENCODE_ROUNDINGS[:-1]
+            rounding: _code_of(encoded(one.number, one.format, rounding, overflow))
+            for rounding in ENCODE_ROUNDINGS[:-1]
         },
         "stochastic": [
             {"code": _code_of(end), "probability": str(share)}
@@ -438,8 +446,8 @@ def _compare(options: argparse.Namespace) -> Answer:
 
     def screen() -> list[Any]:
         rows = [
-            (text(name, "faint"), *(text(value, "strong" if len(set(values)) > 1 else "") for value in values))
-            for (name, *values) in _side_by_side(chosen)
+            [text(name, "faint"), *(text(value, "strong" if len(set(values)) > 1 else "") for value in values)]
+            for name, *values in _side_by_side(chosen)
         ]
         words = [
             joined(text(f"{one.name}, {other.name}", "strong"), f": {' '.join(compare.pair_words(one, other))}")

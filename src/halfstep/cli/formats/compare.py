@@ -25,7 +25,8 @@ def examples(chosen: Sequence[Format]) -> list[str]:
             f"2^{number_text.power_of_two(Fraction(format.min_subnormal))}",
             str(format.integer_range + 1),
         ]
-    return [text for text in dict.fromkeys(numbers) if len(text) <= 12 and (text in _EXAMPLES or _differs(text, chosen))]
+    short = [text for text in dict.fromkeys(numbers) if len(text) <= 12]
+    return [text for text in short if text in _EXAMPLES or _differs(text, chosen)]
 
 
 def _differs(text: str, chosen: Sequence[Format]) -> bool:

@@ -85,8 +85,9 @@ class Stored:
     @cached_property
     def shortest(self) -> str:
         """The shortest decimal that rounds to the value, or the name of a special value."""
-        exact = isinstance(self.value, Fraction)
-        return number_text.shortest(self.code, self.format) if exact else special_text(self.value)
+        if isinstance(self.value, float):
+            return special_text(self.value)
+        return number_text.shortest(self.code, self.format)
 
     def text(self, width: int) -> str:
         """The value in at most `width` columns: all its digits, or ≈ and the shortest decimal."""
