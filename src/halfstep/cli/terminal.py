@@ -175,10 +175,10 @@ def rendered(parts: Iterable[Any], columns: int, colour: bool = False) -> list[s
     return [line.rstrip() for line in captured.get().removesuffix("\n").split("\n")]
 
 
-def show(*parts: Any, stream: TextIO | None = None) -> None:
+def show(*parts: Any, stream: TextIO | None = None, columns: int | None = None) -> None:
     """Write texts and tables, one below the other, to `stream` (standard output if None)."""
     stream = sys.stdout if stream is None else stream
-    lines = "\n".join(rendered(parts, width(stream), has_colour(stream))) + "\n"
+    lines = "\n".join(rendered(parts, columns or width(stream), has_colour(stream))) + "\n"
     if not has_lines(stream):
         lines = lines.translate(_ASCII)
     encoding = stream.encoding or "utf-8"
@@ -188,9 +188,7 @@ def show(*parts: Any, stream: TextIO | None = None) -> None:
 
 def say(words: str | Text, stream: TextIO | None = None) -> None:
     """Write one line, which is never broken."""
-    line = text(words) if isinstance(words, str) else words
-    line.no_wrap, line.overflow = True, "ignore"
-    show(line, stream=stream)
+    show(words, stream=stream, columns=UNBROKEN)
 
 
 class Progress:
@@ -230,15 +228,17 @@ class Progress:
     def _start(self) -> None:
         from rich import progress
         from rich.console import Console
+        from rich.table import Column
 
-        colour = has_colour(self._stream)
-        console = Console(file=self._stream, width=width(self._stream), force_terminal=True, no_color=not colour)
-        columns: list[Any] = [progress.BarColumn(20)] * has_lines(self._stream)
-        columns += [progress.TaskProgressColumn(), progress.TextColumn("{task.description}", markup=False)]
-        columns.append(progress.TimeRemainingColumn())
+        colour, room = has_colour(self._stream), Column(no_wrap=True, overflow="ellipsis", ratio=1)
         self._bar = progress.Progress(
-            *columns, console=console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-        )
+            *[progress.BarColumn(20)] * has_lines(self._stream),
+            progress.TaskProgressColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}", markup=False, table_column=room),
+            console=Console(file=self._stream, width=width(self._stream), force_terminal=True, no_color=not colour),
+            transient=True, expand=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
         self._task = self._bar.add_task(self.text, total=self.total or None)
         self._bar.start()
 
