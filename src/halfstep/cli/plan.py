@@ -56,8 +56,8 @@ def parser() -> Parser:
     """The parser of the command line."""
     made = Parser(
         "plan",
-        usage="halfstep plan (--params N | --model NAME | --layers N ... --seq N) [OPTIONS]",
-        description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. Give --params, --model "
+        usage="halfstep plan MODEL [OPTIONS]",
+        description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. MODEL is --params, --model "
         "or the shape of a transformer; activations and gathered units are counted only for a shape.",
     )
     number: dict[str, Any] = {"type": count(), "metavar": "N"}
