@@ -57,8 +57,8 @@ def parser() -> Parser:
     made = Parser(
         "plan",
         usage="halfstep plan MODEL [OPTIONS]",
-        description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. MODEL is --params, --model "
-        "or the shape of a transformer; activations and gathered units are counted only for a shape.",
+        description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. MODEL is --params, "
+        "--model or the shape of a transformer; activations and gathered units are counted only for a shape.",
     )
     number: dict[str, Any] = {"type": count(), "metavar": "N"}
     name: dict[str, Any] = {"metavar": "NAME"}

@@ -140,6 +140,12 @@ def add_formats(parser: LookupParser, help: str) -> None:
     )
 
 
+def add_rounding(parser: command_line.Parser, modes: Sequence[str]) -> None:
+    """Add the option --rounding."""
+    listed = f"{', '.join(modes)} (default: nearest, ties to even)"
+    parser.add_argument("--rounding", choices=modes, default="nearest", metavar="MODE", help=listed)
+
+
 def add_overflow(parser: command_line.Parser) -> None:
     """Add the option --overflow."""
     parser.add_argument(

@@ -17,7 +17,8 @@ from halfstep.cli import command_line, numbers
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats import arguments, compare, implementations, number_text, properties, rules, sentences
 from halfstep.cli.formats.arguments import Code, Given, LookupParser
-from halfstep.cli.formats.text import bits, coloured_outcome, notations, number_line, ulps
+from halfstep.cli.formats.screen import bits, coloured_outcome, number_line
+from halfstep.cli.formats.text import notations, ulps
 from halfstep.cli.formats.values import Encoded, Stored, code_text, encoded, finite, number_dict, overflows
 from halfstep.cli.terminal import Table, joined, show, text, width
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, Neighbours, encode_exact, neighbours, parse_number
@@ -127,13 +128,7 @@ def encode(argv: Sequence[str]) -> int:
     number = arguments.number("formats come after -f")
     parser.add_argument("numbers", nargs="+", type=number, metavar="NUMBER", help="the numbers")
     arguments.add_formats(parser, "formats to use; several names, or several times (default: all)")
-    parser.add_argument(
-        "--rounding",
-        choices=ENCODE_ROUNDINGS,
-        default="nearest",
-        metavar="MODE",
-        help=f"{', '.join(ENCODE_ROUNDINGS)} (default: nearest, ties to even)",
-    )
+    arguments.add_rounding(parser, ENCODE_ROUNDINGS)
     arguments.add_overflow(parser)
     parser.add_argument(
         "--seed",
@@ -301,6 +296,7 @@ def why(argv: Sequence[str]) -> int:
     parser.add_argument("number", type=number, metavar="NUMBER", help="as in halfstep encode")
     parser.add_argument("named", nargs="*", type=arguments.format_named, metavar="FORMAT", help="one or more formats")
     arguments.add_formats(parser, "the same, as in halfstep encode")
+    arguments.add_rounding(parser, ENCODE_ROUNDINGS[:-1])
     arguments.add_overflow(parser)
     return _run(parser, argv, _why)
 
@@ -309,19 +305,20 @@ def _why(options: argparse.Namespace) -> Answer:
     if not options.named + options.formats:
         raise UsageError("argument FORMAT: none is named; name one or more, as in: halfstep why 1.0001 fp16")
     chosen, given = arguments.distinct(options.named + options.formats), options.number
-    rows = [encoded(given.number, format, overflow=options.overflow) for format in chosen]
+    modes = options.rounding, options.overflow
+    rows = [encoded(given.number, format, *modes) for format in chosen]
 
     def screen() -> list[Any]:
         parts: list[Any] = []
         for one in rows:
-            parts += [*(["", ""] if parts else []), *_explained(given, one, options.overflow)]
+            parts += [*(["", ""] if parts else []), *_explained(given, one, *modes)]
         return parts
 
-    about = {"number": given.text, "formats": _names(chosen), "overflow": options.overflow}
-    return Answer(about, lambda: [_why_dict(given, one, options.overflow) for one in rows], screen)
+    about = {"number": given.text, "formats": _names(chosen), "rounding": modes[0], "overflow": modes[1]}
+    return Answer(about, lambda: [_why_dict(given, one, *modes) for one in rows], screen)
 
 
-def _explained(given: Given, one: Encoded, overflow: str) -> list[Any]:
+def _explained(given: Given, one: Encoded, rounding: str, overflow: str) -> list[Any]:
     around = neighbours(one.number, one.format) if finite(one.number) else None
     decided, stored = rules.rule(one, around), one.stored
     title = joined(text(given.text, "strong"), f" in {one.format.name} is ")
@@ -332,12 +329,12 @@ def _explained(given: Given, one: Encoded, overflow: str) -> list[Any]:
     parts: list[Any] = [joined(title, ": ", coloured_outcome(one), f", {ulps(one)} ulp" if one.error else ""), ""]
     picture = [] if around is None else _between(one, around, given)
     parts += [*picture, ""] if picture else []
-    parts += sentences.words(one, around, decided)
+    parts += sentences.reasons(one, rounding)
     if around is not None and not around.exact and decided not in ("sign", "least"):
         parts += ["", _roundings(one, overflow)]
-    for twice in rules.double_roundings(one.number, one.format):
+    for twice in rules.double_roundings(one.number, one.format) if rounding == "nearest" else []:
         parts += ["", joined(text("note", "note"), f" {sentences.double_rounding_words(twice, one)}")]
-    others = _elsewhere([one]) if overflow == "inf" else []
+    others = _elsewhere([one]) if (rounding, overflow) == ("nearest", "inf") else []
     return [*parts, *([""] if others else []), *others]
 
 
@@ -354,8 +351,8 @@ def _between(one: Encoded, around: Neighbours, given: Given) -> list[Text]:
         code = encode_exact(value if value or exact > 0 else -0.0, format)
         return sentences.text(value, format), code_text(code, format)
 
-    value = rules.nearest(one).value
-    stored = int(value == high) if finite(value) and value in (low, high) else None
+    value = None if one.stored is None else one.stored.value
+    stored = int(value == high) if value in (low, high) else None
     number = given.text if len(given.text) <= 24 else sentences.text(one.number, format)
     middle, position = sentences.text((low + high) / 2, format), (exact - low) / (high - low)
     return number_line(width(), (end(low), end(high)), middle, number, position, stored)
@@ -381,9 +378,8 @@ def _code_of(one: Encoded) -> str | None:
     return None if one.stored is None else one.stored.hex
 
 
-def _why_dict(given: Given, one: Encoded, overflow: str) -> dict[str, Any]:
+def _why_dict(given: Given, one: Encoded, rounding: str, overflow: str) -> dict[str, Any]:
     around = neighbours(one.number, one.format) if finite(one.number) else None
-    decided = rules.rule(one, around)
     sides: dict[str, Any] = dict.fromkeys(("below", "above", "midpoint", "ulp"))
     if around is not None:
         for name, code in (("below", around.code_below), ("above", around.code_above)):
@@ -393,12 +389,11 @@ def _why_dict(given: Given, one: Encoded, overflow: str) -> dict[str, Any]:
     return {
         "input": given.as_dict(),
         **one.as_dict(),
-        "rule": decided,
-        "explanation": sentences.words(one, around, decided),
+        "rule": rules.rule(one, around),
+        "explanation": sentences.reasons(one, rounding),
         **sides,
         "roundings": {
-            rounding: _code_of(encoded(one.number, one.format, rounding, overflow))
-            for rounding in ENCODE_ROUNDINGS[:-1]
+            mode: _code_of(encoded(one.number, one.format, mode, overflow)) for mode in ENCODE_ROUNDINGS[:-1]
         },
         "stochastic": [
             {"code": _code_of(end), "probability": str(share)}
@@ -406,9 +401,9 @@ def _why_dict(given: Given, one: Encoded, overflow: str) -> dict[str, Any]:
         ],
         "rounded_twice": [
             {"via": _names(twice.via), **twice.found.as_dict()}
-            for twice in rules.double_roundings(one.number, one.format)
+            for twice in (rules.double_roundings(one.number, one.format) if rounding == "nearest" else [])
         ],
-        "elsewhere": _elsewhere_dicts(one) if overflow == "inf" else [],
+        "elsewhere": _elsewhere_dicts(one) if (rounding, overflow) == ("nearest", "inf") else [],
     }
 
 
