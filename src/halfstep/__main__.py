@@ -20,18 +20,18 @@ from halfstep.numerics.messages import instead
 
 class _Command(NamedTuple):
     words: tuple[str, ...]
-    module: str  # and the function in it, after a colon; main if there is none
+    module: str
     help: str
 
 
 _LOOKUP = "halfstep.cli.formats.commands"
 COMMANDS = (
-    _Command(("format",), f"{_LOOKUP}:format", "show range, spacing and digits of number formats"),
-    _Command(("encode",), f"{_LOOKUP}:encode", "round numbers to every format and show the codes"),
-    _Command(("decode",), f"{_LOOKUP}:decode", "show the value of a code in every format of its width"),
-    _Command(("why",), f"{_LOOKUP}:why", "explain how a number is rounded"),
-    _Command(("compare",), f"{_LOOKUP}:compare_formats", "compare formats, and count the values that they share"),
-    _Command(("ladder",), f"{_LOOKUP}:ladder", "draw range, density and codes of formats"),
+    _Command(("format",), _LOOKUP, "show range, spacing and digits of number formats"),
+    _Command(("encode",), _LOOKUP, "round numbers to every format and show the codes"),
+    _Command(("decode",), _LOOKUP, "show the value of a code in every format of its width"),
+    _Command(("why",), _LOOKUP, "explain how a number is rounded"),
+    _Command(("compare",), _LOOKUP, "compare formats, and count the values that they share"),
+    _Command(("ladder",), _LOOKUP, "draw range, density and codes of formats"),
     _Command(
         ("explore",),
         "halfstep.cli.pages.explorer.command",
@@ -121,10 +121,10 @@ def _run(arguments: list[str]) -> int:
         if tuple(arguments[:length]) == command.words:
             if command.words == ("train",):
                 _shorten_openmp_spinning()
-            module, _, function = command.module.partition(":")
-            main = getattr(importlib.import_module(module), function or "main")
+            module = importlib.import_module(command.module)
             raise_again()
-            return int(main(arguments[length:]))
+            which = command.words if command.module == _LOOKUP else ()  # one module for several commands
+            return int(module.main(arguments[length:], *which))
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         show(_listed(family))

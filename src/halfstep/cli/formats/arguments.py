@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
@@ -133,29 +133,31 @@ def code(text: str) -> Code:
     return Code(text, int(digits, base), each * len(digits))
 
 
-def add_formats(parser: LookupParser, help: str) -> None:
-    """Add the option -f, which takes several names and may be repeated."""
-    parser.add_argument(
-        "-f", "--format", dest="formats", action="append", type=format_named, metavar="FORMAT", default=[], help=help
-    )
+Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of add_argument
 
 
-def add_rounding(parser: command_line.Parser, modes: Sequence[str]) -> None:
-    """Add the option --rounding."""
+def formats_option(help: str) -> Option:
+    """The option -f, which takes several names and may be repeated."""
+    how = {"action": "append", "type": format_named, "metavar": "FORMAT", "default": [], "help": help}
+    return ("-f", "--format"), {"dest": "formats", **how}
+
+
+def rounding_option(modes: Sequence[str]) -> Option:
+    """The option --rounding."""
     listed = f"{', '.join(modes)} (default: nearest, ties to even)"
-    parser.add_argument("--rounding", choices=modes, default="nearest", metavar="MODE", help=listed)
+    return ("--rounding",), {"choices": modes, "default": "nearest", "metavar": "MODE", "help": listed}
+
+
+_BEYOND = "inf (NaN in a format without), saturate (the largest number) or nan (default: inf)"
+OVERFLOW: Option = (
+    ("--overflow",),
+    {"choices": OVERFLOWS, "default": "inf", "metavar": "MODE", "help": f"what overflow becomes: {_BEYOND}"},
+)
 
 
 def add_overflow(parser: command_line.Parser) -> None:
     """Add the option --overflow."""
-    parser.add_argument(
-        "--overflow",
-        choices=OVERFLOWS,
-        default="inf",
-        metavar="MODE",
-        help="what numbers beyond the largest become: inf (NaN in a format without), saturate (the largest number) or "
-        "nan (default: inf)",
-    )
+    parser.add_argument(*OVERFLOW[0], **OVERFLOW[1])
 
 
 def distinct(chosen: Iterable[Format]) -> list[Format]:

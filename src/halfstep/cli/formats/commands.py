@@ -1,6 +1,6 @@
 """``halfstep format, encode, decode, why, compare, ladder``: what a format can hold, what a number becomes in it.
 
-Each command has a parser and a function that answers it. `_run` prints the answer, as JSON with ``--json``.
+Each command has a function that answers it, and a row of `_LOOKUPS` with its command line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.text import Text
 from halfstep.cli import command_line, numbers
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats import arguments, compare, implementations, number_text, properties, rules, sentences
-from halfstep.cli.formats.arguments import Code, Given, LookupParser
+from halfstep.cli.formats.arguments import Code, Given
 from halfstep.cli.formats.screen import bits, coloured_outcome, number_line
 from halfstep.cli.formats.text import notations, ulps
 from halfstep.cli.formats.values import Encoded, Stored, code_text, encoded, finite, number_dict, overflows
@@ -33,20 +33,6 @@ class Answer(NamedTuple):
     input: dict[str, Any]
     results: Callable[[], list[dict[str, Any]]]
     screen: Callable[[], Iterable[Any]]
-
-
-def _run(parser: LookupParser, argv: Sequence[str], answer: Callable[[argparse.Namespace], Answer]) -> int:
-    def carry_out(options: argparse.Namespace) -> None:
-        found = answer(options)
-        if options.json:
-            import json  # what only some need is not what all wait for
-
-            content = {"command": parser.prog.split()[-1], "input": found.input, "results": found.results()}
-            print(json.dumps(content, indent=2, allow_nan=False), flush=True)
-        else:
-            show(*found.screen())
-
-    return command_line.run(parser, argv, carry_out)
 
 
 def _names(chosen: Iterable[Format]) -> list[str]:
@@ -73,18 +59,6 @@ def _elsewhere_dicts(one: Encoded) -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- format
-
-
-def format(argv: Sequence[str]) -> int:
-    """Run ``halfstep format`` with these arguments. Returns the exit status, as all commands do."""
-    parser = LookupParser(
-        "format",
-        "Show range, spacing, digits and special values of number formats. One name shows all of its properties.",
-        f"Formats: {', '.join(formats)},\nby any usual name, and your own by their fields, such as e5m7 or e4m3fnuz.\n"
-        "example: halfstep format fp16",
-    )
-    parser.add_argument("named", nargs="*", type=arguments.format_named, metavar="NAME", help="formats (default: all)")
-    return _run(parser, argv, _format)
 
 
 def _format(options: argparse.Namespace) -> Answer:
@@ -115,28 +89,6 @@ def _limits(chosen: Sequence[Format]) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------------------------------------- encode
-
-
-def encode(argv: Sequence[str]) -> int:
-    """Run ``halfstep encode``: what numbers become in every format."""
-    parser = LookupParser(
-        "encode",
-        "Round numbers to every format, and show the code, its fields, the stored value and the error in ulps.",
-        "Numbers are read exactly, not as floats: 2.5, 1e-7, 1/3, 2^-24, 0x1.8p-3, -(1 + 2^-11), inf, nan.\n"
-        "example: halfstep encode 2.5 -f fp16 bf16",
-    )
-    number = arguments.number("formats come after -f")
-    parser.add_argument("numbers", nargs="+", type=number, metavar="NUMBER", help="the numbers")
-    arguments.add_formats(parser, "formats to use; several names, or several times (default: all)")
-    arguments.add_rounding(parser, ENCODE_ROUNDINGS)
-    arguments.add_overflow(parser)
-    parser.add_argument(
-        "--seed",
-        type=numbers.whole(0),
-        metavar="N",
-        help="of --rounding stochastic, to draw the same again (default: another each time)",
-    )
-    return _run(parser, argv, _encode)
 
 
 def _encode(options: argparse.Namespace) -> Answer:
@@ -203,27 +155,6 @@ def _digits(one: Encoded) -> str:
 # ------------------------------------------------------------------------------------------------------------- decode
 
 
-def decode(argv: Sequence[str]) -> int:
-    """Run ``halfstep decode``: the same bits, read in every format of their width."""
-    parser = LookupParser(
-        "decode",
-        "Show the value of a code in every format of its width.",
-        "The number of digits gives the width: 0x41 has 8 bits, 0x0041 16, 0b000001 6. A decimal has the smallest of "
-        "8, 16, 32 or 64 bits that holds it. --width and --format override the width.\n"
-        "example: halfstep decode 0x4100",
-    )
-    parser.add_argument("codes", nargs="+", type=arguments.code, metavar="CODE", help="bits: 0x4100, 0b… or a decimal")
-    arguments.add_formats(parser, "formats to use; several names, or several times (default: all of the width)")
-    widths = list(map(str, arguments.WIDTHS))
-    parser.add_argument(
-        *("-w", "--width"),
-        choices=widths,
-        metavar="BITS",
-        help=f"bits of the code: {', '.join(widths)} (default: from the number of digits)",
-    )
-    return _run(parser, argv, _decode)
-
-
 def _read_in(given: Code, options: argparse.Namespace) -> list[Stored]:
     """A code in the chosen formats.
 
@@ -283,22 +214,6 @@ def _decoded(row: Sequence[Stored], digits: int) -> Table:
 
 
 # ---------------------------------------------------------------------------------------------------------------- why
-
-
-def why(argv: Sequence[str]) -> int:
-    """Run ``halfstep why``: explain how a number is rounded."""
-    parser = LookupParser(
-        "why",
-        "Explain how a number is rounded: its neighbours, the point halfway between them, and the rule that decides.",
-        "example: halfstep why 1.0001 fp16",
-    )
-    number = arguments.number("the number comes first")
-    parser.add_argument("number", type=number, metavar="NUMBER", help="as in halfstep encode")
-    parser.add_argument("named", nargs="*", type=arguments.format_named, metavar="FORMAT", help="one or more formats")
-    arguments.add_formats(parser, "the same, as in halfstep encode")
-    arguments.add_rounding(parser, ENCODE_ROUNDINGS[:-1])
-    arguments.add_overflow(parser)
-    return _run(parser, argv, _why)
 
 
 def _why(options: argparse.Namespace) -> Answer:
@@ -410,17 +325,6 @@ def _why_dict(given: Given, one: Encoded, rounding: str, overflow: str) -> dict[
 # ------------------------------------------------------------------------------------------------- compare and ladder
 
 
-def compare_formats(argv: Sequence[str]) -> int:
-    """Run ``halfstep compare``: formats side by side, and what one holds that the other does not."""
-    parser = LookupParser(
-        "compare",
-        "Compare the properties of formats, count the values that they share, and show numbers that differ.",
-        "example: halfstep compare fp16 bf16",
-    )
-    parser.add_argument("named", nargs="+", type=arguments.format_named, metavar="FORMAT", help="two or more")
-    return _run(parser, argv, _compare)
-
-
 def _compare(options: argparse.Namespace) -> Answer:
     chosen = arguments.distinct(options.named)
     if len(chosen) < 2:
@@ -466,26 +370,6 @@ def _example(given: Given, format: Format) -> Text:
     return joined("-" if one.stored is None else one.stored.text(15), " ", coloured_outcome(one))
 
 
-def ladder(argv: Sequence[str]) -> int:
-    """Run ``halfstep ladder``: pictures of what formats can hold."""
-    kinds = ("range", "density", "codes", "all")
-    parser = LookupParser(
-        "ladder",
-        "Draw the range of formats, the number of values between powers of two, and every code of a small format.",
-        "Needs matplotlib: pip install 'halfstep[plots]'.\nexample: halfstep ladder --out formats.png",
-    )
-    add, format = parser.add_argument, arguments.format_named
-    suffixes = ", ".join(command_line.PICTURES)
-    add("--out", required=True, type=command_line.picture, metavar="FILE", help=f"one of {suffixes}")
-    add("named", nargs="*", type=format, metavar="FORMAT", help="formats of range and density (default: all)")
-    help = f"{', '.join(kinds)} (default: all, one below the other)"
-    add("--kind", choices=kinds, default="all", metavar="KIND", help=help)
-    arguments.add_formats(parser, "the same, as in halfstep encode")
-    help = "whose codes; up to 8 bits (default: e4m3fn)"
-    add("--codes", type=arguments.small_format, default="e4m3fn", metavar="FORMAT", help=help)
-    return _run(parser, argv, _ladder)
-
-
 def _ladder(options: argparse.Namespace) -> Answer:
     from halfstep.cli.formats import pictures
 
@@ -497,3 +381,110 @@ def _ladder(options: argparse.Namespace) -> Answer:
         {"file": out, "kind": kind, "formats": [codes.name] if kind == "codes" else _names(chosen)} for kind in kinds
     ]
     return Answer(about, lambda: results, lambda: [f"{out}: {', '.join(kinds)}"])
+
+
+# ------------------------------------------------------------------------------------------------------- command lines
+
+
+class _Lookup(NamedTuple):
+    answer: Callable[[argparse.Namespace], Answer]
+    description: str
+    epilog: str
+    options: Sequence[tuple[tuple[str, ...], dict[str, Any]]]
+
+
+def _option(*names: str, **how: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return names, how
+
+
+def _named(nargs: str, help: str, metavar: str = "FORMAT") -> tuple[tuple[str, ...], dict[str, Any]]:
+    return _option("named", nargs=nargs, type=arguments.format_named, metavar=metavar, help=help)
+
+
+_WIDTHS = list(map(str, arguments.WIDTHS))
+_KINDS = ("range", "density", "codes", "all")
+_LOOKUPS = {
+    "format": _Lookup(
+        _format,
+        "Show range, spacing, digits and special values of number formats. One name shows all of its properties.",
+        f"Formats: {', '.join(formats)},\nby any usual name, and your own by their fields, such as e5m7 or e4m3fnuz.\n"
+        "example: halfstep format fp16",
+        [_named("*", "formats (default: all)", "NAME")],
+    ),
+    "encode": _Lookup(
+        _encode,
+        "Round numbers to every format, and show the code, its fields, the stored value and the error in ulps.",
+        "Numbers are read exactly, not as floats: 2.5, 1e-7, 1/3, 2^-24, 0x1.8p-3, -(1 + 2^-11), inf, nan.\n"
+        "example: halfstep encode 2.5 -f fp16 bf16",
+        [
+            _option("numbers", nargs="+", type=arguments.number("formats come after -f"), metavar="NUMBER"),
+            arguments.formats_option("formats to use; several names, or several times (default: all)"),
+            arguments.rounding_option(ENCODE_ROUNDINGS),
+            arguments.OVERFLOW,
+            _option(
+                "--seed", type=numbers.whole(0), metavar="N", help="of --rounding stochastic, to draw the same again"
+            ),
+        ],
+    ),
+    "decode": _Lookup(
+        _decode,
+        "Show the value of a code in every format of its width.",
+        "The number of digits gives the width: 0x41 has 8 bits, 0x0041 16, 0b000001 6. A decimal has the smallest of "
+        "8, 16, 32 or 64 bits that holds it. --width and --format override the width.\nexample: halfstep decode 0x4100",
+        [
+            _option("codes", nargs="+", type=arguments.code, metavar="CODE", help="bits: 0x4100, 0b… or a decimal"),
+            arguments.formats_option("formats to use; several names, or several times (default: all of the width)"),
+            _option("-w", "--width", choices=_WIDTHS, metavar="BITS", help=f"bits of the code: {', '.join(_WIDTHS)}"),
+        ],
+    ),
+    "why": _Lookup(
+        _why,
+        "Explain how a number is rounded: its neighbours, the point halfway between them, and the rule that decides.",
+        "example: halfstep why 1.0001 fp16",
+        [
+            _option("number", type=arguments.number("the number comes first"), metavar="NUMBER"),
+            _named("*", "one or more formats"),
+            arguments.formats_option("the same, as in halfstep encode"),
+            arguments.rounding_option(ENCODE_ROUNDINGS[:-1]),
+            arguments.OVERFLOW,
+        ],
+    ),
+    "compare": _Lookup(
+        _compare,
+        "Compare the properties of formats, count the values that they share, and show numbers that differ.",
+        "example: halfstep compare fp16 bf16",
+        [_named("+", "two or more")],
+    ),
+    "ladder": _Lookup(
+        _ladder,
+        "Draw the range of formats, the number of values between powers of two, and every code of a small format.",
+        "Needs matplotlib: pip install 'halfstep[plots]'.\nexample: halfstep ladder --out formats.png",
+        [
+            _option("--out", required=True, type=command_line.picture, metavar="FILE", help="a .png, .svg or .pdf"),
+            _named("*", "formats of range and density (default: all)"),
+            _option("--kind", choices=_KINDS, default="all", metavar="KIND", help=", ".join(_KINDS)),
+            arguments.formats_option("the same, as in halfstep encode"),
+            _option("--codes", type=arguments.small_format, default="e4m3fn", metavar="FORMAT", help="up to 8 bits"),
+        ],
+    ),
+}
+
+
+def main(argv: Sequence[str], command: str) -> int:
+    """Run ``halfstep COMMAND`` with these arguments. Returns the exit status."""
+    lookup = _LOOKUPS[command]
+    parser = arguments.LookupParser(command, lookup.description, lookup.epilog)
+    for names, how in lookup.options:
+        parser.add_argument(*names, **how)
+
+    def carry_out(options: argparse.Namespace) -> None:
+        answer = lookup.answer(options)
+        if options.json:
+            import json  # what only some need is not what all wait for
+
+            content = {"command": command, "input": answer.input, "results": answer.results()}
+            print(json.dumps(content, indent=2, allow_nan=False), flush=True)
+        else:
+            show(*answer.screen())
+
+    return command_line.run(parser, argv, carry_out)
