@@ -82,7 +82,7 @@ def statistics_picture(found: Statistics, path: str | Path) -> None:
     """Draw `Statistics.picture`."""
     from halfstep.cli import figures, results_picture
 
-    figures.save(results_picture.of_statistics(found), path)
+    figures.save(results_picture.figure_of(found), path)
 
 
 # -------------------------------------------------------------------------------------------------------------- advice
@@ -132,7 +132,7 @@ def advice_picture(advice: ScaleAdvice, path: str | Path) -> None:
     """Draw `ScaleAdvice.picture`."""
     from halfstep.cli import figures, results_picture
 
-    figures.save(results_picture.of_advice(advice), path)
+    figures.save(results_picture.figure_of(advice.statistics, advice), path)
 
 
 # ----------------------------------------------------------------------------------------------------------- overflows
