@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfstep.cli.terminal import Table, text
-from halfstep.numerics.planning.plans import GIB
 
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
 
@@ -18,10 +17,14 @@ def digits(value: float) -> str:
 
 def size(value: int) -> str:
     """Bytes in the largest binary unit in which the number is at least 1, with three digits or more."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value >= 2**power:
-            return f"{digits(value / 2**power)} {unit}"
-    return f"{value} B"
+    unit, name = unit_of(value)
+    return f"{digits(value / unit)} {name}" if unit > 1 else f"{value} B"
+
+
+def unit_of(value: int, largest: int = 40) -> tuple[int, str]:
+    """The largest binary unit in which `value` is at least 1, of at most ``2**largest`` bytes, and its name."""
+    units = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
+    return next((2**power, name) for power, name in units if power <= largest and (value >= 2**power or not power))
 
 
 def _decimal(value: float, unit: str) -> str:
@@ -159,11 +162,7 @@ def _fit(found: dict[str, Any] | None) -> list[str]:
 
 def _comparison(content: dict[str, Any]) -> list[Any]:
     plans = content["plans"]
-    unit, name = next(
-        (unit, name)
-        for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-        if max(made["totals"]["peak"] for made in plans) >= unit
-    )
+    unit, name = unit_of(max(made["totals"]["peak"] for made in plans), 30)
     counts = numbers_of_gpus(content)
     hosted = any(made["totals"]["host"] for made in plans)
     header = [{"layouts": "layout", "strategies": "strategy"}[content["compare"]], *["GPUs"] * (len(counts) > 1)]
