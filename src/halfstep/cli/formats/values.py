@@ -11,15 +11,6 @@ from halfstep.cli.formats import number_text
 from halfstep.numerics.formats.exact import Number, decode_exact, encode_exact, ulp_exact
 from halfstep.numerics.formats.table import Format
 
-OUTCOMES = {
-    "exact": "stored without error",
-    "rounded": "the number is not in the format; a neighbour is stored",
-    "underflow": "became zero, and was not",
-    "overflow": "became infinity, or NaN in a format without",
-    "saturated": "beyond the largest number, which is stored instead",
-    "none": "no code stands for it: a NaN in a format without",
-}
-
 
 def finite(number: Number) -> bool:
     """Whether the number is neither an infinity nor a NaN. -0.0 is finite."""
@@ -110,10 +101,7 @@ class Stored:
 class Encoded:
     """The result of rounding a number to a format.
 
-    Args:
-        number: the number.
-        format: the format.
-        stored: the stored value; None if the format has no code for it.
+    `stored` is None if the format has no code for the result.
     """
 
     number: Number
@@ -138,7 +126,12 @@ class Encoded:
 
     @property
     def outcome(self) -> str:
-        """One of `OUTCOMES`."""
+        """What became of the number.
+
+        ``"exact"``: stored without error. ``"rounded"``: a neighbour is stored. ``"underflow"``: became zero, and was
+        not. ``"overflow"``: became infinity, or NaN in a format without. ``"saturated"``: beyond the largest number,
+        which is stored. ``"none"``: a NaN in a format without.
+        """
         if self.stored is None:
             return "none"
         if self.number != self.number:
@@ -156,9 +149,8 @@ class Encoded:
         if self.error is not None and self.ulps is not None:
             relative = None if self.relative is None else number_text.rounded(self.relative, 6)
             error = {**number_dict(self.error), "ulps": number_text.rounded(self.ulps, 6), "relative": relative}
-        nothing = {"format": self.format.name, "code": None, "bits": None, "class": None, "value": None}
-        row = nothing if self.stored is None else self.stored.as_dict()
-        return {**row, "outcome": self.outcome, "error": error}
+        empty = {"format": self.format.name, **dict.fromkeys(("code", "bits", "class", "value"))}
+        return {**(self.stored.as_dict() if self.stored else empty), "outcome": self.outcome, "error": error}
 
 
 def code_text(code: int, format: Format) -> str:
@@ -192,8 +184,7 @@ def encoded(
     """`number` rounded to a format; see `halfstep.numerics.formats.exact.encode_exact` for the modes."""
     if number != number and not format.has_nan:
         return Encoded(number, format, None)
-    if overflow == "nan" and not format.has_nan:
-        found = Encoded(number, format, Stored(encode_exact(number, format, rounding, seed=seed), format))
-        return Encoded(number, format, None) if found.outcome == "saturated" else found
-    code = encode_exact(number, format, rounding, overflow=overflow, seed=seed)
-    return Encoded(number, format, Stored(code, format))
+    refuses = overflow == "nan" and not format.has_nan
+    code = encode_exact(number, format, rounding, overflow="inf" if refuses else overflow, seed=seed)
+    found = Encoded(number, format, Stored(code, format))
+    return Encoded(number, format, None) if refuses and found.outcome == "saturated" else found
