@@ -24,7 +24,7 @@ class _Command(NamedTuple):
     help: str
 
 
-_LOOKUP = "halfstep.cli.formats.commands"
+_LOOKUP = "halfstep.cli.formats.commands"  # whose main takes the command's name too
 COMMANDS = (
     _Command(("format",), _LOOKUP, "show range, spacing and digits of number formats"),
     _Command(("encode",), _LOOKUP, "round numbers to every format and show the codes"),
@@ -123,8 +123,7 @@ def _run(arguments: list[str]) -> int:
                 _shorten_openmp_spinning()
             module = importlib.import_module(command.module)
             raise_again()
-            which = command.words if command.module == _LOOKUP else ()  # one module for several commands
-            return int(module.main(arguments[length:], *which))
+            return int(module.main(arguments[length:], *command.words[: command.module == _LOOKUP]))
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         show(_listed(family))
