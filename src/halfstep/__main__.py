@@ -123,7 +123,7 @@ def _run(arguments: list[str]) -> int:
                 _shorten_openmp_spinning()
             module = importlib.import_module(command.module)
             raise_again()
-            return int(module.main(arguments[length:], *command.words[: command.module == _LOOKUP]))
+            return int(module.main(arguments[length:], *(command.words if command.module == _LOOKUP else ())))
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         show(_listed(family))
