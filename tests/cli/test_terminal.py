@@ -88,8 +88,9 @@ def test_progress_is_one_line_that_is_removed(locale: str, monkeypatch: pytest.M
     assert max(map(len, re.split(r"[\r\n]", drawn))) <= 60
 
 
-def test_progress_waits_and_is_for_terminals_only() -> None:
-    for stream, patience in ((Screen(), 60.0), (io.StringIO(), 0.0)):
+def test_progress_waits_and_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, patience, term in ((Screen(), 60.0, "xterm"), (io.StringIO(), 0.0, "xterm"), (Screen(), 0.0, "dumb")):
+        monkeypatch.setenv("TERM", term)
         with Progress(2, patience, stream) as progress:
             progress.show(1, "x")
         assert stream.getvalue() == ""
@@ -97,6 +98,7 @@ def test_progress_waits_and_is_for_terminals_only() -> None:
 
 def test_progress_appears_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stream = Screen()
     with Progress(2, 2.0, stream) as progress:

@@ -218,7 +218,7 @@ class Progress:
         """Show `done` and `text`, or what was shown before where they are None."""
         self.done = self.done if done is None else done
         self.text = self.text if text is None else printable(text)
-        if not self._stream.isatty() or time.monotonic() < self._appears:
+        if not self._stream.isatty() or os.environ.get("TERM") == "dumb" or time.monotonic() < self._appears:
             return
         if self._bar is None:
             self._start()
@@ -239,7 +239,7 @@ class Progress:
             console=Console(file=self._stream, width=width(self._stream), force_terminal=True, no_color=not colour),
             transient=True, expand=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
         )  # fmt: skip
-        self._task = self._bar.add_task(self.text, total=self.total or None)
+        self._task = self._bar.add_task(self.text, total=self.total or None, completed=self.done)
         self._bar.start()
 
     def clear(self) -> None:
