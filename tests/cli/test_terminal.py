@@ -39,6 +39,10 @@ def test_a_table_folds_or_continues_below(columns: int, wraps: int | None, expec
     assert rendered([Table(HEADER, ROWS, {1}, ruled=True, wraps=wraps)], columns) == expected
 
 
+def test_a_table_without_rows_is_its_header() -> None:
+    assert rendered([Table(("a", "b"), [])], 80) == ["a  b"]
+
+
 def test_wide_characters_take_two_columns() -> None:
     assert rendered([Table((), [("模型", "1"), ("ab", "2")])], 80) == ["模型  1", "ab    2"]
 

@@ -112,7 +112,7 @@ class Table:
         """The columns of the screen that each column needs."""
         from rich.cells import cell_len
 
-        columns = len(self.header) or max(map(len, self.rows))
+        columns = len(self.header) or max(map(len, self.rows), default=1)
         least = []
         for column in range(columns):
             cells = [row[column].plain for row in self.rows if row]
@@ -155,7 +155,7 @@ class Table:
                 no_wrap=fits and column != self.wraps,
                 overflow="fold",
             )
-        for row, following in zip(self.rows, [*self.rows[1:], None], strict=True):
+        for row, following in zip(self.rows, [*self.rows[1:], None], strict=False):
             if row:
                 grid.add_row(*(row[column] for column in columns), end_section=following == [])
         return grid
