@@ -73,8 +73,6 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("bench audit --bounds nowhere", "argument --bounds: 'nowhere' does not exist; pass a file that can be read"),
         ("bench audit --bounds d.png", "argument --bounds: 'd.png' is a folder; pass a file that can be read"),
         ("bench audit --bounds f", "expected f to be written by `halfstep bench audit --record`: JSONDecodeError"),
-        ("bench audit --markdown f", "--markdown f: it must contain the markers '<!-- compiled kernels: generated"),
-        ("bench audit --markdown no", "argument --markdown: 'no' does not exist; pass a file that can be read"),
         ("bench audit --record no/x", "argument --record: 'no/x' cannot be written: No such file or directory"),
         # commands
         ("help plam", "unknown command 'plam'; did you mean 'plan'? Choose from bench, compare"),
