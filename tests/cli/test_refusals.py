@@ -118,7 +118,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("plan --layers 12 --hidden 8", "--heads, --vocab, --seq missing; a shape is --layers, --hidden, --heads, --v"),
         ("plan --params 1 --tied --no-biases", "--tied, --no-biases without a shape; give --model, or --layers"),
         ("plan --model gpt2 --heads 11", "Expected heads to divide hidden, 768, but got 11"),
-        ("plan --model gpt2 --norm batch", "Expected norm to be 'layer' or 'rms', but got 'batch'"),
+        ("plan --model gpt2 --norm batch", "'rms', but got 'batch'"),
         ("plan --model gpt2 --seq 2048", "Expected seq to be from 1 to 1024, the positions of the model, but got 2048"),
         ("plan --params 1 --gpus 8 --strategy hsdp --shard 3", "Expected shard to divide"),
         ("plan --params 1 --fit params", "--fit without a card; give --card, one of a100-40"),
