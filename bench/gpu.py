@@ -37,7 +37,7 @@ from halfstep.bench.harness import Result
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
 from halfstep.cli.numbers import above_zero
-from halfstep.cli.terminal import terminal
+from halfstep.cli.terminal import show
 
 LIMIT = 60.0  # seconds of a check, compiling included
 LIMITS = {TESTS: 60 * TEST_MINUTES + 30}
@@ -101,8 +101,7 @@ def _report(out: Path, about: dict[str, Any], records: dict[str, dict[str, Any]]
         (out / "table.md").write_text(run_report.markdown(about, results))
         with suppress(ImportError):  # no matplotlib
             run_report.draw(out, about, results)
-        screen = terminal()
-        screen.show(run_report.table_lines(about, results, screen), sys.stdout)
+        show(*run_report.tables(about, results))
     for name, record in records.items():
         if record["status"] != PASSED:
             print(f"{name}: {record['status']}: {record['error'].strip().splitlines()[-1]}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
 from halfstep.cli.numbers import above_zero, whole
-from halfstep.cli.terminal import Progress, terminal
+from halfstep.cli.terminal import Progress, show, text
 
 if TYPE_CHECKING:
     from halfstep.bench.harness import Result
@@ -127,12 +127,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     about, results = run(arguments.groups, arguments.quick, arguments.minutes, arguments.out, arguments.processor_time)
-    errors = terminal(sys.stderr)
     if arguments.json:
         print(run_report.as_json(about, results))
     else:
-        screen = terminal()
-        screen.show(run_report.table_lines(about, results, screen), sys.stdout)
+        show(*run_report.tables(about, results))
     notes = []
     if about["left_out"]:
         notes.append(f"--minutes {arguments.minutes:g} were over: {about['left_out']} cases left out")
@@ -145,9 +143,8 @@ def _run(arguments: argparse.Namespace) -> int:
             notes.append(str(error))
     bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]
     wrong = [f"{one.operation}, {one.dtype}: {one.provider} {one.status}: {one.reason}" for one in bad]
-    lines = [*(errors.paint(note, "note") for note in notes), *(errors.paint(line, "bad") for line in wrong)]
-    if lines:
-        errors.show(lines, sys.stderr)
+    if notes or wrong:
+        show(*(text(note, "note") for note in notes), *(text(line, "bad") for line in wrong), stream=sys.stderr)
     return 1 if bad else 0
 
 

@@ -22,7 +22,7 @@ import halfstep
 from halfstep.bench.harness import OK, UNAVAILABLE, Result, ours
 from halfstep.cli import figures
 from halfstep.cli.machine import processor_name
-from halfstep.cli.terminal import Terminal, table
+from halfstep.cli.terminal import Table, text
 from halfstep.kernels.backend import triton
 
 ROOFLINE, STEP = "roofline.png", "step.png"
@@ -145,9 +145,9 @@ def headline(about: dict[str, Any]) -> str:
     return f"{versions}, {about['device']}{threads}, {about['date']}{quick}{clock}"
 
 
-def table_lines(about: dict[str, Any], results: Sequence[Result], screen: Terminal) -> list[str]:
+def tables(about: dict[str, Any], results: Sequence[Result]) -> list[Any]:
     """One table per operation and dtype, and the footnotes."""
-    lines: list[str] = []
+    parts: list[Any] = []
     for title, group in by_operation(results):
         headings, rows = _table(group)
         if not rows:
@@ -155,15 +155,14 @@ def table_lines(about: dict[str, Any], results: Sequence[Result], screen: Termin
         shown, before = [], None
         for result, cells in rows:
             first, provider, *figures = cells
-            style = "bad" if result.status != OK else "strong" if ours(result.provider) else None
+            style = "bad" if result.status != OK else "strong" if ours(result.provider) else ""
             if result.status != OK:
                 provider += f" ({result.status.upper()}: {result.reason})"
-            shown.append(["" if first == before else first, screen.paint(provider, style) if style else provider])
-            shown[-1] += figures
+            shown.append(["" if first == before else first, text(provider, style), *figures])
             before = first
-        right = [column != 1 for column in range(len(headings))]
-        lines += [f"{title} ({_error_allowed(group)})", *table(headings, shown, right, gap=" "), ""]
-    return [*lines, headline(about), *(line for note in footnotes(about, results) for line in screen.wrap(note))]
+        right = [column for column in range(len(headings)) if column != 1]
+        parts += [f"{title} ({_error_allowed(group)})", Table(headings, shown, right), ""]
+    return [*parts, headline(about), *footnotes(about, results)]
 
 
 def markdown(about: dict[str, Any], results: Sequence[Result]) -> str:

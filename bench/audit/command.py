@@ -32,7 +32,7 @@ from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
 from halfstep.cli.command_line import Parser, UsageError, a_path, input_file, make_folder, output_file, run
 from halfstep.cli.numbers import whole
 from halfstep.cli.roofline_picture import draw
-from halfstep.cli.terminal import Progress, say, table, terminal
+from halfstep.cli.terminal import Progress, Table, joined, say, show, text
 
 # Set in a restarted process. If its kernels are still interpreted, it stops instead of restarting again.
 _RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
@@ -52,14 +52,13 @@ HEADER = (
 
 def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
     """Print the rows as a table, the problems, and a summary."""
-    screen = terminal()
     cells = []
     for row in rows:
         widths = "+".join(f"{count}x{bits}" for bits, count in row["access_widths"].items()) or "-"
         name = f"{row['kernel']} {row['variant']}"
         cells.append(
             (
-                screen.paint(name, "bad") if row["problems"] and not row["peer"] else name,
+                text(name, "bad" if row["problems"] and not row["peer"] else ""),
                 row["target"],
                 _against(row["bytes_read"], row["floor_read"]),
                 _against(row["bytes_written"], row["floor_written"]),
@@ -72,20 +71,15 @@ def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
                 " ".join(f"{machine} {time_ms:.2f}" for machine, time_ms in row["floor_ms"].items()),
             )
         )
-    right = (False, False, *[True] * 9, False)
-    # Lines are not wrapped on a narrow screen, since wrapped rows with so many columns could not be read.
-    lines = table(HEADER, cells, right)
+    show(Table(HEADER, cells, range(2, 11)))
     for row in rows:
         for problem in row["problems"]:
-            verdict = "PEER" if row["peer"] else screen.paint("FAIL", "bad")
-            lines.append(f"{verdict} {row['kernel']} {row['variant']} on {row['target']}: {problem}")
+            verdict = text("PEER") if row["peer"] else text("FAIL", "bad")
+            say(joined(verdict, f" {row['kernel']} {row['variant']} on {row['target']}: {problem}"))
     own = [row for row in rows if not row["peer"]]
     failing = _failing(rows)
-    verdict = f"{len(failing)} of {len(own)} fail" if failing else f"all {len(own)} pass"
-    lines.append(
-        f"Bytes per element, from the machine code / the least that the job needs. {verdict}, in {seconds:.0f} s."
-    )
-    screen.show(lines, sys.stdout)
+    summary = f"{len(failing)} of {len(own)} fail" if failing else f"all {len(own)} pass"
+    show(f"Bytes per element, from the machine code / the least that the job needs. {summary}, in {seconds:.0f} s.")
 
 
 def _failing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from halfstep._version import __version__
 from halfstep.cli._interrupt import end_at_once, interrupted, raise_again
 from halfstep.cli.command_line import complain, with_output
-from halfstep.cli.terminal import Terminal, terminal
+from halfstep.cli.terminal import Table, show
 from halfstep.numerics.messages import instead
 
 
@@ -24,13 +24,14 @@ class _Command(NamedTuple):
     help: str
 
 
+_LOOKUP = "halfstep.cli.formats.commands"  # whose main takes the command's name too
 COMMANDS = (
-    _Command(("format",), "halfstep.cli.formats.format", "show range, spacing and digits of number formats"),
-    _Command(("encode",), "halfstep.cli.formats.encode", "round numbers to every format and show the codes"),
-    _Command(("decode",), "halfstep.cli.formats.decode", "show the value of a code in every format of its width"),
-    _Command(("why",), "halfstep.cli.formats.why", "explain how a number is rounded"),
-    _Command(("compare",), "halfstep.cli.formats.compare", "compare formats, and count the values that they share"),
-    _Command(("ladder",), "halfstep.cli.formats.ladder", "draw range, density and codes of formats"),
+    _Command(("format",), _LOOKUP, "show range, spacing and digits of number formats"),
+    _Command(("encode",), _LOOKUP, "round numbers to every format and show the codes"),
+    _Command(("decode",), _LOOKUP, "show the value of a code in every format of its width"),
+    _Command(("why",), _LOOKUP, "explain how a number is rounded"),
+    _Command(("compare",), _LOOKUP, "compare formats, and count the values that they share"),
+    _Command(("ladder",), _LOOKUP, "draw range, density and codes of formats"),
     _Command(
         ("explore",),
         "halfstep.cli.pages.explorer.command",
@@ -53,35 +54,20 @@ COMMANDS = (
 )
 
 
-def _listed(commands: Sequence[_Command]) -> list[str]:
-    """One line for each command, or several where the screen is narrow."""
-    screen = terminal()
-    width = max(len(" ".join(command.words)) for command in commands) + len("  halfstep   ")
-    lines: list[str] = []
-    for command in commands:
-        name = f"  halfstep {' '.join(command.words)}"
-        beside = screen.width >= width + 30
-        folded = Terminal(screen.width - (width if beside else 6)).wrap(command.help)
-        lines += [f"{name:{width}}{folded[0]}"] if beside else [name, f"      {folded[0]}"]
-        lines += [" " * (width if beside else 6) + more for more in folded[1:]]
-    return lines
+def _listed(commands: Sequence[_Command]) -> Table:
+    return Table((), [(f"  halfstep {' '.join(command.words)}", command.help) for command in commands], wraps=1)
 
 
-def _usage() -> str:
-    screen = terminal()
-    return "\n".join(
-        [
-            "usage: halfstep COMMAND [OPTIONS]",
-            "",
-            *screen.wrap("Half-precision training for PyTorch with less memory and less memory traffic."),
-            "",
-            *_listed(COMMANDS),
-            "",
-            *screen.wrap(
-                "halfstep help COMMAND shows a command's options, as does --help after it; halfstep --version prints "
-                "the version."
-            ),
-        ]
+def _show_usage() -> None:
+    show(
+        "usage: halfstep COMMAND [OPTIONS]",
+        "",
+        "Half-precision training for PyTorch with less memory and less memory traffic.",
+        "",
+        _listed(COMMANDS),
+        "",
+        "halfstep help COMMAND shows a command's options, as does --help after it; halfstep --version prints the "
+        "version.",
     )
 
 
@@ -125,7 +111,7 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        _show_usage()
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version", "version"):
         print(f"halfstep {__version__}")
@@ -137,10 +123,10 @@ def _run(arguments: list[str]) -> int:
                 _shorten_openmp_spinning()
             module = importlib.import_module(command.module)
             raise_again()
-            return int(module.main(arguments[length:]))
+            return int(module.main(arguments[length:], *(command.words if command.module == _LOOKUP else ())))
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
-        print("\n".join(_listed(family)))
+        show(_listed(family))
         return 0 if len(arguments) > 1 else 2
     complain("halfstep", _unknown([word for word in arguments[: 2 if family else 1] if word != "--help"]))
     return 2

@@ -1,64 +1,21 @@
-"""Tables on narrow screens, and the progress line."""
+"""Texts, tables on narrow screens, and the progress bar."""
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import re
+import struct
+import termios
+import time
 
 import pytest
 
-from halfstep.cli.terminal import RULE, Progress, Terminal, fitted, ruled, table
+from halfstep.cli.terminal import Progress, Table, joined, rendered, say, show, text, width
 
-ROWS = [("a", "12", "several words here"), RULE, ("total", "3\nmore", "")]
-
-
-def test_cells_with_several_lines_and_rules() -> None:
-    assert table(("name", "n\n%", "note"), ROWS, (False, True, False)) == [
-        "name      n  note",
-        "          %",
-        "a        12  several words here",
-        "───────────────────────────────",
-        "total     3",
-        "       more",
-    ]
-
-
-def test_the_last_column_folds_where_the_screen_ends() -> None:
-    lines = fitted(("name", "n", "note"), ROWS, (False, True, False), 22, folds=True)
-    assert lines == [
-        "name      n  note",
-        "a        12  several",
-        "             words",
-        "             here",
-        "────────────────────",
-        "total     3",
-        "       more",
-    ]
-
-
-def test_columns_that_do_not_fit_go_below() -> None:
-    lines = fitted(("name", "n", "note"), ROWS, (False, True, False), 22)
-    assert lines == [
-        *("name      n", "a        12", "───────────", "total     3", "       more", ""),
-        *("name   note", "a      several words here", "─────────────────────────", "total"),
-    ]
-
-
-def test_a_ruled_table_has_a_bold_header() -> None:
-    lines = ruled(("x\n%", "y"), [("1", "2")], (True, True), Terminal(80, colour=True))
-    assert lines == ["\x1b[1mx\x1b[0m  \x1b[1my\x1b[0m", "\x1b[1m%\x1b[0m", "────", "1  2"]
-
-
-@pytest.mark.parametrize("colour", [False, True])
-def test_only_the_colours_of_tables_are_escape_codes(colour: bool) -> None:
-    screen, stream = Terminal(80, colour=colour), Screen()
-    name = "a\x1b[2J\x1b]0;t\x07\x9b8m\x1b[8m\rb\u202e\n\udc80"
-    screen.show([f"{screen.paint(name, 'bad')} {screen.paint('ok', 'strong')}"], stream)
-    safe = r"a\x1b[2J\x1b]0;t\x07\x9b8m\x1b[8m\rb\u202e"
-    expected = "\x1b[31m{}\x1b[0m\\n\x1b[31m{}\x1b[0m \x1b[1mok\x1b[0m\n" if colour else "{}\\n{} ok\n"
-    assert stream.getvalue() == expected.format(safe, r"\udc80")
-    stream = Screen()
-    Terminal(80, colour=False).show(["\x1b[31mred"], stream)
-    assert stream.getvalue() == "\\x1b[31mred\n"
+ROWS = [("a", "12", "several words here"), (), ("total", "3", "")]
+HEADER = ("name", "n\n%", "note")
 
 
 class Screen(io.StringIO):
@@ -68,20 +25,90 @@ class Screen(io.StringIO):
         return True
 
 
-def test_progress_is_one_line_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
+@pytest.mark.parametrize(
+    ("columns", "wraps", "expected"),
+    [
+        (80, None, ["        n", "name    %  note", "─" * 29, "a      12  several words here", "─" * 29, "total   3"]),
+        (20, 2, ["        n", "name    %  note", "─" * 20, "a      12  several", "           words", "           here",
+                 "─" * 20, "total   3"]),
+        (24, None, ["        n", "name    %", "─" * 9, "a      12", "─" * 9, "total   3", "",
+                    "name   note", "─" * 24, "a      several words", "       here", "─" * 24, "total"]),
+    ],
+)  # fmt: skip
+def test_a_table_folds_or_continues_below(columns: int, wraps: int | None, expected: list[str]) -> None:
+    assert rendered([Table(HEADER, ROWS, {1}, ruled=True, wraps=wraps)], columns) == expected
+
+
+def test_a_table_without_rows_is_its_header() -> None:
+    assert rendered([Table(("a", "b"), [])], 80) == ["a  b"]
+
+
+def test_wide_characters_take_two_columns() -> None:
+    assert rendered([Table((), [("模型", "1"), ("ab", "2")])], 80) == ["模型  1", "ab    2"]
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_only_our_colours_are_escape_codes(colour: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR" if colour else "NO_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR" if colour else "FORCE_COLOR", raising=False)
+    stream = Screen()
+    name = "a\x1b[2J\x1b]0;t\x07\x9b8m\x1b[8m\rb\u202e\n[red]:smile:\udc80"
+    show(joined(text(name, "bad"), " ", text("ok", "strong")), Table((), [(name, "x")]), stream=stream)
+    safe = r"a\x1b[2J\x1b]0;t\x07\x9b8m\x1b[8m\rb\u202e\n[red]:smile:\udc80"
+    first = f"\x1b[31m{safe}\x1b[0m \x1b[1mok\x1b[0m" if colour else f"{safe} ok"
+    assert stream.getvalue() == f"{first}\n{safe}  x\n"
+
+
+def test_a_said_line_is_never_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    stream = Screen()
+    say("wrote /a/path/with a space/x.png", stream)
+    assert stream.getvalue() == "wrote /a/path/with a space/x.png\n"
+
+
+def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w") as stream, os.fdopen(master):
+        fcntl.ioctl(stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, 97, 0, 0))
+        assert width(stream) == 97
+        monkeypatch.setenv("COLUMNS", "120")
+        assert width(stream) == 120
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_progress_is_one_line_that_is_removed(locale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("COLUMNS", "60"), ("TERM", "xterm"), ("LC_ALL", locale)):
+        monkeypatch.setenv(name, value)
     stream = Screen()
     with Progress(4, stream=stream) as progress:
-        progress.show(1, "half of it")
-        progress.show(text="x" * 100)
-    lines = stream.getvalue().replace("\x1b[K", "").split("\r")
-    assert lines[1].startswith("." * 20 + "   0%")
-    assert lines[2].startswith("#" * 5 + "." * 15 + "  25%  half of it")
-    assert max(map(len, lines)) < 40 and lines[-1] == ""
+        progress.show(1, "half \x1b[2J[red]of it")
+        progress.show(3, "x" * 100)
+    written = stream.getvalue()
+    assert written.count("\n") <= 1 and written.endswith("\x1b[2K"), "the line is cleared"
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
+    assert re.search(r" 25% \S+ half \\x1b\[2J\[red\]of it", drawn) and "75%" in drawn
+    assert ("━" in drawn) == (locale == "C.UTF-8")
+    assert max(map(len, re.split(r"[\r\n]", drawn))) <= 60
 
 
-def test_progress_waits_and_is_for_terminals_only() -> None:
-    for stream, patience in ((Screen(), 60.0), (io.StringIO(), 0.0)):
+def test_progress_waits_and_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, patience, term in ((Screen(), 60.0, "xterm"), (io.StringIO(), 0.0, "xterm"), (Screen(), 0.0, "dumb")):
+        monkeypatch.setenv("TERM", term)
         with Progress(2, patience, stream) as progress:
             progress.show(1, "x")
         assert stream.getvalue() == ""
+
+
+def test_progress_appears_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stream = Screen()
+    with Progress(2, 2.0, stream) as progress:
+        now += 1.9
+        progress.show(1)
+        assert stream.getvalue() == ""
+        now += 0.2
+        progress.show(1)
+        assert "50%" in stream.getvalue()

@@ -26,7 +26,8 @@ import topology_walk
 import torch
 
 import halfstep
-from halfstep.cli.terminal import Progress, ruled, terminal
+from halfstep.cli import terminal
+from halfstep.cli.terminal import Progress, Table, text
 
 
 def rank_main(rank: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -84,17 +85,21 @@ def markdown(result: dict[str, Any]) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """Print a table of the topologies, and the problems."""
-    screen = terminal()
     rows = [
         (name, str(row["faults"]), str(row["steps"]), str(row["disagreements"]))
         for name, row in result["topologies"].items()
     ]
-    lines = screen.title(f"{result['faults']} faults, {result['steps']} steps, scaler of {result['scaler']}")
-    lines += ruled(("topology", "faults", "steps", "disagreements"), rows, (False, True, True, True), screen)
-    for name, row in result["topologies"].items():
-        lines += [screen.paint(f"{name}: {complaint}", "bad") for complaint in row["complaints"][:3]]
-    lines.append(f"{result['faults']} faults in {result['seconds']:.0f} s, {result['disagreements']} disagreements.")
-    screen.show(lines, sys.stdout)
+    terminal.show(
+        text(f"{result['faults']} faults, {result['steps']} steps, scaler of {result['scaler']}", "strong"),
+        "",
+        Table(("topology", "faults", "steps", "disagreements"), rows, range(1, 4), ruled=True),
+        *(
+            text(f"{name}: {each}", "bad")
+            for name, row in result["topologies"].items()
+            for each in row["complaints"][:3]
+        ),
+        f"{result['faults']} faults in {result['seconds']:.0f} s, {result['disagreements']} disagreements.",
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

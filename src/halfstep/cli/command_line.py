@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from halfstep.cli.figures import MISSING
-from halfstep.cli.terminal import Terminal, terminal
+from halfstep.cli.terminal import width
 from halfstep.numerics.messages import instead, printable
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -35,33 +35,19 @@ class UsageError(ValueError):
 
 
 class _Help(argparse.HelpFormatter):
-    """argparse's formatter, with line breaks in descriptions kept and defaults shown.
+    """argparse's formatter, with line breaks in descriptions kept and defaults shown."""
 
-    The width is passed to it, because argparse would otherwise import shutil to find it out for every option.
-    """
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=max(20, min(terminal().width, 100)))
-
-    def _format_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None) -> str:
-        if usage is None:
-            return super()._format_usage(usage, actions, groups, prefix)
-        return "\n".join(Terminal(self._width).wrap(f"usage: {usage}", " " * 7)) + "\n\n"
+    def __init__(self, prog: str) -> None:  # argparse would import shutil to find out the width
+        super().__init__(prog, width=max(20, min(width(), 100)))
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(super(_Help, self)._fill_text(line, width, indent) for line in text.split("\n"))
 
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        import textwrap
-
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
-
     def _get_help_string(self, action: argparse.Action) -> str:
-        said = action.help or ""
-        shown = action.option_strings and isinstance(action.default, (int, float, str)) and action.default != ""
-        if shown and not isinstance(action.default, bool) and action.default is not argparse.SUPPRESS:
-            return said if "default" in said else f"{said} (default: %(default)s)"
-        return said
+        described, default = action.help or "", action.default
+        plain = isinstance(default, (int, float, str)) and not isinstance(default, bool)
+        shown = action.option_strings and plain and default not in ("", argparse.SUPPRESS)
+        return f"{described} (default: %(default)s)" if shown and "default" not in described else described
 
 
 class Parser(argparse.ArgumentParser):
@@ -96,13 +82,19 @@ class Parser(argparse.ArgumentParser):
         end = prepared.index("--") if "--" in prepared else len(prepared)
         # Unknown options are refused first; argparse would complain about the word after one instead.
         for word in prepared[:end]:
-            known = word.split("=")[0] if word.startswith("--") else word[:2]
-            if word.startswith("-") and word != "-" and known not in self._option_string_actions:
-                raise UsageError(self._unknown(word))
-        found, unknown = self.parse_known_intermixed_args(prepared)
+            option = word.split("=")[0] if word.startswith("--") else word[:2]
+            if word.startswith("-") and word != "-" and option not in self._option_string_actions:
+                near = instead(word.split("=")[0], self._option_string_actions, listed=False)
+                raise UsageError(f"unknown option {word}; {near}see {self.prog} --help for those there are")
+        options, unknown = self.parse_known_intermixed_args(prepared)
         if unknown:
-            raise UsageError(self._unknown(unknown[0].strip()))
-        return found
+            word = unknown[0].strip()
+            takers = [action.option_strings[-1] for action in self._actions if word in (action.choices or ())]
+            hint = f"did you mean {takers[0]} {word}? " if takers else ""
+            raise UsageError(
+                f"unexpected argument {word!r}; {hint}{self.prog} takes options only: see {self.prog} --help"
+            )
+        return options
 
     def prepared(self, words: Sequence[str]) -> list[str]:
         """The words, with a space before each negative number and before each word that starts with "-" after ``--``.
@@ -124,16 +116,6 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(
                 action, f"unknown {what.lower().replace('-', ' ')} {value!r}; {instead(str(value), action.choices)}"
             )
-
-    def _unknown(self, word: str) -> str:
-        """The error message for a word that no option or argument accepts."""
-        if word.startswith("-"):
-            options = [name for action in self._actions for name in action.option_strings]
-            near = instead(word.split("=")[0], options, listed=False)
-            return f"unknown option {word}; {near}see {self.prog} --help for those there are"
-        takers = [action.option_strings[-1] for action in self._actions if action.choices and word in action.choices]
-        hint = f"did you mean {takers[0]} {word}? " if takers and takers[0] else ""
-        return f"unexpected argument {word!r}; {hint}{self.prog} takes options only: see {self.prog} --help"
 
 
 # -------------------------------------------------------------------------------------------------------------- files
@@ -159,24 +141,21 @@ def picture(text: str) -> Path:
 
 def output_file(text: str) -> Path:
     """An argparse type: a file that can be written, in an existing folder."""
-    path = a_path(text)
-    for wrong, code in (
-        (not path.parent.exists(), errno.ENOENT),
-        (path.parent.exists() and not path.parent.is_dir(), errno.ENOTDIR),
-        (path.is_dir(), errno.EISDIR),
-        (path.parent.is_dir() and not os.access(path.parent, os.W_OK), errno.EACCES),
-    ):
-        if wrong:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} cannot be written: {os.strerror(code)}; pass a file in a folder that can be"
-            )
+    path, code = a_path(text), 0
+    if not path.parent.is_dir():
+        code = errno.ENOTDIR if path.parent.exists() else errno.ENOENT
+    elif path.is_dir() or not os.access(path.parent, os.W_OK):
+        code = errno.EISDIR if path.is_dir() else errno.EACCES
+    if code:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written: {os.strerror(code)}; pass a file in a folder that can be"
+        )
     return path
 
 
 def input_file(text: str) -> Path:
     """An argparse type: a file that can be read."""
-    path = a_path(text)
-    wrong = ""
+    path, wrong = a_path(text), ""
     if not path.is_file():
         wrong = "is a folder" if path.is_dir() else "is not a file" if path.exists() else "does not exist"
     elif not os.access(path, os.R_OK):
@@ -224,7 +203,6 @@ def run(
     Returns:
         The exit status: what the command returned, 2 for wrong input, or that of `with_output`.
     """
-
     refusals: tuple[type[Exception], ...] = (UsageError, *refused)
 
     def carry_out() -> int:
@@ -251,14 +229,14 @@ def with_output(prog: str, command: Callable[[], int]) -> int:
         finally:  # argparse ends the process after printing help, with output that may still be buffered
             sys.stdout.flush()
     except BrokenPipeError:
-        discard_output()
+        _discard_output()
         return 0
     except OSError as error:
         if error.filename is not None:
             complain(prog, f"{error.filename} cannot be used: {error.strerror}")
             return 2
         complain(prog, f"standard output cannot be written: {error.strerror or error}")
-        discard_output()
+        _discard_output()
         return 1
 
 
@@ -267,6 +245,6 @@ def complain(prog: str, text: str) -> None:
     print(f"{prog}: error: {printable(text)}", file=sys.stderr)
 
 
-def discard_output() -> None:
+def _discard_output() -> None:
     """Discard the buffered standard output, so that Python does not fail to write it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from halfstep.cli.command_line import Parser, a_path, run
-from halfstep.cli.terminal import Progress, Terminal, terminal
+from halfstep.cli.terminal import Progress, Table, joined, show, text
 from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
 from halfstep.integrations.doctor.findings import Diagnosis
 from halfstep.integrations.doctor.stored import examine_checkpoint
@@ -34,25 +34,22 @@ def _parser() -> Parser:
     return parser
 
 
-def _labelled(label: str, text: str, width: int, screen: Terminal) -> list[str]:
-    """A paragraph beside its label, in a column that begins at `width`."""
-    first, *more = screen._replace(width=max(20, screen.width - width)).wrap(text)
-    return [f"{label:{width}}{first}", *(" " * width + line for line in more)]
+def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
+    """Paragraphs beside their labels."""
+    return Table((), [(f"  {label}", words) for label, words in rows], wraps=1)
 
 
-def _lines_of(diagnosis: Diagnosis, screen: Terminal) -> list[str]:
-    lines = screen.title(diagnosis.headline)
+def _shown(diagnosis: Diagnosis) -> list[Any]:
+    parts: list[Any] = [text(diagnosis.headline, "strong"), ""]
     for finding in diagnosis.findings:
-        severity = screen.paint(finding.severity, "bad" if finding.severity == "error" else "note")
-        lines.append(f"{severity}: {finding.name}")
-        for name in ("where", "what", "stake", "remedy"):
-            lines += _labelled(f"  {name}", getattr(finding, name), 10, screen)
-        lines.append("")
-    return lines
+        severity = text(finding.severity, "bad" if finding.severity == "error" else "note")
+        fields = ((name, getattr(finding, name)) for name in ("where", "what", "stake", "remedy"))
+        parts += [joined(severity, f": {finding.name}"), _labelled(fields), ""]
+    return parts
 
 
 def _run(options: argparse.Namespace) -> int:
-    screen, machine = terminal(), Machine.here()
+    machine = Machine.here()
     on_machine = options.env or not options.files
     found: list[Diagnosis] = []
     if options.files:
@@ -63,14 +60,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"facts": dict(machine.facts()), "diagnoses": [one.as_dict() for one in found]}, indent=2))
     else:
-        lines = [line for one in found for line in _lines_of(one, screen)]
+        parts = [part for one in found for part in _shown(one)]
         if on_machine:
-            lines += [line for name, value in machine.facts() for line in _labelled(f"  {name}", value, 14, screen)]
-            lines += ["", *screen.title("Variables for debugging, and what they do")]
-            width = max(len(name) for name, _ in DEBUGGING) + 4
-            for name, what in DEBUGGING:
-                lines += _labelled(f"  {name}", what, width, screen)
-        screen.show(lines, sys.stdout)
+            parts += [_labelled(machine.facts()), ""]
+            parts += [text("Variables for debugging, and what they do", "strong"), "", _labelled(DEBUGGING)]
+        show(*parts)
     return int(not all(one.ok for one in found))
 
 

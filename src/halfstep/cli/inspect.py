@@ -13,8 +13,7 @@ import argparse
 import json
 import math
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,12 @@ import torch
 from halfstep.cli.command_line import Parser, a_path, picture, run
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import count, power, shortened
-from halfstep.cli.terminal import RULE, Progress, Terminal, ruled, terminal
+from halfstep.cli.terminal import Progress, Table, show, width
 from halfstep.integrations.tensor_files import TensorFileError, read_tensors
 from halfstep.numerics.formats.table import UnknownFormat, formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.statistics.advice import advise_scale
-from halfstep.numerics.statistics.counts import KINDS, Row, Statistics, checked_scale, grid_of, statistics
+from halfstep.numerics.statistics.counts import Row, Statistics, checked_scale, grid_of, statistics
 from halfstep.numerics.statistics.named_tensors import named_tensors
 
 PATIENCE = 2.0  # seconds before progress is shown
@@ -105,29 +104,19 @@ def _read(files: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int
     return found, left_out
 
 
-def _batches(tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Some tensors at a time."""
-    batch: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        batch[name] = tensor
-        size += tensor.nbytes
-        if size >= BATCH:
-            yield batch
-            batch, size = {}, 0
-    if batch:
-        yield batch
-
-
 def _count(tensors: dict[str, torch.Tensor], format: str, scale: float) -> Statistics:
-    """Statistics of all tensors, with a progress line on a terminal if counting takes long."""
-    found = None
+    """Statistics of all tensors, with a progress bar on a terminal if counting takes long."""
+    found: Statistics | None = None
+    batch: dict[str, torch.Tensor] = {}
     with Progress(sum(tensor.nbytes for tensor in tensors.values()), PATIENCE) as progress:
-        for batch in _batches(tensors):
-            part = statistics(batch, format, scale).read()
-            found = part if found is None else found + part
-            done = progress.done + sum(tensor.nbytes for tensor in batch.values())
-            progress.show(done, f"counting, {done / 2**30:.1f} GiB")
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
+            batch[name] = tensor
+            size = sum(one.nbytes for one in batch.values())
+            if size >= BATCH or number == len(tensors):
+                part = statistics(batch, format, scale).read()
+                found = part if found is None else found + part
+                progress.show(progress.done + size, f"counting, {(progress.done + size) / 2**30:.1f} GiB")
+                batch = {}
     assert found is not None
     return found
 
@@ -150,31 +139,36 @@ def _error(row: Row, q: float) -> str:
     return "-" if math.isnan(low) else f"{high:.2g}"
 
 
-def table(found: Statistics, rows: Sequence[Row], screen: Terminal) -> list[str]:
-    """The tensors and their total, in as many columns as the screen has room for."""
-    wide = screen.width >= WIDE
-    head = ["dtype"] * wide + ["size", "zero\n%", "flushed\n%", "subn.\n%", *["normal\n%"] * wide, "overfl.\n%"]
-    head += ["Inf", "NaN", "magnitudes", "error\np50"] * wide + ["error\np99"] + ["largest\nerror"] * wide
-    cells = [_cells(row, wide) for row in (*rows, found.total)]
-    others = [max(len(part) for line in (head, *cells) for part in line[at].split("\n")) for at in range(len(head))]
-    room = max(12, screen.width - sum(others) - 2 * len(others))
-    named = [(shortened(row.name, room), *line) for row, line in zip(rows, cells, strict=False)]
-    return [
-        *ruled(("tensor", *head), [*named, RULE, ("total", *cells[-1])], (False, *[True] * len(head)), screen),
-        *screen.wrap(_caption(found)),
-    ]
+def _share(kind: str) -> Callable[[Row], str]:
+    return lambda row: percent(row.share(kind))
 
 
-def _cells(row: Row, wide: bool) -> list[str]:
-    """All columns except the name."""
-    shares = {kind: percent(row.share(kind)) for kind in KINDS}
-    dtype = formats[row.dtype].name if row.dtype else ""
-    cells = [dtype] * wide + [count(row.elements), shares["zero"], shares["flushed"], shares["subnormal"]]
-    cells += [shares["normal"]] * wide + [shares["overflow"]]
-    if wide:
-        cells += [count(row.infinite), count(row.nan), _magnitudes(row), _error(row, 0.5)]
-    cells.append(_error(row, 0.99))
-    return [*cells, "-" if row.largest_error is None else f"{row.largest_error:.2g}"] if wide else cells
+# The columns after the name, and of which there is room on a wide screen only.
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "dtype": lambda row: formats[row.dtype].name if row.dtype else "",
+    "size": lambda row: count(row.elements),
+    "zero\n%": _share("zero"),
+    "flushed\n%": _share("flushed"),
+    "subn.\n%": _share("subnormal"),
+    "normal\n%": _share("normal"),
+    "overfl.\n%": _share("overflow"),
+    "Inf": lambda row: count(row.infinite),
+    "NaN": lambda row: count(row.nan),
+    "magnitudes": _magnitudes,
+    "error\np50": lambda row: _error(row, 0.5),
+    "error\np99": lambda row: _error(row, 0.99),
+    "largest\nerror": lambda row: "-" if row.largest_error is None else f"{row.largest_error:.2g}",
+}
+ONLY_WIDE = ("dtype", "normal\n%", "Inf", "NaN", "magnitudes", "error\np50", "largest\nerror")
+
+
+def table(found: Statistics, rows: Sequence[Row], columns: int) -> Table:
+    """The tensors and their total, with the cells that a screen of so many columns has room for."""
+    chosen = {name: cell for name, cell in COLUMNS.items() if columns >= WIDE or name not in ONLY_WIDE}
+    *cells, total = [[cell(row) for cell in chosen.values()] for row in (*rows, found.total)]
+    room = max(12, columns - Table([*chosen], [*cells, total]).width - 2)
+    named = [(shortened(row.name, room), *line) for row, line in zip(rows, cells, strict=True)]
+    return Table(["tensor", *chosen], [*named, (), ("total", *total)], range(1, 1 + len(chosen)), ruled=True)
 
 
 def _caption(found: Statistics) -> str:
@@ -207,18 +201,15 @@ def _inspect(options: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1, allow_nan=False))
         return 0
     rows = sorted(found, key=SORTS[options.sort])
-    shown = rows[: options.limit] if options.limit else rows
-    screen = terminal()
-    lines = table(found, shown, screen)
-    if len(shown) < len(rows):
-        lines.append(f"{len(rows) - len(shown)} more tensors: --limit 0 shows all")
+    listed = rows[: options.limit] if options.limit else rows
+    parts: list[Any] = [table(found, listed, width()), _caption(found)]
+    if len(listed) < len(rows):
+        parts.append(f"{len(rows) - len(listed)} more tensors: --limit 0 shows all")
     if left_out:
-        lines.append(f"left out: {', '.join(f'{number} of {dtype}' for dtype, number in left_out.items())}")
-    if advice is not None:
-        lines += str(advice).splitlines()
-    if options.out is not None:
-        lines.append(f"picture: {options.out}")
-    screen.show(lines, sys.stdout)
+        parts.append(f"left out: {', '.join(f'{number} of {dtype}' for dtype, number in left_out.items())}")
+    parts += [] if advice is None else str(advice).splitlines()
+    parts += [] if options.out is None else [f"picture: {options.out}"]
+    show(*parts)
     return 0
 
 

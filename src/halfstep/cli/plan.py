@@ -22,7 +22,7 @@ from typing import Any
 from halfstep._version import __version__
 from halfstep.cli.command_line import Parser, output_file, picture, run
 from halfstep.cli.numbers import above_zero, count, counts, share_or_bytes, whole
-from halfstep.cli.terminal import say, terminal
+from halfstep.cli.terminal import say, show
 from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning import (
     CARDS,
@@ -56,118 +56,80 @@ def parser() -> Parser:
     """The parser of the command line."""
     made = Parser(
         "plan",
-        usage="halfstep plan (--params N | --model NAME | --layers N --hidden N --heads N --vocab N --seq N) [OPTIONS]",
-        description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. Give --params, --model "
-        "or the shape of a transformer; activations and gathered units are counted only for a shape.",
+        usage="halfstep plan MODEL [OPTIONS]",
+        description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. MODEL is --params, "
+        "--model or the shape of a transformer; activations and gathered units are counted only for a shape.",
     )
-    model = made.add_argument_group("model")
-    model.add_argument(
-        *("--params",),
-        type=count(", such as 7e9, 7B or 350M"),
-        metavar="N",
-        help="number of parameters, such as 7e9, 7B or 350M",
-    )
-    model.add_argument("--model", metavar="NAME", help=f"a published shape: {', '.join(MODELS)}")
-    for name, text in (
-        ("layers", "number of blocks"),
-        ("hidden", "width"),
-        ("heads", "attention heads"),
-        ("vocab", "rows of embedding and head"),
-        ("seq", "length of a sequence"),
-    ):
-        model.add_argument(f"--{name}", type=count(), metavar="N", help=text)
-    model.add_argument("--ffn", type=count(), metavar="N", help="width of the MLP (default: 4 times the width)")
-    model.add_argument("--kv-heads", type=count(), metavar="N", help="heads of keys and values (default: --heads)")
-    model.add_argument("--gated", action="store_true", help="an MLP of three matrices, as in Llama")
-    model.add_argument("--no-biases", action="store_true", help="linear layers without biases")
-    model.add_argument("--norm", default=None, metavar="KIND", help="layer (default) or rms")
-    model.add_argument("--no-final-norm", action="store_true", help="no norm before the head (post-norm models)")
-    model.add_argument("--no-positions", action="store_true", help="no learned positions")
-    model.add_argument("--tied", action="store_true", help="the head uses the matrix of the embedding")
-    model.add_argument("--no-dropout", action="store_true", help="no dropout, and no dropout masks")
-    model.add_argument("--flash", action="store_true", help="attention that does not store its scores")
+    number: dict[str, Any] = {"type": count(), "metavar": "N"}
+    name: dict[str, Any] = {"metavar": "NAME"}
+    form: dict[str, Any] = {"metavar": "FORMAT"}
+    flag: dict[str, Any] = {"action": "store_true"}
 
-    where = made.add_argument_group("GPUs")
-    where.add_argument(
-        *("--gpus",),
-        type=counts,
-        default=(1,),
-        metavar="N",
-        help="number of GPUs (default: 1); with --compare strategies also several numbers, such as 8,64,1024",
-    )
-    where.add_argument(
-        *("--strategy",),
-        metavar="NAME",
-        help=f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single); with --compare strategies those to compare, "
-        "such as ddp,fsdp (default: all)",
-    )
-    where.add_argument("--shard", type=count(), metavar="N", help="GPUs of one group of hsdp")
-    where.add_argument(
-        "--tensor-parallel", "--tp", type=count(), default=1, metavar="N", help="GPUs that share a layer"
-    )
-    where.add_argument("--sequence-parallel", action="store_true", help="they also shard norms and dropouts")
-    where.add_argument("--offload", action="store_true", help="offload to the host what the strategy can offload")
-    where.add_argument("--bucket-view", action="store_true", help="DDP with gradient_as_bucket_view=True")
-    where.add_argument("--compress", metavar="FORMAT", help="send gradients in bf16, fp16 or fp32")
-    where.add_argument("--rank", type=whole(0), metavar="R", help="rank to plan (default: the one that holds most)")
+    add = made.add_argument_group("model").add_argument
+    params = count(", such as 7e9, 7B or 350M")
+    add("--params", type=params, metavar="N", help="number of parameters, such as 7e9, 7B or 350M")
+    add("--model", **name, help=f"a published shape: {', '.join(MODELS)}")
+    add("--layers", **number, help="number of blocks")
+    add("--hidden", **number, help="width")
+    add("--heads", **number, help="attention heads")
+    add("--vocab", **number, help="rows of embedding and head")
+    add("--seq", **number, help="length of a sequence")
+    add("--ffn", **number, help="width of the MLP (default: 4 times the width)")
+    add("--kv-heads", **number, help="heads of keys and values (default: --heads)")
+    add("--gated", **flag, help="an MLP of three matrices, as in Llama")
+    add("--no-biases", **flag, help="linear layers without biases")
+    add("--norm", default=None, metavar="KIND", help="layer (default) or rms")
+    add("--no-final-norm", **flag, help="no norm before the head (post-norm models)")
+    add("--no-positions", **flag, help="no learned positions")
+    add("--tied", **flag, help="the head uses the matrix of the embedding")
+    add("--no-dropout", **flag, help="no dropout, and no dropout masks")
+    add("--flash", **flag, help="attention that does not store its scores")
 
-    kept = made.add_argument_group("layout")
-    kept.add_argument("--precision", metavar="NAME", default="bf16", help=f"{', '.join(PRECISIONS)} (default: bf16)")
-    kept.add_argument(
-        "--optimizer", metavar="NAME", default="halfstep", help=f"{', '.join(OPTIMIZERS)} (default: halfstep)"
-    )
-    kept.add_argument(
-        "--moments", metavar="FORMAT", help="format of the moments (ours: fp32, bf16, 8bit), or two, as fp8,fp16"
-    )
-    kept.add_argument("--master", metavar="FORMAT", help="format of the master (te-master)")
-    kept.add_argument("--gradients", "--grad-dtype", metavar="FORMAT", help="format of .grad")
-    kept.add_argument("--accumulator", metavar="FORMAT", help="add micro-batches to a second gradient of this format")
-    kept.add_argument("--amsgrad", action="store_true", help="also store max_exp_avg_sq")
+    add = made.add_argument_group("GPUs").add_argument
+    several = "number of GPUs (default: 1); with --compare strategies also several numbers, such as 8,64,1024"
+    add("--gpus", type=counts, default=(1,), metavar="N", help=several)
+    compared = "with --compare strategies those to compare, such as ddp,fsdp (default: all)"
+    add("--strategy", **name, help=f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single); {compared}")
+    add("--shard", **number, help="GPUs of one group of hsdp")
+    add("--tensor-parallel", "--tp", default=1, **number, help="GPUs that share a layer")
+    add("--sequence-parallel", **flag, help="they also shard norms and dropouts")
+    add("--offload", **flag, help="offload to the host what the strategy can offload")
+    add("--bucket-view", **flag, help="DDP with gradient_as_bucket_view=True")
+    add("--compress", **form, help="send gradients in bf16, fp16 or fp32")
+    add("--rank", type=whole(0), metavar="R", help="rank to plan (default: the one that holds most)")
 
-    kept.add_argument("--lora", type=count(), metavar="R", help="train adapters of R rows beside frozen weights")
-    step = made.add_argument_group("step")
-    step.add_argument("--batch", type=count(), metavar="N", help="sequences of one micro-batch on one GPU (default: 1)")
-    step.add_argument("--accumulate", type=count(), default=1, metavar="N", help="micro-batches in a step (default: 1)")
-    step.add_argument(
-        *("--checkpointing",),
-        nargs="?",
-        const="full",
-        default="none",
-        metavar="KIND",
-        help=f"{', '.join(CHECKPOINTING)} (default: none; full if no KIND is given)",
-    )
-    step.add_argument(
-        *("--step-in-backward",),
-        type=count(),
-        nargs="?",
-        const=25 * 2**20,
-        metavar="BYTES",
-        help="step and free gradients in buckets of BYTES inside the backward (25 MiB if no BYTES are given)",
-    )
-    step.add_argument("--step-ms", type=above_zero, metavar="MS", help="measured time of a step, for MFU and HFU")
+    add = made.add_argument_group("layout").add_argument
+    add("--precision", default="bf16", **name, help=f"{', '.join(PRECISIONS)} (default: bf16)")
+    add("--optimizer", default="halfstep", **name, help=f"{', '.join(OPTIMIZERS)} (default: halfstep)")
+    add("--moments", **form, help="format of the moments (ours: fp32, bf16, 8bit), or two, as fp8,fp16")
+    add("--master", **form, help="format of the master (te-master)")
+    add("--gradients", "--grad-dtype", **form, help="format of .grad")
+    add("--accumulator", **form, help="add micro-batches to a second gradient of this format")
+    add("--amsgrad", **flag, help="also store max_exp_avg_sq")
+    add("--lora", type=count(), metavar="R", help="train adapters of R rows beside frozen weights")
 
-    fits = made.add_argument_group("card")
-    fits.add_argument("--card", metavar="NAME", help=f"{', '.join(CARDS)}")
-    fits.add_argument(
-        *("--reserve",),
-        type=share_or_bytes,
-        default=Fraction(1, 10),
-        metavar="SIZE",
-        help="memory reserved for what is not counted, such as 10%% or 4GiB (default: 10%%)",
-    )
-    fits.add_argument("--fit", metavar="WHAT", default="none", help=f"find the largest that fits: {', '.join(FITS)}")
+    add = made.add_argument_group("step").add_argument
+    add("--batch", **number, help="sequences of one micro-batch on one GPU (default: 1)")
+    add("--accumulate", default=1, **number, help="micro-batches in a step (default: 1)")
+    kinds = f"{', '.join(CHECKPOINTING)} (default: none; full if no KIND is given)"
+    add("--checkpointing", nargs="?", const="full", default="none", metavar="KIND", help=kinds)
+    buckets = "step and free gradients in buckets of BYTES inside the backward (25 MiB if no BYTES are given)"
+    add("--step-in-backward", type=count(), nargs="?", const=25 * 2**20, metavar="BYTES", help=buckets)
+    add("--step-ms", type=above_zero, metavar="MS", help="measured time of a step, for MFU and HFU")
 
-    told = made.add_argument_group("output")
-    told.add_argument("--compare", metavar="WHAT", help=f"plan all {' or all '.join(COMPARISONS)}")
-    told.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    told.add_argument("--out", type=picture, metavar="FILE", help="draw stacked bars: .png, .svg or .pdf")
-    told.add_argument(
-        *("--page",),
-        type=output_file,
-        metavar="FILE",
-        help="write the planner as a page for the browser, which begins with these settings",
-    )
-    told.add_argument("--open", action="store_true", help=f"open that page, without --page {PAGE}")
+    add = made.add_argument_group("card").add_argument
+    add("--card", **name, help=", ".join(CARDS))
+    reserve = "memory reserved for what is not counted, such as 10%% or 4GiB (default: 10%%)"
+    add("--reserve", type=share_or_bytes, default=Fraction(1, 10), metavar="SIZE", help=reserve)
+    add("--fit", default="none", metavar="WHAT", help=f"find the largest that fits: {', '.join(FITS)}")
+
+    add = made.add_argument_group("output").add_argument
+    add("--compare", metavar="WHAT", help=f"plan all {' or all '.join(COMPARISONS)}")
+    add("--json", **flag, help="print JSON instead of tables")
+    add("--out", type=picture, metavar="FILE", help="draw stacked bars: .png, .svg or .pdf")
+    page = "write the planner as a page for the browser, which begins with these settings"
+    add("--page", type=output_file, metavar="FILE", help=page)
+    add("--open", **flag, help=f"open that page, without --page {PAGE}")
     return made
 
 
@@ -178,27 +140,19 @@ def _model(given: argparse.Namespace) -> Transformer | None:
         ValueError: the shape is incomplete, or there are options of a shape without one.
     """
     named = [name for name in SHAPE if getattr(given, name) is not None]
-    changes = {
-        "ffn": given.ffn,
-        "kv_heads": given.kv_heads,
-        "norm": given.norm,
-        "gated": given.gated or None,
-        "biases": False if given.no_biases else None,
-        "final_norm": False if given.no_final_norm else None,
-        "positions": False if given.no_positions else None,
-        "tied": given.tied or None,
-        "dropout": False if given.no_dropout else None,
-        "flash": given.flash or None,
-    }
-    changes = {name: value for name, value in changes.items() if value is not None}
+    left_out = [name for name in ("biases", "final_norm", "positions", "dropout") if getattr(given, f"no_{name}")]
+    options = {name: getattr(given, name) for name in ("ffn", "kv_heads", "norm", "gated", "tied", "flash")}
+    options = {name: value for name, value in options.items() if value not in (None, False)}
+    changes = options | dict.fromkeys(left_out, False)
     if given.model is not None:
         one_of("--model", given.model.lower(), MODELS)
         shape = MODELS[given.model.lower()]
         return replace(shape, **{name: getattr(given, name) for name in named if name != "seq"}, **changes)
     if not [name for name in named if name != "seq"]:
         if changes:
-            options = ", ".join("--" + name.replace("_", "-") for name in changes)
-            raise ValueError(f"{options} without a shape; give --model, or {', '.join('--' + n for n in SHAPE)}")
+            words = [*options, *(f"no-{name}" for name in left_out)]
+            typed = ", ".join("--" + word.replace("_", "-") for word in words)
+            raise ValueError(f"{typed} without a shape; give --model, or {', '.join('--' + n for n in SHAPE)}")
         return None
     missing = [f"--{name}" for name in SHAPE if name not in named]
     if missing:
@@ -391,8 +345,7 @@ def _plan(given: argparse.Namespace) -> int:
     else:
         from halfstep.cli import plan_tables
 
-        screen = terminal()
-        screen.show(plan_tables.lines(content, screen, shape_over_params(given)), sys.stdout)
+        show(*plan_tables.shown(content, shape_over_params(given)))
     if given.out is not None:
         from halfstep.cli import plan_picture
 

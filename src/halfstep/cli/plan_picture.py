@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.cli.figures import figure, save, tidy
-from halfstep.cli.plan_tables import digits, gpus_of, numbers_of_gpus
+from halfstep.cli.plan_tables import digits, gpus_of, numbers_of_gpus, unit_of
 from halfstep.numerics.planning.catalog import GIB
 
 # Colours of Okabe and Ito, which colour-blind readers can tell apart. Adjacent kinds also differ in lightness.
@@ -19,8 +19,7 @@ MEMORY_KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("master or remainder", "#56b4e9", ("master", "remainder")),
     ("moments", "#004d40", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "scalars")),
     (
-        "buckets and gathered units",
-        "#cc79a7",
+        *("buckets and gathered units", "#cc79a7"),
         ("buckets", "compressed bucket", "gathered weights", "unreduced gradients"),
     ),
     ("cast weights", "#f0e442", ("cast weights",)),
@@ -52,7 +51,7 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     plans = content["plans"]
     stacks = [stack(made) for made in plans]
     largest = max(max(made["totals"]["peak"] for made in plans), 1)
-    unit, name = next((u, n) for u, n in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if largest >= u)
+    unit, name = unit_of(largest, 30)
     gpu = plans[0]["card"]
     present = [(kind, colour) for kind, colour, _ in MEMORY_KINDS if any(one.get(kind) for one in stacks)]
     # The line of a card far larger than all bars would make them short. Its memory is then given in the title.
@@ -67,16 +66,17 @@ def draw(path: Path, content: dict[str, Any]) -> None:
 
     made_figure.get_layout_engine().set(rect=(0, 0, 1, 1 - head / height))  # the head is above the axes
     axes, *others = made_figure.subplots(1, 1 + scaled, squeeze=False, width_ratios=(5, 2)[: 1 + scaled])[0]
-    clear = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "bbox": box}
     for made, row, one in zip(plans, places, stacks, strict=True):
         start = 0.0
         for kind, colour in present:
-            width = one.get(kind, 0) / unit
-            axes.barh(row, width, left=start, color=colour, edgecolor="white", linewidth=0.4, height=0.74)
-            start += width
+            size = one.get(kind, 0) / unit
+            axes.barh(row, size, left=start, color=colour, edgecolor="white", linewidth=0.4, height=0.74)
+            start += size
         host = made["totals"]["host"]
         text = digits(start) + (f"  (+ {digits(host / unit)} on the host)" if host else "")
-        axes.annotate(text, (start, row), (5, 0), textcoords="offset points", va="center", fontsize=8, bbox=clear)
+        axes.annotate(text, (start, row), (5, 0), **beside)
     reach = largest / unit
     if gpu is not None and drawn:
         for value, style, text in ((gpu["memory"], "-", gpu["name"]), (gpu["usable"], "--", "after the reserve")):
@@ -84,8 +84,7 @@ def draw(path: Path, content: dict[str, Any]) -> None:
             line.set_path_effects([withStroke(linewidth=2.6, foreground="white")])  # visible on dark bars too
         reach = max(reach, gpu["memory"] / unit)
     # Room for the number after each bar: a share of the axis, since the size of the text is fixed.
-    room = {made["label"]: 0.24 if made["totals"]["host"] else 0.08 for made in plans}
-    ends = [made["totals"]["peak"] / unit / (1 - room[made["label"]]) for made in plans]
+    ends = [made["totals"]["peak"] / unit / (0.76 if made["totals"]["host"] else 0.92) for made in plans]
     axes.set_xlim(0, max(1.02 * reach, *ends))
     axes.set_yticks(places, [made["label"] for made in plans], fontsize=8)
     _plain(axes, places, f"{name} per GPU at the peak")
@@ -93,18 +92,14 @@ def draw(path: Path, content: dict[str, Any]) -> None:
         values = [made["bytes_sent"] / unit for made in plans]
         sent.barh(places, values, color="#666666", height=0.74)
         for row, value in zip(places, values, strict=True):
-            sent.annotate(
-                digits(value), (value, row), (5, 0), textcoords="offset points", va="center", fontsize=8, bbox=clear
-            )
+            sent.annotate(digits(value), (value, row), (5, 0), **beside)
         sent.set_xlim(0, 1.25 * max(values))
         sent.set_yticks([])
         _plain(sent, places, f"{name} that each GPU sends in a step")
     handles: list[Any] = [Patch(color=colour, label=kind) for kind, colour in present]
     handles += axes.get_legend_handles_labels()[0] if drawn else []
-    at = (0.005, 1 - 0.32 / height)
-    made_figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=at, ncols=ACROSS, frameon=False, fontsize=8, borderpad=0
-    )
+    legend = {"loc": "upper left", "bbox_to_anchor": (0.005, 1 - 0.32 / height), "ncols": ACROSS, "frameon": False}
+    made_figure.legend(handles=handles, fontsize=8, borderpad=0, **legend)
     made_figure.text(0.01, 1 - 0.1 / height, _title(content, gpu, drawn), fontsize=9.5, ha="left", va="top")
     save(made_figure, path, dpi=120)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from halfstep.cli.terminal import RULE, Terminal, ruled
-from halfstep.numerics.planning.catalog import GIB
+from halfstep.cli.terminal import Table, text
 
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
 
@@ -18,10 +17,14 @@ def digits(value: float) -> str:
 
 def size(value: int) -> str:
     """Bytes in the largest binary unit in which the number is at least 1, with three digits or more."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value >= 2**power:
-            return f"{digits(value / 2**power)} {unit}"
-    return f"{value} B"
+    unit, name = unit_of(value)
+    return f"{digits(value / unit)} {name}" if unit > 1 else f"{value} B"
+
+
+def unit_of(value: int, largest: int = 40) -> tuple[int, str]:
+    """The largest binary unit in which `value` is at least 1, of at most ``2**largest`` bytes, and its name."""
+    units = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
+    return next((2**power, name) for power, name in units if power <= largest and (value >= 2**power or not power))
 
 
 def _decimal(value: float, unit: str) -> str:
@@ -52,10 +55,9 @@ def _counted(made: dict[str, Any]) -> str:
     return f"{made['parameters']:,} parameters; {made['layout']['name']} ({each:g} B each)"
 
 
-def _parts(made: dict[str, Any], screen: Terminal) -> list[str]:
-    rows: list[Sequence[str]] = []
-    for part in made["parts"]:
-        cells = (
+def _parts(made: dict[str, Any]) -> list[Any]:
+    rows: list[Sequence[Any]] = [
+        (
             part["name"],
             _bytes_each(part["per_parameter"]),
             str(part["divisor"]) if part["divisor"] > 1 else "",
@@ -63,27 +65,26 @@ def _parts(made: dict[str, Any], screen: Terminal) -> list[str]:
             _PHASES[part["phase"]] if part["place"] == "gpu" else "on the host",
             part["note"],
         )
-        rows.append(cells)
-    rows.append(RULE)
+        for part in made["parts"]
+    ]
     totals = made["totals"]
-    sums = [("always", totals["state"], "weights, gradients, states, buckets")]
-    sums += [("and in fwd, bwd", totals["backward"], "")] if totals["backward"] else []
-    sums += [("and in the step", totals["step"], "")] if totals["step"] else []
-    sums += (
-        [("peak", totals["peak"], "always, and the larger of the two")] if totals["backward"] or totals["step"] else []
-    )
-    sums += [("on the host", totals["host"], "for this GPU")] if totals["host"] else []
-    for name, value, note in sums:
-        style = "strong" if name in ("peak", "always") else None
-        name, shown = (screen.paint(text, style) if style else text for text in (name, size(value)))
-        rows.append((name, "", "", shown, "", note))
+    phases = totals["backward"] or totals["step"]
+    sums = [
+        ("always", totals["state"], "weights, gradients, states, buckets", True),
+        ("and in fwd, bwd", totals["backward"], "", totals["backward"]),
+        ("and in the step", totals["step"], "", totals["step"]),
+        ("peak", totals["peak"], "always, and the larger of the two", phases),
+        ("on the host", totals["host"], "for this GPU", totals["host"]),
+    ]
+    rows.append(())
+    for name, value, note, shown in sums:
+        style = "strong" if name in ("peak", "always") else ""
+        rows += [(text(name, style), "", "", text(size(value), style), "", note)] if shown else []
     header = ("part", "B/param", "÷", "per GPU", "when", "")
-    lines = ruled(header, rows, (False, True, True, True, False, False), screen, folds=True)
-    return [*screen.title(headline(made)), *lines]
+    return [text(headline(made), "strong"), "", Table(header, rows, {1, 2, 3}, ruled=True, wraps=5)]
 
 
-def _messages(made: dict[str, Any], screen: Terminal) -> list[str]:
-    header = ("what", "operation", "GPUs", "times", "B/param", "in all")
+def _messages(made: dict[str, Any]) -> list[Any]:
     rows = [
         (
             each["what"],
@@ -95,8 +96,9 @@ def _messages(made: dict[str, Any], screen: Terminal) -> list[str]:
         )
         for each in made["communication"]
     ]
-    lines = ruled(header, rows, (False, False, True, True, True, True), screen)
-    return ["", *screen.title("Sent by each GPU in a step"), *lines]
+    header = ("what", "operation", "GPUs", "times", "B/param", "in all")
+    title = text("Sent by each GPU in a step", "strong")
+    return ["", title, "", Table(header, rows, {2, 3, 4, 5}, ruled=True)] if rows else []
 
 
 def _work(made: dict[str, Any]) -> list[str]:
@@ -158,20 +160,15 @@ def _fit(found: dict[str, Any] | None) -> list[str]:
     return [f"The largest that fits: {value}{more}, at {size(best['totals']['peak'])}{note}."]
 
 
-def _comparison(content: dict[str, Any], screen: Terminal) -> list[str]:
+def _comparison(content: dict[str, Any]) -> list[Any]:
     plans = content["plans"]
-    unit, name = next(
-        (unit, name)
-        for unit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
-        if max(made["totals"]["peak"] for made in plans) >= unit
-    )
+    unit, name = unit_of(max(made["totals"]["peak"] for made in plans), 30)
     counts = numbers_of_gpus(content)
     hosted = any(made["totals"]["host"] for made in plans)
     header = [{"layouts": "layout", "strategies": "strategy"}[content["compare"]], *["GPUs"] * (len(counts) > 1)]
     header += ["weights", "gradients", "states", "always", "peak", "sent", *["host"] * hosted]
-    right = [False] + [True] * (len(header) - 1)
-    if plans[0]["card"] is not None:
-        header, right = [*header, "fits"], [*right, False]
+    right = range(1, len(header))
+    header += ["fits"] * (plans[0]["card"] is not None)
     rows: list[Sequence[str]] = []
     for made in plans:
         by_name = {part["name"]: part["bytes"] for part in made["parts"]}
@@ -188,7 +185,7 @@ def _comparison(content: dict[str, Any], screen: Terminal) -> list[str]:
         rows.append([*first, *(digits(cell / unit) if cell else "0" for cell in cells), *fits])
         if len(counts) > 1 and settings["gpus"] == counts[-1] and made is not plans[-1]:
             rows.append([""] * len(header))
-    return [*screen.title(f"{_common(content)}, {name}"), *ruled(header, rows, right, screen)]
+    return [text(f"{_common(content)}, {name}", "strong"), "", Table(header, rows, right, ruled=True)]
 
 
 def numbers_of_gpus(content: dict[str, Any]) -> list[int]:
@@ -215,23 +212,21 @@ def _common(content: dict[str, Any]) -> str:
     return f"{first['parameters']:,} parameters; {gpus if shared == 'single' else f'{shared} on {gpus}'}; per GPU"
 
 
-def lines(content: dict[str, Any], screen: Terminal, shape_over_params: int | None = None) -> list[str]:
+def shown(content: dict[str, Any], shape_over_params: int | None = None) -> list[Any]:
     """The content of ``--json`` as tables and sentences.
 
     Args:
         content: what ``--json`` prints.
-        screen: the terminal.
         shape_over_params: a number of parameters that was given in addition to a shape, and is not used.
     """
     if content["compare"] is not None:
-        return _comparison(content, screen)
+        return _comparison(content)
     (made,) = content["plans"]
-    tables = [*_parts(made, screen), *(_messages(made, screen) if made["communication"] else []), ""]
-    return [*tables, *(line for said in sentences(content, shape_over_params) for line in screen.wrap(said))]
+    return [*_parts(made), *_messages(made), "", *sentences(content, shape_over_params)]
 
 
 def sentences(content: dict[str, Any], shape_over_params: int | None = None) -> list[str]:
-    """What is said of a plan below its tables. The arguments are those of `lines`."""
+    """What is said of a plan below its tables. The arguments are those of `shown`."""
     (made,) = content["plans"]
     notes = [f"{each['what'].capitalize()}: {each['note']}." for each in made["communication"] if each["note"]]
     said = [*notes, *_work(made), *_card(made), *_fit(content["fit"])]

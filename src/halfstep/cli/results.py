@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from halfstep.cli.terminal import table
+from halfstep.cli.terminal import UNBROKEN, Table, rendered
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
 from halfstep.numerics.statistics.advice import ScaleAdvice
@@ -60,7 +60,7 @@ def statistics_table(found: Statistics, limit: int | None) -> str:
     lines = [head, *(_cells(row) for row in rows), _cells(found.total)]
     if not any(row.errors is not None for row in [*rows, found.total]):
         lines = [line[:-1] for line in lines]
-    text = table(lines[0], lines[1:], [column > 0 for column in range(len(lines[0]))])
+    text = rendered([Table(lines[0], lines[1:], range(1, len(lines[0])))], UNBROKEN)
     if len(rows) < len(found):
         text.insert(-1, f"... and {len(found) - len(rows)} more that lose no more")
     total = found.total
@@ -82,7 +82,7 @@ def statistics_picture(found: Statistics, path: str | Path) -> None:
     """Draw `Statistics.picture`."""
     from halfstep.cli import figures, results_picture
 
-    figures.save(results_picture.of_statistics(found), path)
+    figures.save(results_picture.figure_of(found), path)
 
 
 # -------------------------------------------------------------------------------------------------------------- advice
@@ -132,7 +132,7 @@ def advice_picture(advice: ScaleAdvice, path: str | Path) -> None:
     """Draw `ScaleAdvice.picture`."""
     from halfstep.cli import figures, results_picture
 
-    figures.save(results_picture.of_advice(advice), path)
+    figures.save(results_picture.figure_of(advice.statistics, advice), path)
 
 
 # ----------------------------------------------------------------------------------------------------------- overflows

@@ -14,27 +14,18 @@ if TYPE_CHECKING:
     from halfstep.numerics.statistics.advice import ScaleAdvice
     from halfstep.numerics.statistics.counts import Row, Statistics
 
-# Distinguishable without red-green vision: what is lost is warm, what is kept is blue.
-KIND_COLOURS = {
-    "zero": "#b8bcc4",
-    "flushed": "#d55e00",
-    "subnormal": "#e8a33d",
-    "normal": "#0072b2",
-    "overflow": "#7b2d8b",
-    "not finite": "#222222",
+# What becomes of an element, its colour and its meaning. Lost is warm and kept is blue, for eyes without red and green.
+KINDS = {
+    "zero": ("#b8bcc4", "zero before"),
+    "flushed": ("#d55e00", "flushed to zero"),
+    "subnormal": ("#e8a33d", "subnormal"),
+    "normal": ("#0072b2", "normal"),
+    "overflow": ("#7b2d8b", "overflow"),
+    "not finite": ("#222222", "Inf or NaN before"),
 }
-# For words on the pale colour of their zone.
-INK = {**KIND_COLOURS, "subnormal": "#9a6200", "flushed": "#a84800"}
+INK = {"subnormal": "#9a6200", "flushed": "#a84800"}  # for words on the pale colour of their zone
 OUTER = 0.18  # of the rest of the axis: the width of the zones beyond a format's range, at least
 BARS = 16
-MEANINGS = {
-    "zero": "zero before",
-    "flushed": "flushed to zero",
-    "subnormal": "subnormal",
-    "normal": "normal",
-    "overflow": "overflow",
-    "not finite": "Inf or NaN before",
-}
 
 
 def _at(scale: float) -> str:
@@ -42,13 +33,12 @@ def _at(scale: float) -> str:
     return f" at scale $2^{{{exponent - 1}}}$" if fraction == 0.5 else f" at scale {scale:g}"
 
 
-def _kind(form: Format, exponent: int) -> str:
-    """What most numbers with this exponent become."""
-    if exponent < form.emin - form.mantissa - 1:
-        return "flushed"
-    if exponent < form.emin:
-        return "subnormal"
-    return "normal" if exponent <= form.emax else "overflow"
+def _powers(axes: Any, ticks: int) -> None:
+    """Label the horizontal axis, of exponents, with powers of two."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, integer=True, steps=[1, 2, 4, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{value:.0f}}}$"))
 
 
 def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, scale: float, what: str) -> None:
@@ -79,18 +69,11 @@ def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, s
         high = max(high, last + OUTER * (last - low))
         low = min(low, first - OUTER * (high - first))
     for kind, (start, end) in limits.items():
-        start, end = max(start, low), min(end, high)
-        if start < end:
-            axes.axvspan(start, end, color=KIND_COLOURS[kind], alpha=0.10, linewidth=0)
-    for kind in limits:
-        bars = {exponent: number for exponent, number in found.items() if _kind(form, exponent) == kind}
-        axes.bar(
-            [exponent - shift for exponent in bars],
-            [100 * number / total for number in bars.values()],
-            width=0.86,
-            align="edge",
-            color=KIND_COLOURS[kind],
-        )
+        if max(start, low) < min(end, high):
+            axes.axvspan(max(start, low), min(end, high), color=KINDS[kind][0], alpha=0.10, linewidth=0)
+        bars = {exponent - shift: number for exponent, number in found.items() if start <= exponent - shift < end}
+        shares = [100 * number / total for number in bars.values()]
+        axes.bar([*bars], shares, width=0.86, align="edge", color=KINDS[kind][0])
     top = 100 * max(found.values(), default=0) / total or 1.0
     axes.set_xlim(low, high)
     axes.set_ylim(0, top * 1.26)
@@ -98,14 +81,9 @@ def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, s
         start, end = max(start, low), min(end, high)
         name = {"flushed": "flushed\nto zero"}.get(kind, kind)
         if end - start > 0.0155 * max(map(len, name.split("\n"))) * (high - low):
-            axes.text(
-                (start + end) / 2, top * 1.24, name, ha="center", va="top", fontsize=10, color=INK[kind],
-                fontweight="bold", clip_on=True,
-            )  # fmt: skip
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, steps=[1, 2, 4, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{value:.0f}}}$"))
+            where, ink = {"ha": "center", "va": "top", "clip_on": True}, INK.get(kind, KINDS[kind][0])
+            axes.text((start + end) / 2, top * 1.24, name, fontsize=10, color=ink, fontweight="bold", **where)
+    _powers(axes, 9)
     factor = _at(scale) if shift else ""
     axes.set(
         xlabel=f"magnitude of the {what}" + (", unscaled" if shift else ""),
@@ -119,13 +97,11 @@ def draw_bars(axes: Any, rows: Sequence[Row], title: str) -> None:
     """Draw a bar per tensor, divided by what its elements become, with the first row on top."""
     left = [0.0] * len(rows)
     places = list(range(len(rows)))[::-1]
-    for kind, colour in KIND_COLOURS.items():
-        if kind == "not finite":
-            shares = [100 * (row.share("infinite") + row.share("nan")) for row in rows]
-        else:
-            shares = [100 * row.share(kind) for row in rows]
+    for kind, (colour, meaning) in KINDS.items():
+        names = ("infinite", "nan") if kind == "not finite" else (kind,)
+        shares = [100 * sum(row.share(name) for name in names) for row in rows]
         if any(shares):
-            axes.barh(places, shares, left=left, color=colour, height=0.78, label=MEANINGS[kind])
+            axes.barh(places, shares, left=left, color=colour, height=0.78, label=meaning)
         left = [start + share for start, share in zip(left, shares, strict=True)]
     axes.set_yticks(places, [shortened(row.name, 34) for row in rows], fontsize=8, parse_math=False)
     axes.set_xlim(0, 100)
@@ -136,70 +112,48 @@ def draw_bars(axes: Any, rows: Sequence[Row], title: str) -> None:
         axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14 - 0.6 / max(4, len(rows))))
 
 
-def of_statistics(found: Statistics) -> Any:
-    """The figure of `Statistics.picture`."""
-    worst = found.worst(BARS)
-    made = figure(11, 4.6 + 0.24 * max(4, len(worst)))
-    upper, lower = made.subplots(2, 1, height_ratios=[3.4, 1.4 + 0.24 * max(4, len(worst))])
-    total = found.total
-    draw_exponents(upper, total.exponents, total.elements, found.format, found.scale, "elements")
-    more = "" if len(worst) == len(found) else f", the {len(worst)} worst of {len(found)}"
-    draw_bars(lower, worst, f"What {found.format.name} makes of each tensor{more}")
-    return made
-
-
 def draw_scales(axes: Any, advice: ScaleAdvice) -> None:
     """Draw the largest share of any tensor that each scale would flush or overflow, and shade the interval."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
     exponents, curves = advice.exponents, advice.curves
     numbers = curves.numbers.clip(1)
     low, high, best = (math.log2(scale) for scale in (advice.low, advice.high, advice.scale))
     flushed = 100 * (curves.flushed / numbers[:, None]).max(0)
     overflow = 100 * (curves.overflow / numbers[:, None]).max(0)
     if low <= high:
-        axes.axvspan(low, high, color=KIND_COLOURS["normal"], alpha=0.12, linewidth=0, label="no more than accepted")
+        axes.axvspan(low, high, color=KINDS["normal"][0], alpha=0.12, linewidth=0, label="no more than accepted")
     floor = 1e-3
     for kind, shares in (("flushed", flushed), ("overflow", overflow)):
         shown = [share if share > 0 else math.nan for share in shares]
-        axes.plot(
-            exponents,
-            shown,
-            color=KIND_COLOURS[kind],
-            marker="o",
-            markersize=3,
-            label=f"{MEANINGS[kind]}, worst tensor",
-        )
+        colour, meaning = KINDS[kind]
+        axes.plot(exponents, shown, color=colour, marker="o", markersize=3, label=f"{meaning}, worst tensor")
         floor = min([floor, *(share / 2 for share in shares if share > 0)])
     axes.axvline(best, color="black", linewidth=1.4, label=f"scale $2^{{{best:.0f}}}$")
     if advice.share:
-        axes.axhline(
-            100 * advice.share,
-            color="#555555",
-            linewidth=1.0,
-            linestyle=":",
-            label=f"accepted, {100 * advice.share:g} %",
-        )
+        accepted = 100 * advice.share
+        axes.axhline(accepted, color="#555555", linewidth=1.0, linestyle=":", label=f"accepted, {accepted:g} %")
     axes.set_yscale("log")
     axes.set_ylim(max(floor, 1e-7), 300)
     axes.set_xlim(max(min(low, best) - 12, exponents[0]), min(max(high, best, min(low, best + 40)) + 8, exponents[-1]))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, steps=[1, 2, 4, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{value:.0f}}}$"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    _powers(axes, 12)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set(title="What each scale would lose of a gradient", xlabel="loss scale", ylabel="% of its numbers")
     axes.legend(frameon=False, fontsize=9, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.24))
     tidy(axes, "y")
 
 
-def of_advice(advice: ScaleAdvice) -> Any:
-    """The figure of `ScaleAdvice.picture`."""
-    found = advice.statistics
-    worst = found.worst(BARS)
-    made = figure(11, 7.6 + 0.24 * max(4, len(worst)))
-    upper, middle, lower = made.subplots(3, 1, height_ratios=[3.2, 2.6, 1.4 + 0.24 * max(4, len(worst))])
-    total = found.total
-    draw_exponents(upper, total.exponents, total.elements, found.format, found.scale, "gradients")
-    draw_scales(middle, advice)
+def figure_of(found: Statistics, advice: ScaleAdvice | None = None) -> Any:
+    """The figure of `Statistics.picture`, or with `advice` on its statistics, of `ScaleAdvice.picture`."""
+    worst, total = found.worst(BARS), found.total
+    bars = 0.24 * max(4, len(worst))
+    heights = [3.4, 1.4 + bars] if advice is None else [3.2, 2.6, 1.4 + bars]
+    made = figure(11, (4.6 if advice is None else 7.6) + bars)
+    upper, *middle, lower = made.subplots(len(heights), 1, height_ratios=heights)
+    what = "elements" if advice is None else "gradients"
+    draw_exponents(upper, total.exponents, total.elements, found.format, found.scale, what)
+    title = f"What {found.format.name} makes of each tensor"
+    if advice is not None:
+        draw_scales(middle[0], advice)
+        title = f"What {found.format.name} makes of each gradient{_at(found.scale)}"
     more = "" if len(worst) == len(found) else f", the {len(worst)} worst of {len(found)}"
-    draw_bars(lower, worst, f"What {found.format.name} makes of each gradient{_at(found.scale)}{more}")
+    draw_bars(lower, worst, title + more)
     return made

@@ -1,209 +1,211 @@
-"""Text for a terminal, a pipe or a file: colours, width, tables, and the characters that the output can show.
+"""What commands print: rich's texts, tables and progress bars in the width, colours and characters of the output.
 
-No third-party library is used, since importing one would take longer than the rest of a lookup.
+Text of others, such as names of files and tensors, passes `text`, which escapes what is not printable; rich never
+parses markup. rich is imported when something is shown, so that ``--json`` and ``--version`` do not wait for it.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import re
 import sys
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, TextIO
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
 from halfstep.numerics.messages import printable
 
-PIPE_WIDTH = 160  # columns of an output that is not a terminal, which breaks no lines
+if TYPE_CHECKING:
+    from rich.text import Text
 
-# SGR parameters by meaning, from the sixteen colours that every theme has.
+UNBROKEN = 100_000  # columns of an output that is not a terminal, whose lines are not broken
 STYLES = {
-    "sign": "31",
-    "exponent": "32",
-    "mantissa": "36",
-    "good": "32",
-    "note": "33",
-    "bad": "31",
-    "strong": "1",
-    "faint": "2",
-}
-
-# Replacements for characters that cannot be shown. Those used in tables and pictures take one column too.
-_ASCII = str.maketrans(
-    {"─": "-", "├": "|", "┤": "|", "┼": "+", "▲": "^", "●": "o", "≈": "~", "≤": "<=", "≥": ">=", "→": "->", "±": "+-"}
-)
-RULE: tuple[str, ...] = ()  # a row of a table that is drawn as a horizontal line
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-_COLOUR = re.compile(rf"(\x1b\[(?:0|{'|'.join(STYLES.values())})m)")
+    "sign": "red", "exponent": "green", "mantissa": "cyan", "good": "green", "note": "yellow", "bad": "red",
+    "strong": "bold", "faint": "dim",
+}  # fmt: skip
+# Replacements for characters that cannot be shown. Each takes one column.
+_ASCII = str.maketrans(dict(zip("─├┤┼▲●≈÷…", "-||+^o~/~", strict=True)))
 
 
-class Terminal(NamedTuple):
-    """The capabilities of a stream.
+def _variable(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
 
-    Attributes:
-        width: number of columns.
-        colour: whether to write escape codes.
-        unicode: whether lines and arrows can be shown; otherwise they are replaced by ASCII.
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether to write colours: https://no-color.org first, then variables that force colours, then the stream."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if _variable("FORCE_COLOR") or _variable("CLICOLOR_FORCE"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and os.environ.get("CLICOLOR") != "0"
+
+
+def has_lines(stream: TextIO) -> bool:
+    """Whether lines can be drawn: the encoding has them, and the locale is not the plain C locale."""
+    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
+    if locale in ("C", "POSIX"):  # Python writes UTF-8 even then (PEP 540), but the terminal may not read it
+        return False
+    try:
+        "─├▲●≈".encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def width(stream: TextIO | None = None) -> int:
+    """Columns of `stream` (standard output if None): COLUMNS, those of the terminal, or `UNBROKEN`."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    try:
+        return os.get_terminal_size((stream or sys.stdout).fileno()).columns or 80
+    except (OSError, ValueError):
+        return UNBROKEN
+
+
+def styled(words: str, style: str) -> Text:
+    """`words` of ours in a style of `STYLES`."""
+    from rich.text import Text
+
+    made = Text(words)
+    made.stylize(STYLES.get(style, ""))  # unlike a style of the whole text, this leaves out the padding of a cell
+    return made
+
+
+def text(words: str, style: str = "") -> Text:
+    """`words` in a style of `STYLES`. Characters that cannot be printed are escaped."""
+    return styled(printable(words), style)
+
+
+def joined(*parts: str | Text, by: str = "") -> Text:
+    """Texts one after the other."""
+    from rich.text import Text
+
+    return Text(by).join(text(part) if isinstance(part, str) else part for part in parts)
+
+
+class Table:
+    """A table without borders, which becomes several below one another where the screen is too narrow for it.
+
+    Args:
+        header: the names of the columns, which may have several lines; empty for none.
+        rows: the cells of each row. An empty row is a horizontal line.
+        right: indices of the columns that are aligned to the right.
+        ruled: whether the header is bold and has a line below it.
+        wraps: the index of a column whose cells may be broken between words.
     """
 
-    width: int = PIPE_WIDTH
-    colour: bool = False
-    unicode: bool = True
+    def __init__(
+        self,
+        header: Sequence[str],
+        rows: Iterable[Sequence[Any]],  # of str and Text
+        right: Iterable[int] = (),
+        *,
+        ruled: bool = False,
+        wraps: int | None = None,
+    ) -> None:
+        self.header, self.right, self.ruled, self.wraps = header, set(right), ruled, wraps
+        self.rows = [[text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
 
-    def paint(self, text: str, style: str) -> str:
-        """`text` in a style of `STYLES`, line by line, if colours are wanted."""
-        if not self.colour:
-            return text
-        return "\n".join(f"\x1b[{STYLES[style]}m{line}\x1b[0m" if line else line for line in text.split("\n"))
+    @property
+    def widths(self) -> list[int]:
+        """The columns of the screen that each column needs."""
+        from rich.cells import cell_len
 
-    def show(self, lines: Sequence[str], stream: TextIO) -> None:
-        """Write lines. Characters that cannot be printed or that the stream's encoding does not have are escaped.
+        columns = len(self.header) or max(map(len, self.rows), default=1)
+        least = []
+        for column in range(columns):
+            cells = [row[column].plain for row in self.rows if row]
+            words = [word for cell in cells for word in cell.split()] if column == self.wraps else cells
+            names = self.header[column].split("\n") if self.header else []
+            least.append(max(map(cell_len, [*words, *names]), default=0))
+        return least
 
-        Lines hold text of others, such as names of files and tensors: of escape codes, only colours reach the terminal.
-        """
-        text = "\n".join(self._safe(line.rstrip()) for line in lines) + "\n"
-        if not self.unicode:
-            text = text.translate(_ASCII)
-        encoding = stream.encoding or "utf-8"
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
+    @property
+    def width(self) -> int:
+        return sum(self.widths) + 2 * (len(self.widths) - 1)
 
-    def _safe(self, line: str) -> str:
-        parts = _COLOUR.split(line) if self.colour else [line]
-        return "".join(part if place % 2 else printable(part) for place, part in enumerate(parts))
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        least, room = self.widths, options.max_width
+        parts, rest = [[0, *range(1, min(2, len(least)))]], range(2, len(least))
+        for column in rest:
+            if sum(least[one] + 2 for one in parts[-1]) + least[column] <= room:
+                parts[-1].append(column)
+            else:
+                parts.append([0, column])
+        for number, columns in enumerate(parts):
+            if number:
+                yield ""
+            yield self._part(columns, sum(least[column] + 2 for column in columns) - 2 <= room)
 
-    def wrap(self, text: str, indent: str = "") -> list[str]:
-        """Break a paragraph into lines of at most the width; `indent` precedes every line but the first."""
-        lines, line = [], ""
-        for word in text.split():
-            joined = f"{line} {word}" if line.strip() else line + word
-            if visible(joined) > self.width and line.strip():
-                lines.append(line)
-                joined = indent + word
-            line = joined
-        return [*lines, line]
+    def _part(self, columns: Sequence[int], fits: bool) -> Any:
+        from rich.box import Box
+        from rich.table import Table as Grid
 
-    def title(self, text: str) -> list[str]:
-        """The lines above a table: a paragraph in bold type and an empty line."""
-        return [*(self.paint(line, "strong") for line in self.wrap(text)), ""]
+        blank, line = "    \n", " ── \n"  # a rule below the header, and one between sections
+        grid = Grid(
+            box=Box(blank * 2 + line + blank + line * 2 + blank * 2) if self.ruled else None,
+            padding=(0, 1 if self.ruled else 2, 0, 0), show_edge=False, pad_edge=False,
+            show_header=bool(self.header), header_style="",
+        )  # fmt: skip
+        for column in columns:
+            grid.add_column(
+                styled(self.header[column], "strong" if self.ruled else "faint") if self.header else "",
+                justify="right" if column in self.right else "left",
+                no_wrap=fits and column != self.wraps,
+                overflow="fold",
+            )
+        for row, following in zip(self.rows, [*self.rows[1:], None], strict=False):
+            if row:
+                grid.add_row(*(row[column] for column in columns), end_section=following == [])
+        return grid
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Write one line as `Terminal.show` does, to standard output if `stream` is None."""
+def rendered(parts: Iterable[Any], columns: int, colour: bool = False) -> list[str]:
+    """The lines of texts, `Table`s and other things that rich draws."""
+    from rich.console import Console
+
+    console = Console(
+        file=io.StringIO(), width=columns, force_terminal=colour, color_system="standard" if colour else None,
+        no_color=not colour, markup=False, emoji=False, highlight=False, legacy_windows=False,
+    )  # fmt: skip
+    with console.capture() as captured:
+        for part in parts:
+            console.print(text(part) if isinstance(part, str) else part)
+    return [line.rstrip() for line in captured.get().removesuffix("\n").split("\n")]
+
+
+def show(*parts: Any, stream: TextIO | None = None, columns: int | None = None) -> None:
+    """Write texts and tables, one below the other, to `stream` (standard output if None)."""
     stream = sys.stdout if stream is None else stream
-    terminal(stream).show([text], stream)
+    lines = "\n".join(rendered(parts, columns or width(stream), has_colour(stream))) + "\n"
+    if not has_lines(stream):
+        lines = lines.translate(_ASCII)
+    encoding = stream.encoding or "utf-8"
+    stream.write(lines.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
 
 
-def visible(text: str) -> int:
-    """The number of columns that `text` takes. Escape codes take none."""
-    return len(_ESCAPE.sub("", text))
-
-
-def pad(text: str, width: int, right: bool = False) -> str:
-    """`text` filled with spaces to a width, on the left if `right`."""
-    space = " " * (width - visible(text))
-    return space + text if right else text + space
-
-
-def _lines_of(row: Sequence[str], widths: Sequence[int], right: Sequence[bool], gap: str) -> list[str]:
-    """The lines of one row of a table, of whose cells each may have several; a rule for the row `RULE`."""
-    if not row:
-        return ["─" * (sum(widths) + len(gap) * (len(widths) - 1))]
-    cells = [cell.split("\n") for cell in row]
-    height = max(map(len, cells))
-    return [
-        gap.join(
-            pad(cell[number] if number < len(cell) else "", width, at_right)
-            for cell, width, at_right in zip(cells, widths, right, strict=True)
-        ).rstrip()
-        for number in range(height)
-    ]
-
-
-def _width_of(cell: str) -> int:
-    return max(map(visible, cell.split("\n")))
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], gap: str = "  ") -> list[str]:
-    """The lines of a table with aligned columns.
-
-    Args:
-        header: the names of the columns. As in all cells, a line break starts another line of the same cell.
-        rows: the cells of each row, or `RULE` for a horizontal line.
-        right: for each column, whether it is aligned to the right.
-        gap: text between two columns.
-    """
-    every = (header, *rows)
-    widths = [max(_width_of(row[column]) for row in every if row) for column in range(len(header))]
-    return [line for row in every for line in _lines_of(row, widths, right, gap)]
-
-
-def fitted(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    right: Sequence[bool],
-    width: int,
-    gap: str = "  ",
-    folds: bool = False,
-) -> list[str]:
-    """The lines of a table in at most `width` columns of the screen.
-
-    A table that is too wide becomes several tables one below the other, each with the first column.
-
-    Args:
-        header, rows, right, gap: see `table`.
-        width: columns of the screen.
-        folds: whether cells of the last column may be broken between words.
-    """
-    every = (header, *rows)
-    least = [max(_width_of(row[column]) for row in every if row) for column in range(len(header))]
-    if folds:
-        least[-1] = max((len(word) for row in every if row for word in row[-1].split()), default=0)
-    last, taken = min(2, len(header)), sum(least[:2]) + len(gap)
-    while last < len(header) and taken + len(gap) + least[last] <= width:
-        taken += len(gap) + least[last]
-        last += 1
-    if last == len(header):
-        if folds:
-            room = Terminal(max(width - (taken - least[-1]), least[-1]))
-            every = tuple([*row[:-1], "\n".join(room.wrap(row[-1]))] if row else row for row in every)
-        return table(every[0], every[1:], right, gap)
-    rest = [0, *range(last, len(header))]
-    beneath = [[row[place] for place in rest] if row else RULE for row in every]
-    return [
-        *table(header[:last], [row[:last] for row in rows], right[:last], gap),
-        "",
-        *fitted(beneath[0], beneath[1:], [right[place] for place in rest], width, gap, folds),
-    ]
-
-
-def ruled(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool], screen: Terminal, folds: bool = False
-) -> list[str]:
-    """The lines of a table that fits the screen, with a rule below its header."""
-    return fitted([screen.paint(name, "strong") for name in header], [RULE, *rows], right, screen.width, folds=folds)
+def say(words: str | Text, stream: TextIO | None = None) -> None:
+    """Write one line, which is never broken."""
+    show(words, stream=stream, columns=UNBROKEN)
 
 
 class Progress:
-    """One line on standard error that shows how far work has come. It is shown on terminals only.
+    """A bar on a terminal that shows how far work has come, and that is removed at the end.
 
     Args:
         total: units of work.
-        patience: seconds before the line appears for the first time.
-        stream: where the line is written.
+        patience: seconds before the bar appears.
+        stream: where it is shown; standard error if None.
     """
 
-    BAR = 20  # columns
-
     def __init__(self, total: float, patience: float = 0.0, stream: TextIO | None = None) -> None:
-        self.total = total
-        self.done = 0.0
-        self.text = ""
+        self.total, self.done, self.text = total, 0.0, ""
         self._stream = sys.stderr if stream is None else stream
-        self._screen = terminal(self._stream)
-        self._start = time.monotonic()
-        self._appears = self._start + patience
-        self._visible = False
+        self._appears = time.monotonic() + patience
+        self._bar: Any = None
+        self._task: Any = None
 
     def __enter__(self) -> Progress:
         self.show()
@@ -213,64 +215,63 @@ class Progress:
         self.clear()
 
     def show(self, done: float | None = None, text: str | None = None) -> None:
-        """Update the line, with another number of completed units and another text if they are given."""
+        """Show `done` and `text`, or what was shown before where they are None."""
         self.done = self.done if done is None else done
-        self.text = self.text if text is None else text
-        now = time.monotonic()
-        if not self._stream.isatty() or now < self._appears:
+        self.text = self.text if text is None else printable(text)
+        if not self._stream.isatty() or os.environ.get("TERM") == "dumb" or time.monotonic() < self._appears:
             return
-        share = min(1.0, self.done / self.total) if self.total else 0.0
-        filled = int(self.BAR * share)
-        left = f"{(now - self._start) * (1 / share - 1):,.0f} s left" if 0 < share < 1 else ""
-        line = f"{'#' * filled}{'.' * (self.BAR - filled)} {share:4.0%}  {self.text}  {left}"
-        self._stream.write(f"\r{line[: self._screen.width - 1]}\x1b[K")
-        self._stream.flush()
-        self._visible = True
+        if self._bar is None:
+            self._start()
+        self._bar.update(self._task, completed=self.done, total=self.total or None, description=self.text)
+        self._bar.refresh()
+
+    def _start(self) -> None:
+        from rich import progress
+        from rich.console import Console
+        from rich.table import Column
+
+        colour, room = has_colour(self._stream), Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        self._bar = progress.Progress(
+            *[progress.BarColumn(20)] * has_lines(self._stream),
+            progress.TaskProgressColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}", markup=False, table_column=room),
+            console=Console(file=self._stream, width=width(self._stream), force_terminal=True, no_color=not colour),
+            transient=True, expand=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self._task = self._bar.add_task(self.text, total=self.total or None, completed=self.done)
+        self._bar.start()
 
     def clear(self) -> None:
-        """Remove the line. The next `show` writes it again."""
-        if self._visible:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._visible = False
+        """Remove the bar. The next `show` draws it again."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
-def _set(name: str) -> bool:
-    return os.environ.get(name, "") not in ("", "0")
+# ---------------------------------------------------------------- what cli/train and the pages import until they leave
 
 
-def _colour(stream: TextIO) -> bool:
-    """Whether to write colours: https://no-color.org first, then variables that force colours, then the stream."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if _set("FORCE_COLOR") or _set("CLICOLOR_FORCE"):
-        return True
-    return stream.isatty() and os.environ.get("TERM") != "dumb" and os.environ.get("CLICOLOR") != "0"
+class Terminal:
+    """The functions above under their old names."""
+
+    def __init__(self, width: int = 160) -> None:
+        self.width = width
+
+    def paint(self, words: str, style: str) -> str:
+        return words
+
+    def wrap(self, words: str) -> list[str]:
+        return [words]
+
+    def show(self, lines: Sequence[str], stream: TextIO) -> None:
+        show(*lines, stream=stream)
 
 
-def _unicode(stream: TextIO) -> bool:
-    """Whether lines can be drawn: the encoding has them, and the locale is not the plain C locale."""
-    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
-    if locale in ("C", "POSIX"):  # Python writes UTF-8 even then (PEP 540), but the terminal may not read it
-        return False
-    try:
-        "─├▲●≈≤→".encode(stream.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+def terminal() -> Terminal:
+    return Terminal(width())
 
 
-def _width(stream: TextIO) -> int:
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
-        return int(columns)
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):
-        return PIPE_WIDTH
-
-
-def terminal(stream: TextIO | None = None) -> Terminal:
-    """The capabilities of `stream` (standard output if None), from the environment."""
-    stream = sys.stdout if stream is None else stream
-    return Terminal(_width(stream), _colour(stream), _unicode(stream))
+def ruled(header: Sequence[str], rows: Any, right: Sequence[bool], screen: Terminal) -> list[str]:
+    places = [column for column, at_right in enumerate(right) if at_right]
+    return rendered([Table(header, rows, places, ruled=True)], screen.width)

@@ -1,28 +1,20 @@
-"""Command lines of the lookup: names of formats, exact numbers, and JSON instead of the screen."""
+"""Arguments of the lookup: names of formats, exact numbers and codes."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats.values import number_dict
-from halfstep.cli.terminal import Terminal, terminal
 from halfstep.numerics.formats.exact import OVERFLOWS, Number, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
-__all__ = ["Answer", "Given", "LookupParser", "UsageError"]
-
-
-class Answer(NamedTuple):
-    """The answer of a command: its parsed input, and functions for the results in JSON and the lines on the screen."""
-
-    input: dict[str, Any]
-    results: Callable[[], list[dict[str, Any]]]
-    lines: Callable[[], list[str]]
+_CODE = re.compile(r"0x(?P<hexadecimal>[0-9a-f_]+)|0b(?P<binary>[01_]+)|(?P<decimal>[0-9][0-9_]*)", re.IGNORECASE)
+WIDTHS = sorted({format.bits for format in formats.values()})
 
 
 class Given(NamedTuple):
@@ -33,6 +25,38 @@ class Given(NamedTuple):
 
     def as_dict(self) -> dict[str, str | None]:
         return {"text": self.text, **number_dict(self.number)}
+
+
+class Code(NamedTuple):
+    """A code, its text, and the number of bits that the text shows; 0 for decimal numbers, which show none."""
+
+    text: str
+    code: int
+    shown: int
+
+    @property
+    def width(self) -> int:
+        """The width a code is meant in: the first that has room for all its digits, of decimals for the number itself.
+
+        A decimal says nothing of leading zeros, so it is taken for one of the common widths, from 8 bits up.
+
+        Raises:
+            UsageError: no format is as wide.
+        """
+        if self.shown:
+            fitting = [width for width in WIDTHS if width >= self.shown]
+            # 0x4000 fills 16 bits, but five hexadecimal digits can be more than TF32's 19 bits: the first are then 0.
+            fitting += [width for width in WIDTHS if self.code < 1 << width and width > self.shown - 4 and not fitting]
+            if self.shown == 20 and self.code < 1 << 19:
+                fitting.insert(0, 19)
+        else:
+            fitting = [width for width in (8, 16, 32, 64) if self.code < 1 << width]
+        if not fitting:
+            raise UsageError(
+                f"argument CODE: expected up to {WIDTHS[-1]} bits, but got {self.text}, which has "
+                f"{max(self.shown, self.code.bit_length())}"
+            )
+        return fitting[0]
 
 
 class LookupParser(command_line.Parser):
@@ -68,6 +92,16 @@ def format_named(text: str) -> Format:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def small_format(text: str) -> Format:
+    """An argparse type: a format whose codes fit a picture."""
+    format = format_named(text)
+    if format.bits > 8:
+        raise argparse.ArgumentTypeError(
+            f"expected a format of up to 8 bits, but got {format.name}, which has {format.codes:,} codes"
+        )
+    return format
+
+
 def number(hint: str) -> Callable[[str], Given]:
     """An argparse type: a number, exactly. `hint` says what to do with the name of a format."""
 
@@ -82,48 +116,50 @@ def number(hint: str) -> Callable[[str], Given]:
     return parse
 
 
-def add_formats(parser: LookupParser, help: str) -> None:
-    """Add the option -f, which takes several names and may be repeated."""
-    parser.add_argument(
-        "-f", "--format", dest="formats", action="append", type=format_named, metavar="FORMAT", default=[], help=help
-    )
+def code(text: str) -> Code:
+    """An argparse type: a code in hexadecimal, binary or decimal."""
+    text = text.strip()
+    found = _CODE.fullmatch(text) if len(text) <= 100 else None
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            "expected a hexadecimal (0x4100), binary (0b0100000100000000) or decimal (16640) code without a sign, but "
+            f"got {text!r}: for numbers use halfstep encode"
+        )
+    kind = found.lastgroup or ""
+    digits = found[kind].replace("_", "")
+    if not digits:
+        raise argparse.ArgumentTypeError(f"expected a code such as 0x4100, but got {text!r}, which has no digits")
+    base, each = {"hexadecimal": (16, 4), "binary": (2, 1), "decimal": (10, 0)}[kind]
+    return Code(text, int(digits, base), each * len(digits))
+
+
+Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of add_argument
+
+
+def formats_option(help: str) -> Option:
+    """The option -f, which takes several names and may be repeated."""
+    how = {"action": "append", "type": format_named, "metavar": "FORMAT", "default": [], "help": help}
+    return ("-f", "--format"), {"dest": "formats", **how}
+
+
+def rounding_option(modes: Sequence[str]) -> Option:
+    """The option --rounding."""
+    listed = f"{', '.join(modes)} (default: nearest, ties to even)"
+    return ("--rounding",), {"choices": modes, "default": "nearest", "metavar": "MODE", "help": listed}
+
+
+_BEYOND = "inf (NaN in a format without), saturate (the largest number) or nan (default: inf)"
+OVERFLOW: Option = (
+    ("--overflow",),
+    {"choices": OVERFLOWS, "default": "inf", "metavar": "MODE", "help": f"what overflow becomes: {_BEYOND}"},
+)
 
 
 def add_overflow(parser: command_line.Parser) -> None:
     """Add the option --overflow."""
-    parser.add_argument(
-        "--overflow",
-        choices=OVERFLOWS,
-        default="inf",
-        metavar="MODE",
-        help="what numbers beyond the largest become: inf (NaN in a format without), saturate (the largest number) or "
-        "nan (default: inf)",
-    )
+    parser.add_argument(*OVERFLOW[0], **OVERFLOW[1])
 
 
 def distinct(chosen: Iterable[Format]) -> list[Format]:
     """The named formats without repetitions; all formats if none was named."""
     return list({format.name: format for format in chosen}.values()) or list(formats.values())
-
-
-def main(parser: LookupParser, argv: Sequence[str], answer: Callable[[argparse.Namespace, Terminal], Answer]) -> int:
-    """Parse, answer, print. Returns the exit status, see `command_line.run`.
-
-    Args:
-        parser: of the command.
-        argv: its words.
-        answer: gives what to print. It raises `UsageError` for what cannot be done.
-    """
-
-    def show(options: argparse.Namespace) -> None:
-        screen = terminal()
-        found = answer(options, screen)
-        if options.json:
-            import json  # what only some need is not what all wait for
-
-            content = {"command": parser.prog.split()[-1], "input": found.input, "results": found.results()}
-            print(json.dumps(content, indent=2, allow_nan=False), flush=True)
-        else:
-            screen.show(found.lines(), sys.stdout)
-
-    return command_line.run(parser, argv, show)

@@ -82,7 +82,7 @@ IMPLEMENTATIONS = (
 
 
 class Conversion(NamedTuple):
-    """A value, and the implementations that store it."""
+    """A value, None if it is undefined, and the implementations that store it."""
 
     value: Number | None
     names: tuple[str, ...]
@@ -93,42 +93,30 @@ class Conversion(NamedTuple):
     @property
     def who(self) -> str:
         """The names of the implementations, shortened."""
-        names = list(self.names)
-        if {"torch 2.12 and later", "torch before 2.12"} <= set(names):
-            names = ["torch", *(name for name in names if not name.startswith("torch"))]
-        return ", ".join(names)
+        others = [name for name in self.names if not name.startswith("torch")]
+        return ", ".join(["torch", *others] if len(self.names) - len(others) == 2 else self.names)
 
     @property
     def text(self) -> str:
         """The value as it is shown, or "undefined"."""
-        if self.value is None:
-            return "undefined"
-        if isinstance(self.value, float):
-            return special_text(self.value)
+        if not isinstance(self.value, Fraction):
+            return "undefined" if self.value is None else special_text(self.value)
         whole = number_text.decimal(self.value)
         return whole if whole is not None and len(whole) <= 20 else f"≈{number_text.rounded(self.value, 9)}"
 
 
 def conversions(number: Number, format: Format) -> list[Conversion]:
     """The values and who stores them, in the order of the table; empty if all store the nearest number."""
-    found: dict[str, list[str]] = {}
-    values: dict[str, Number | None] = {}
+    stored: dict[str, tuple[Number | None, list[str]]] = {}  # by text, in which NaN equals NaN
     for implementation in IMPLEMENTATIONS:
         if format.name in implementation.formats:
             value = implementation.cast(number, format)
-            key = "nan" if value is not None and value != value else repr(value)
-            values[key] = value
-            found.setdefault(key, []).append(implementation.name)
-    if number != number and not format.has_nan:
-        ours: Number | None = None
-    else:
-        ours = decode_exact(encode_exact(number, format), format)
-    if all(_same(value, ours) for value in values.values()):
+            stored.setdefault(_key(value), (value, []))[1].append(implementation.name)
+    ours = None if number != number and not format.has_nan else decode_exact(encode_exact(number, format), format)
+    if all(value == ours or key == _key(ours) for key, (value, _) in stored.items()):
         return []
-    return [Conversion(values[key], tuple(names)) for key, names in found.items()]
+    return [Conversion(value, tuple(names)) for value, names in stored.values()]
 
 
-def _same(one: Number | None, other: Number | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one == other or (one != one and other != other)
+def _key(value: Number | None) -> str:
+    return "nan" if value is not None and value != value else repr(value)

@@ -22,94 +22,74 @@ _CLASSES = {"normal": "#b8d5fd", "subnormal": "#fde68a", "zero": "#e5e7eb", "inf
 _INK = "#111827"
 
 
-def _colour(format: Format) -> str:
-    """The colour of a format, which depends on its size."""
-    return _FAMILIES[min(_FAMILIES, key=lambda bits: abs(bits - format.bits))]
-
-
-def _axes_of_powers(axes: Any, lowest: int, highest: int) -> None:
-    """Label the axis with powers of two below and powers of ten above."""
+def _axes_of_powers(axes: Any, lowest: int, highest: int, formats: Sequence[Format], title: str) -> None:
+    """A row for each format, on an axis with powers of two below and powers of ten above."""
     axes.set_xlim(lowest, highest)
-    step = 20 if highest - lowest > 120 else 8 if highest - lowest > 40 else 4
+    step, apart = (20, 10) if highest - lowest > 120 else (8, 3) if highest - lowest > 40 else (4, 1)
     ticks = range(math.ceil(lowest / step) * step, highest + 1, step)
     axes.set_xticks(list(ticks), [f"$2^{{{tick}}}$" for tick in ticks])
     above = axes.secondary_xaxis("top", functions=(lambda x: x * math.log10(2), lambda x: x / math.log10(2)))
-    apart = 10 if highest - lowest > 120 else 3 if highest - lowest > 40 else 1
-    first = math.ceil(lowest * math.log10(2) / apart) * apart
-    decimals = range(first, int(highest * math.log10(2)) + 1, apart)
+    decimals = range(math.ceil(lowest * math.log10(2) / apart) * apart, int(highest * math.log10(2)) + 1, apart)
     above.set_xticks(list(decimals), [f"$10^{{{tick}}}$" for tick in decimals])
     tidy(axes, "x", ("top", "right", "left"))
-
-
-def _span(formats: Sequence[Format]) -> tuple[int, int]:
-    """The range of powers of two to draw: what the formats need and room for labels, or what fits."""
-    low, high = min(map(lowest_exponent, formats)), max(format.emax + 1 for format in formats)
-    room = max(4, (high - low) // 5)
-    return max(_LOWEST, low - room), min(_HIGHEST, high + room)
+    axes.set_yticks(range(len(formats)), [f"{format.name}   {fields(format)}" for format in formats], fontsize=10)
+    axes.set_ylim(len(formats) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(title, loc="left", fontsize=12, pad=26)
 
 
 def draw_range(axes: Any, formats: Sequence[Format]) -> None:
     """Draw a bar from the smallest to the largest number of each format, lighter for subnormal numbers."""
-    lowest, highest = _span(formats)
-    _axes_of_powers(axes, lowest, highest)
+    low, high = min(map(lowest_exponent, formats)), max(format.emax + 1 for format in formats)
+    room = max(4, (high - low) // 5)  # for the labels
+    lowest, highest = max(_LOWEST, low - room), min(_HIGHEST, high + room)
+    title = "Range: smallest to largest positive number; light: subnormal"
+    _axes_of_powers(axes, lowest, highest, formats, title)
     for row, format in enumerate(formats):
         start, normal, end = lowest_exponent(format), format.emin, math.log2(format.max)
-        colour = _colour(format)
-        left, right = max(start, lowest), min(end, highest)
-        axes.barh(row, right - max(normal, lowest), left=max(normal, lowest), height=0.62, color=colour)
-        if start < normal and normal > lowest:
-            axes.barh(row, normal - left, left=left, height=0.62, color=colour, alpha=0.35, linewidth=0)
-        inside = {"color": "white", "fontsize": 9, "va": "center"}
+        left, middle, right = max(start, lowest), max(normal, lowest), min(end, highest)
+        bar = {"height": 0.62, "color": _FAMILIES[min(_FAMILIES, key=lambda bits: abs(bits - format.bits))]}
+        axes.barh(row, right - middle, left=middle, **bar)
+        if left < middle:
+            axes.barh(row, middle - left, left=left, alpha=0.35, linewidth=0, **bar)
+        outside, inside = (
+            {"fontsize": 9, "va": "center", "color": _INK},
+            {"fontsize": 9, "va": "center", "color": "white"},
+        )
         if start < lowest:
             axes.text(lowest + 1, row, f"← {short(format.min_subnormal)}", ha="left", **inside)
         else:
-            axes.text(start - 1, row, short(format.min_subnormal), ha="right", va="center", fontsize=9, color=_INK)
+            axes.text(start - 1, row, short(format.min_subnormal), ha="right", **outside)
         if end > highest:
             axes.text(highest - 1, row, f"{short(format.max)} →", ha="right", **inside)
         else:
-            axes.text(end + 1, row, short(format.max), ha="left", va="center", fontsize=9, color=_INK)
-    axes.set_yticks(range(len(formats)), [f"{format.name}   {fields(format)}" for format in formats], fontsize=10)
-    axes.set_ylim(len(formats) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.set_title("Range: smallest to largest positive number; light: subnormal", loc="left", fontsize=12, pad=26)
-
-
-def _centre(formats: Sequence[Format]) -> tuple[int, int]:
-    """The range of powers of two of the narrow formats. Bars of wider formats cross it."""
-    narrow = [format for format in formats if format.emax - lowest_exponent(format) < 60]
-    if not narrow:
-        return max(_LOWEST, min(map(lowest_exponent, formats))), min(_HIGHEST, max(one.emax + 1 for one in formats))
-    return min(map(lowest_exponent, narrow)) - 4, max(format.emax + 1 for format in narrow) + 4
+            axes.text(end + 1, row, short(format.max), ha="left", **outside)
 
 
 def draw_density(axes: Any, formats: Sequence[Format]) -> None:
     """Draw a cell for each binade, with log2 of the number of values in it."""
     from matplotlib.colors import Normalize
 
-    lowest, highest = _centre(formats)
-    _axes_of_powers(axes, lowest, highest)
+    # The powers of two of the narrow formats. Bars of wider ones cross the picture.
+    narrow = [format for format in formats if format.emax - lowest_exponent(format) < 60]
+    lowest = min(map(lowest_exponent, narrow)) - 4 if narrow else max(_LOWEST, min(map(lowest_exponent, formats)))
+    highest = max(one.emax for one in narrow) + 5 if narrow else min(_HIGHEST, max(one.emax + 1 for one in formats))
+    title = "Density: numbers between one power of two and the next, as log2: 10 stands for 1024"
+    _axes_of_powers(axes, lowest, highest, formats, title)
     most = min(24, max(format.precision for format in formats))
     wide = highest - lowest > 80  # too many cells for text in them
+    label = {"ha": "center", "va": "center"}
     for row, format in enumerate(formats):
         first, last = max(lowest, lowest_exponent(format)), min(highest, format.emax + 1)
         bits = [math.log2(binade_values(format, exponent)) for exponent in range(first, last)]
         edges, heights = list(range(first, last + 1)), [row - 0.31, row + 0.31]
         axes.pcolormesh(edges, heights, [bits], cmap="YlGnBu", norm=Normalize(-2, 1.2 * most))
-        for exponent, count in zip(range(first, last), () if wide else bits, strict=not wide):
+        for exponent, count in enumerate(() if wide else bits, first):
             text = f"{count:.0f}" if count.is_integer() else f"{count:.1f}"
             ink = "white" if count > 0.6 * most else _INK
-            axes.text(exponent + 0.5, row, text, ha="center", va="center", fontsize=7.5, color=ink, clip_on=True)
+            axes.text(exponent + 0.5, row, text, fontsize=7.5, color=ink, clip_on=True, **label)
         if wide and bits:
-            axes.text((first + last) / 2, row, f"{max(bits):.0f}", ha="center", va="center", fontsize=9, color="white")
-    axes.set_yticks(range(len(formats)), [f"{format.name}   {fields(format)}" for format in formats], fontsize=10)
-    axes.set_ylim(len(formats) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.set_title(
-        "Density: numbers between one power of two and the next, as log2: 10 stands for 1024",
-        loc="left",
-        fontsize=12,
-        pad=26,
-    )
+            axes.text((first + last) / 2, row, f"{max(bits):.0f}", fontsize=9, color="white", **label)
 
 
 def _shade(stored: Stored) -> Any:
@@ -145,18 +125,15 @@ def draw_codes(axes: Any, format: Format) -> None:
     axes.set_xlim(0, columns)
     axes.set_ylim(rows, 0)
     axes.set_xticks([column + 0.5 for column in range(columns)], [f"…{column:x}" for column in range(columns)])
-    digits = len(code_text(0, format)) - 3
-    axes.set_yticks(
-        [row + 0.5 for row in range(rows)], [f"0x{row:0{digits}x}…" if digits else "0x…" for row in range(rows)]
-    )
+    names = [code_text(row * columns, format)[:-1] + "…" for row in range(rows)]
+    axes.set_yticks([row + 0.5 for row in range(rows)], names)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     for column in range(1, columns):
         axes.axvline(column, color="white", linewidth=1)
     for row in range(1, rows):
         axes.axhline(row, color="white", linewidth=1)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     sorts = dict.fromkeys(Stored(code, format).sort for code in range(format.codes))
     handles = [axes.fill_between([], [], [], color=_CLASSES[sort], label=sort) for sort in _CLASSES if sort in sorts]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=5, frameon=False, fontsize=10)
@@ -176,19 +153,14 @@ def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Pa
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    heights = {
-        "range": 1.3 + 0.32 * len(formats),
-        "density": 1.3 + 0.32 * len(formats),
-        "codes": 1.6 + 0.36 * max(1, small.codes // 16),
+    rows = 1.3 + 0.32 * len(formats)
+    panels: dict[str, tuple[float, Callable[[Any], None]]] = {
+        "range": (rows, lambda axes: draw_range(axes, formats)),
+        "density": (rows, lambda axes: draw_density(axes, formats)),
+        "codes": (1.6 + 0.36 * max(1, small.codes // 16), lambda axes: draw_codes(axes, small)),
     }
-    panels: dict[str, Callable[[Any], None]] = {
-        "range": lambda axes: draw_range(axes, formats),
-        "density": lambda axes: draw_density(axes, formats),
-        "codes": lambda axes: draw_codes(axes, small),
-    }
-    chosen = [heights[kind] for kind in kinds]
-    made = figure(12, sum(chosen))
-    every = made.subplots(len(kinds), squeeze=False, height_ratios=chosen)[:, 0]
-    for kind, axes in zip(kinds, every, strict=True):
-        panels[kind](axes)
+    heights = [panels[kind][0] for kind in kinds]
+    made = figure(12, sum(heights))
+    for kind, axes in zip(kinds, made.subplots(len(kinds), squeeze=False, height_ratios=heights)[:, 0], strict=True):
+        panels[kind][1](axes)
     save(made, out, dpi=100)

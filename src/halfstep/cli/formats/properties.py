@@ -17,9 +17,9 @@ def short(value: float | Fraction) -> str:
     return whole if whole is not None and len(whole.lstrip("-")) <= 9 else number_text.rounded(exact, 4)
 
 
-def power_of_two(value: float) -> str:
-    """A number as a power of two."""
-    return f"2^{number_text.power_of_two(Fraction(value))}"
+def _power(value: float) -> str:
+    """A power of two, and its decimal."""
+    return f"2^{number_text.power_of_two(Fraction(value))} = {short(value)}"
 
 
 def fields(format: Format) -> str:
@@ -45,17 +45,10 @@ def integers(format: Format) -> str:
     return f"2^{number.bit_length() - 1}" if number > 10**6 and not number & (number - 1) else str(number)
 
 
-def least(format: Format) -> str:
-    return f"{power_of_two(format.min_subnormal)} = {short(format.min_subnormal)}"
-
-
 def figures(format: Format) -> list[tuple[str, str]]:
     """The names of properties and their texts."""
-    codes = [
-        f"{name} {code_text(code, format)}"
-        for name, code in (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
-        if code is not None
-    ]
+    named = (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
+    codes = [f"{name} {code_text(code, format)}" for name, code in named if code is not None]
     size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
     return [
         ("sign/exponent/mantissa", f"{fields(format)}, {size}"),
@@ -63,9 +56,9 @@ def figures(format: Format) -> list[tuple[str, str]]:
         ("largest", short(format.max)),
         ("lowest", short(format.lowest)),
         ("overflow", overflow(format)),
-        ("least normal", f"{power_of_two(format.min_normal)} = {short(format.min_normal)}"),
-        ("least above 0", least(format)),
-        ("eps, 1 to next", f"{power_of_two(format.eps)} = {short(format.eps)}"),
+        ("least normal", _power(format.min_normal)),
+        ("least above 0", _power(format.min_subnormal)),
+        ("eps, 1 to next", _power(format.eps)),
         ("integers, all to", integers(format)),
         ("digits kept", str(format.digits10)),
         ("digits to tell apart", str(format.max_digits10)),
@@ -79,11 +72,8 @@ def figures(format: Format) -> list[tuple[str, str]]:
 
 def names(format: Format) -> list[tuple[str, str]]:
     """The kind of a format, its aliases, and the dtypes and hardware that support it."""
-    dtypes = [
-        f"{package}.{name}"
-        for package, name in (("torch", format.torch), ("numpy", format.numpy), ("ml_dtypes", format.ml_dtypes))
-        if name
-    ]
+    packages = ("torch", "numpy", "ml_dtypes")
+    dtypes = [f"{package}.{getattr(format, package)}" for package in packages if getattr(format, package)]
     return [
         ("kind", FORMAT_KINDS[format.kind]),
         ("also called", ", ".join(format.aliases) or "-"),

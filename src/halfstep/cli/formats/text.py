@@ -1,36 +1,22 @@
-"""Texts that several commands show: bits, errors, outcomes, and implementations with other results."""
+"""Texts that several commands and the pages show: notations, errors and outcomes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 
-from halfstep.cli.formats import implementations, number_text
+from halfstep.cli.formats import number_text
 from halfstep.cli.formats.arguments import Given
-from halfstep.cli.formats.values import Encoded, Stored, number_dict, special_text
-from halfstep.cli.terminal import Terminal, table
-
-_STYLES = {
-    "exact": "good", "rounded": "", "underflow": "bad", "overflow": "bad", "saturated": "note", "none": "bad",
-}  # fmt: skip
+from halfstep.cli.formats.values import Encoded, number_dict, special_text
 
 
-def bits(stored: Stored, screen: Terminal) -> str:
-    """The bits of the fields, coloured and separated by spaces."""
-    return " ".join(screen.paint(text, name) for name, text in stored.fields)
-
-
-def number_lines(given: Given, screen: Terminal) -> list[str]:
+def notations(given: Given) -> str:
     """The number in every notation that adds information."""
     if isinstance(given.number, float):
-        named = [special_text(given.number)]
+        exact = [special_text(given.number)]
     else:
-        notations = number_dict(given.number).values()
-        named = [text for text in notations if text and len(text) <= 40] or [
-            f"≈{number_text.rounded(given.number, 17)}"
-        ]
-    parts = dict.fromkeys((given.text, *named))
-    return screen.wrap(screen.paint(" = ".join(parts), "strong"), "  ")
+        exact = [words for words in number_dict(given.number).values() if words and len(words) <= 40]
+        exact = exact or [f"≈{number_text.rounded(given.number, 17)}"]
+    return " = ".join(dict.fromkeys((given.text, *exact)))
 
 
 def distance(ulps: Fraction) -> str:
@@ -38,33 +24,19 @@ def distance(ulps: Fraction) -> str:
     if ulps == 0:
         return "0"
     texts = (number_text.rounded(ulps, digits) for digits in range(4, 24))
-    return next((text for text in texts if text.lstrip("-") != "0.5" or abs(ulps) == Fraction(1, 2)), "≈0.5")
+    return next((one for one in texts if one.lstrip("-") != "0.5" or abs(ulps) == Fraction(1, 2)), "≈0.5")
 
 
-def ulps(found: Encoded) -> str:
+def ulps(encoded: Encoded) -> str:
     """The error, with its sign."""
-    return "" if found.ulps is None else ("+" if found.ulps > 0 else "") + distance(found.ulps)
+    return "" if encoded.ulps is None else ("+" if encoded.ulps > 0 else "") + distance(encoded.ulps)
 
 
-def outcome(found: Encoded, screen: Terminal) -> str:
-    """The outcome, coloured, and whether the result is subnormal."""
-    subnormal = found.stored is not None and found.stored.sort == "subnormal"
-    text, style = found.outcome, _STYLES[found.outcome]
-    if subnormal and text in ("exact", "rounded"):
-        text, style = ("exact subnormal", "good") if text == "exact" else ("subnormal", "note")
-    elif text == "none":
-        text = "no NaN"
-    elif text == "overflow" and not found.format.signed and found.number < 0:
-        text = "no sign"
-    return screen.paint(text, style) if style else text
-
-
-def implementation_lines(given: Given, found: Sequence[Encoded], screen: Terminal) -> list[str]:
-    """The implementations that store another value."""
-    rows = []
-    for one in found:
-        for number, conversion in enumerate(implementations.conversions(given.number, one.format)):
-            rows.append((one.format.name if number == 0 else "", conversion.text, conversion.who))
-    if not rows:
-        return []
-    return [screen.paint("elsewhere, from the nearest float64", "faint"), *table(("", "", ""), rows, [False] * 3)[1:]]
+def outcome(encoded: Encoded) -> str:
+    """The outcome, and whether the result is subnormal."""
+    subnormal = encoded.stored is not None and encoded.stored.sort == "subnormal"
+    if subnormal and encoded.outcome in ("exact", "rounded"):
+        return "exact subnormal" if encoded.outcome == "exact" else "subnormal"
+    if encoded.outcome == "overflow" and not encoded.format.signed and encoded.number < 0:
+        return "no sign"
+    return "no NaN" if encoded.outcome == "none" else encoded.outcome

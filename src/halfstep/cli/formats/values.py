@@ -11,16 +11,6 @@ from halfstep.cli.formats import number_text
 from halfstep.numerics.formats.exact import Number, decode_exact, encode_exact, ulp_exact
 from halfstep.numerics.formats.table import Format
 
-SORTS = ("zero", "subnormal", "normal", "infinity", "nan")
-OUTCOMES = {
-    "exact": "stored without error",
-    "rounded": "the number is not in the format; a neighbour is stored",
-    "underflow": "became zero, and was not",
-    "overflow": "became infinity, or NaN in a format without",
-    "saturated": "beyond the largest number, which is stored instead",
-    "none": "no code stands for it: a NaN in a format without",
-}
-
 
 def finite(number: Number) -> bool:
     """Whether the number is neither an infinity nor a NaN. -0.0 is finite."""
@@ -64,21 +54,19 @@ class Stored:
     @property
     def fields(self) -> tuple[tuple[str, str], ...]:
         """The names and bits of the fields, from the most significant one."""
-        bits = f"{self.code:0{self.format.bits}b}"
-        found, start = [], 0
-        for name, width in (
-            ("sign", int(self.format.signed)),
-            ("exponent", self.format.exponent),
-            ("mantissa", self.format.mantissa),
-        ):
-            if width:
-                found.append((name, bits[start : start + width]))
-            start += width
-        return tuple(found)
+        form, bits = self.format, f"{self.code:0{self.format.bits}b}"
+        first, second = int(form.signed), int(form.signed) + form.exponent
+        fields = (("sign", bits[:first]), ("exponent", bits[first:second]), ("mantissa", bits[second:]))
+        return tuple((name, digits) for name, digits in fields if digits)
+
+    @property
+    def bits(self) -> str:
+        """The bits of the fields, separated by spaces."""
+        return " ".join(digits for _, digits in self.fields)
 
     @property
     def sort(self) -> str:
-        """One of `SORTS`."""
+        """``zero``, ``subnormal``, ``normal``, ``infinity`` or ``nan``."""
         if isinstance(self.value, float) and self.value != 0:
             return "nan" if self.value != self.value else "infinity"
         if self.value == 0:
@@ -88,11 +76,9 @@ class Stored:
     @cached_property
     def shortest(self) -> str:
         """The shortest decimal that rounds to the value, or the name of a special value."""
-        return (
-            number_text.shortest(self.code, self.format)
-            if isinstance(self.value, Fraction)
-            else special_text(self.value)
-        )
+        if isinstance(self.value, float):
+            return special_text(self.value)
+        return number_text.shortest(self.code, self.format)
 
     def text(self, width: int) -> str:
         """The value in at most `width` columns: all its digits, or ≈ and the shortest decimal."""
@@ -105,7 +91,7 @@ class Stored:
         return {
             "format": self.format.name,
             "code": self.hex,
-            "bits": {name: dict(self.fields).get(name, "") for name in ("sign", "exponent", "mantissa")},
+            "bits": {"sign": "", "exponent": "", "mantissa": "", **dict(self.fields)},
             "class": self.sort,
             "value": {**number_dict(self.value), "shortest": self.shortest},
         }
@@ -115,10 +101,7 @@ class Stored:
 class Encoded:
     """The result of rounding a number to a format.
 
-    Args:
-        number: the number.
-        format: the format.
-        stored: the stored value; None if the format has no code for it.
+    `stored` is None if the format has no code for the result.
     """
 
     number: Number
@@ -143,7 +126,12 @@ class Encoded:
 
     @property
     def outcome(self) -> str:
-        """One of `OUTCOMES`."""
+        """What became of the number.
+
+        ``"exact"``: stored without error. ``"rounded"``: a neighbour is stored. ``"underflow"``: became zero, and was
+        not. ``"overflow"``: became infinity, or NaN in a format without. ``"saturated"``: beyond the largest number,
+        which is stored. ``"none"``: a NaN in a format without.
+        """
         if self.stored is None:
             return "none"
         if self.number != self.number:
@@ -161,9 +149,8 @@ class Encoded:
         if self.error is not None and self.ulps is not None:
             relative = None if self.relative is None else number_text.rounded(self.relative, 6)
             error = {**number_dict(self.error), "ulps": number_text.rounded(self.ulps, 6), "relative": relative}
-        nothing = {"format": self.format.name, "code": None, "bits": None, "class": None, "value": None}
-        row = nothing if self.stored is None else self.stored.as_dict()
-        return {**row, "outcome": self.outcome, "error": error}
+        empty = {"format": self.format.name, **dict.fromkeys(("code", "bits", "class", "value"))}
+        return {**(self.stored.as_dict() if self.stored else empty), "outcome": self.outcome, "error": error}
 
 
 def code_text(code: int, format: Format) -> str:
@@ -197,8 +184,7 @@ def encoded(
     """`number` rounded to a format; see `halfstep.numerics.formats.exact.encode_exact` for the modes."""
     if number != number and not format.has_nan:
         return Encoded(number, format, None)
-    if overflow == "nan" and not format.has_nan:
-        found = Encoded(number, format, Stored(encode_exact(number, format, rounding, seed=seed), format))
-        return Encoded(number, format, None) if found.outcome == "saturated" else found
-    code = encode_exact(number, format, rounding, overflow=overflow, seed=seed)
-    return Encoded(number, format, Stored(code, format))
+    refuses = overflow == "nan" and not format.has_nan
+    code = encode_exact(number, format, rounding, overflow="inf" if refuses else overflow, seed=seed)
+    found = Encoded(number, format, Stored(code, format))
+    return Encoded(number, format, None) if refuses and found.outcome == "saturated" else found

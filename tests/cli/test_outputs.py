@@ -1,0 +1,97 @@
+"""What every command prints, on every kind of output."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from lookup_run import lines, said
+
+from halfstep.numerics.formats.table import formats
+
+HOSTILE = "\x1b[2J\rw[red]$\\frac$\u202e"
+COMMANDS = [
+    *("format", "format fp16", "format e2m1", "encode 2.5", "encode 500 -inf -0 -300.7 1e-400 nan"),
+    *("encode 0.1 -f fp16 bf16 e4m3", "decode 0x4100", "decode 0x0041 0x41 0x7fc00001 0b0101 0x3ff0000000000001"),
+    *(f"why {number} {' '.join(formats)}" for number in ("0.1", "1e9", "-2^-140", "nan")),
+    *("why 1.0001 fp16", "compare fp16 bf16", f"compare {' '.join(formats)}"),
+    *("plan --params 7e9", "plan --model llama-3-8b --gpus 16 --strategy hsdp --shard 8 --seq 4096 --card h100"),
+    *("plan --params 7e9 --gpus 8 --compare layouts", "plan --params 7e9 --gpus 8,64 --compare strategies --card h100"),
+    *("inspect x.pt", "inspect x.pt --advise --scale 2^10", "doctor x.pt --env", "help", "bench --help"),
+]
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    weight = torch.randn(40) * 1e-6
+    torch.save({"encoder.layers.0.self_attention.in_proj.weight": weight, HOSTILE: torch.full((3,), 0.1)}, "x.pt")
+
+
+def printed(words: str, **more: object) -> list[str]:
+    if not words.startswith("doctor"):
+        return lines(*words.split(), **more)  # type: ignore[arg-type]
+    status, out, errors = said(*words.split(), **more)  # type: ignore[arg-type]
+    assert status in (0, 1) and errors == ""  # what this machine has
+    return out.splitlines()
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_output(words: str) -> None:
+    plain = printed(words, COLUMNS="80")
+    assert max(map(len, plain)) <= 80
+    assert all(line.isprintable() for line in plain)
+    if "x.pt" in words and "doctor" not in words:
+        assert any(line.startswith(r"\x1b[2J\rw[red]$\frac$\u202e") for line in plain), "as it is written, escaped"
+
+    coloured = printed(words, COLUMNS="80", terminal=True, TERM="xterm")
+    assert [ESCAPE.sub("", line).rstrip() for line in coloured] == plain
+    for line in coloured:  # what is switched on is switched off on the same line
+        assert [code == "\x1b[0m" for code in ESCAPE.findall(line)] == [False, True] * (len(ESCAPE.findall(line)) // 2)
+    assert any("\x1b" in line for line in coloured) or "help" in words
+
+    for encoding, variables in (("ascii", {}), ("utf-8", {"LC_ALL": "C"}), ("utf-8", {"LANG": "POSIX"})):
+        found = printed(words, encoding=encoding, COLUMNS="80", **variables)
+        assert all(line.isascii() for line in found)
+        assert [len(line) for line in found] == [len(line) for line in plain], "no character is escaped"
+
+    assert max(map(len, printed(words, COLUMNS="40"))) <= 40
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if not words.startswith(("doctor", "inspect"))])
+def test_lines_in_a_pipe_are_never_broken(words: str) -> None:
+    whole, wide = printed(words, COLUMNS=""), printed(words, COLUMNS="3000")
+    assert whole == wide and len(whole) <= len(printed(words, COLUMNS="160"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_terminal", "coloured"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, True, False),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "0"}, False, False),
+        ({"CLICOLOR_FORCE": "1"}, False, True),
+        ({"CLICOLOR_FORCE": "0"}, False, False),
+        ({"CLICOLOR": "0"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+    ],
+)
+def test_when_there_is_colour(variables: dict[str, str], is_terminal: bool, coloured: bool) -> None:
+    found = lines("encode", "2.5", "-f", "fp16", terminal=is_terminal, **{"TERM": "xterm", **variables})
+    assert any("\x1b" in line for line in found) == coloured
+    assert "\x1b" not in said("encode", "2.5", "--json", terminal=is_terminal, **{"TERM": "xterm", **variables})[1]
+    if coloured:  # sign, exponent and mantissa have colours of their own
+        assert "\x1b[31m0\x1b[0m \x1b[32m10000\x1b[0m \x1b[36m0100000000\x1b[0m" in found[2]
+
+
+def test_a_locale_in_utf8_keeps_its_lines() -> None:
+    for variables in ({"LC_ALL": "C.UTF-8"}, {"LC_ALL": "", "LANG": "de_DE.UTF-8"}):
+        assert any("├" in line for line in lines("why", "1.7", "fp16", **variables))

@@ -1,0 +1,172 @@
+"""What is refused, and how: status 2, one line on standard error that says what is allowed, and nothing is written."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lookup_run import complaint
+
+NAMES = [" ".join(command.words) for command in importlib.import_module("halfstep.__main__").COMMANDS]
+# What each command needs so that only the mistake is wrong.
+NEEDED = {
+    "encode": ["1"], "decode": ["0x1"], "why": ["1", "fp16"], "compare": ["fp16", "bf16"], "ladder": ["--out", "x.png"],
+    "plan": ["--params", "7e9"], "inspect": ["x.pt"], "convert": ["x", "y"],
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "train"])
+def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path) -> None:
+    for typed in ("--jsno", "--helpp=3"):
+        found = complaint(*name.split(), *NEEDED.get(name, []), typed)
+        assert found.startswith(f"halfstep {name}: error: unknown option {typed}; ")
+        assert f"see halfstep {name} --help for those there are" in found
+    assert "did you mean --help?" in found
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        # an argument where none is taken
+        ("plan 7e9", "unexpected argument '7e9'; halfstep plan takes options only"),
+        ("ladder fp16", "the following arguments are required: --out; see halfstep ladder --help"),
+        ("ladder fp61 --out x.png", "argument FORMAT: unknown format 'fp61'; did you mean 'fp64'? Choose from"),
+        # a value that is missing, or too many
+        ("plan --params", "argument --params: expected one argument; see halfstep plan --help"),
+        ("inspect", "the following arguments are required: FILE; see halfstep inspect --help"),
+        ("bench run --quick=3", "argument --quick: takes no value, and was given '3'"),
+        # an unknown choice
+        ("inspect x --sort siez", "unknown sort 'siez'; did you mean 'size'? Choose from size, lost"),
+        ("bench run sofmax", "argument GROUP: unknown group 'sofmax'; did you mean 'softmax'? Choose from softmax"),
+        ("plan --model gtp2", "but got 'gtp2': did you mean 'gpt2'?"),
+        # numbers: negative, NaN, huge, none
+        ("plan --params -3", "argument --params: expected an integer of at least 1, such as 7e9"),
+        ("plan --params 7e9 --batch 0", "argument --batch: expected an integer of at least 1, but got '0'"),
+        ("plan --params 7e9 --gpus 8,x", "such as 8 or 8,64, but got '8,x'"),
+        ("plan --params 7e9 --rank -1", "argument --rank: expected an integer of at least 0, but got '-1'"),
+        ("plan --params 7e9 --step-ms inf", "argument --step-ms: expected a number above 0, but got 'inf'"),
+        ("inspect x --limit -1", "argument --limit: expected an integer of at least 0, 0 for all, but got '-1'"),
+        ("inspect x --scale nan", "argument --scale: expected a number from 2^-126 to 2^126"),
+        ("bench audit --jobs 0", "argument --jobs: expected an integer of at least 1, but got '0'"),
+        # files and folders
+        ("plan --params 7e9 --out no/x.png", "argument --out: 'no/x.png' cannot be written: No such file or directory"),
+        ("plan --params 7e9 --out d.png", "argument --out: 'd.png' cannot be written: Is a directory"),
+        ("inspect x --out f/x.png", "argument --out: 'f/x.png' cannot be written: Not a directory; pass a file in a"),
+        ("ladder --out x.bmp", "argument --out: expected a file name ending in .png, .svg, .pdf"),
+        ("inspect nowhere.pt", "nowhere.pt cannot be read: No such file or directory; pass a checkpoint"),
+        ("inspect empty.pt", "empty.pt is empty; pass a checkpoint, a file of torch.save or a safetensors file"),
+        ("inspect f.pt", "f.pt is not a file of torch.save, or is damaged: "),
+        ("inspect ''", "argument FILE: expected a path, but got ''"),
+        ("inspect d.png", "d.png is a folder, and no checkpoint, or is damaged: "),
+        ("bench audit --bounds nowhere", "argument --bounds: 'nowhere' does not exist; pass a file that can be read"),
+        ("bench audit --bounds d.png", "argument --bounds: 'd.png' is a folder; pass a file that can be read"),
+        ("bench audit --bounds f", "expected f to be written by `halfstep bench audit --record`: JSONDecodeError"),
+        ("bench audit --record no/x", "argument --record: 'no/x' cannot be written: No such file or directory"),
+        # commands
+        ("help plam", "unknown command 'plam'; did you mean 'plan'? Choose from bench, compare"),
+        ("bench rum", "unknown command 'bench rum'; did you mean 'bench run'? Choose from bench audit"),
+        # the lookup
+        ("encode 2.5x", "argument NUMBER: '2.5x' is not a number: 'x' is not understood. Write decimals (1e-400)"),
+        ("encode 1e99999999", "argument NUMBER: Expected magnitudes from 2^-65536 to 2^65536"),
+        ("encode -", "argument NUMBER: '-' is not a number"),
+        ("encode 1/0", "argument NUMBER: '1/0'"),
+        ("encode 2.5 fp16", "; fp16 is a format, and formats come after -f"),
+        ("why fp16 2.5", "; fp16 is a format, and the number comes first"),
+        ("encode 2.5 -f fp61", "argument -f/--format: unknown format 'fp61'; did you mean 'fp64'? Choose"),
+        ("encode 2.5 -f fp8", "format 'fp8' is ambiguous: choose 'e4m3fn', 'e5m2',"),
+        ("encode 2.5 -f e12m3", "Expected exponent to be from 1 to 11 bits"),
+        ("encode 2.5 -f", "argument -f/--format: expected one argument; see halfstep encode --help"),
+        ("encode 1 --rounding nearst", "argument --rounding: unknown rounding 'nearst'; did you mean 'nearest'? Choos"),
+        ("encode 1 --overflow wrap", "argument --overflow: unknown overflow 'wrap'; choose from inf, saturate, nan"),
+        ("encode 1 --seed -1 --rounding stochastic", "argument --seed: expected "),
+        ("encode 1 --seed 1", "--seed 1 draws nothing with --rounding nearest; leave it out, or pass"),
+        ("encode 1 -q", "unknown option -q; see halfstep encode --help for those there are"),
+        ("decode 0x1ffff -f fp16", "argument CODE: expected a code of fp16 from 0x0 to 0xffff, but got 0x1ffff"),
+        ("decode 300 -w 8", "argument CODE: expected a code of e4m3fn from 0x0 to 0xff, but got 300"),
+        ("decode 0x12345678123456789", "expected up to 64 bits, but got 0x12345678123456789, which has 68"),
+        ("decode 18446744073709551616", "expected up to 64 bits, but got 18446744073709551616, which has 65"),
+        ("decode -1", "without a sign, but got '-1': for numbers use halfstep encode"),
+        ("decode 0x_", "argument CODE: expected a code such as 0x4100, but got '0x_', which has no digits"),
+        ("decode 0x41 -w 7", "unknown width '7'; choose from 4, 6, 8, 16, 19, 32, 64"),
+        ("decode 0x41 -w 8 -f fp16", "--width 8 is not the 16 bits of --format fp16; leave one out"),
+        ("why 1", "argument FORMAT: none is named; name one or more, as in: halfstep why 1.0001 fp16"),
+        ("compare fp16 half", "argument FORMAT: fp16 alone cannot be compared; name two or more"),
+        ("ladder --out x.png --kind rang", "unknown kind 'rang'; did you mean 'range'?"),
+        ("ladder --out x.png --codes fp16", "expected a format of up to 8 bits, but got fp16, which"),
+        # plans
+        ("plan", "expected a model, but got none: pass --params 7e9, --model llama-3-8b, or the shape of a transforme"),
+        ("plan --params 0.5", "expected an integer of at least 1, such as 7e9, 7B or 350M, but got '0.5'"),
+        ("plan --params 1 --gpus 8,64", "--gpus is 8,64; give one value, or add --compare strategies to plan each"),
+        ("plan --params 1 --gpus 2 --strategy ddp,fsdp", "--strategy is ddp,fsdp; give one value, or add"),
+        ("plan --params 1 --gpus 2,1 --compare strategies", "gpus is 1; strategies differ only on 2 or more data-para"),
+        ("plan --params 1 --gpus 2 --strategy ddp,single --compare strategies", "Expected strategy to be one of ddp"),
+        ("plan --params 1 --strategy fsdb", "Expected strategy to be one of single, ddp"),
+        ("plan --params 1e9 --card h10", "Expected card to be one of a100-40"),
+        ("plan --params 1e9 --model gpt2", "--params is 1,000,000,000, but the shape has 124,439,808; leave one"),
+        ("plan --layers 12 --hidden 8", "--heads, --vocab, --seq missing; a shape is --layers, --hidden, --heads, --v"),
+        ("plan --params 1 --tied --no-biases", "--tied, --no-biases without a shape; give --model, or --layers"),
+        ("plan --model gpt2 --heads 11", "Expected heads to divide hidden, 768, but got 11"),
+        ("plan --model gpt2 --norm batch", "'rms', but got 'batch'"),
+        ("plan --model gpt2 --seq 2048", "Expected seq to be from 1 to 1024, the positions of the model, but got 2048"),
+        ("plan --params 1 --gpus 8 --strategy hsdp --shard 3", "Expected shard to divide"),
+        ("plan --params 1 --fit params", "--fit without a card; give --card, one of a100-40"),
+        ("plan --params 1 --fit model", "Expected --fit to be one of none, params, layers, batch"),
+        ("plan --params 1 --card h100 --fit batch", "Expected model to be a Transformer with what='batch', but got no"),
+        ("plan --params 1 --step-ms 10", "--step-ms without a card"),
+        ("plan --params 1 --step-ms 10 --card h100", "--step-ms with --params only; give --batch and"),
+        ("plan --params 1 --reserve 5", "argument --reserve: expected a share or a size"),
+        ("plan --params 1 --reserve 100%", "argument --reserve: expected a share below 100%"),
+        ("plan --params 1 --card rtx4090 --reserve 24GiB", "Expected reserve to be a share from 0 to below 1, or"),
+        ("plan --params 1 --compare layout", "but got 'layout': did you mean 'layouts'?"),
+        ("plan --params 1 --compare layouts --moments bf16", "moments is 'bf16' while layouts are compared"),
+        ("plan --params 1 --compare layouts --step-in-backward", "step_in_backward is 26214400 while layouts are comp"),
+        ("plan --params 1 --compare layouts --card h100 --fit params", "--fit with --compare"),
+        # checkpoints
+        ("inspect README", "README is not a safetensors file, is truncated or damaged: "),
+        ("inspect integers.pt", "integers.pt: expected floating-point tensors, but got none, only 1 of int64"),
+        ("inspect zeros.pt --advise", "gradients hold no finite number but 0"),
+        ("inspect zeros.pt zeros.pt", "zeros.pt has a tensor 'a', and so has a file before it; inspect them one by on"),
+        ("inspect zeros.pt --format int8", "argument --format: Expected format to be a floating-point format"),
+        ("inspect zeros.pt --scale 2^200", "argument --scale: expected a number from 2^-126 to 2^126"),
+        ("inspect zeros.pt --scale 1000 --advise", "--advise: expected --scale to be a power of two, such as 2^16"),
+        ("doctor nowhere.pt", "nowhere.pt cannot be read: No such file or directory; pass a checkpoint"),
+        ("convert nowhere x", "cannot be converted: "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_gets_one_line(words: str, said: str, folder: Path) -> None:
+    for name, content in (("f", "kept"), ("f.pt", "x"), ("empty.pt", ""), ("README", "# Text, and no tensors in it\n")):
+        Path(name).write_text(content)
+    torch.save({"a": torch.tensor(3)}, "integers.pt")
+    torch.save({"a": torch.zeros(3)}, "zeros.pt")
+    Path("d.png").mkdir()
+    before = sorted(os.listdir())
+    found = complaint(*shlex.split(words))
+    assert said in found and found.isprintable() and "usage" not in found
+    assert sorted(os.listdir()) == before and Path("f").read_text() == "kept"
+
+
+def test_a_file_without_permission_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("bounds.json").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    found = complaint("bench", "audit", "--counts", "bounds.json")
+    assert "argument --counts: 'bounds.json' cannot be read: Permission denied; pass a file that can be read" in found
+
+
+@pytest.mark.parametrize("words", ["ladder --out x.png", "plan --params 8 --out x.png", "inspect x.pt --out x.png"])
+def test_a_picture_without_matplotlib(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = complaint(*words.split())
+    assert "argument --out: pictures need matplotlib, which is not installed: pip install 'halfstep[plots]'" in found
+    assert list(folder.iterdir()) == []
