@@ -87,7 +87,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
         format = _format(state["f"])
         question = _question(state, format)
         here, refusal = question.result(format)
-        if move and here.stored is not None:
+        if here.stored is not None and {"flip", "step"} & set(move):
             return explorer({**state, "c": _moved(here.stored, move)}, {})
         answer["error"] = refusal
         answer["fields"]["x"] = state.get("x", _whole(question.number))

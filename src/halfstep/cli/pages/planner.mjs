@@ -1,7 +1,7 @@
 // The planner: a form of the options of `halfstep plan`, and its answer drawn.
 import { $, answer, change, element, paragraphs, run, start, table, typed } from "./common.mjs";
 
-const shown = {}; // the choices of each select, as JSON
+const lists = {}; // the choices of each select, as JSON
 const colour = ([light, dark]) => ({ background: `light-dark(${light}, ${dark})` });
 const wanted = () => ($("data").open ? { json: true } : {});
 
@@ -28,8 +28,8 @@ function drawControl([name, { value, hidden, choices, placeholder, fixed }]) {
   control.closest("label").hidden = hidden;
   if (control.type === "checkbox") [control.checked, control.disabled] = [value, fixed];
   else if (choices) {
-    if (shown[name] !== JSON.stringify(choices)) control.replaceChildren(...choices.map(option));
-    shown[name] = JSON.stringify(choices);
+    if (lists[name] !== JSON.stringify(choices)) control.replaceChildren(...choices.map(option));
+    lists[name] = JSON.stringify(choices);
     if (![...control.options].some((each) => each.value === value)) control.append(new Option(value, value));
     control.value = value;
   } else {

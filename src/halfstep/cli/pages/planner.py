@@ -310,9 +310,9 @@ def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
     options = _options()
     state = {_name(options[name]) if name in options else name: text for name, text in state.items()}
     if "set" in move:
-        name, value = move["set"]
-        if name not in options or not isinstance(value, str | None):
-            raise ValueError(f"unknown option --{name}")
+        name, value = move["set"] if isinstance(move["set"], list) and len(move["set"]) == 2 else ("", "")
+        if not isinstance(name, str) or name not in options or not isinstance(value, (str, type(None))):
+            raise ValueError(f"Expected an option and its value, but got {move['set']!r}")
         state = changed(state, name, value)
     known = [(name, text) for name, text in state.items() if name in options]
     answer: dict[str, Any] = {

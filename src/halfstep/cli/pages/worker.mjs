@@ -1,10 +1,10 @@
 // Python in the browser: Pyodide, and the modules of halfstep that answer. It is cut and compiled when the site is built.
-import { loadPyodide } from "./pyodide/pyodide.mjs";
 
 // loadPyodide waits for ever where its .wasm is missing.
 async function load() {
   const reply = await fetch("pyodide/pyodide.asm.wasm", { method: "HEAD" });
   if (!reply.ok) throw new Error(`pyodide.asm.wasm: HTTP ${reply.status}`);
+  const { loadPyodide } = await import("./pyodide/pyodide.mjs");
   const [python, modules] = await Promise.all([loadPyodide(), fetch("halfstep.zip")]);
   if (!modules.ok) throw new Error(`halfstep.zip: HTTP ${modules.status}`);
   python.unpackArchive(await modules.arrayBuffer(), "zip");
