@@ -100,7 +100,9 @@ def fetch(folder: Path) -> Path | None:
     if not shutil.which("npm") or not shutil.which("node"):
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    packed = subprocess.run(["npm", "pack", "--silent", f"pyodide@{PYODIDE}"], cwd=folder, capture_output=True, text=True)
+    packed = subprocess.run(
+        ["npm", "pack", "--silent", f"pyodide@{PYODIDE}"], cwd=folder, capture_output=True, text=True
+    )
     if packed.returncode:
         return None
     archive = folder / packed.stdout.split()[-1]

@@ -53,7 +53,10 @@ def test_the_page_and_its_answers(address: tuple[int, str]) -> None:
     status, text = asked(port, f"{path}answer", json.dumps(QUESTION), Origin=f"http://127.0.0.1:{port}")
     assert (status, json.loads(text)) == (200, json.loads(json.dumps(answer(QUESTION))))
     # Through `ssh -L 9000:127.0.0.1:PORT`
-    assert asked(port, f"{path}answer", json.dumps(QUESTION), Host="localhost:9000", Origin="http://localhost:9000")[0] == 200
+    assert (
+        asked(port, f"{path}answer", json.dumps(QUESTION), Host="localhost:9000", Origin="http://localhost:9000")[0]
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,17 +89,23 @@ def test_others_are_refused(address: tuple[int, str], path: str, headers: dict[s
         ("answer", '{"page": "explorer", "state": {"x": 5}}', {}, 400),
     ],
 )
-def test_wrong_requests(address: tuple[int, str], name: str, body: str | None, headers: dict[str, str], status: int) -> None:
+def test_wrong_requests(
+    address: tuple[int, str], name: str, body: str | None, headers: dict[str, str], status: int
+) -> None:
     port, path = address
     assert asked(port, path + name, body, **headers)[0] == status
     assert asked(port, f"{path}explorer.html")[0] == 200
 
 
-@pytest.mark.parametrize("words", [["explore", "--no-open"], ["plan", "--page"], ["plan", "--params", "5", "--json", "--page"]])
+@pytest.mark.parametrize(
+    "words", [["explore", "--no-open"], ["plan", "--page"], ["plan", "--params", "5", "--json", "--page"]]
+)
 def test_the_commands_serve_until_ctrl_c(words: list[str]) -> None:
     command = [sys.executable, "-m", "halfstep", *words]
     surroundings = {**os.environ, "SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings
+    ) as process:
         assert process.stdout and process.stderr
         spoken, lines = process.stderr if "--json" in words else process.stdout, []
         while not lines or not lines[-1].startswith("stop with Ctrl-C"):
@@ -129,14 +138,26 @@ def test_a_file_has_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     words = ["--number", "-1/3", "-f", "half", "--format", "e5m7", "--rounding", "up", "--overflow", "saturate"]
     path = (tmp_path / "a page.html").resolve().as_uri()
     screen = {"DISPLAY": ":0"}
-    assert said("explore", "--out", "a page.html", *words, **screen)[1] == f"wrote a page.html, opened in the browser: {path}\n"
-    assert said("explore", "--out", "a page.html", **screen)[1] == f"wrote a page.html; no browser was found here: open {path} in one\n"
-    assert said("explore", "--out", "a page.html", "--no-open", *words)[1] == f"wrote a page.html: open {path} in a browser\n"
+    assert (
+        said("explore", "--out", "a page.html", *words, **screen)[1]
+        == f"wrote a page.html, opened in the browser: {path}\n"
+    )
+    assert (
+        said("explore", "--out", "a page.html", **screen)[1]
+        == f"wrote a page.html; no browser was found here: open {path} in one\n"
+    )
+    assert (
+        said("explore", "--out", "a page.html", "--no-open", *words)[1]
+        == f"wrote a page.html: open {path} in a browser\n"
+    )
     assert opened == [path, path]
     written = (tmp_path / "a page.html").read_text(encoding="utf-8")
     start = embedded(written)
     assert start["mode"] == "file"
-    assert start["answer"]["command"] == "halfstep explore --number=-1/3 --format fp16 --format e5m7 --rounding up --overflow saturate"
+    assert (
+        start["answer"]["command"]
+        == "halfstep explore --number=-1/3 --format fp16 --format e5m7 --rounding up --overflow saturate"
+    )
     assert not re.search(r' src="|<link rel="style|^import |url\(', written, flags=re.MULTILINE)
     for formats, expected in (((), ("bf16", "fp16")), (("-f", "fp16"), ("fp16", "bf16"))):
         assert said("explore", "--out", "b.html", "--no-open", *formats)[0] == 0
@@ -151,7 +172,13 @@ def test_a_plan_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     assert f"wrote {tmp_path}/\\x1b[2J.html: open " in printed and "\x1b" not in printed
     start = embedded(path.read_text(encoding="utf-8"))
-    assert start["answer"]["state"] == {"params": "7000000000", "gpus": "8", "strategy": "zero2", "offload": "", "reserve": "12.5%"}
+    assert start["answer"]["state"] == {
+        "params": "7000000000",
+        "gpus": "8",
+        "strategy": "zero2",
+        "offload": "",
+        "reserve": "12.5%",
+    }
     assert halfstep_main([*words, "--json"]) == 0
     assert start["answer"]["json"] + "\n" == capsys.readouterr().out
     assert halfstep_main(["plan", "--page", str(tmp_path / "b.html")]) == 0
@@ -171,7 +198,10 @@ def test_texts_cannot_end_the_script() -> None:
     [
         (("--number", "fp16"), "; fp16 is a format, and formats come after -f"),
         (("-f", "fp61"), "unknown format 'fp61'; did you mean 'fp64'? Choose"),
-        (("-f", "fp16", "-f", "bf16", "-f", "e5m2"), "expected at most two formats, the second to compare with, but got"),
+        (
+            ("-f", "fp16", "-f", "bf16", "-f", "e5m2"),
+            "expected at most two formats, the second to compare with, but got",
+        ),
         (("--rounding", "stochastic"), "unknown rounding 'stochastic'; choose from nearest, nearest_away, toward_zero"),
         (("--out", "no/x.html"), "'no/x.html' cannot be written: No such file or directory; pass a file"),
         (("--port", "70000"), "expected an integer from 0 to 65535, but got '70000'"),

@@ -199,18 +199,20 @@ def _why(question: _Question, here: Encoded) -> list[str]:
 
 def _line(question: _Question, here: Encoded) -> dict[str, Any] | None:
     """Where the number lies between its neighbours; None where nothing is rounded or both of them overflow."""
-    around = neighbours(here.number, here.format)
+    form, around = here.format, neighbours(here.number, here.format)
     low, high = ends_around(here, around)
-    if rule(here, around) in ("exact", "sign", "least") or overflows(low if here.number > 0 else high, here.format):
+    if rule(here, around) in ("exact", "sign", "least") or overflows(low if here.number > 0 else high, form):
         return None
     percent = float(100 * (Fraction(here.number) - low) / (high - low))
     value = None if here.stored is None else here.stored.value
     where = f"{percent:.2f}".rstrip("0").rstrip(".")
     return {
-        "ends": [[text(end, here.format), _code_in(end, here.format) or f"not in {here.format.name}"] for end in (low, high)],
+        "ends": [
+            [text(end, here.format), _code_in(end, here.format) or f"not in {here.format.name}"] for end in (low, high)
+        ],
         "at": percent,
         "taken": [value == low, value == high],
-        "label": f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {text((low + high) / 2, here.format)}",
+        "label": f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {text((low + high) / 2, form)}",
     }
 
 
@@ -228,10 +230,10 @@ def _formula(stored: Stored) -> str:
     if format.kind == "integer":
         return "two's complement"
     if format.kind == "scale":
-        return f"2^({stored.code} − {format.bias})"
+        return f"2^({stored.code} \u2212 {format.bias})"
     normal = int(field["exponent"] > 0)
     fraction = f"({normal} + {field['mantissa']}/2^{format.mantissa})" if format.mantissa else str(normal)
-    return f"(−1)^{field['sign']} · 2^({field['exponent'] or 1} − {format.bias}) · {fraction}"
+    return f"(\u22121)^{field['sign']} · 2^({field['exponent'] or 1} \u2212 {format.bias}) · {fraction}"
 
 
 def _facts(here: Encoded) -> list[list[str]]:
@@ -280,8 +282,7 @@ def _pair(question: _Question | None, one: Format, name: str) -> dict[str, Any]:
         return {"title": "Two formats compared", "error": str(error)}
     title = f"{one.name} and {other.name}"
     if one.name == other.name:
-        error = f"Both are {one.name}: choose another format under “Compare with”."
-        return {"title": title, "error": error}
+        return {"title": title, "error": f"Both are {one.name}: choose another format under “Compare with”."}
     pairs = zip(figures(one), figures(other), strict=True)
     around = _around(question, (one, other)) if question is not None and finite(question.number) else None
     return {

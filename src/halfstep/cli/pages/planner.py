@@ -28,6 +28,7 @@ from halfstep.numerics.planning import (
     PRECISIONS,
     STRATEGIES,
     Layout,
+    Strategy,
     Transformer,
 )
 from halfstep.numerics.planning.layouts import GRADIENTS
@@ -140,7 +141,9 @@ def _parsed(state: State) -> argparse.Namespace:
         if name not in _options():
             raise ValueError(f"unknown option --{name}")
     try:
-        options: argparse.Namespace = _parser().parse([f"--{name}={text}" if text else f"--{name}" for name, text in state.items()])
+        options: argparse.Namespace = _parser().parse(
+            [f"--{name}={text}" if text else f"--{name}" for name, text in state.items()]
+        )
     except UsageError as error:
         raise ValueError(str(error).partition("; see halfstep plan --help")[0]) from error
     return options
@@ -167,6 +170,7 @@ def _integer(text: str, default: int) -> int:
 
 def form() -> list[dict[str, Any]]:
     """The fields of the form, which never change."""
+
     def listed(labels: dict[str, str]) -> list[dict[str, Any]]:
         actions = _options()
         return [
@@ -198,6 +202,10 @@ def _same(names: Any, default: str = "") -> list[list[str]]:
     return [*([["", default]] if default else []), *([name, name] for name in names)]
 
 
+def _described(how: Strategy) -> str:
+    return how.text if how.text.startswith(how.name) else f"{how.name}: {how.text}"
+
+
 def _choices(state: State) -> dict[str, list[list[Any]]]:
     """The choices of each select: values and texts, or labels of groups and such lists."""
     row = _row(state)
@@ -211,10 +219,7 @@ def _choices(state: State) -> dict[str, list[list[Any]]]:
         "model": _same([*MODELS, _OWN, _NUMBER]),
         "norm": _same(NORMS, "default"),
         "card": [["", "none"], *([card.name, f"{card.name}, {card.memory / 2**30:g} GiB"] for card in CARDS.values())],
-        "strategy": [
-            ["", "default"],
-            *([how.name, how.text if how.text.startswith(how.name) else f"{how.name}: {how.text}"] for how in STRATEGIES.values()),
-        ],
+        "strategy": [["", "default"], *([how.name, _described(how)] for how in STRATEGIES.values())],
         "optimizer": [
             ["bytes per parameter", optimizers],
             [f"not in {precision}", _same(name for name in OPTIMIZERS if name not in rows)],
@@ -241,8 +246,8 @@ def _controls(state: State) -> dict[str, dict[str, Any]]:
         action = _options()[name]
         control: dict[str, Any] = {"hidden": hidden.get(name, False) and name not in state}
         if action.nargs == 0:
-            field, value = _FLAGS.get(name, ("", None))
-            control["fixed"] = preset is not None and bool(field) and getattr(preset, field) is value
+            field, wanted = _FLAGS.get(name, ("", None))
+            control["fixed"] = preset is not None and bool(field) and getattr(preset, field) is wanted
             control["value"] = name in state or control["fixed"]
         else:
             value = state.get(name, _default(name)) or ("" if action.const is None else _written(action.const))
@@ -291,7 +296,10 @@ def _of_model(state: State, value: str) -> dict[str, str | None]:
     before = before or next(iter(MODELS.values()))
     if value == _NUMBER:
         return {**cleared, "model": None, "checkpointing": None, "lora": None, "params": str(before.parameters)}
-    sizes = {name: getattr(before, name.replace("-", "_")) for name in ("layers", "hidden", "heads", "vocab", "ffn", "kv-heads")}
+    sizes = {
+        name: getattr(before, name.replace("-", "_"))
+        for name in ("layers", "hidden", "heads", "vocab", "ffn", "kv-heads")
+    }
     flags = {name: "" for name, (field, wanted) in _FLAGS.items() if getattr(before, field) is wanted}
     usual = {field.name: field.default for field in fields(Transformer) if field.default is not MISSING}
     return {
@@ -373,7 +381,11 @@ def _scale(plans: list[dict[str, Any]]) -> int:
 def _bar(plan: dict[str, Any], whole: int) -> dict[str, Any]:
     """Colours and widths in percent, and the marks of the card's memory and of what remains after the reserve."""
     card = plan["card"] or {}
-    marks = [[100 * card[name] / whole, name == "usable"] for name in ("memory", "usable") if card.get(name, whole + 1) <= whole]
+    marks = [
+        [100 * card[name] / whole, name == "usable"]
+        for name in ("memory", "usable")
+        if card.get(name, whole + 1) <= whole
+    ]
     return {"parts": [[*_COLOURS[kind], 100 * size / whole] for kind, size in stack(plan).items()], "marks": marks}
 
 
@@ -382,15 +394,15 @@ def _plan(state: State) -> dict[str, Any]:
     (plan,) = content["plans"]
     card, peak = plan["card"], plan["totals"]["peak"]
     whole, sizes = _scale([plan]), stack(plan)
-    scale = f"The bar is {tables.size(whole)}, the peak."
-    if card and whole == card["memory"]:
-        scale = f"The bar is the {tables.size(whole)} of the {card['name']}; the dashed line is what remains after the reserve."
-    elif card:
-        scale += f" The {card['name']} has {tables.size(card['memory'])}."
     said = tables.sentences(content, command.shape_over_params(_parsed(state)))
     verdict = f"{tables.size(peak)} per GPU at the peak. Choose a card to see whether it fits."
+    scale = f"The bar is {tables.size(whole)}, the peak."
     if card:
         verdict = next(line for line in said if line.startswith(f"{card['name']}: "))
+        memory = f"{tables.size(card['memory'])} of the {card['name']}"
+        scale += f" A GPU has the {memory}."
+        if whole == card["memory"]:
+            scale = f"The bar is the {memory}; the dashed line is what remains after the reserve."
     return {
         "verdict": verdict,
         "fits": card["fits"] if card else None,
@@ -476,7 +488,9 @@ def _beside(state: State) -> dict[str, Any]:
     options = {name: text for name, text in state.items() if name not in ("fit", "step-ms", "rank")}
     unassigned = ""
     if what == "layouts":
-        options = {k: v for k, v in _single(options).items() if k not in ("moments", "master", "gradients", "step-in-backward")}
+        options = {
+            k: v for k, v in _single(options).items() if k not in ("moments", "master", "gradients", "step-in-backward")
+        }
     elif not _several(options, "strategy"):
         options.pop("strategy", None)
         if not _assignable(options):
@@ -487,18 +501,33 @@ def _beside(state: State) -> dict[str, Any]:
     plans = _content({**options, "compare": what})["plans"]
     whole, card = _scale(plans), plans[0]["card"]
     hosted = any(plan["totals"]["host"] for plan in plans)
-    head = [what[:-1].capitalize() if what == "layouts" else "Strategy", "Peak", *(["Fits"] if card else []), "Picture", "Always"]
+    head = [
+        what[:-1].capitalize() if what == "layouts" else "Strategy",
+        "Peak",
+        *(["Fits"] if card else []),
+        "Picture",
+        "Always",
+    ]
     head += ["Sent in a step", *(["Host"] if hosted else [])]
     rows = []
     for plan in plans:
         totals, settings = plan["totals"], plan["settings"]
         cells = [plan["label"], tables.size(totals["peak"])]
         cells += [("yes" if plan["card"]["fits"] else "no")] if card else []
-        cells += ["", tables.size(totals["state"]), _size(plan["bytes_sent"]), *([_size(totals["host"])] if hosted else [])]
+        cells += [
+            "",
+            tables.size(totals["state"]),
+            _size(plan["bytes_sent"]),
+            *([_size(totals["host"])] if hosted else []),
+        ]
         names = ("optimizer", "precision") if what == "layouts" else ("strategy", "gpus")
         here = all(str(settings[name]) == _chosen(state, name) for name in names)
         rows.append({"cells": cells, "bar": _bar(plan, whole), "here": here, "state": _leading(state, what, settings)})
-    shown = f"of the {tables.size(whole)} of the {card['name']}" if card and whole == card["memory"] else f"of {tables.size(whole)}, the largest peak"
+    shown = (
+        f"of the {tables.size(whole)} of the {card['name']}"
+        if card and whole == card["memory"]
+        else f"of {tables.size(whole)}, the largest peak"
+    )
     return {"head": head, "rows": rows, "note": f"Bars are {shown}. Choose a row to plan it.{unassigned}"}
 
 

@@ -31,6 +31,7 @@ _LARGEST = 1 << 16  # bytes of a request
 
 def _policy(page: str) -> str:
     """The Content-Security-Policy of a page: its own script and style, and requests to its own server."""
+
     def hashed(pattern: str) -> str:
         text = re.findall(pattern, page, flags=re.DOTALL)[0]
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -46,7 +47,11 @@ def server(page: str, state: Mapping[str, str] | None, port: int = 0) -> tuple[T
     files = {f"{page}.html": content.encode()}
     headers = {
         **{"Content-Security-Policy": _policy(content), "X-Content-Type-Options": "nosniff"},
-        **{"Referrer-Policy": "no-referrer", "Cache-Control": "no-store", "Cross-Origin-Resource-Policy": "same-origin"},
+        **{
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        },
     }
 
     class Handler(BaseHTTPRequestHandler):
@@ -76,7 +81,9 @@ def server(page: str, state: Mapping[str, str] | None, port: int = 0) -> tuple[T
             name = self._asked()
             if name is not None:
                 found = name in files
-                self._send(200 if found else 404, "text/html" if found else "text/plain", files.get(name, b"no such page"))
+                self._send(
+                    200 if found else 404, "text/html" if found else "text/plain", files.get(name, b"no such page")
+                )
 
         def do_POST(self) -> None:
             name, length = self._asked(), self.headers.get("Content-Length", "")
@@ -97,12 +104,16 @@ def server(page: str, state: Mapping[str, str] | None, port: int = 0) -> tuple[T
     return made, f"http://127.0.0.1:{made.server_address[1]}/{token}/{page}.html"
 
 
-def serve(page: str, state: Mapping[str, str] | None, port: int = 0, opens: bool = True, stream: TextIO | None = None) -> int:
+def serve(
+    page: str, state: Mapping[str, str] | None, port: int = 0, opens: bool = True, stream: TextIO | None = None
+) -> int:
     """Serve a page until Ctrl-C, and open it in the browser if `opens` and there is one. Returns the exit status."""
     try:
         made, address = server(page, state, port)
     except OSError as error:
-        raise UsageError(f"port {port} cannot be used: {error.strerror}; pass another --port, or leave it out") from error
+        raise UsageError(
+            f"port {port} cannot be used: {error.strerror}; pass another --port, or leave it out"
+        ) from error
     with made:
         try:
             opened = opens and _has_screen() and webbrowser.open(address)
