@@ -82,7 +82,7 @@ COMMANDS = {
     "format": ({"formats": [str]}, FORMAT),
     "encode": ({"numbers": [str], "formats": [str], **MODES}, {"input": INPUT, **ENCODED, "elsewhere": ELSEWHERE}),
     "decode": ({"codes": [str], "formats": [str], "width": (int, None)}, {"input": {"text": str}, **STORED}),
-    "why": ({"number": str, "formats": [str], "rounding": str, "overflow": "inf|saturate|nan"}, WHY),
+    "why": ({"number": str, "formats": [str], "overflow": "inf|saturate|nan"}, WHY),
     "compare": (
         {"formats": [str]},
         {"formats": [FORMAT], "pairs": [PAIR], "examples": [{"input": INPUT, **ENCODED}]},

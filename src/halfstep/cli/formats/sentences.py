@@ -1,18 +1,15 @@
-"""The text of `halfstep why`: one or two sentences for each step from a number to the stored value.
-
-`reasons` has those of every rounding mode; they begin with `words`, those of rounding to nearest.
-"""
+"""The text of `halfstep why`: one or two sentences for each step from a number to the stored value."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 from halfstep.cli.formats import number_text
-from halfstep.cli.formats.rules import DoubleRounding, ends_around, nearest, rule
+from halfstep.cli.formats.rules import DoubleRounding, ends_around, nearest
 from halfstep.cli.formats.text import bits, distance
-from halfstep.cli.formats.values import Encoded, Stored, finite, overflow_threshold, overflows, special_text
+from halfstep.cli.formats.values import Encoded, Stored, overflow_threshold, overflows, special_text
 from halfstep.cli.terminal import Terminal
-from halfstep.numerics.formats.exact import Neighbours, Number, neighbours
+from halfstep.numerics.formats.exact import Neighbours, Number
 from halfstep.numerics.formats.table import Format
 
 
@@ -51,19 +48,15 @@ def _step_words(found: Encoded, around: Neighbours) -> str:
     return words + f" Of the {format.precision} bits of precision {left} {'is' if left == 1 else 'are'} left."
 
 
-def _where_words(found: Encoded, around: Neighbours) -> str:
-    """The sentence on the distances to both neighbours."""
-    low, high = ends_around(found, around)
-    below, above = (distance(abs(Fraction(found.number) - end) / (high - low)) for end in (low, high))
-    return f"The number is {below} ulp above {text(low, found.format)} and {above} ulp below {text(high, found.format)}."
-
-
 def _rule_words(found: Encoded, around: Neighbours, decided: str, screen: Terminal) -> list[str]:
     """The sentence on the decision and its reason."""
-    format = found.format
+    format, exact = found.format, Fraction(found.number)
     low, high = ends_around(found, around)
+    step = high - low
+    below, above = distance((exact - low) / step), distance((high - exact) / step)
+    where = f"The number is {below} ulp above {text(low, format)} and {above} ulp below {text(high, format)}."
     if decided == "nearer":
-        words = [_where_words(found, around), f"The nearer one is taken: {text(nearest(found).value, format)}."]
+        words = [where, f"The nearer one is taken: {text(nearest(found).value, format)}."]
     elif decided == "tie":
         even, *odd = (bits(Stored(code, format), screen) for code in _tied(around))
         words = [
@@ -113,8 +106,6 @@ def _instead(found: Encoded) -> str:
     format = found.format
     if found.stored is None:
         return f"{format.name} has no NaN, so that nothing can stand for it."
-    if found.stored.sort == "zero" and found.number != found.number:
-        return f"Zero is stored: {found.stored.hex}."
     if found.stored.sort == "infinity":
         return f"Infinity is stored: {found.stored.hex}."
     if found.stored.sort == "nan":
@@ -157,93 +148,3 @@ def double_rounding_words(one: DoubleRounding, found: Encoded) -> str:
         f"Rounded twice: first to {way}, the number is {shown}, and that becomes {text(stored.value, found.format)} "
         f"instead of {text(direct.value, found.format)}."
     )
-
-
-# ----------------------------------------------------------------------------------------------- every rounding mode
-
-_TAKES = {
-    "toward_zero": "Rounding toward zero takes the one nearer to zero",
-    "up": "Rounding up takes the upper one",
-    "down": "Rounding down takes the lower one",
-}
-
-
-def _obstacle(number: Fraction, format: Format) -> list[str]:
-    """Why a finite number between two numbers of the format is none itself; empty where its size is the reason."""
-    denominator = number.denominator
-    if format.kind == "scale" or (format.kind == "integer" and denominator == 1):
-        return []
-    if format.kind == "integer":
-        return [f"The number is not an integer, and {format.name} has integers only."]
-    if denominator & (denominator - 1):
-        shown = str(number) if denominator.bit_length() < 80 and number.numerator.bit_length() < 80 else ""
-        terms = f"The number is {shown} in lowest terms, and {denominator} is not a power of two"
-        if not 0 < len(shown) <= 24:
-            terms = "In lowest terms its denominator is not a power of two"
-        return [f"{terms}: no binary format has it exactly."]
-    numerator = abs(number.numerator)
-    significant = (numerator // (numerator & -numerator)).bit_length()
-    if significant <= format.precision:
-        return []
-    return [f"The number has {significant} significant bits, and {format.name} has {format.precision}."]
-
-
-def _halfway_words(found: Encoded, around: Neighbours, overflowing: bool) -> list[str]:
-    """The explanation of a tie under ``"nearest_away"``."""
-    format = found.format
-    if overflowing:
-        threshold = text((-1 if found.number < 0 else 1) * overflow_threshold(format, found.number < 0), format)
-        where = f"The number is exactly halfway to the number after the last one, {threshold}."
-        return [_step_words(found, around), where, "Ties go away from zero, so it overflows.", _instead(found)]
-    low, high = (text(end, format) for end in ends_around(found, around))
-    taken = "" if found.stored is None else text(found.stored.value, format)
-    where = f"The number is exactly halfway between {low} and {high}."
-    return [_step_words(found, around), where, f"Ties go away from zero: {taken}."]
-
-
-def _beyond_words(found: Encoded, rounding: str, inward: bool) -> list[str]:
-    """The explanation of a directed rounding of a number beyond the last one of the format."""
-    format, negative = found.format, found.number < 0
-    name, end = ("lowest", format.lowest) if negative else ("largest", format.max)
-    where = f"The {name} number of {format.name} is {text(Fraction(end), format)}, and the number lies beyond it."
-    if not inward:
-        return [where, f"Rounding {rounding} leads away from zero, so it overflows.", _instead(found)]
-    mode = {"odd": "to odd", "toward_zero": "toward zero"}.get(rounding, rounding)
-    stored = nearest(found) if found.stored is None else found.stored
-    return [where, f"Rounding {mode} does not overflow here: {text(stored.value, format)} is stored, {stored.hex}."]
-
-
-def reasons(found: Encoded, rounding: str, screen: Terminal) -> list[str]:
-    """The explanation of a number rounded in any mode but ``"stochastic"``, as a list of one or two sentences each.
-
-    Args:
-        found: the number rounded in this mode, subnormal results kept.
-        rounding: the mode.
-        screen: the terminal.
-    """
-    format, number = found.format, found.number
-    around = neighbours(number, format) if finite(number) else None
-    decided = rule(found, around)
-    if around is None or decided in ("exact", "sign", "least"):
-        return words(found, around, decided, screen)
-    exact, negative = Fraction(number), number < 0
-    obstacle = [] if decided == "overflow" else _obstacle(exact, format)
-    low, high = ends_around(found, around)
-    inner, outer = (high, low) if negative else (low, high)
-    last = abs(Fraction(format.lowest if negative else format.max))
-    if rounding in ("nearest", "nearest_away"):
-        if rounding == "nearest" or decided not in ("tie", "tie_up"):
-            return [*obstacle, *words(found, around, decided, screen)]
-        return [*obstacle, *_halfway_words(found, around, abs(outer) > last)]
-    inward = rounding in ("toward_zero", "odd", "up" if negative else "down")
-    if abs(inner) > last or (abs(outer) > last and not inward):
-        return [*obstacle, *_beyond_words(found, rounding, inward)]
-    stored = nearest(found) if found.stored is None else found.stored
-    value = text(stored.value, format)
-    if rounding != "odd":
-        taken = f"{_TAKES[rounding]}: {value}."
-    elif format.mantissa == 0 and abs(exact) >= Fraction(format.min_normal):
-        taken = f"With one significant bit, rounding to odd is rounding toward zero: {value}."
-    else:
-        taken = f"Rounding to odd takes the one whose last bit is 1, {bits(stored, screen)}: {value}."
-    return [*obstacle, _step_words(found, around), _where_words(found, around), taken]

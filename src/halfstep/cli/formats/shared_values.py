@@ -6,7 +6,6 @@ of the larger step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 
 from halfstep.numerics.formats.table import Format
@@ -24,10 +23,10 @@ def step_exponent(format: Format, exponent: int) -> int:
 
 def binade_values(format: Format, exponent: int) -> int:
     """Number of values in [2^exponent, 2^(exponent + 1))."""
-    return shared_in(exponent, (format,), Fraction(format.max))
+    return _shared_in(exponent, (format,), Fraction(format.max))
 
 
-def shared_in(exponent: int, formats: Sequence[Format], top: Fraction) -> int:
+def _shared_in(exponent: int, formats: tuple[Format, ...], top: Fraction) -> int:
     """Number of values in [2^exponent, 2^(exponent + 1)), up to `top`, that all formats have."""
     if any(exponent < lowest_exponent(format) for format in formats):
         return 0
@@ -44,5 +43,5 @@ def shared_values(one: Format, other: Format) -> int:
     tops = [Fraction(min(one.max, other.max))]
     if one.signed and other.signed:
         tops.append(Fraction(min(-one.lowest, -other.lowest)))
-    finite = sum(shared_in(exponent, (one, other), top) for top in tops for exponent in exponents)
+    finite = sum(_shared_in(exponent, (one, other), top) for top in tops for exponent in exponents)
     return finite + (one.has_zero and other.has_zero) + 2 * (one.has_infinity and other.has_infinity)

@@ -9,8 +9,8 @@ from typing import Any
 
 from halfstep.cli.formats import arguments, implementations, number_line, number_text
 from halfstep.cli.formats.arguments import Answer, Given, UsageError
-from halfstep.cli.formats.rules import chances, double_roundings, ends_around, rule
-from halfstep.cli.formats.sentences import double_rounding_words, reasons, text
+from halfstep.cli.formats.rules import chances, double_roundings, ends_around, nearest, rule
+from halfstep.cli.formats.sentences import double_rounding_words, text, words
 from halfstep.cli.formats.text import bits, implementation_lines, outcome, ulps
 from halfstep.cli.formats.values import Encoded, Stored, code_text, encoded, finite, number_dict, overflows
 from halfstep.cli.terminal import Terminal, fitted
@@ -28,13 +28,6 @@ def _parser() -> arguments.LookupParser:
     )
     parser.add_argument("named", nargs="*", type=arguments.format_named, metavar="FORMAT", help="one or more formats")
     arguments.add_formats(parser, "the same, as in halfstep encode")
-    parser.add_argument(
-        "--rounding",
-        choices=ENCODE_ROUNDINGS[:-1],
-        default="nearest",
-        metavar="MODE",
-        help=f"the mode to explain: {', '.join(ENCODE_ROUNDINGS[:-1])} (default: nearest, ties to even)",
-    )
     arguments.add_overflow(parser)
     return parser
 
@@ -54,8 +47,8 @@ def _picture(found: Encoded, around: Neighbours, given: Given, screen: Terminal)
         return text(value, format), code_text(code, format)
 
     position = (exact - low) / (high - low)
-    stored = None if found.stored is None else found.stored.value
-    chosen = int(stored == high) if stored in (low, high) else None
+    stored = nearest(found).value
+    chosen = int(stored == high) if finite(stored) and stored in (low, high) else None
     number = given.text if len(given.text) <= 24 else text(found.number, format)
     return number_line.draw(screen, (end(low), end(high)), text((low + high) / 2, format), number, position, chosen)
 
@@ -79,7 +72,7 @@ def _roundings(found: Encoded, overflow: str, screen: Terminal) -> list[str]:
     return [screen.paint(lines[0], "faint"), *lines[1:]]
 
 
-def _screen_lines(given: Given, found: Encoded, rounding: str, overflow: str, screen: Terminal) -> list[str]:
+def _screen_lines(given: Given, found: Encoded, overflow: str, screen: Terminal) -> list[str]:
     around = neighbours(found.number, found.format) if finite(found.number) else None
     decided = rule(found, around)
     stored = found.stored
@@ -91,17 +84,17 @@ def _screen_lines(given: Given, found: Encoded, rounding: str, overflow: str, sc
     if around is not None:
         picture = _picture(found, around, given, screen)
         lines += ["", *picture, ""] if picture else [""]
-    for sentence in reasons(found, rounding, screen):
+    for sentence in words(found, around, decided, screen):
         lines += screen.wrap(sentence, "  ")
     if around is not None and not around.exact and decided not in ("sign", "least"):
         lines += ["", *_roundings(found, overflow, screen)]
-    for one in double_roundings(found.number, found.format) if rounding == "nearest" else []:
+    for one in double_roundings(found.number, found.format):
         lines += ["", *screen.wrap(screen.paint("note", "note") + " " + double_rounding_words(one, found), "  ")]
-    others = implementation_lines(given, [found], screen) if (rounding, overflow) == ("nearest", "inf") else []
+    others = implementation_lines(given, [found], screen) if overflow == "inf" else []
     return [*lines, *([""] if others else []), *others]
 
 
-def _as_dict(given: Given, found: Encoded, rounding: str, overflow: str) -> dict[str, Any]:
+def _as_dict(given: Given, found: Encoded, overflow: str) -> dict[str, Any]:
     around = neighbours(found.number, found.format) if finite(found.number) else None
     decided, plain = rule(found, around), Terminal()
 
@@ -112,7 +105,7 @@ def _as_dict(given: Given, found: Encoded, rounding: str, overflow: str) -> dict
         "input": given.as_dict(),
         **found.as_dict(),
         "rule": decided,
-        "explanation": reasons(found, rounding, plain),
+        "explanation": words(found, around, decided, plain),
         "below": None if around is None else side(around.code_below),
         "above": None if around is None else side(around.code_above),
         "midpoint": None if around is None or around.midpoint is None else number_dict(around.midpoint),
@@ -129,10 +122,9 @@ def _as_dict(given: Given, found: Encoded, rounding: str, overflow: str) -> dict
     ]
     made["rounded_twice"] = [
         {"via": [format.name for format in one.via], **one.found.as_dict()}
-        for one in (double_roundings(found.number, found.format) if rounding == "nearest" else [])
+        for one in double_roundings(found.number, found.format)
     ]
-    usual = (rounding, overflow) == ("nearest", "inf")
-    others = implementations.conversions(found.number, found.format) if usual else []
+    others = implementations.conversions(found.number, found.format) if overflow == "inf" else []
     made["elsewhere"] = [conversion.as_dict() for conversion in others]
     return made
 
@@ -141,18 +133,16 @@ def _answer(options: argparse.Namespace, screen: Terminal) -> Answer:
     if not options.named + options.formats:
         raise UsageError("argument FORMAT: none is named; name one or more, as in: halfstep why 1.0001 fp16")
     chosen, given = arguments.distinct(options.named + options.formats), options.number
-    modes = (options.rounding, options.overflow)
-    found = [encoded(given.number, format, *modes) for format in chosen]
+    found = [encoded(given.number, format, overflow=options.overflow) for format in chosen]
 
     def lines() -> list[str]:
         made: list[str] = []
         for one in found:
-            made += [*(["", ""] if made else []), *_screen_lines(given, one, *modes, screen)]
+            made += [*(["", ""] if made else []), *_screen_lines(given, one, options.overflow, screen)]
         return made
 
-    about = {"number": given.text, "formats": [format.name for format in chosen]}
-    about |= {"rounding": options.rounding, "overflow": options.overflow}
-    return Answer(about, lambda: [_as_dict(given, one, *modes) for one in found], lines)
+    about = {"number": given.text, "formats": [format.name for format in chosen], "overflow": options.overflow}
+    return Answer(about, lambda: [_as_dict(given, one, options.overflow) for one in found], lines)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,10 +17,9 @@ from halfstep.cli.formats.properties import figures
 from halfstep.cli.formats.rules import chances, double_roundings, ends_around, rule
 from halfstep.cli.formats.sentences import double_rounding_words, power, reasons, text
 from halfstep.cli.formats.shared_values import lowest_exponent, shared_in
-from halfstep.cli.formats.text import bits, outcome, ulps
+from halfstep.cli.formats.text import outcome, ulps
 from halfstep.cli.formats.values import Encoded, Stored, finite, number_dict, overflows, special_text
 from halfstep.cli.pages.shell import command_line
-from halfstep.cli.terminal import Terminal
 from halfstep.numerics.formats.exact import (
     ENCODE_ROUNDINGS,
     NANS,
@@ -42,7 +41,6 @@ CHOICES = {
     "n": [[mode, mode] for mode in NANS],
     "s": [["1", "kept"], ["0", "flushed to zero"]],
 }
-_PLAIN = Terminal()
 _CODE = re.compile(r"\s*(0x[0-9a-f_]+|0b[01_]+|[0-9][0-9_]*)\s*", re.ASCII | re.IGNORECASE)
 _NEAR = 4  # numbers of each format that are shown below and above
 
@@ -155,7 +153,7 @@ def _whole(number: Number) -> str:
 
 def _outcome(result: Encoded) -> str:
     refused = result.stored is None and result.number == result.number
-    return "refused" if refused else outcome(result, _PLAIN)
+    return "refused" if refused else outcome(result)
 
 
 def _row(name: str, result: Encoded, refusal: str) -> list[str]:
@@ -189,7 +187,7 @@ def _why(question: _Question, here: Encoded) -> list[str]:
     if question.code is not None and not finite(question.number):
         return [f"The code is that of {special_text(float(question.number))}."]
     kept, _ = question.result(here.format, subnormals=True)
-    sentences = reasons(kept, question.rounding, _PLAIN)
+    sentences = reasons(kept, question.rounding)
     if here.stored is not None and kept.stored != here.stored:
         sentences.append(f"Subnormal results are flushed to zero: {here.stored.hex} is stored.")
     if question.rounding == "nearest" and kept.stored == here.stored:
@@ -239,7 +237,7 @@ def _formula(stored: Stored) -> str:
 def _facts(here: Encoded) -> list[list[str]]:
     stored, format = here.stored, here.format
     assert stored is not None
-    rows = [("format", f"{format.name}: {format.title}"), ("code", f"{stored.hex} = {bits(stored, _PLAIN)}")]
+    rows = [("format", f"{format.name}: {format.title}"), ("code", f"{stored.hex} = {stored.bits}")]
     rows += [("formula", _formula(stored)), ("exact value", _whole(stored.value))]
     if isinstance(stored.value, Fraction) and stored.value:
         top, under = stored.value.numerator, stored.value.denominator
