@@ -41,12 +41,14 @@ const LOADING = 180_000; // milliseconds until Python must have been loaded, on 
 const ANSWERING = 20_000;
 const otherwise = () => `In a terminal: ${answer.command}`;
 let worker = null;
+let loaded = start.mode === "local";
 let waiting = null; // the question that the worker answers: { resolve, reject }
 let timer = 0;
 
 function give(reason) {
   worker?.terminate();
   worker = null;
+  loaded = false;
   waiting?.reject(new Error(`${reason}. ${otherwise()}`));
 }
 
@@ -61,12 +63,15 @@ function python(request) {
     waiting = { resolve, reject };
     if (!("WebAssembly" in globalThis)) return give("This browser has no WebAssembly");
     if (location.protocol === "file:") return give("Browsers load no Python from a file");
-    limit(worker ? ANSWERING : LOADING, worker ? "The answer" : "Loading Python");
+    limit(loaded ? ANSWERING : LOADING, loaded ? "The answer" : "Loading Python");
     if (!worker) {
       worker = new Worker(new URL("worker.mjs", location.href), { type: "module" });
       worker.onerror = (event) => give(`Python was not loaded: ${event.message ?? "worker.mjs is missing"}`);
       worker.onmessage = ({ data }) => {
-        if (data.loaded) return limit(ANSWERING, "The answer");
+        if (data.loaded) {
+          loaded = true;
+          return limit(ANSWERING, "The answer");
+        }
         clearTimeout(timer);
         return data.failure ? give(data.failure) : resolveAnswer(data.answer);
       };
@@ -118,7 +123,7 @@ export function change(question) {
   clearTimeout(typing);
   asked = asked.then(async () => {
     const busy = setTimeout(() => {
-      $("status").textContent = worker || start.mode === "local" ? "Python computes…" : "Loading Python, some 6 MB the first time…";
+      $("status").textContent = loaded ? "Python computes…" : "Loading Python, some 6 MB the first time…";
       document.querySelector("main").ariaBusy = "true";
     }, 150);
     try {
