@@ -80,12 +80,12 @@ def modules() -> dict[str, bytes]:
     others = {name.partition(".")[0] for name in named} - {"halfstep"} - set(sys.stdlib_module_names)
     if others:
         raise RuntimeError(f"Expected the pages to import the standard library only, but got {sorted(others)}")
-    found = {}
+    content = {}
     for name, file in named.items():
         if name.partition(".")[0] == "halfstep" and file != "None":
             folder = Path(file).name == "__init__.py"
-            found[name.replace(".", "/") + ("/__init__.py" if folder else ".py")] = Path(file).read_bytes()
-    return found
+            content[name.replace(".", "/") + ("/__init__.py" if folder else ".py")] = Path(file).read_bytes()
+    return content
 
 
 def fetch(folder: Path) -> Path | None:
@@ -163,6 +163,6 @@ def build(site: Path, folder: Path) -> str:
     if pyodide is None:
         return "The pages answer only what is prepared: npm and node, which fetch Pyodide, are not there."
     requests = sample()
-    if add_python(site, pyodide, requests, folder) != [json.loads(json.dumps(answer(one))) for one in requests]:
+    if add_python(site, pyodide, requests, folder) != [json.loads(json.dumps(answer(request))) for request in requests]:
         raise RuntimeError("Expected the same answers from Pyodide as from this Python, but they differ")
     return f"The pages answer with Pyodide {PYODIDE}."

@@ -52,21 +52,21 @@ def test_every_mode_and_format_shows_what_the_codec_encodes() -> None:
         for name, value, stored, *_ in shown["all"]["rows"]:
             assert (stored or value) == code(name, state, state["r"]), (name, state)
         assert (shown["fields"]["c"] or shown["error"]) == code(state["f"], state, state["r"])
-        assert (shown["one"] is None) == bool(shown["error"])
-        for mode, _, stored, *_ in shown["one"]["modes"]["rows"][:6] if shown["one"] else ():
+        assert (shown["chosen"] is None) == bool(shown["error"])
+        for mode, _, stored, *_ in shown["chosen"]["modes"]["rows"][:6] if shown["chosen"] else ():
             assert stored == code(state["f"], state, mode)
 
 
 def test_what_becomes_of_nan_and_subnormals() -> None:
     zero = explored(x="nan", f="int8", n="zero")
-    assert zero["one"]["why"] == ["NaN is not rounded.", "Zero is stored: 0x00."]
+    assert zero["chosen"]["why"] == ["NaN is not rounded.", "Zero is stored: 0x00."]
     refused = explored(x="nan", f="int8")
-    assert refused["one"] is None and refused["error"].startswith("Expected values without NaN for int8")
+    assert refused["chosen"] is None and refused["error"].startswith("Expected values without NaN for int8")
     assert refused["all"]["rows"][-1] == ["int8", refused["error"], "", "", "no NaN"]  # the others stay in sight
     flushed = explored(x="1e-40", f="bf16", r="up", s="0")
-    assert flushed["one"]["title"] == "1e-40 in bf16 is 0: underflow, -1.089 ulp"
-    assert flushed["one"]["why"][-1] == "Subnormal results are flushed to zero: 0x0000 is stored."
-    assert flushed["one"]["modes"]["rows"][-1] == ["stochastic", "0", "0x0000", "-1.089", "with 100 %"]
+    assert flushed["chosen"]["title"] == "1e-40 in bf16 is 0: underflow, -1.089 ulp"
+    assert flushed["chosen"]["why"][-1] == "Subnormal results are flushed to zero: 0x0000 is stored."
+    assert flushed["chosen"]["modes"]["rows"][-1] == ["stochastic", "0", "0x0000", "-1.089", "with 100 %"]
     assert "a code such as 0x3dcd, 0b101 or 61, but got 'zz'" in explored(c="zz")["error"]
     assert "a code of fp16 to be from 0 to 0xffff, but got 0x10000" in explored(c="0x10000", f="fp16")["error"]
     assert "unknown format 'fp61'; did you mean 'fp64'?" in explored(f="fp61")["error"]
@@ -178,12 +178,12 @@ def test_an_own_shape_begins_with_that_of_the_model() -> None:
 def test_each_row_of_a_comparison_leads_to_its_plan() -> None:
     for what in ("strategies", "layouts"):
         shown = answer({"page": "planner", "state": {**EXAMPLES["planner"], "compare": what}})
-        assert [row["here"] for row in shown["beside"]["rows"]].count(True) == (what == "strategies")
-        for row in shown["beside"]["rows"]:
+        assert [row["here"] for row in shown["comparison"]["rows"]].count(True) == (what == "strategies")
+        for row in shown["comparison"]["rows"]:
             there = answer({"page": "planner", "state": row["state"]})
             assert there["plan"]["figures"][0][1] == row["cells"][1], row
     many = answer({"page": "planner", "state": {"params": "7e9", "gpus": "131072"}})
-    assert "zero1-torch is left out" in many["beside"]["note"]
+    assert "zero1-torch is left out" in many["comparison"]["note"]
 
 
 def test_every_option_has_a_field() -> None:

@@ -93,7 +93,7 @@ def test_a_visit_of_the_explorer(visit: Any) -> None:
         await click([...$("bits").querySelectorAll("button")].at(-1)); done.push(shown());  // 1: the last bit flipped
         await key("ArrowLeft"); await key("Home"); await key("ArrowRight"); done.push(shown()); // 2: the second bit
         await key("ArrowUp"); done.push({ ...shown(), number: $("x").value });               // 3: the next number
-        await type("x", "nonsense"); done.push({ ...shown(), hidden: $("one").hidden });     // 4: no number
+        await type("x", "nonsense"); done.push({ ...shown(), hidden: $("chosen").hidden });     // 4: no number
         await type("x", "464"); await type("f", "e4m3"); done.push(shown());                 // 5
         await type("c", "0x7e"); await click($("all").querySelector("button")); done.push(shown()); // 6: fp64
         await type("g", "bogus"); done.push($("pair-error").textContent);                    // 7
@@ -137,11 +137,11 @@ def test_a_visit_of_the_planner(visit: Any) -> None:
         "planner",
         """
         done.push({ verdict: $("verdict").textContent, tiles: $("figures").children.length,
-                    marks: $("bar").querySelectorAll("b").length, beside: texts("beside") });
+                    marks: $("bar").querySelectorAll("b").length, comparison: texts("comparison") });
         await type("o-gpus", "64"); done.push({ ...shown(), verdict: $("verdict").textContent });
         await type("o-strategy", "hsdp"); done.push([$("o-shard").value, $("o-shard").closest("label").hidden]);
-        await click($("beside").querySelector("button")); done.push(shown());              // 3: the row of ddp
-        await type("compare", "layouts"); done.push(texts("beside").length);
+        await click($("comparison").querySelector("button")); done.push(shown());              // 3: the row of ddp
+        await type("compare", "layouts"); done.push(texts("comparison").length);
         $("data").open = true; await settle(); done.push(JSON.parse($("json").textContent).plans.length);
         await type("o-gpus", "x"); done.push({ ...shown(), hidden: $("peak").hidden });
         location.hash = new URLSearchParams({ [BAD]: "", model: BAD }); await settle(); done.push(shown()); // 7
@@ -153,7 +153,7 @@ def test_a_visit_of_the_planner(visit: Any) -> None:
         and at[0]["tiles"] == len(ours["plan"]["figures"])
         and at[0]["marks"] == 2
     )
-    assert [row[:3] for row in at[0]["beside"][1:]] == [row["cells"][:3] for row in ours["beside"]["rows"]]
+    assert [row[:3] for row in at[0]["comparison"][1:]] == [row["cells"][:3] for row in ours["comparison"]["rows"]]
     assert at[1]["verdict"] != at[0]["verdict"] and "gpus=64" in at[1]["hash"] and at[1]["focus"] == "o-gpus"
     assert at[2] == ["32", False]
     assert "--strategy ddp" in at[3]["command"] and "shard" not in at[3]["command"]
@@ -229,7 +229,7 @@ def test_common_answers_need_no_python(site: tuple[Path, str], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("python", "limit", "expected"),
     [
-        ("", "", "Python was not loaded or failed: pyodide.asm.wasm: HTTP 404. In a terminal: halfstep explore --number"),
+        ("", "", "Python was not loaded or failed: pyodide.asm.wasm: HTTP 404. In a terminal: halfstep explore"),
         ("{ unpackArchive() {}, runPython: () => () => JSON.stringify({ refused: 'a stub' }) }", "", "a stub"),
         ("new Promise(() => {})", "LOADING = 180_000", "Loading Python takes more than 0.3 seconds. In a terminal"),
         pytest.param("{ unpackArchive() {}, runPython: () => () => { throw new Error('no memory') } }", "",

@@ -18,17 +18,17 @@ export function element(tag, attributes = {}, ...children) {
   return node;
 }
 
-// A table of texts and elements; the first cell of a row is its header. `kinds` are the classes of the columns, `here`
+// A table of texts and elements; the first cell of a row is its header. `classes` are the classes of the columns, `here`
 // says which row is in focus, and `choose` is called with the number of a row whose header is pressed.
-export function table(id, head, rows, { kinds = [], here = () => false, choose = null } = {}) {
+export function table(id, head, rows, { classes = [], here = () => false, choose = null } = {}) {
   const focused = [...$(id).querySelectorAll("button")].indexOf(document.activeElement);
   const header = (cell, i) => (choose ? element("button", { type: "button", onclick: () => choose(i) }, cell) : cell);
-  const columns = head.map((text, i) => element("th", { scope: "col", class: kinds[i] === "words" ? null : kinds[i] ?? null }, text));
+  const columns = head.map((text, i) => element("th", { scope: "col", class: classes[i] === "words" ? null : classes[i] ?? null }, text));
   $(id).replaceChildren(
     element("thead", {}, element("tr", {}, ...columns)),
     element("tbody", {}, ...rows.map(([first, ...cells], i) => element("tr", { "aria-current": here(i) && "true" },
       element("th", { scope: "row" }, header(first, i)),
-      ...cells.map((cell, j) => element("td", { class: kinds[j + 1] ?? null }, cell))))),
+      ...cells.map((cell, j) => element("td", { class: classes[j + 1] ?? null }, cell))))),
   );
   if (focused >= 0) $(id).querySelectorAll("button")[focused]?.focus();
 }
@@ -109,9 +109,9 @@ let asked = Promise.resolve();
 let typing = 0;
 
 const written = () => `#${new URLSearchParams({ ...answer.state, ...(theme ? { theme } : {}) })}`;
-function show(given) {
-  if (given.refused) throw new Error(given.refused);
-  answer = given;
+function show(reply) {
+  if (reply.refused) throw new Error(reply.refused);
+  answer = reply;
   $("error").textContent = answer.error;
   $("command").textContent = answer.command;
   drawAnswer();
@@ -149,10 +149,9 @@ export function typed(question) {
 }
 
 function fromAddress() {
-  const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-  setTheme(given.theme ?? theme);
-  delete given.theme;
-  if (Object.keys(given).length) change(() => ({ state: given, next: given }));
+  const { theme: name = theme, ...state } = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  setTheme(name);
+  if (Object.keys(state).length) change(() => ({ state, next: state }));
 }
 
 function setTheme(name) {

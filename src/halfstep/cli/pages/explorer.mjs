@@ -26,7 +26,7 @@ function drawBits(fields) {
 function drawLine(line) {
   $("line").hidden = !line;
   if (!line) return;
-  const mark = (tag, percent, kind) => element(tag, { class: kind, style: { left: `${percent}%` } });
+  const mark = (tag, percent, style) => element(tag, { class: style, style: { left: `${percent}%` } });
   $("line").replaceChildren(
     element("div", { class: "ends" }, ...line.ends.map(([value, code]) => element("span", {}, `${value}\n${code}`))),
     element("div", { class: "track" }, mark("i", 50, "half"), ...line.taken.map((taken, i) => mark("i", 100 * i, taken ? "taken" : "")), mark("b", line.at, "")),
@@ -82,16 +82,16 @@ function drawPair(pair) {
 }
 
 function draw() {
-  const { one, all, pair } = answer;
+  const { chosen, all, pair } = answer;
   drawFields();
-  for (const [id, shown] of [["one", one], ["every", all]]) $(id).hidden = !shown;
-  if (one) {
-    $("title").textContent = one.title;
-    drawBits(one.bits);
-    drawLine(one.line);
-    paragraphs("why", one.why);
-    $("facts").replaceChildren(...one.facts.flatMap(fact));
-    table("modes", ["Rounding", ...CELLS], one.modes.rows, { here: (i) => one.modes.rows[i][0] === one.modes.here });
+  for (const [id, shown] of [["chosen", chosen], ["every", all]]) $(id).hidden = !shown;
+  if (chosen) {
+    $("title").textContent = chosen.title;
+    drawBits(chosen.bits);
+    drawLine(chosen.line);
+    paragraphs("why", chosen.why);
+    $("facts").replaceChildren(...chosen.facts.flatMap(fact));
+    table("modes", ["Rounding", ...CELLS], chosen.modes.rows, { here: (i) => chosen.modes.rows[i][0] === chosen.modes.here });
   }
   if (all) {
     const choose = (i) => edit("f", all.rows[i][0]);

@@ -79,7 +79,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
         if [state[key]] not in [choice[:1] for choice in choices]:
             state[key] = EXAMPLE[key]
     state.pop("x" if state.get("c") else "c", None)
-    answer: dict[str, Any] = {"state": state, "fields": {"c": "", **state}, "error": "", "one": None, "all": None}
+    answer: dict[str, Any] = {"state": state, "fields": {"c": "", **state}, "error": "", "chosen": None, "all": None}
     question = format = None
     try:
         format = _format(state["f"])
@@ -91,7 +91,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
         answer["fields"]["x"] = state.get("x", _whole(question.number))
         if here.stored is not None:
             answer["fields"]["c"] = here.stored.hex
-            answer["one"] = _one(question, here)
+            answer["chosen"] = _chosen(question, here)
         every = formats.values() if format.name in formats else [format, *formats.values()]
         answer["all"] = {"rows": [_row(each.name, *question.result(each)) for each in every], "here": format.name}
     except ValueError as error:
@@ -163,7 +163,7 @@ def _row(name: str, result: Encoded, refusal: str) -> list[str]:
     return [name, result.stored.text(20), result.stored.hex, ulps(result), _outcome(result)]
 
 
-def _one(question: _Question, here: Encoded) -> dict[str, Any]:
+def _chosen(question: _Question, here: Encoded) -> dict[str, Any]:
     """The number in the chosen format."""
     stored, number, error = here.stored, question.number, ulps(here)
     assert stored is not None
@@ -191,7 +191,7 @@ def _why(question: _Question, here: Encoded) -> list[str]:
     if here.stored is not None and kept.stored != here.stored:
         sentences.append(f"Subnormal results are flushed to zero: {here.stored.hex} is stored.")
     if question.rounding == "nearest" and kept.stored == here.stored:
-        sentences += [double_rounding_words(one, here) for one in double_roundings(question.number, here.format)]
+        sentences += [double_rounding_words(twice, here) for twice in double_roundings(question.number, here.format)]
     return sentences
 
 
@@ -273,23 +273,23 @@ def _modes(question: _Question, format: Format) -> list[list[str]]:
 # -------------------------------------------------------------------------------------------------------- two formats
 
 
-def _pair(question: _Question | None, one: Format, name: str) -> dict[str, Any]:
+def _pair(question: _Question | None, first: Format, name: str) -> dict[str, Any]:
     try:
-        other = _format(name)
+        second = _format(name)
     except ValueError as error:
         return {"title": "Two formats compared", "error": str(error)}
-    title = f"{one.name} and {other.name}"
-    if one.name == other.name:
-        return {"title": title, "error": f"Both are {one.name}: choose another format under “Compare with”."}
-    pairs = zip(figures(one), figures(other), strict=True)
-    around = _around(question, (one, other)) if question is not None and finite(question.number) else None
+    title = f"{first.name} and {second.name}"
+    if first.name == second.name:
+        return {"title": title, "error": f"Both are {first.name}: choose another format under “Compare with”."}
+    pairs = zip(figures(first), figures(second), strict=True)
+    around = _around(question, (first, second)) if question is not None and finite(question.number) else None
     return {
         "title": title,
-        "names": [one.name, other.name],
-        "words": pair_words(one, other),
-        "figures": [[name, first, second] for (name, first), (_, second) in pairs],
+        "names": [first.name, second.name],
+        "words": pair_words(first, second),
+        "figures": [[name, left, right] for (name, left), (_, right) in pairs],
         "around": around,
-        **_density(one, other),
+        **_density(first, second),
     }
 
 
@@ -326,13 +326,13 @@ def _around(question: _Question, pair: tuple[Format, Format]) -> dict[str, Any]:
     return {"title": f"Numbers around {name}", "rows": rows, "here": here}
 
 
-def _density(one: Format, other: Format) -> dict[str, Any]:
+def _density(first: Format, second: Format) -> dict[str, Any]:
     """Runs of binades with the same numbers of positive values: a table, and heights, 0 for none and 1 + log2 else."""
-    tops = [Fraction(one.max), Fraction(other.max)]
+    tops = [Fraction(first.max), Fraction(second.max)]
     runs: list[tuple[int, int, list[int]]] = []
-    for exponent in range(min(lowest_exponent(one), lowest_exponent(other)), max(one.emax, other.emax) + 1):
-        counts = [shared_in(exponent, (form,), top) for form, top in zip((one, other), tops, strict=True)]
-        counts.append(shared_in(exponent, (one, other), min(tops)))
+    for exponent in range(min(lowest_exponent(first), lowest_exponent(second)), max(first.emax, second.emax) + 1):
+        counts = [shared_in(exponent, (form,), top) for form, top in zip((first, second), tops, strict=True)]
+        counts.append(shared_in(exponent, (first, second), min(tops)))
         if runs and runs[-1][2] == counts:
             runs[-1] = (runs[-1][0], exponent + 1, counts)
         else:

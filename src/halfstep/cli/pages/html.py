@@ -35,7 +35,7 @@ def html(page: str, mode: str, state: Mapping[str, str] | None = None) -> str:
         "script": script,
     }
     head = _text("head.html") + _text(f"{page}.html")
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: texts[found[1]], head)
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: texts[name[1]], head)
 
 
 def worker() -> str:

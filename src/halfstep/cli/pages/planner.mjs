@@ -38,11 +38,11 @@ function drawControl([name, { value, hidden, choices, placeholder, fixed }]) {
   }
 }
 
-const bar = ({ parts, marks }, kind = "bar") => element("div", { class: kind, "aria-hidden": "true" },
+const bar = ({ parts, marks }) => element("div", { class: "bar", "aria-hidden": "true" },
   ...parts.map(([light, dark, percent]) => element("i", { style: { ...colour([light, dark]), width: `${percent}%` } })),
   ...marks.map(([percent, usable]) => element("b", { class: usable ? "usable" : "", style: { left: `${percent}%` } })));
 
-function drawPlan({ verdict, fits, figures, bar: large, scale, kinds, parts, sent, words }) {
+function drawPlan({ verdict, fits, figures, bar: large, scale, memory, parts, sent, words }) {
   $("verdict").textContent = verdict;
   $("verdict").dataset.fits = fits;
   $("figures").replaceChildren(...figures.map(([name, value, note]) =>
@@ -50,23 +50,23 @@ function drawPlan({ verdict, fits, figures, bar: large, scale, kinds, parts, sen
   $("bar").replaceChildren(...bar(large).children);
   $("scale").textContent = scale;
   const key = (colours) => (colours.length ? [element("span", { class: "key", style: colour(colours) })] : []);
-  table("kinds", ["Kind", "Bytes", "Share"], kinds.map(([kind, bytes, share, ...colours]) => [element("span", {}, ...key(colours), kind), bytes, share]), { kinds: ["", "number", "number"] });
-  table("parts", ["Part", "Per GPU", "B/param", "÷", "When", "Note"], parts, { kinds: ["", "number", "number", "number", "words", "words"] });
+  table("memory", ["Kind", "Bytes", "Share"], memory.map(([name, bytes, share, ...colours]) => [element("span", {}, ...key(colours), name), bytes, share]), { classes: ["", "number", "number"] });
+  table("parts", ["Part", "Per GPU", "B/param", "÷", "When", "Note"], parts, { classes: ["", "number", "number", "number", "words", "words"] });
   $("silent").hidden = sent.length > 0;
   $("sent-scroll").hidden = !sent.length;
-  table("sent", ["What", "In all", "Operation", "GPUs", "Times", "B/param"], sent, { kinds: ["", "number", "words", "number", "number", "number"] });
+  table("sent", ["What", "In all", "Operation", "GPUs", "Times", "B/param"], sent, { classes: ["", "number", "words", "number", "number", "number"] });
   paragraphs("words", words);
 }
 
-function drawBeside({ head = [], rows, note }) {
-  const kinds = head.map((text) => (text === "Picture" ? "picture" : text === "Fits" ? "" : "number"));
-  kinds[0] = "";
+function drawComparison({ head = [], rows, note }) {
+  const classes = head.map((text) => (text === "Picture" ? "picture" : text === "Fits" ? "" : "number"));
+  classes[0] = "";
   const cells = ({ cells: texts, bar: small }) => texts.map((text, i) => (head[i] === "Picture" ? bar(small) : text));
   const go = (state) => change(() => ({ state, move: wanted(), next: state }));
-  table("beside", head, rows.map(cells), { kinds, here: (i) => rows[i].here, choose: (i) => go(rows[i].state) });
-  [...$("beside").tBodies[0].rows].forEach((row, i) => row.cells[0].append(bar(rows[i].bar))); // on a phone, instead of the column
-  $("beside").parentElement.hidden = !rows.length;
-  $("beside-note").textContent = note;
+  table("comparison", head, rows.map(cells), { classes, here: (i) => rows[i].here, choose: (i) => go(rows[i].state) });
+  [...$("comparison").tBodies[0].rows].forEach((row, i) => row.cells[0].append(bar(rows[i].bar))); // on a phone, instead of the column
+  $("comparison").parentElement.hidden = !rows.length;
+  $("comparison-note").textContent = note;
 }
 
 function draw() {
@@ -74,7 +74,7 @@ function draw() {
   $("compare").value = answer.compare;
   for (const id of ["peak", "details", "verdict"]) $(id).hidden = !answer.plan;
   if (answer.plan) drawPlan(answer.plan);
-  drawBeside(answer.beside);
+  drawComparison(answer.comparison);
   $("json").textContent = answer.json ?? "";
 }
 

@@ -41,7 +41,7 @@ EXAMPLE = {
 }
 # Colours of the kinds of memory on a dark ground; on a light one they are those of `halfstep plan --out`.
 DARK = ("#3d8fd1", "#e69f00", "#9fd8f7", "#2a9d8f", "#cc79a7", "#f0e442", "#ec7a45", "#a8a8a8", "#ffffff")
-_COLOURS = {kind: [light, dark] for (kind, light, _), dark in zip(MEMORY_KINDS, DARK, strict=True)}
+_COLOURS = {name: [light, dark] for (name, light, _), dark in zip(MEMORY_KINDS, DARK, strict=True)}
 _MOST_ASSIGNED = 65536  # GPUs; ZeroRedundancyOptimizer assigns whole parameters to one GPU after another
 _LEAST_ASSIGNED = 512  # the width of models, of which so many layers fit that assigning them takes seconds
 _PHASES = {"always": "always", "backward": "forward, backward", "step": "step"}
@@ -77,7 +77,7 @@ FIELDS: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
     ),
 )  # fmt: skip
 _WIDE = ("model", "strategy", "optimizer")
-_OWN, _NUMBER = "own shape", "number of parameters"  # instead of a published model
+_CUSTOM, _NUMBER = "own shape", "number of parameters"  # instead of a published model
 _FLAGS = {
     **{"gated": ("gated", True), "no-biases": ("biases", False), "no-final-norm": ("final_norm", False)},
     **{"no-positions": ("positions", False), "tied": ("tied", True), "no-dropout": ("dropout", False)},
@@ -190,7 +190,7 @@ def _preset(state: State) -> Transformer | None:
 
 def _sort(state: State) -> str:
     """The name of the model, or what else describes it."""
-    return state.get("model") or (_NUMBER if "params" in state else _OWN)
+    return state.get("model") or (_NUMBER if "params" in state else _CUSTOM)
 
 
 def _row(state: State) -> Layout | None:
@@ -211,12 +211,12 @@ def _choices(state: State) -> dict[str, list[list[Any]]]:
     row = _row(state)
     moments = list(row.moments_allowed) if row else []
     if not _chosen(state, "optimizer").startswith("halfstep"):
-        moments += [f"{one},{other}" for one in moments for other in moments if other != one]
+        moments += [f"{first},{second}" for first in moments for second in moments if second != first]
     precision = _chosen(state, "precision")
     rows = {row.optimizer: row for row in LAYOUTS if row.precision == precision}
     optimizers = [[name, f"{name}: {float(row.per_parameter()):g} B"] for name, row in rows.items()]
     return {
-        "model": _same([*MODELS, _OWN, _NUMBER]),
+        "model": _same([*MODELS, _CUSTOM, _NUMBER]),
         "norm": _same(NORMS, "default"),
         "card": [["", "none"], *([card.name, f"{card.name}, {card.memory / 2**30:g} GiB"] for card in CARDS.values())],
         "strategy": [["", "default"], *([how.name, _described(how)] for how in STRATEGIES.values())],
@@ -238,7 +238,7 @@ def _controls(state: State) -> dict[str, dict[str, Any]]:
     """The value of each field, and what else of it depends on the state: choices, placeholder, hidden, fixed."""
     preset, sort, choices = _preset(state), _sort(state), _choices(state)
     hidden = {name: sort == _NUMBER for name in (*_SHAPE, "lora", "checkpointing")}
-    hidden |= {name: sort != _OWN for name in ("layers", "hidden", "heads", "vocab")}
+    hidden |= {name: sort != _CUSTOM for name in ("layers", "hidden", "heads", "vocab")}
     hidden |= {"params": sort != _NUMBER, "shard": _chosen(state, "strategy") != "hsdp"}
     hidden |= {name: len(choices[name]) == 1 for name in ("master", "moments")}
     controls: dict[str, dict[str, Any]] = {}
@@ -283,7 +283,7 @@ def changed(state: State, name: str, value: str | None) -> State:
 
 
 def _of_model(state: State, value: str) -> dict[str, str | None]:
-    """The options of another model. A shape of one's own begins with that of the last model."""
+    """The options of another model. A custom shape begins with that of the last model."""
     cleared: dict[str, str | None] = {"params": None, **dict.fromkeys(_SHAPE)}
     if value in MODELS:
         longest = MODELS[value].seq if MODELS[value].positions else None
@@ -322,10 +322,10 @@ def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str) or name not in options or not isinstance(value, (str, type(None))):
             raise ValueError(f"Expected an option and its value, but got {move['set']!r}")
         state = changed(state, name, value)
-    known = [(name, text) for name, text in state.items() if name in options]
+    allowed = [(name, text) for name, text in state.items() if name in options]
     answer: dict[str, Any] = {
         **{"state": state, "controls": _controls(state), "compare": state.get("compare", "strategies")},
-        **{"command": command_line("halfstep plan", known), "error": "", "plan": None},
+        **{"command": command_line("halfstep plan", allowed), "error": "", "plan": None},
     }
     try:
         single = _single(state)
@@ -339,9 +339,9 @@ def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         answer["error"] = str(error)
     try:
-        answer["beside"] = _beside(state)
+        answer["comparison"] = _comparison(state)
     except ValueError as error:
-        answer["beside"] = {"rows": [], "note": "" if str(error) == answer["error"] else str(error)}
+        answer["comparison"] = {"rows": [], "note": "" if str(error) == answer["error"] else str(error)}
     return answer
 
 
@@ -386,7 +386,7 @@ def _bar(plan: dict[str, Any], whole: int) -> dict[str, Any]:
         for name in ("memory", "usable")
         if card.get(name, whole + 1) <= whole
     ]
-    return {"parts": [[*_COLOURS[kind], 100 * size / whole] for kind, size in stack(plan).items()], "marks": marks}
+    return {"parts": [[*_COLOURS[name], 100 * size / whole] for name, size in stack(plan).items()], "marks": marks}
 
 
 def _plan(state: State) -> dict[str, Any]:
@@ -409,8 +409,8 @@ def _plan(state: State) -> dict[str, Any]:
         "figures": _figures(state, plan),
         "bar": _bar(plan, whole),
         "scale": scale if peak else "Everything is on the host.",
-        "kinds": [
-            *([kind, tables.size(size), f"{100 * size / peak:.1f} %", *_COLOURS[kind]] for kind, size in sizes.items()),
+        "memory": [
+            *([name, tables.size(size), f"{100 * size / peak:.1f} %", *_COLOURS[name]] for name, size in sizes.items()),
             ["all", _size(peak), "100.0 %" if peak else ""],
         ],
         "parts": [
@@ -424,10 +424,10 @@ def _plan(state: State) -> dict[str, Any]:
         ],
         "sent": [
             [
-                *(one["what"], _size(one["bytes"]), one["name"], f"{one['ranks']:,}" if one["ranks"] > 1 else ""),
-                *(f"{one['times']:,}", _each(one["per_parameter"])),
+                *(sent["what"], _size(sent["bytes"]), sent["name"], f"{sent['ranks']:,}" if sent["ranks"] > 1 else ""),
+                *(f"{sent['times']:,}", _each(sent["per_parameter"])),
             ]
-            for one in plan["communication"]
+            for sent in plan["communication"]
         ],
         "words": said,
     }  # fmt: skip
@@ -482,7 +482,7 @@ def _in_words(parameters: int) -> str:
     return f"{parameters:,} parameters"
 
 
-def _beside(state: State) -> dict[str, Any]:
+def _comparison(state: State) -> dict[str, Any]:
     """All strategies or all layouts: rows, and the state that each row leads to."""
     what = state.get("compare", "strategies")
     options = {name: text for name, text in state.items() if name not in ("fit", "step-ms", "rank")}

@@ -70,9 +70,9 @@ def server(page: str, state: Mapping[str, str] | None, port: int = 0) -> tuple[T
         def _asked(self) -> str | None:
             """What is asked for; None, after a refusal, if host, origin or token are others."""
             host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-            token_given, _, name = self.path[1:].partition("/")
+            path_token, _, name = self.path[1:].partition("/")
             allowed = host.rpartition(":")[0] in _HOSTS and origin in (None, f"http://{host}")
-            if allowed and hmac.compare_digest(token_given.encode(), token.encode()):
+            if allowed and hmac.compare_digest(path_token.encode(), token.encode()):
                 return name
             self._send(403, "text/plain", b"refused: open the address that halfstep printed")
             return None
@@ -80,9 +80,9 @@ def server(page: str, state: Mapping[str, str] | None, port: int = 0) -> tuple[T
         def do_GET(self) -> None:
             name = self._asked()
             if name is not None:
-                found = name in files
+                exists = name in files
                 self._send(
-                    200 if found else 404, "text/html" if found else "text/plain", files.get(name, b"no such page")
+                    200 if exists else 404, "text/html" if exists else "text/plain", files.get(name, b"no such page")
                 )
 
         def do_POST(self) -> None:
@@ -94,14 +94,14 @@ def server(page: str, state: Mapping[str, str] | None, port: int = 0) -> tuple[T
                 self._send(400, "text/plain", b"expected JSON for answer")
                 return
             try:
-                found = answer(json.loads(self.rfile.read(int(length))))
+                reply = answer(json.loads(self.rfile.read(int(length))))
             except (ValueError, RecursionError):
-                found = {"refused": "expected a page, its state and a move as JSON"}
-            self._send(400 if "refused" in found else 200, "application/json", json.dumps(found).encode())
+                reply = {"refused": "expected a page, its state and a move as JSON"}
+            self._send(400 if "refused" in reply else 200, "application/json", json.dumps(reply).encode())
 
-    made = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    made.daemon_threads = True
-    return made, f"http://127.0.0.1:{made.server_address[1]}/{token}/{page}.html"
+    listener = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    listener.daemon_threads = True
+    return listener, f"http://127.0.0.1:{listener.server_address[1]}/{token}/{page}.html"
 
 
 def serve(
@@ -109,22 +109,22 @@ def serve(
 ) -> int:
     """Serve a page until Ctrl-C, and open it in the browser if `opens` and there is one. Returns the exit status."""
     try:
-        made, address = server(page, state, port)
+        listener, address = server(page, state, port)
     except OSError as error:
         raise UsageError(
             f"port {port} cannot be used: {error.strerror}; pass another --port, or leave it out"
         ) from error
-    with made:
+    with listener:
         try:
             opened = opens and _has_screen() and webbrowser.open(address)
             say(f"{'opened in the browser' if opened else 'open in a browser'}: {address}", stream)
             remote = os.environ.get("SSH_CONNECTION", "").split()
             if len(remote) == 4 and not opened:
-                port = made.server_address[1]
+                port = listener.server_address[1]
                 say(f"from your own machine, first: ssh -N -L {port}:127.0.0.1:{port} {remote[2]}", stream)
             say("stop with Ctrl-C", stream)
             (stream or sys.stdout).flush()
-            made.serve_forever()
+            listener.serve_forever()
         except KeyboardInterrupt:
             say("\nstopped", stream)
     return 0
