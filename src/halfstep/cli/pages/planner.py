@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import MISSING, fields
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache
@@ -15,10 +15,10 @@ from typing import Any
 
 from halfstep.cli import numbers
 from halfstep.cli import plan as command
-from halfstep.cli import plan_tables as tables
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.pages.shell import command_line
 from halfstep.cli.plan_picture import MEMORY_KINDS, stack
+from halfstep.cli.plan_tables import digits, sentences, size
 from halfstep.numerics.planning import (
     CARDS,
     CHECKPOINTING,
@@ -76,6 +76,7 @@ FIELDS: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
          "step-ms": "Measured step (ms)"},
     ),
 )  # fmt: skip
+_SET_BY_LAYOUTS = ("moments", "master", "gradients", "step-in-backward")
 _WIDE = ("model", "strategy", "optimizer")
 _CUSTOM, _NUMBER = "own shape", "number of parameters"  # instead of a published model
 _FLAGS = {
@@ -125,8 +126,8 @@ def settings(options: argparse.Namespace) -> State:
     for action in dict.fromkeys(_options().values()):
         value = getattr(options, action.dest)
         if value != action.default:
-            size = action.type is numbers.share_or_bytes and not isinstance(value, Fraction)
-            text = "" if value is True else f"{Decimal(value).scaleb(-6):f}MB" if size else _written(value)
+            in_bytes = action.type is numbers.share_or_bytes and not isinstance(value, Fraction)
+            text = "" if value is True else f"{Decimal(value).scaleb(-6):f}MB" if in_bytes else _written(value)
             state[_name(action)] = text
     return state
 
@@ -140,10 +141,9 @@ def _parsed(state: State) -> argparse.Namespace:
     for name in state:
         if name not in _options():
             raise ValueError(f"unknown option --{name}")
+    words = [f"--{name}={text}" if text else f"--{name}" for name, text in state.items()]
     try:
-        options: argparse.Namespace = _parser().parse(
-            [f"--{name}={text}" if text else f"--{name}" for name, text in state.items()]
-        )
+        options: argparse.Namespace = _parser().parse(words)
     except UsageError as error:
         raise ValueError(str(error).partition("; see halfstep plan --help")[0]) from error
     return options
@@ -296,16 +296,13 @@ def _of_model(state: State, value: str) -> dict[str, str | None]:
     before = before or next(iter(MODELS.values()))
     if value == _NUMBER:
         return {**cleared, "model": None, "checkpointing": None, "lora": None, "params": str(before.parameters)}
-    sizes = {
-        name: getattr(before, name.replace("-", "_"))
-        for name in ("layers", "hidden", "heads", "vocab", "ffn", "kv-heads")
-    }
+    names = ("layers", "hidden", "heads", "vocab", "ffn", "kv-heads")
+    sizes = {name: getattr(before, name.replace("-", "_")) for name in names}
     flags = {name: "" for name, (field, wanted) in _FLAGS.items() if getattr(before, field) is wanted}
-    usual = {field.name: field.default for field in fields(Transformer) if field.default is not MISSING}
     return {
         **{**cleared, "model": None, **flags},
-        **{name: None if size is None else str(size) for name, size in sizes.items()},
-        **{"norm": None if before.norm == usual["norm"] else before.norm, "seq": state.get("seq", str(before.seq))},
+        **{name: None if value is None else str(value) for name, value in sizes.items()},
+        **{"norm": None if before.norm == Transformer.norm else before.norm, "seq": state.get("seq", str(before.seq))},
     }
 
 
@@ -364,7 +361,7 @@ def _assignable(state: State) -> bool:
 
 
 def _size(value: int) -> str:
-    return tables.size(value) if value else "0"
+    return size(value) if value else "0"
 
 
 def _each(value: float | None) -> str:
@@ -381,12 +378,9 @@ def _scale(plans: list[dict[str, Any]]) -> int:
 def _bar(plan: dict[str, Any], whole: int) -> dict[str, Any]:
     """Colours and widths in percent, and the marks of the card's memory and of what remains after the reserve."""
     card = plan["card"] or {}
-    marks = [
-        [100 * card[name] / whole, name == "usable"]
-        for name in ("memory", "usable")
-        if card.get(name, whole + 1) <= whole
-    ]
-    return {"parts": [[*_COLOURS[name], 100 * size / whole] for name, size in stack(plan).items()], "marks": marks}
+    sizes = {name: card[name] for name in ("memory", "usable") if card.get(name, whole + 1) <= whole}
+    marks = [[100 * value / whole, name == "usable"] for name, value in sizes.items()]
+    return {"parts": [[*_COLOURS[name], 100 * value / whole] for name, value in stack(plan).items()], "marks": marks}
 
 
 def _plan(state: State) -> dict[str, Any]:
@@ -394,12 +388,12 @@ def _plan(state: State) -> dict[str, Any]:
     (plan,) = content["plans"]
     card, peak = plan["card"], plan["totals"]["peak"]
     whole, sizes = _scale([plan]), stack(plan)
-    said = tables.sentences(content, command.shape_over_params(_parsed(state)))
-    verdict = f"{tables.size(peak)} per GPU at the peak. Choose a card to see whether it fits."
-    scale = f"The bar is {tables.size(whole)}, the peak."
+    said = sentences(content, command.shape_over_params(_parsed(state)))
+    verdict = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits."
+    scale = f"The bar is {size(whole)}, the peak."
     if card:
         verdict = next(line for line in said if line.startswith(f"{card['name']}: "))
-        memory = f"{tables.size(card['memory'])} of the {card['name']}"
+        memory = f"{size(card['memory'])} of the {card['name']}"
         scale += f" A GPU has the {memory}."
         if whole == card["memory"]:
             scale = f"The bar is the {memory}; the dashed line is what remains after the reserve."
@@ -410,7 +404,7 @@ def _plan(state: State) -> dict[str, Any]:
         "bar": _bar(plan, whole),
         "scale": scale if peak else "Everything is on the host.",
         "memory": [
-            *([name, tables.size(size), f"{100 * size / peak:.1f} %", *_COLOURS[name]] for name, size in sizes.items()),
+            *([name, size(value), f"{100 * value / peak:.1f} %", *_COLOURS[name]] for name, value in sizes.items()),
             ["all", _size(peak), "100.0 %" if peak else ""],
         ],
         "parts": [
@@ -436,19 +430,19 @@ def _plan(state: State) -> dict[str, Any]:
 def _figures(state: State, plan: dict[str, Any]) -> list[list[str]]:
     """Name, value and note of each figure."""
     totals, card, options, work = plan["totals"], plan["card"], plan["settings"], plan["work"]
-    rows = [["Peak per GPU", tables.size(totals["peak"]), f"{tables.size(totals['state'])} of it always"]]
+    rows = [["Peak per GPU", size(totals["peak"]), f"{size(totals['state'])} of it always"]]
     if totals["host"]:
-        rows.append(["On the host", tables.size(totals["host"]), "for this GPU"])
+        rows.append(["On the host", size(totals["host"]), "for this GPU"])
     rows.append(["Sent by each GPU", _size(plan["bytes_sent"]), "in a step"])
-    moved = tables.size(plan["step_traffic"])
+    moved = size(plan["step_traffic"])
     if card and not options["offload"]:
         note = f"{moved} at {card['bandwidth'] / 1e12:g} TB/s"
-        rows.append(["Optimizer's step", f"{tables.digits(1e3 * plan['step_traffic'] / card['bandwidth'])} ms", note])
+        rows.append(["Optimizer's step", f"{digits(1e3 * plan['step_traffic'] / card['bandwidth'])} ms", note])
     else:
         rows.append(["Optimizer's step", moved, "moved on the host" if options["offload"] else "moved"])
     if card and work:
         note = f"at the peak of {card['flops'] / 1e12:g} TFLOP/s"
-        rows.append(["Matrix products", f"{tables.digits(1e3 * (work['hardware'] / card['flops']))} ms", note])
+        rows.append(["Matrix products", f"{digits(1e3 * (work['hardware'] / card['flops']))} ms", note])
     if card and options["model"]:
         rows.append(["Largest batch", *_largest(state, "batch")])
         if options["strategy"] != "zero1-torch" or options["model"]["hidden"] >= _LEAST_ASSIGNED:
@@ -488,9 +482,7 @@ def _comparison(state: State) -> dict[str, Any]:
     options = {name: text for name, text in state.items() if name not in ("fit", "step-ms", "rank")}
     unassigned = ""
     if what == "layouts":
-        options = {
-            k: v for k, v in _single(options).items() if k not in ("moments", "master", "gradients", "step-in-backward")
-        }
+        options = {name: text for name, text in _single(options).items() if name not in _SET_BY_LAYOUTS}
     elif not _several(options, "strategy"):
         options.pop("strategy", None)
         if not _assignable(options):
@@ -500,35 +492,30 @@ def _comparison(state: State) -> dict[str, Any]:
             unassigned = f" zero1-torch is left out with more than {_MOST_ASSIGNED:,} GPUs; halfstep plan has it."
     plans = _content({**options, "compare": what})["plans"]
     whole, card = _scale(plans), plans[0]["card"]
-    hosted = any(plan["totals"]["host"] for plan in plans)
-    head = [
-        what[:-1].capitalize() if what == "layouts" else "Strategy",
-        "Peak",
-        *(["Fits"] if card else []),
-        "Picture",
-        "Always",
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "Layout" if what == "layouts" else "Strategy": lambda plan: plan["label"],
+        "Peak": lambda plan: size(plan["totals"]["peak"]),
+        **({"Fits": lambda plan: "yes" if plan["card"]["fits"] else "no"} if card else {}),
+        "Picture": lambda plan: "",
+        "Always": lambda plan: size(plan["totals"]["state"]),
+        "Sent in a step": lambda plan: _size(plan["bytes_sent"]),
+    }
+    if any(plan["totals"]["host"] for plan in plans):
+        columns["Host"] = lambda plan: _size(plan["totals"]["host"])
+    names = ("optimizer", "precision") if what == "layouts" else ("strategy", "gpus")
+    rows = [
+        {
+            "cells": [cell(plan) for cell in columns.values()],
+            "bar": _bar(plan, whole),
+            "here": all(str(plan["settings"][name]) == _chosen(state, name) for name in names),
+            "state": _leading(state, what, plan["settings"]),
+        }
+        for plan in plans
     ]
-    head += ["Sent in a step", *(["Host"] if hosted else [])]
-    rows = []
-    for plan in plans:
-        totals, settings = plan["totals"], plan["settings"]
-        cells = [plan["label"], tables.size(totals["peak"])]
-        cells += [("yes" if plan["card"]["fits"] else "no")] if card else []
-        cells += [
-            "",
-            tables.size(totals["state"]),
-            _size(plan["bytes_sent"]),
-            *([_size(totals["host"])] if hosted else []),
-        ]
-        names = ("optimizer", "precision") if what == "layouts" else ("strategy", "gpus")
-        here = all(str(settings[name]) == _chosen(state, name) for name in names)
-        rows.append({"cells": cells, "bar": _bar(plan, whole), "here": here, "state": _leading(state, what, settings)})
-    shown = (
-        f"of the {tables.size(whole)} of the {card['name']}"
-        if card and whole == card["memory"]
-        else f"of {tables.size(whole)}, the largest peak"
-    )
-    return {"head": head, "rows": rows, "note": f"Bars are {shown}. Choose a row to plan it.{unassigned}"}
+    shown = f"{size(whole)}, the largest peak"
+    if card and whole == card["memory"]:
+        shown = f"the {size(whole)} of the {card['name']}"
+    return {"head": list(columns), "rows": rows, "note": f"Bars are of {shown}. Choose a row to plan it.{unassigned}"}
 
 
 def _leading(state: State, what: str, settings: dict[str, Any]) -> State:
@@ -536,7 +523,7 @@ def _leading(state: State, what: str, settings: dict[str, Any]) -> State:
     if what == "layouts":
         changes = {name: settings[name] for name in ("optimizer", "precision")}
         changes = {name: None if value == _default(name) else value for name, value in changes.items()}
-        changes |= dict.fromkeys(("moments", "master", "gradients"))
+        changes |= dict.fromkeys(_SET_BY_LAYOUTS[:3])
     else:
         changes = {name: settings[name] for name in ("strategy", "gpus", "shard")} | {"rank": None}
     return {name: str(text) for name, text in {**state, **changes}.items() if text is not None}
