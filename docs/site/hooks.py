@@ -46,16 +46,17 @@ def with_docstrings(source: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that need no server."""
+    """Add the explorer and the planner, with all that they load."""
     from mkdocs.structure.files import File
 
-    sys.path.insert(0, str(_ROOT / "src"))
-    from halfstep.cli.pages.explorer.page import explorer_page
-    from halfstep.cli.pages.html import DOCUMENTATION
-    from halfstep.cli.pages.planner.planner import planner_page
+    sys.path[:0] = [str(_ROOT / "src"), str(_ROOT / "docs" / "site")]
+    import pages
 
-    for name, page in (("explorer", explorer_page()), ("planner", planner_page({}))):
-        files.append(File.generated(config, f"{name}.html", content=page.replace(DOCUMENTATION, "index.html")))
+    folder = _ROOT / "out" / "pages"
+    shutil.rmtree(folder, ignore_errors=True)
+    print(pages.build(folder, _ROOT / "out" / "pyodide"))
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        files.append(File.generated(config, path.relative_to(folder).as_posix(), content=path.read_bytes()))
     return files
 
 

@@ -34,7 +34,7 @@ COMMANDS = (
     _Command(("ladder",), _LOOKUP, "draw range, density and codes of formats"),
     _Command(
         ("explore",),
-        "halfstep.cli.pages.explorer.command",
+        "halfstep.cli.pages.explore",
         "open a page on which to click bits, type numbers and compare formats",
     ),
     _Command(("plan",), "halfstep.cli.plan", "plan a training: bytes by part, messages and FLOPs of each GPU"),

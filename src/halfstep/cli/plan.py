@@ -2,8 +2,8 @@
 
 The command prints bytes by part, messages per step and FLOPs and, with ``--card``, whether the training fits. ``--fit``
 finds the largest model or batch that fits, ``--compare`` plans all layouts or strategies, ``--json`` prints JSON, and
-``--out`` draws stacked bars. ``--page`` writes and ``--open`` opens the planner for the browser. ``numerics/planning``
-and docs/planning.md describe what is counted, and how.
+``--out`` draws stacked bars. ``--page`` serves the planner to the browser, or writes one answer to a file.
+``numerics/planning`` and docs/planning.md describe what is counted, and how.
 
 Exit status: 0, also if nothing fits; 2 for wrong arguments.
 """
@@ -46,9 +46,7 @@ from halfstep.numerics.planning.sharding import MIRRORED, keeps_rows
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 FITS = ("none", "params", "layers", "batch")
-# In the working directory, since browsers that are installed as a snap or flatpak read neither /tmp nor hidden folders.
-PAGE = "halfstep_plan.html"
-OF_THE_PAGE = ("help", "page", "open")
+OF_THE_PAGE = ("help", "page", "open", "port")
 COMPARISONS = ("layouts", "strategies")
 
 
@@ -127,9 +125,10 @@ def parser() -> Parser:
     add("--compare", metavar="WHAT", help=f"plan all {' or all '.join(COMPARISONS)}")
     add("--json", **flag, help="print JSON instead of tables")
     add("--out", type=picture, metavar="FILE", help="draw stacked bars: .png, .svg or .pdf")
-    page = "write the planner as a page for the browser, which begins with these settings"
-    add("--page", type=output_file, metavar="FILE", help=page)
-    add("--open", **flag, help=f"open that page, without --page {PAGE}")
+    page = "serve the planner to this machine's browser, with these settings, until Ctrl-C; to FILE, write this answer"
+    add("--page", type=output_file, nargs="?", const=True, metavar="FILE", help=page)
+    add("--open", **flag, help="open that page in the browser; without FILE, as --page")
+    add("--port", type=whole(0, 65535), default=0, metavar="N", help="port of --page (default: any free)")
     return made
 
 
@@ -337,8 +336,7 @@ def planned(given: argparse.Namespace) -> dict[str, Any]:
 def _plan(given: argparse.Namespace) -> int:
     wants_page = given.page is not None or given.open
     if wants_page and all(getattr(given, a.dest) == a.default for a in parser()._actions if a.dest not in OF_THE_PAGE):
-        _page(given)
-        return 0
+        return _page(given)
     content = planned(given)
     if given.json:
         print(json.dumps(content, indent=2, ensure_ascii=False))
@@ -350,18 +348,19 @@ def _plan(given: argparse.Namespace) -> int:
         from halfstep.cli import plan_picture
 
         plan_picture.draw(given.out, content)
-    if wants_page:
-        _page(given)
+    return _page(given) if wants_page else 0
+
+
+def _page(given: argparse.Namespace) -> int:
+    """Serve the planner with the given settings, or write it to a file. Returns the exit status."""
+    from halfstep.cli.pages.planner import settings
+    from halfstep.cli.pages.server import serve, write
+
+    state, stream = settings(given) or None, sys.stderr if given.json else sys.stdout
+    if given.page in (None, True):
+        return serve("planner", state, given.port, given.open, stream)
+    say(write(Path(given.page), "planner", state, given.open), stream)
     return 0
-
-
-def _page(given: argparse.Namespace) -> None:
-    """Write the planner for the browser with the given settings, and open it with ``--open``."""
-    from halfstep.cli.pages.html import write
-    from halfstep.cli.pages.planner.planner import planner_page, settings
-
-    said = write(Path(given.page or PAGE), planner_page(settings(given)), given.open)
-    say(said, sys.stderr if given.json else sys.stdout)
 
 
 def shape_over_params(given: argparse.Namespace) -> int | None:

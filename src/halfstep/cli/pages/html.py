@@ -1,49 +1,52 @@
-"""One HTML file from its parts: a template, the style that all pages share, and a script. It needs no server."""
+"""A page as one HTML file, from its template, the style and the scripts that all pages share, and its first answer."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import webbrowser
+import re
+from collections.abc import Mapping
 from importlib.resources import files
-from pathlib import Path
-from typing import Any
 
-DOCUMENTATION = "https://github.com/halfstep/halfstep/tree/main/docs"  # to which the pages link
+from halfstep.cli.pages.answers import EXAMPLES, answer, fixed
 
-
-def html(package: str, script: str) -> str:
-    """page.html of `package` with the head that all pages share and with `script`, an ES module."""
-    head = text(__package__, "head.html").replace("{{css}}", text(__package__, "page.css"))
-    page = text(package, "page.html").replace("{{head}}", head).replace("{{documentation}}", DOCUMENTATION)
-    return page.replace("{{script}}", script)
+DOCUMENTATION = "https://github.com/halfstep/halfstep/tree/main/docs"  # to which pages outside of the site link
+MODES = ("local", "site", "file")  # who answers: the local server, Pyodide, nobody
 
 
-def text(package: str, name: str) -> str:
-    """The file `name` of `package`."""
-    return files(package).joinpath(name).read_text(encoding="utf-8")
+def html(page: str, mode: str, state: Mapping[str, str] | None = None) -> str:
+    """The page ``"explorer"`` or ``"planner"`` with the answer to `state`, by default its example.
+
+    Args:
+        page: name of the page.
+        mode: one of `MODES`.
+        state: texts by the keys of the page's address.
+    """
+    move = {"json": True} if mode == "file" else {}  # nobody will be there to give it later
+    first = answer({"page": page, "state": dict(EXAMPLES[page] if state is None else state), "move": move})
+    if "refused" in first:
+        raise ValueError(first["refused"])
+    start = {"page": page, "mode": mode, "answer": first, **fixed(page)}
+    script = "\n".join(_script(name) for name in ("common.mjs", f"{page}.mjs"))
+    texts = {
+        "style": _text("common.css"),
+        "documentation": "index.html" if mode == "site" else DOCUMENTATION,
+        # "</" would end the script, and "<!--" hide its end.
+        "start": json.dumps(start, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "script": script,
+    }
+    head = _text("head.html") + _text(f"{page}.html")
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: texts[name[1]], head)
 
 
-def literal(value: Any) -> str:
-    """`value` as an expression of JavaScript inside HTML."""
-    # "</" would end the script of the page, and "<!--" hide its end.
-    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
+def worker() -> str:
+    """The script in which Pyodide answers the pages of the site."""
+    return _text("worker.mjs")
 
 
-def write(path: Path, page: str, opens: bool) -> str:
-    """Write a page, and open it if `opens`. Returns what happened, with the address of the page."""
-    path.write_text(page, encoding="utf-8")
-    address = path.resolve().as_uri()
-    if not opens:
-        return f"wrote {path}: open {address} in a browser"
-    if _has_screen() and webbrowser.open(address):
-        return f"wrote {path}, opened in the browser: {address}"
-    return f"wrote {path}; no browser was found here: open {address} in one"
+def _script(name: str) -> str:
+    """A module without its imports and exports: in one file, a page also opens from the file system."""
+    return re.sub(r"^import .*\n|^export (?=\w)", "", _text(name), flags=re.MULTILINE)
 
 
-def _has_screen() -> bool:
-    """Whether a browser could show a page: without a screen, Linux would start one in the terminal, without scripts."""
-    if not sys.platform.startswith("linux"):
-        return True
-    return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+def _text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

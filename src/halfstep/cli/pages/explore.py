@@ -1,4 +1,4 @@
-"""``halfstep explore``: the explorer of formats, written to a file and opened in the browser."""
+"""``halfstep explore``: the explorer of formats, served to the browser of this machine or written to a file."""
 
 from __future__ import annotations
 
@@ -9,24 +9,17 @@ from pathlib import Path
 from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats import arguments
-from halfstep.cli.pages.explorer.page import explorer_page
-from halfstep.cli.pages.html import write
+from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import say
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS
-
-# In the working directory, since browsers that are installed as a snap or flatpak read neither /tmp nor hidden folders.
-_FILE = "halfstep_explorer.html"
 
 
 def _parser() -> command_line.Parser:
     parser = command_line.Parser(
         "explore",
-        "Write the explorer of number formats, one HTML file that needs no server and no network, and open it in the "
-        "browser: bits to click, every format and rounding mode side by side, why, and two formats compared.",
+        "Explore number formats in the browser: bits to click, every format and rounding mode side by side, why, and "
+        "two formats compared. The page is served to this machine only, until Ctrl-C.",
         "example: halfstep explore --number 0.1 --format bf16 --format fp16",
-    )
-    parser.add_argument(
-        "--out", type=command_line.output_file, default=_FILE, metavar="FILE", help="where to write the page"
     )
     parser.add_argument(
         "--number",
@@ -51,11 +44,18 @@ def _parser() -> command_line.Parser:
         help=f"{', '.join(ENCODE_ROUNDINGS[:-1])} (default: nearest, ties to even)",
     )
     arguments.add_overflow(parser)
-    parser.add_argument("--no-open", action="store_true", help="write the page, and do not open it")
+    parser.add_argument("--port", type=whole(0, 65535), default=0, metavar="N", help="port (default: any free one)")
+    parser.add_argument("--no-open", action="store_true", help="do not open the page in the browser")
+    parser.add_argument(
+        "--out",
+        type=command_line.output_file,
+        metavar="FILE",
+        help="write one answer to a file, instead of serving the page",
+    )
     return parser
 
 
-def _start(options: argparse.Namespace) -> dict[str, str]:
+def _state(options: argparse.Namespace) -> dict[str, str]:
     """What the page begins with, by the keys of its address."""
     if len(options.formats) > 2:
         raise UsageError(
@@ -64,12 +64,17 @@ def _start(options: argparse.Namespace) -> dict[str, str]:
         )
     first = options.formats[0].name if options.formats else "bf16"
     other = options.formats[1].name if len(options.formats) > 1 else "bf16" if first == "fp16" else "fp16"
-    start = {"f": first, "g": other, "r": options.rounding, "o": options.overflow}
-    return start if options.number is None else {"x": options.number.text, **start}
+    state = {"f": first, "g": other, "r": options.rounding, "o": options.overflow}
+    return state if options.number is None else {"x": options.number.text, **state}
 
 
 def _explore(options: argparse.Namespace) -> int:
-    say(write(Path(options.out), explorer_page(_start(options)), opens=not options.no_open))
+    from halfstep.cli.pages.server import serve, write
+
+    state = _state(options)
+    if options.out is None:
+        return serve("explorer", state, options.port, not options.no_open)
+    say(write(Path(options.out), "explorer", state, not options.no_open))
     return 0
 
 

@@ -1,0 +1,234 @@
+"""The answers of the pages against the command line and the codec, and what hostile addresses cannot do."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_settings import answer as planned
+from plan_settings import settings, typos, words
+
+from halfstep.cli import plan as command
+from halfstep.cli.command_line import UsageError
+from halfstep.cli.formats.values import Stored
+from halfstep.cli.pages import planner
+from halfstep.cli.pages.answers import EXAMPLES, answer
+from halfstep.cli.plan_picture import MEMORY_KINDS, stack
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, encode_exact, parse_number
+from halfstep.numerics.formats.table import formats
+from halfstep.numerics.planning import MODELS
+
+FORMS = [*formats, "e5m7", "e3m2fnuz", "e4m0finite"]
+NUMBERS = (
+    "0.1 -0.1 1/3 -0 0 nan inf -inf 65504 65520 -65530 464 1e-8 2^-25 -(1+2^-11) 1e400 1e-400 3 -128.5 240".split()
+)
+
+
+def explored(move: dict[str, Any] | None = None, **state: str) -> dict[str, Any]:
+    return answer({"page": "explorer", "state": state, "move": move or {}})
+
+
+def code(form: str, state: dict[str, str], rounding: str) -> str:
+    """The code of the state's number in a format, or why the codec refuses it."""
+    options: Any = {"overflow": state["o"], "nan": state["n"], "subnormals": state["s"] == "1"}
+    try:
+        return Stored(encode_exact(parse_number(state["x"]), form, rounding, **options), formats[form]).hex
+    except ValueError as error:
+        return str(error)
+
+
+def test_every_mode_and_format_shows_what_the_codec_encodes() -> None:
+    draw = random.Random(3)
+    choices = {"x": NUMBERS, "f": FORMS, "r": ENCODE_ROUNDINGS[:-1], "o": OVERFLOWS, "n": NANS, "s": "01"}
+    for _ in range(120):
+        state = {key: draw.choice(values) for key, values in choices.items()}
+        shown = explored(**state)
+        for name, value, stored, *_ in shown["all"]["rows"]:
+            assert (stored or value) == code(name, state, state["r"]), (name, state)
+        assert (shown["fields"]["c"] or shown["error"]) == code(state["f"], state, state["r"])
+        assert (shown["chosen"] is None) == bool(shown["error"])
+        for mode, _, stored, *_ in shown["chosen"]["modes"]["rows"][:6] if shown["chosen"] else ():
+            assert stored == code(state["f"], state, mode)
+
+
+def test_what_becomes_of_nan_and_subnormals() -> None:
+    zero = explored(x="nan", f="int8", n="zero")
+    assert zero["chosen"]["why"] == ["NaN is not rounded.", "Zero is stored: 0x00."]
+    refused = explored(x="nan", f="int8")
+    assert refused["chosen"] is None and refused["error"].startswith("Expected values without NaN for int8")
+    assert refused["all"]["rows"][-1] == ["int8", refused["error"], "", "", "no NaN"]  # the others stay in sight
+    flushed = explored(x="1e-40", f="bf16", r="up", s="0")
+    assert flushed["chosen"]["title"] == "1e-40 in bf16 is 0: underflow, -1.089 ulp"
+    assert flushed["chosen"]["why"][-1] == "Subnormal results are flushed to zero: 0x0000 is stored."
+    assert flushed["chosen"]["modes"]["rows"][-1] == ["stochastic", "0", "0x0000", "-1.089", "with 100 %"]
+    assert "a code such as 0x3dcd, 0b101 or 61, but got 'zz'" in explored(c="zz")["error"]
+    assert "a code of fp16 to be from 0 to 0xffff, but got 0x10000" in explored(c="0x10000", f="fp16")["error"]
+    assert "unknown format 'fp61'; did you mean 'fp64'?" in explored(f="fp61")["error"]
+
+
+@pytest.mark.parametrize(
+    ("state", "move", "code"),
+    [
+        ({"x": "0.1", "f": "bf16"}, {"flip": 0}, "0x3dcc"),
+        ({"c": "0x3dcc", "f": "bf16"}, {"step": 1}, "0x3dcd"),
+        ({"c": "0", "f": "fp16"}, {"step": -1}, "0x8001"),
+        ({"c": "0x7e00", "f": "fp16"}, {"step": 1}, "0x7e01"),  # among NaNs, which have no order, the next code
+        ({"c": "0x7f", "f": "e4m3"}, {"flip": 7}, "0xff"),
+        ({"c": "127", "f": "int8"}, {"step": 1}, "0x7f"),
+    ],
+)
+def test_a_move_leads_to_a_code(state: dict[str, str], move: dict[str, int], code: str) -> None:
+    shown = explored(move, **state)
+    assert shown["state"]["c"] == shown["fields"]["c"] == code and "x" not in shown["state"]
+
+
+def test_two_formats_compared() -> None:
+    pair = explored(x="0.1", f="bf16", g="half")["pair"]
+    assert ["0.0999755859375", "only fp16", "-", "0x2e66"] in pair["around"]["rows"]
+    assert ["0.1", "neither", "→ 0.10009765625", "→ 0.0999755859375"] in pair["around"]["rows"]
+    counts = [sum(int(row[i].replace(",", "")) * (_exponent(row[1]) - _exponent(row[0])) for row in pair["binades"])
+              for i in (2, 3, 4)]  # fmt: skip
+    assert counts == [(65281 - 3) // 2, (63489 - 3) // 2, (8705 - 3) // 2]  # without the infinities and 0
+    assert explored(f="fp16", g="half")["pair"]["error"].startswith("Both are fp16")
+    assert "unknown format 'bogus'" in explored(g="bogus")["pair"]["error"]
+    assert "pair" not in explored(g="")
+
+
+def _exponent(text: str) -> int:
+    return int(text.removeprefix("2^"))
+
+
+# ------------------------------------------------------------------------------------------------------------ planner
+
+
+def test_plans_are_those_of_the_command() -> None:
+    shown = 0
+    for seed in range(240):
+        state = (typos if seed % 4 == 0 else settings)(seed)
+        if "," in state["gpus"] or "," in state["strategy"]:
+            continue
+        ours, theirs = answer({"page": "planner", "state": state, "move": {"json": True}}), planned(state)
+        assert ours["error"] == theirs.get("refused", ""), state
+        if "json" in theirs:
+            shown += 1
+            assert (ours["json"], ours["plan"]["words"]) == (theirs["json"], theirs["said"]), state
+            (plan,) = json.loads(theirs["json"])["plans"]
+            widths = [part[2] for part in ours["plan"]["bar"]["parts"]]
+            sizes = stack(plan).values()
+            assert (
+                widths == pytest.approx([widths[0] * size / next(iter(sizes)) for size in sizes])
+                and sum(widths) < 100.1
+            )
+    assert shown > 100
+    assert len(set(planner.DARK)) == len(MEMORY_KINDS)
+
+
+def test_settings_of_a_command_line_are_a_state() -> None:
+    parser, checked = command.parser(), 0
+    for seed in range(200):
+        try:
+            options = parser.parse(words(settings(seed)))
+        except UsageError:
+            continue
+        assert parser.parse(words(planner.settings(options))) == options
+        checked += 1
+    assert checked > 150
+    for reserve in ("33.333%", "0%", "1.5GiB", "7MB"):
+        options = parser.parse(["--reserve", reserve])
+        assert parser.parse(words(planner.settings(options))) == options
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "value", "after"),
+    [
+        ({"model": "gpt2", "flash": "", "layers": "3"}, "model", "llama-3-8b", {"model": "llama-3-8b", "flash": ""}),
+        ({"model": "llama-3-8b", "seq": "4096"}, "model", "gpt2", {"model": "gpt2"}),  # has 1,024 positions
+        ({"model": "gpt2", "lora": "8"}, "model", "number of parameters", {"params": "124439808"}),
+        ({"params": "7e9", "gpus": "8"}, "model", "gpt2", {"model": "gpt2", "gpus": "8"}),
+        ({"model": "gpt2", "gpus": "8"}, "strategy", "hsdp",
+         {"model": "gpt2", "gpus": "8", "strategy": "hsdp", "shard": "4"}),
+        ({"model": "gpt2", "strategy": "hsdp", "shard": "4"}, "strategy", "ddp", {"model": "gpt2", "strategy": "ddp"}),
+        ({"optimizer": "te-master", "master": "fp16"}, "optimizer", "te", {"optimizer": "te"}),
+        ({"optimizer": "te"}, "precision", "fp32", {"precision": "fp32", "optimizer": "te"}),
+        ({"optimizer": "halfstep-split24"}, "precision", "fp16", {"precision": "fp16"}),  # has none of that layout
+        ({"gpus": "8"}, "gpus", "1", {}),
+        ({"gpus": "8"}, "flash", "", {"gpus": "8", "flash": ""}),
+        ({"compare": "layouts"}, "compare", "strategies", {}),
+    ],
+)  # fmt: skip
+def test_what_a_change_in_the_form_changes_too(
+    state: dict[str, str], name: str, value: str, after: dict[str, str]
+) -> None:
+    assert answer({"page": "planner", "state": state, "move": {"set": [name, value]}})["state"] == after
+
+
+def test_an_own_shape_begins_with_that_of_the_model() -> None:
+    shape = answer({"page": "planner", "state": {"model": "llama-3-8b"}, "move": {"set": ["model", "own shape"]}})
+    there = command._model(command.parser().parse(words(shape["state"])))
+    assert there == replace(MODELS["llama-3-8b"], flash=False) and "model" not in shape["state"]
+    assert not shape["controls"]["layers"]["hidden"] and shape["controls"]["params"]["hidden"]
+
+
+def test_each_row_of_a_comparison_leads_to_its_plan() -> None:
+    for what in ("strategies", "layouts"):
+        shown = answer({"page": "planner", "state": {**EXAMPLES["planner"], "compare": what}})
+        assert [row["here"] for row in shown["comparison"]["rows"]].count(True) == (what == "strategies")
+        for row in shown["comparison"]["rows"]:
+            there = answer({"page": "planner", "state": row["state"]})
+            assert there["plan"]["figures"][0][1] == row["cells"][1], row
+    many = answer({"page": "planner", "state": {"params": "7e9", "gpus": "131072"}})
+    assert "zero1-torch is left out" in many["comparison"]["note"]
+
+
+def test_every_option_has_a_field() -> None:
+    named = {name for _, first, more in planner.FIELDS for name in (*first, *more)}
+    assert named == {planner._name(action) for action in planner._options().values()} - {"fit", "compare"}
+    assert set(answer({"page": "planner", "state": {}})["controls"]) == named
+
+
+# States as a link may have them, and the arguments of the command that is copied.
+HOSTILE = [
+    ({"model": "gpt2", "x;touch pwn": ""}, ["--model", "gpt2"]),
+    ({"model": "gpt2", "$(touch pwn)": "1", "help": "", "page": "pwn"}, ["--model", "gpt2"]),
+    ({"model": "gpt2\ntouch pwn"}, ["--model", "gpt2touch pwn"]),
+    ({"model": "'; touch pwn; '"}, ["--model", "'; touch pwn; '"]),
+    ({"model": "\\'; touch pwn #"}, ["--model", "\\'; touch pwn #"]),
+    ({"model": "$(touch pwn)`touch pwn`!touch"}, ["--model", "$(touch pwn)`touch pwn`!touch"]),
+    ({"model": "x\x1b[201~\x03\r\x9btouch pwn\x7f\u202e\u2028"}, ["--model", "x[201~touch pwn"]),
+    ({"model": "--page=pwn", "card": "--out", "rank": "-1"}, ["--model=--page=pwn", "--card=--out", "--rank=-1"]),
+    ({"model": "*", "card": "~", "gpus": "8,64"}, ["--model", "*", "--card", "~", "--gpus", "8,64"]),
+]  # fmt: skip
+
+
+def test_the_command_of_a_link_runs_halfstep_and_nothing_else(tmp_path: Any) -> None:
+    for state, expected in HOSTILE:
+        shown = answer({"page": "planner", "state": state})
+        assert shown["error"] and shlex.split(shown["command"]) == ["halfstep", "plan", *expected]
+        code = f"halfstep() {{ printf '%s\\n' \"$@\"; }}\n{shown['command']}"
+        done = subprocess.run(["sh", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.stdout.splitlines(), done.stderr) == (["plan", *expected], "") and not any(tmp_path.iterdir())
+    number = explored(x="$(touch pwn)", f="--out=pwn")["command"]
+    assert shlex.split(number)[2:5] == ["--number", "$(touch pwn)", "--format=--out=pwn"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        *(None, [], "x", {}, {"page": "other", "state": {}}, {"page": "planner", "state": {"gpus": 8}}),
+        *({"page": "explorer", "state": {}, "move": [1]}, {"page": "planner", "state": {}, "move": {"set": 5}}),
+        *({"page": "planner", "state": {}, "move": {"set": ["no", "1"]}}, {"page": "planner", "state": [["a", "b"]]}),
+    ],
+)
+def test_what_is_no_request_is_refused(request_: Any) -> None:
+    assert list(answer(request_)) == ["refused"]
+
+
+def test_answers_import_neither_torch_nor_numpy() -> None:
+    code = "import sys, halfstep.cli.pages.answers; sys.exit(str({'torch', 'numpy', 'rich'} & set(sys.modules) or ''))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip() == ""

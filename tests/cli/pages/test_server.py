@@ -1,0 +1,189 @@
+"""``halfstep explore`` and ``halfstep plan --page``: who may ask the local server, and the files of ``--out``."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import webbrowser
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lookup_run import complaint, said
+
+from halfstep.__main__ import main as halfstep_main
+from halfstep.cli.pages.answers import EXAMPLES, answer
+from halfstep.cli.pages.html import html
+from halfstep.cli.pages.server import server
+
+QUESTION = {"page": "explorer", "state": {"x": "1/3", "f": "fp16"}}
+
+
+@pytest.fixture
+def address() -> Iterator[tuple[int, str]]:
+    """Port and path of a served explorer."""
+    serving, url = server("explorer", {"x": "0.3"})
+    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/[\w-]{22}/)explorer\.html", url)
+    assert found, url
+    yield int(found[1]), found[2]
+    serving.shutdown()
+    serving.server_close()
+
+
+def asked(port: int, path: str, body: str | None = None, **headers: str) -> tuple[int, str]:
+    """Status and text of the reply to GET, or with a body to POST."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    usual = {"Host": f"127.0.0.1:{port}", "Content-Type": "application/json"}
+    connection.request("GET" if body is None else "POST", path, body, {**usual, **headers})
+    reply = connection.getresponse()
+    return reply.status, reply.read().decode()
+
+
+def test_the_page_and_its_answers(address: tuple[int, str]) -> None:
+    port, path = address
+    assert asked(port, f"{path}explorer.html") == (200, html("explorer", "local", {"x": "0.3"}))
+    status, text = asked(port, f"{path}answer", json.dumps(QUESTION), Origin=f"http://127.0.0.1:{port}")
+    assert (status, json.loads(text)) == (200, json.loads(json.dumps(answer(QUESTION))))
+    # Through `ssh -L 9000:127.0.0.1:PORT`
+    assert (
+        asked(port, f"{path}answer", json.dumps(QUESTION), Host="localhost:9000", Origin="http://localhost:9000")[0]
+        == 200
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/explorer.html", {}),
+        ("/" + "A" * 22 + "/explorer.html", {}),
+        ("{path}explorer.html", {"Host": "evil.example:80"}),  # a name that resolves to 127.0.0.1
+        ("{path}explorer.html", {"Host": ""}),
+        ("{path}answer", {"Origin": "https://evil.example"}),
+        ("{path}answer", {"Origin": "null"}),
+    ],
+)
+def test_others_are_refused(address: tuple[int, str], path: str, headers: dict[str, str]) -> None:
+    port, secret = address
+    body = json.dumps(QUESTION) if path.endswith("answer") else None
+    assert asked(port, path.format(path=secret), body, **headers)[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "headers", "status"),
+    [
+        ("../../etc/passwd", None, {}, 404),
+        ("server.py", None, {}, 404),
+        ("other", "{}", {}, 400),
+        ("answer", "{}", {"Content-Type": "text/plain"}, 400),  # what a form of another site can send
+        ("answer", "{}", {"Content-Length": "65537"}, 400),
+        ("answer", "{", {}, 400),
+        ("answer", "[" * 60_000, {}, 400),
+        ("answer", '{"page": "explorer", "state": {"x": 5}}', {}, 400),
+    ],
+)
+def test_wrong_requests(
+    address: tuple[int, str], name: str, body: str | None, headers: dict[str, str], status: int
+) -> None:
+    port, path = address
+    assert asked(port, path + name, body, **headers)[0] == status
+    assert asked(port, f"{path}explorer.html")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "words", [["explore", "--no-open"], ["plan", "--page"], ["plan", "--params", "5", "--json", "--page"]]
+)
+def test_the_commands_serve_until_ctrl_c(words: list[str]) -> None:
+    command = [sys.executable, "-m", "halfstep", *words]
+    surroundings = {**os.environ, "SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings
+    ) as process:
+        assert process.stdout and process.stderr
+        spoken, lines = process.stderr if "--json" in words else process.stdout, []
+        while not lines or not lines[-1].startswith("stop with Ctrl-C"):
+            lines.append(spoken.readline())
+            assert lines[-1], process.stderr.read()
+        found = re.search(r"open in a browser: http://127\.0\.0\.1:(\d+)(/.+)", "".join(lines))
+        assert found and f"ssh -N -L {found[1]}:127.0.0.1:{found[1]} 10.0.0.2" in lines[-2]
+        assert asked(int(found[1]), found[2])[0] == 200
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=20)
+        assert process.returncode == 0 and "Traceback" not in errors
+        if "--json" in words:
+            assert json.loads(out)["plans"]  # the output is JSON alone
+
+
+def embedded(page: str) -> Any:
+    return json.loads(re.findall(r'<script type="application/json" id="start">(.*?)</script>', page, re.DOTALL)[0])
+
+
+def test_a_file_has_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or len(opened) == 1)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.chdir(tmp_path)
+    path, screen = (tmp_path / "a page.html").resolve().as_uri(), {"DISPLAY": ":0"}
+    words = ["explore", "--out", "a page.html"]
+    assert said(*words, **screen)[1] == f"wrote a page.html, opened in the browser: {path}\n"
+    assert said(*words, **screen)[1] == f"wrote a page.html; no browser was found here: open {path} in one\n"
+    assert said(*words, "-f", "fp16", "--no-open", **screen)[1] == f"wrote a page.html: open {path} in a browser\n"
+    assert opened == [path, path]
+    state = embedded((tmp_path / "a page.html").read_text(encoding="utf-8"))["answer"]["state"]
+    assert (state["f"], state["g"]) == ("fp16", "bf16")
+    options = ["--number", "-1/3", "-f", "half", "--format", "e5m7", "--rounding", "up", "--overflow", "saturate"]
+    assert said(*words, *options)[0] == 0
+    written = (tmp_path / "a page.html").read_text(encoding="utf-8")
+    command = "halfstep explore --number=-1/3 --format fp16 --format e5m7 --rounding up --overflow saturate"
+    assert embedded(written)["answer"]["command"] == command
+    assert not re.search(r' src="|<link rel="style|^import |url\(', written, flags=re.MULTILINE)
+
+
+def test_a_plan_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "\x1b[2J.html"
+    words = ["plan", "--params", "7e9", "--gpus", "8", "--reserve", "12.5%", "--offload", "--strategy", "zero2"]
+    assert halfstep_main([*words, "--page", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"wrote {tmp_path}/\\x1b[2J.html: open " in printed and "\x1b" not in printed
+    start = embedded(path.read_text(encoding="utf-8"))
+    assert start["answer"]["state"] == {
+        "params": "7000000000",
+        "gpus": "8",
+        "strategy": "zero2",
+        "offload": "",
+        "reserve": "12.5%",
+    }
+    assert halfstep_main([*words, "--json"]) == 0
+    assert start["answer"]["json"] + "\n" == capsys.readouterr().out
+    assert halfstep_main(["plan", "--page", str(tmp_path / "b.html")]) == 0
+    assert embedded((tmp_path / "b.html").read_text(encoding="utf-8"))["answer"]["state"] == EXAMPLES["planner"]
+    assert halfstep_main(["plan", "--gpus", "8", "--page", str(tmp_path / "c.html")]) == 2
+    assert "expected a model, but got none" in capsys.readouterr().err and not (tmp_path / "c.html").exists()
+
+
+def test_texts_cannot_end_the_script() -> None:
+    written = html("planner", "file", {"model": "</script><b>{{script}}", "gpus": "<!--"})
+    assert written.count("</script>") == 2 and "<b>" not in written and "<!--" not in written
+    assert embedded(written)["answer"]["state"] == {"model": "</script><b>{{script}}", "gpus": "<!--"}
+
+
+def test_what_the_explorer_refuses(address: tuple[int, str]) -> None:
+    for words, text in (
+        (
+            f"--no-open --port {address[0]}",
+            "cannot be used: Address already in use; pass another --port, or leave it out",
+        ),
+        ("--port 70000", "expected an integer from 0 to 65535, but got '70000'"),
+        ("--number fp16", "; fp16 is a format, and formats come after -f"),
+        ("-f fp16 -f bf16 -f e5m2", "expected at most two formats, the second to compare with, but got"),
+        ("--rounding stochastic", "unknown rounding 'stochastic'; choose from nearest, nearest_away, toward_zero"),
+        ("--out no/x.html", "'no/x.html' cannot be written: No such file or directory; pass a file"),
+    ):
+        assert text in complaint("explore", *words.split())
