@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,32 +72,6 @@ def same(left: list[Any], right: list[Any]) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------- the option
-
-
-# Under the interpreter, every other layout with amsgrad.
-BACKENDS = [
-    pytest.param(
-        *(layout, backend, amsgrad),
-        marks=[pytest.mark.exhaustive] * (backend == "triton" and amsgrad != bool(number % 2)),
-    )
-    for number, layout in enumerate(LAYOUTS)
-    for backend, amsgrad in itertools.product(("reference", "triton"), (False, True))
-]
-
-
-@pytest.mark.parametrize(("layout", "backend", "amsgrad"), BACKENDS)
-def test_every_backend_gives_the_bits_of_the_default(layout: str, backend: str, amsgrad: bool) -> None:
-    if backend == "triton":
-        pytest.importorskip("triton")
-    dtype, options = LAYOUTS[layout]
-    results = []
-    for name in ("auto", backend):
-        parameters = parameters_of(dtype)
-        with halfstep.backend(name):
-            optimizer = halfstep.AdamW(parameters, lr=1e-2, amsgrad=amsgrad, **options)
-            train(optimizer, parameters, range(3))
-        results.append(held(optimizer, parameters))
-    assert same(*results)
 
 
 @pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest")
@@ -282,17 +254,6 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_would(layout: str) -> Non
     other = halfstep.AdamW(fresh, lr=5.0, seed=1, **options)
     other.load_state_dict(saved)
     train(other, fresh, range(4, 8))
-    assert same(held(optimizer, parameters), held(other, fresh))
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_go_on_alike(copier: Callable[[Any], Any]) -> None:
-    parameters = parameters_of(BF16)
-    optimizer = halfstep.AdamW(parameters, lr=1e-2, seed=3, **LEAST)
-    train(optimizer, parameters, range(3))
-    fresh, other = copier((parameters, optimizer))
-    train(optimizer, parameters, range(3, 6))
-    train(other, fresh, range(3, 6))
     assert same(held(optimizer, parameters), held(other, fresh))
 
 

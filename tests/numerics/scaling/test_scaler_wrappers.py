@@ -1,6 +1,6 @@
 """Optimizers inside wrappers of trainers: whichever object the scaler is given, one unscaling and one limit.
 
-The wrappers here have the shapes of Accelerate's, Fabric's and torchft's; the real ones are used where installed.
+The wrappers have the shapes of Accelerate's, Fabric's and torchft's; the real ones are in tests/integrations/trainers.
 """
 
 from __future__ import annotations
@@ -246,53 +246,3 @@ def test_the_monitor_knows_that_a_wrapped_optimizer_was_unscaled() -> None:
     assert monitor.statistics().total.exponents == {0: 3}
     monitor.step(optimizer)
     assert monitor.statistics().total.exponents == {0: 6}
-
-
-# ------------------------------------------------------------------------------------------------------- the real ones
-
-
-def test_accelerates_own_optimizer() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    results = []
-    for wrapped in (False, True):
-        scaler, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
-        accelerator.scaler = scaler
-        prepared = accelerator.prepare(optimizer)
-        assert prepared.optimizer is optimizer and prepared.scaler is scaler
-        give(parameters)
-        scaler.clip_grad_norm_(prepared if wrapped else optimizer, LIMIT)
-        prepared.step()  # scaler.step(optimizer) and scaler.update()
-        results.append(torch.cat([p.detach() for p in parameters]))
-    assert torch.equal(*results) and bool((results[0] < 1).all())
-
-
-def test_accelerate_sees_the_steps_that_torchs_scaler_skips() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    _, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    prepared = accelerator.prepare(optimizer)
-    skipped = []
-    for value in (8.0, INF, 8.0):
-        accelerator.scaler.scale(torch.zeros(()))
-        give(parameters, value)
-        prepared.step()
-        skipped.append(prepared.step_was_skipped)
-    assert skipped == [False, True, False]
-
-
-def test_fabrics_own_optimizer() -> None:
-    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
-    results = []
-    for wrapped in (False, True):
-        scaler, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
-        model = torch.nn.ParameterList(parameters)
-        _, prepared = fabric.setup(model, optimizer)
-        give(parameters)
-        given = prepared if wrapped else optimizer
-        scaler.clip_grad_norm_(given, LIMIT)
-        scaler.step(given)
-        scaler.update()
-        results.append(torch.cat([p.detach() for p in parameters]))
-    torch.testing.assert_close(*results, rtol=2**-20, atol=0)
