@@ -1,4 +1,4 @@
-"""House rules that no linter knows: imports point one way, memory is allocated carefully, names stand where they live."""
+"""House rules that no linter knows: imports point one way, memory is allocated carefully, names have one home."""
 
 from __future__ import annotations
 

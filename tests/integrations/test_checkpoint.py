@@ -154,9 +154,7 @@ def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_p
 def test_options_of_a_group_and_objects_of_a_model_are_refused_alike(tmp_path: Path) -> None:
     model, optimizer = _training(1.0)
     optimizer.param_groups[0]["note"] = Custom()
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"optimizer\.param_groups\.0\.note to be .* but got a .*Custom"
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.param_groups\.0\.note to be .* but got a"):
         checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer)
     model.register_buffer("phase", torch.ones(1, dtype=torch.complex128))
     with pytest.raises(checkpoint.CheckpointError, match=r"tensor model\.phase .*complex128"):

@@ -435,28 +435,15 @@ def test_fp32_checkpoint_of_torch_continues_under_bf16_parameters_with_fp32_mome
     ("spoil", "message"),
     [
         (lambda s: s["state"][1].pop("exp_avg"), "state of parameter 1 lacks 'exp_avg'"),
-        (
-            lambda s: s["state"][1].update(exp_avg=torch.ones(7)),
-            r"Expected 'exp_avg' in the state of parameter 1 to have shape \(64,\), but got \(7,\): the checkpoint is "
-            r"of another model, or its parameters are in another order",
-        ),
-        (
-            lambda s: s["state"][3].update(master=torch.ones(2, 2)),
-            r"Expected 'master' in the state of parameter 3 to have shape \(33, 17\), but got \(2, 2\)",
-        ),
+        (lambda s: s["state"][1].update(exp_avg=torch.ones(7)), "Expected 'exp_avg' in the state of parameter 1 to"),
+        (lambda s: s["state"][3].update(master=torch.ones(2, 2)), "Expected 'master' in the state of parameter 3 to"),
         (
             lambda s: s["state"][0].update(exp_avg=torch.ones(3, 5, dtype=torch.int32)),
             "to have a floating-point dtype, but got torch.int32",
         ),
-        (
-            lambda s: s["state"][0].update(step=torch.ones(2)),
-            r"Expected 'step' in the state of parameter 0 to be one number, but got shape \(2,\)",
-        ),
+        (lambda s: s["state"][0].update(step=torch.ones(2)), "Expected 'step' in the state of parameter 0 to be one"),
         (lambda s: s["param_groups"].append({}), "different number of parameter groups: expected 1, but got 2"),
-        (
-            lambda s: s["param_groups"][0]["params"].pop(),
-            "doesn't match the size of optimizer's group: group 0 has 5 parameters there, 6 here",
-        ),
+        (lambda s: s["param_groups"][0]["params"].pop(), "doesn't match the size of optimizer's group: group 0 has 5"),
         (lambda s: s.pop("state"), "lacks 'state'"),
         (lambda s: s["param_groups"][0].update(lr=float("nan")), "Invalid learning rate: nan"),
     ],
@@ -492,26 +479,10 @@ def test_loading_what_does_not_fit_says_so_and_changes_nothing(spoil: Any, messa
         ({"betas": (0.9, 1.5)}, ValueError, "Invalid beta parameter at index 1: 1.5"),
         ({"betas": 0.9}, ValueError, "Expected betas to be a pair of numbers from 0 to below 1, but got 0.9"),
         ({"weight_decay": float("inf")}, ValueError, "Invalid weight_decay value: inf"),
-        (
-            {"differentiable": True},
-            ValueError,
-            "Expected differentiable to be False, but got True: use torch.optim for a differentiable step",
-        ),
-        (
-            {"master_weights": "half"},
-            ValueError,
-            "Expected master_weights to be one of 'auto', 'full', 'split', 'split24', None, but got 'half'",
-        ),
-        (
-            {"state_dtype": torch.float16},
-            ValueError,
-            "Expected state_dtype to be one of torch.float32, torch.bfloat16, '8bit', but got torch.float16",
-        ),
-        (
-            {"rounding": "up"},
-            ValueError,
-            "Expected rounding to be one of 'auto', 'nearest', 'stochastic', but got 'up'",
-        ),
+        ({"differentiable": True}, ValueError, "Expected differentiable to be False, but got True: use torch.optim"),
+        ({"master_weights": "half"}, ValueError, "Expected master_weights to be one of 'auto', 'full', 'split',"),
+        ({"state_dtype": torch.float16}, ValueError, "Expected state_dtype to be one of torch.float32,"),
+        ({"rounding": "up"}, ValueError, "Expected rounding to be one of 'auto', 'nearest', 'stochastic', but got"),
         ({"seed": -1}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got -1"),
         ({"seed": 2**63}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got 9223372036854775808"),
         ({"seed": 1.0}, TypeError, "Expected seed to be an integer from 0 to 2^63 - 1, but got 1.0, a float"),
@@ -526,27 +497,11 @@ def test_bad_options_name_the_value_and_what_is_allowed(options: Any, error: Any
 @pytest.mark.parametrize(
     ("parameter", "options", "error", "message"),
     [
-        (
-            torch.ones(2, dtype=torch.float64),
-            {},
-            TypeError,
-            "Expected parameter 0 of group 0 to have dtype float32, float16 or bfloat16, but got torch.float64: use "
-            "torch.optim for other dtypes",
-        ),
+        (torch.ones(2, dtype=torch.float64), {}, TypeError, "Expected parameter 0 of group 0 to have dtype float32,"),
         (torch.ones(2, dtype=torch.complex64), {}, TypeError, "but got torch.complex64"),
-        (
-            torch.ones(2).half(),
-            {"master_weights": "split"},
-            ValueError,
-            "Expected master_weights to be 'full', 'auto' or None for float16, but got 'split'",
-        ),
+        (torch.ones(2).half(), {"master_weights": "split"}, ValueError, "Expected master_weights to be 'full', 'auto'"),
         (torch.ones(2).to_sparse(), {}, TypeError, "to be dense, but got layout torch.sparse_coo"),
-        (
-            torch.ones(1).expand(3),
-            {},
-            ValueError,
-            "each element of parameter 0 of group 0 to have memory of its own, but got shape (3,) and strides (0,)",
-        ),
+        (torch.ones(1).expand(3), {}, ValueError, "each element of parameter 0 of group 0 to have memory of its own,"),
     ],
 )
 def test_bad_parameters_are_refused_when_the_optimizer_is_made(

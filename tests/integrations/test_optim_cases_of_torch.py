@@ -821,10 +821,7 @@ def test_sparse_gradients_are_refused_before_anything_moves(ours: Any, layout: s
         give_gradients(0, parameters)
         dense = parameters[1].grad
         parameters[1].grad = dense.to_sparse()
-        with pytest.raises(
-            RuntimeError,
-            match=re.escape("to have a dense gradient, but got layout torch.sparse_coo: use torch.optim.SparseAdam"),
-        ):
+        with pytest.raises(RuntimeError, match=re.escape("to have a dense gradient, but got layout")):
             optimizer.step()
         assert same(before, [parameter.detach() for parameter in parameters]), options
         parameters[1].grad = dense

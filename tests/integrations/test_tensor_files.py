@@ -107,9 +107,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     with pytest.raises(TensorFileError, match=r"is damaged: its file model.* does not have the checksum"):
         read_tensors(path)
-    with pytest.raises(
-        TensorFileError, match=r"is a folder, and no checkpoint, or is damaged: it has no manifest.json"
-    ):
+    with pytest.raises(TensorFileError, match="is a folder, and no checkpoint, or is damaged: it has no"):
         read_tensors(tmp_path)
 
 

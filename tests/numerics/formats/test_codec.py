@@ -161,10 +161,7 @@ def test_nan_policies() -> None:
     for name in ALL:
         assert codec.encode(values, name, nan="zero").tolist() == [0] * 4
         assert exact.encode_exact(math.nan, name, nan="zero") == 0
-        with pytest.raises(
-            ValueError,
-            match="values without NaN with nan='raise', but got one: pass nan='canonical', 'payload' or 'zero'",
-        ):
+        with pytest.raises(ValueError, match="values without NaN with nan='raise', but got one: pass"):
             codec.encode(values, name, nan="raise")
     assert codec.encode([1.0, math.inf], "fp16", nan="raise").tolist() == [0x3C00, 0x7C00]
 
@@ -413,87 +410,22 @@ def test_neighbours_enclose(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "complaint"),
     [
-        (
-            (1.0, "fp16", "even"),
-            {},
-            ValueError,
-            "'toward_zero', 'up', 'down', 'odd', 'stochastic', but got 'even'",
-        ),
-        (
-            (1.0, "fp16"),
-            {"overflow": "wrap"},
-            ValueError,
-            "Expected overflow to be one of 'inf', 'saturate', 'nan', but got 'wrap'",
-        ),
-        (
-            (1.0, "fp16"),
-            {"nan": "keep"},
-            ValueError,
-            "Expected nan to be one of 'canonical', 'payload', 'zero', 'raise', but got 'keep'",
-        ),
-        (
-            (1.0, "fp16"),
-            {"subnormals": "yes"},
-            TypeError,
-            "Expected subnormals to be True (kept) or False (flushed to zero), but got 'yes'",
-        ),
-        (
-            (1.0, "fp16"),
-            {"seed": 3},
-            ValueError,
-            (
-                "Expected seed to be None with rounding='nearest', which uses no random numbers, but got 3: leave it "
-                "out, "
-                "or pass rounding='stochastic'"
-            ),
-        ),
-        (
-            (1.0, "fp16", "stochastic"),
-            {"seed": -1},
-            ValueError,
-            "Expected seed to be from 0 to 9223372036854775807, but got -1",
-        ),
+        ((1.0, "fp16", "even"), {}, ValueError, "'toward_zero', 'up', 'down', 'odd', 'stochastic', but got 'even'"),
+        ((1.0, "fp16"), {"overflow": "wrap"}, ValueError, "Expected overflow to be one of 'inf', 'saturate', 'nan',"),
+        ((1.0, "fp16"), {"nan": "keep"}, ValueError, "Expected nan to be one of 'canonical', 'payload', 'zero',"),
+        ((1.0, "fp16"), {"subnormals": "yes"}, TypeError, "Expected subnormals to be True (kept) or False (flushed to"),
+        ((1.0, "fp16"), {"seed": 3}, ValueError, "Expected seed to be None with rounding='nearest', which uses no"),
+        ((1.0, "fp16", "stochastic"), {"seed": -1}, ValueError, "Expected seed to be from 0 to 9223372036854775807,"),
         ((1.0, "fp16", "stochastic"), {"seed": 1.5}, TypeError, "Expected seed to be an integer from 0 to "),
         ((1.0, "fp16", "stochastic"), {"offset": -1}, ValueError, "Expected offset to be from 0 to "),
         ((1.0, "fp17"), {}, UnknownFormat, "unknown format 'fp17'; did you mean"),
-        (
-            (1j, "fp16"),
-            {},
-            TypeError,
-            (
-                "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string such as '0.1', '0x1p-3' "
-                "or "
-                "'1/3', but got 1j, a complex"
-            ),
-        ),
-        (
-            (np.array([1j]), "fp16"),
-            {},
-            TypeError,
-            (
-                "Expected values to be real numbers (floats, integers, Fraction, Decimal or strings), but got type "
-                "complex128"
-            ),
-        ),
+        ((1j, "fp16"), {}, TypeError, "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string"),
+        ((np.array([1j]), "fp16"), {}, TypeError, "Expected values to be real numbers (floats, integers, Fraction,"),
         ((np.array(["2020"], "M8[Y]"), "fp16"), {}, TypeError, "but got type datetime64[Y]"),
-        (
-            (None, "fp16"),
-            {},
-            TypeError,
-            (
-                "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string such as '0.1', '0x1p-3' "
-                "or "
-                "'1/3', but got None, a NoneType"
-            ),
-        ),
+        ((None, "fp16"), {}, TypeError, "Expected a real number (int, float, Fraction, Decimal or numpy's) or a"),
         (("one", "fp16"), {}, ValueError, "'one' is not a number: 'one' is not understood"),
         (([1.0, [2.0]], "fp16"), {}, (TypeError, ValueError), ""),
-        (
-            (torch.tensor([1j]), "fp16"),
-            {},
-            TypeError,
-            "Expected a dense tensor of real numbers, but got torch.complex64",
-        ),
+        ((torch.tensor([1j]), "fp16"), {}, TypeError, "Expected a dense tensor of real numbers, but got"),
         ((torch.eye(2).to_sparse(), "fp16"), {}, TypeError, "Expected a dense tensor of real numbers, but got"),
     ],
     ids=str,
@@ -506,9 +438,7 @@ def test_what_encode_refuses(arguments: tuple, options: dict, error: type, compl
 
 def test_packed_tensors_are_refused() -> None:
     packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    with pytest.raises(
-        TypeError, match=r"Expected a dtype with one number per element, but got torch.float4_e2m1fn_x2"
-    ):
+    with pytest.raises(TypeError, match="Expected a dtype with one number per element, but got"):
         codec.encode(packed, "fp16")
 
 

@@ -311,42 +311,12 @@ def test_custom_formats_count_right(exponent: int, mantissa: int, kind: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "complaint"),
     [
-        (
-            (0, 3),
-            {},
-            ValueError,
-            "Expected exponent to be from 1 to 11 bits, so that float64 holds every value, but got ",
-        ),
-        (
-            (12, 3),
-            {},
-            ValueError,
-            "Expected exponent to be from 1 to 11 bits, so that float64 holds every value, but got ",
-        ),
-        (
-            (5, 53),
-            {},
-            ValueError,
-            "Expected mantissa to be from 0 to 52 bits, so that float64 holds every value, but got ",
-        ),
-        (
-            (5, 0),
-            {"kind": "fn"},
-            ValueError,
-            "Expected mantissa to be from 1 to 52 bits, so that float64 holds every value, but got ",
-        ),
-        (
-            (1, 3),
-            {},
-            ValueError,
-            "Expected exponent to be 2 bits or more with kind='ieee', but got 1: one bit leaves no normal numbers",
-        ),
-        (
-            (5, 2),
-            {"kind": "posit"},
-            ValueError,
-            "Expected kind to be 'ieee', 'fn', 'fnuz' or 'finite', but got 'posit'",
-        ),
+        ((0, 3), {}, ValueError, "Expected exponent to be from 1 to 11 bits, so that float64 holds every value, but"),
+        ((12, 3), {}, ValueError, "Expected exponent to be from 1 to 11 bits, so that float64 holds every value, but"),
+        ((5, 53), {}, ValueError, "Expected mantissa to be from 0 to 52 bits, so that float64 holds every value, but"),
+        ((5, 0), {"kind": "fn"}, ValueError, "Expected mantissa to be from 1 to 52 bits, so that float64 holds every"),
+        ((1, 3), {}, ValueError, "Expected exponent to be 2 bits or more with kind='ieee', but got 1: one bit leaves"),
+        ((5, 2), {"kind": "posit"}, ValueError, "Expected kind to be 'ieee', 'fn', 'fnuz' or 'finite', but got"),
         ((5.0, 2), {}, TypeError, "Expected exponent to be an integer, but got 5.0"),
         ((5, 2), {"bias": 1.5}, TypeError, "Expected bias to be an integer, but got 1.5"),
         ((5, 2), {"bias": 2000}, ValueError, "Expected values within float64's range, 2^-1074 to 2^1023, but got"),

@@ -176,11 +176,7 @@ def test_news_that_arrive_late_hold_the_schedule_once_each(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("scheduler", "scaler", "message"),
     [
-        (
-            object(),
-            halfstep.GradScaler("cpu"),
-            "Expected scheduler to be an object with a method step(), but got a object",
-        ),
+        (object(), halfstep.GradScaler("cpu"), "Expected scheduler to be an object with a method step(), but got a"),
         (None, None, "but got a NoneType"),
     ],
 )

@@ -341,83 +341,36 @@ def test_errors_name_the_argument() -> None:
     one = torch.ones(1)
     with pytest.raises(UnknownFormat, match="unknown format 'fp17'; did you mean 'fp16'"):
         statistics(one, "fp17")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"Expected format to be a floating-point format with 1 to 23 mantissa bits, such as 'fp16' or 'e4m3fn', "
-            r"but "
-            r"got 'fp64'"
-        ),
-    ):
+    with pytest.raises(ValueError, match="Expected format to be a floating-point format with 1 to 23 mantissa bits,"):
         statistics(one, "fp64")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"Expected format to be within fp32's range, 2\^-149 to 2\^127, but got 'e9m5', with numbers from 2\^-259 "
-            r"to 2\^255"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"Expected format to be within fp32's range, 2\^-149 to 2\^127, but got"):
         statistics(one, "e9m5")
     for scale in (0, -1.0, NAN, INF, 2.0**127, True, "2"):
-        with pytest.raises(
-            ValueError, match=r"Expected scale to be a number from 2\^-126 to 2\^126, or a tensor of one, but got "
-        ):
+        with pytest.raises(ValueError, match=r"Expected scale to be a number from 2\^-126 to 2\^126, or a tensor of"):
             statistics(one, "fp16", scale)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected scale to be one number, but got shape \(2,\)"):
         statistics(one, "fp16", torch.ones(2))
-    with pytest.raises(
-        ValueError, match=r"Expected scale to be a number from 2\^-126 to 2\^126, or a tensor of one, but got 0.0"
-    ):
+    with pytest.raises(ValueError, match=r"Expected scale to be a number from 2\^-126 to 2\^126, or a tensor of"):
         statistics(one, "fp16", torch.tensor(0.0)).read()
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"Expected x to have dtype float64, float32, float16, bfloat16 or float8, but got torch.int64: leave it out"
-        ),
-    ):
+    with pytest.raises(TypeError, match="Expected x to have dtype float64, float32, float16, bfloat16 or float8,"):
         statistics({"x": torch.ones(1, dtype=torch.int64)})
     with pytest.raises(TypeError, match=r"Expected x to have dtype float64, .* but got torch.complex64"):
         statistics({"x": torch.ones(1, dtype=torch.complex64)})
-    with pytest.raises(
-        TypeError,
-        match=r"Expected a format of up to 21 mantissa bits for x of dtype torch.float64, but got fp32: convert",
-    ):
+    with pytest.raises(TypeError, match=r"Expected a format of up to 21 mantissa bits for x of dtype torch.float64,"):
         statistics({"x": one.double()}, "fp32")
     with pytest.raises(TypeError, match=r"x is on the meta device and has no values; load it first"):
         statistics({"x": one.to("meta")})
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"Expected x to be a dense or COO tensor, but got layout torch.sparse_csr: use "
-            r".to_dense\(\)"
-        ),
-    ):
+    with pytest.raises(TypeError, match=r"Expected x to be a dense or COO tensor, but got layout torch.sparse_csr:"):
         statistics({"x": torch.eye(2).to_sparse_csr()})
     with pytest.raises(TypeError, match=r"Expected tensors\['y'\] to be a tensor, but got a int"):
         statistics({"y": 3})
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"Expected tensors to be a tensor, a module, a dict, or a list of tensors or of \(name, tensor\) pairs, "
-            r"but "
-            r"got a float"
-        ),
-    ):
+    with pytest.raises(TypeError, match="Expected tensors to be a tensor, a module, a dict, or a list of tensors or"):
         statistics(2.0)
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"Expected tensors to be a tensor, a module, a dict, or a list of tensors or of \(name, tensor\) pairs, "
-            r"but "
-            r"got a str"
-        ),
-    ):
+    with pytest.raises(TypeError, match="Expected tensors to be a tensor, a module, a dict, or a list of tensors or"):
         statistics("model.pt")
     with pytest.raises(ValueError, match=r"Expected the names in tensors to be distinct, but got 'a' twice"):
         statistics([("a", one), ("a", one)])
-    with pytest.raises(
-        ValueError, match=r"Expected of to be 'parameters' \(the tensors themselves\) or 'gradients', but got 'grad'"
-    ):
+    with pytest.raises(ValueError, match=r"Expected of to be 'parameters' \(the tensors themselves\) or"):
         statistics(one, of="grad")
     found = statistics(one, errors=False)
     with pytest.raises(ValueError, match=r"errors were not counted; count them with halfstep.statistics"):
@@ -428,9 +381,7 @@ def test_errors_name_the_argument() -> None:
         found[0].share("zeros")
     with pytest.raises(KeyError, match=r"no tensor is called 'b'"):
         found["b"]
-    with pytest.raises(
-        ValueError, match=r"Expected scale to be 1.0 times a power of two, but got 3: count again for other scales"
-    ):
+    with pytest.raises(ValueError, match=r"Expected scale to be 1.0 times a power of two, but got 3: count again for"):
         found.at(3)
     with pytest.raises(ValueError, match=r"Expected statistics of the same format, .*, but got bf16 at 1.0"):
         found + statistics(one, "bf16", errors=False)
