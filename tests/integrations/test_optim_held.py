@@ -23,7 +23,7 @@ import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.optim import held
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(6)
 
 SHAPES = ((40, 130), (16, 9, 32), (5,), (9, 7), (4096, 1), ())
 # By name: the dtype of the weights and the optimizer's options.

@@ -19,7 +19,7 @@ import halfstep
 from halfstep.bench.audit.families import adam as audited_adam
 from halfstep.integrations.optim.state import WHOLE
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(6)
 
 BF16 = torch.bfloat16
 LEAST = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic"}

@@ -14,8 +14,6 @@ import soak
 import topology_ranks
 from topologies import TOPOLOGIES, WORLD
 
-pytestmark = pytest.mark.sample(3)
-
 Ranks = list[dict[str, Any]]
 SINGLE = ("DDP", "ZeRO-1")  # every rank has every gradient: nothing to agree on
 

@@ -66,12 +66,6 @@ def test_fields_and_codes(name: str) -> None:
     assert form.kind in FORMAT_KINDS and form.title
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_figures_as_printed(name: str) -> None:
-    form = formats[name]
-    assert (form.max, form.min_normal, form.min_subnormal) == PRINTED[name]
-
-
 @pytest.mark.parametrize("name", oracle.SMALL)
 def test_figures_by_enumeration(name: str) -> None:
     form = formats[name]
@@ -145,13 +139,6 @@ def test_decimal_digits(name: str) -> None:
     assert form.decimal_digits == pytest.approx(p * 0.30102999566398120, rel=1e-15)
 
 
-def test_decimal_digits_as_printed() -> None:
-    """facts: C's FLT_DIG, FLT_DECIMAL_DIG, and those of the small formats."""
-    printed = {"fp64": (15, 17), "fp32": (6, 9), "fp16": (3, 5), "tf32": (3, 5), "bf16": (2, 4), "e4m3fn": (0, 3)}
-    for name, digits in {**printed, "e5m2": (0, 2), "int8": (2, 3)}.items():
-        assert (formats[name].digits10, formats[name].max_digits10) == digits
-
-
 @pytest.mark.parametrize("name", ("fp16", "bf16", "e4m3fn"))
 def test_what_the_digits_promise(name: str) -> None:
     """digits10 survive the way to the format and back; max_digits10 tell all its numbers apart, one less does not."""
@@ -186,21 +173,6 @@ def test_against_torch_finfo(name: str) -> None:
         assert info.eps in (0.125, 0.25) and after - one == form.eps == 0.25
     else:
         assert info.eps == form.eps
-
-
-def test_against_torch_finfo_of_the_scale() -> None:
-    form, info = formats["e8m0fnu"], torch.finfo(torch.float8_e8m0fnu)
-    assert (info.max, info.min, info.eps, info.tiny) == (form.max, form.lowest, form.eps, form.min_normal)
-    assert torch.iinfo(torch.int8).max == formats["int8"].max and torch.iinfo(torch.int8).min == formats["int8"].lowest
-
-
-@pytest.mark.parametrize("name", [name for name in FLOATS if formats[name].numpy])
-def test_against_numpy_finfo(name: str) -> None:
-    form, info = formats[name], np.finfo(formats[name].numpy)
-    assert (info.bits, info.nmant, info.maxexp, info.minexp) == (form.bits, form.mantissa, form.emax + 1, form.emin)
-    assert (info.max, info.min, info.eps, info.smallest_normal) == (form.max, form.lowest, form.eps, form.min_normal)
-    assert info.smallest_subnormal == form.min_subnormal
-    assert info.precision == form.digits10
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if formats[name].ml_dtypes])
@@ -339,28 +311,6 @@ def test_as_dict_is_json_with_every_figure(name: str) -> None:
     assert row["max"] == formats[name].max and row["name"] == name
     assert row["overflow"] is None if name == "fp64" else row["overflow"] == formats[name].overflow
     assert set(row["aliases"]) == set(formats[name].aliases) and row["hardware"]
-
-
-def test_hardware() -> None:
-    """The first data-centre generations whose matrix units take each format, as the makers' documents say.
-
-    V100: fp16 alone; T4: int8; A100: fp64, tf32, bf16; H100: OCP FP8; B200: FP6, FP4 with E8M0 scales. MI100: fp32,
-    fp16, bf16, int8; MI200: fp64; MI300: xf32 and FNUZ FP8; MI350: OCP FP8, FP6, FP4. TPU: int8 in v1, bf16 in v2,
-    FP8 in v7.
-    """
-    generations = {
-        "NVIDIA": {"V100": ["fp16"], "T4": ["int8"], "A100": ["fp64", "tf32", "bf16"], "H100": ["e4m3fn", "e5m2"],
-                   "B200": ["e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn"]},
-        "AMD": {"MI100": ["fp32", "fp16", "bf16", "int8"], "MI200": ["fp64"], "MI300": ["tf32", "e4m3fnuz", "e5m2fnuz"],
-                "MI350": ["e4m3fn", "e5m2", "e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn"]},
-        "Google": {"TPU v1": ["int8"], "TPU v2": ["bf16"], "TPU v7": ["e4m3fn", "e5m2"]},
-    }  # fmt: skip
-    told: dict[str, set[str]] = {name: set() for name in ALL}
-    for maker, rows in generations.items():
-        for generation, names in rows.items():
-            for name in names:
-                told[name].add(f"{maker} {generation}")
-    assert {name: set(formats[name].hardware) for name in ALL} == told
 
 
 def test_rows_cannot_be_changed() -> None:

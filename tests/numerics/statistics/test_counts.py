@@ -18,9 +18,7 @@ from implementations import ALL, twins, using
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.cli.results import count, shortened
 from halfstep.numerics.formats.table import UnknownFormat, formats
-from halfstep.numerics.messages import percent
 from halfstep.numerics.statistics.counts import KINDS, Statistics, grid_of, statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on overflow and NaN
@@ -95,30 +93,6 @@ def test_the_same_as_casting_each_element(name: str, dtype: torch.dtype, scale: 
     small = (x * scale).abs() < formats[name].min_normal
     assert found.subnormal == int((finite & small & (cast != 0)).sum())
     assert found.elements == sum(getattr(found, kind) for kind in KINDS) == x.numel()
-
-
-def test_the_thresholds_of_fp16_at_the_usual_scale() -> None:
-    """|g| S <= 2^-25 is flushed, < 2^-14 subnormal, >= 65520 overflows; at 2^16 that is 4.55e-13, 9.31e-10, 0.99976."""
-    flush, normal, overflow = 2.0**-41, 2.0**-30, 65520 / 65536
-    assert (flush, normal, overflow) == pytest.approx((4.5475e-13, 9.3132e-10, 0.999756), rel=1e-5)
-    for edge, below, at in ((normal, "subnormal", "normal"), (overflow, "normal", "overflow")):
-        under = float(np.nextafter(np.float32(edge), np.float32(0)))
-        assert getattr(statistics(torch.tensor(under), "fp16", 2.0**16)[0], below) == 1
-        assert getattr(statistics(torch.tensor(edge), "fp16", 2.0**16)[0], at) == 1
-    assert statistics(torch.tensor(flush), "fp16", 2.0**16)[0].flushed == 1
-    above = float(np.nextafter(np.float32(flush), np.float32(1)))
-    assert statistics(torch.tensor(above), "fp16", 2.0**16)[0].subnormal == 1
-
-
-def test_powers_of_two_round_nothing_and_a_thousand_most() -> None:
-    """S = 2^k and back changes no fp32 gradient; S = 1000 changes more than half of them by rounding."""
-    gradients = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1e-4
-    assert torch.equal(gradients * 65536 / 65536, gradients)
-    assert statistics(gradients, "fp32", 65536)[0].largest_error == 0
-    changed = ((gradients * 1000).double() != gradients.double() * 1000).double().mean().item()
-    assert changed > 0.9, "the product alone is rounded nearly always"
-    there_and_back = ((gradients * 1000) * torch.tensor(1 / 1000) != gradients).double().mean().item()
-    assert there_and_back == pytest.approx(0.57, abs=0.02)
 
 
 @settings(max_examples=60, deadline=None)
@@ -279,23 +253,6 @@ def test_the_table_fits_80_columns() -> None:
     assert lines[-1] == "and 1 infinite, 0 NaN before rounding"
     assert len(found.table().splitlines()) == 2 + 31 + 1 + 1
     assert "err p99" not in statistics(named, errors=False).table()
-
-
-def test_words() -> None:
-    assert [percent(share) for share in (0, 1e-9, 0.00123, 0.5, 0.9999, 1)] == [
-        "0",
-        "<0.01",
-        "0.12",
-        "50.0",
-        ">99.9",
-        "100",
-    ]
-    assert [count(number) for number in (0, 999, 1000, 12345, 999499, 10**9, 10**13)] == [
-        "0", "999", "1k", "12.3k", "999k", "1G", "10T",
-    ]  # fmt: skip
-    assert shortened("a.b", 3) == "a.b"
-    assert shortened("encoder.layers.10.norm.weight", 22) == "e.l.10.norm.weight"
-    assert shortened("encoder", 5) == "en…er"
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:
