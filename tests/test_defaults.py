@@ -24,7 +24,7 @@ SCRIPT = Path(defaults.__file__)
     [
         ("auto", ["--tries", "1"]),
         ("reference", ["--tries", "1", "--cases", "checks", "optimizers"]),
-        ("triton", ["--tries", "1", "--cases", "checks", "training"]),
+        ("triton", ["--tries", "1", "--cases", "checks"]),
     ],
 )
 def test_nothing_depends_on_the_defaults_of_torch(name: str, arguments: list[str]) -> None:
