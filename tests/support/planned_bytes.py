@@ -57,22 +57,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype,
     optimizer.step()
 
 
-def fsdp2(
-    dtype: torch.dtype, mesh: Any = None, blocks: tuple[tuple[int, int], ...] = BLOCKS, **policy: Any
-) -> nn.Module:
+def under_fsdp2(
+    dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer], blocks: tuple[tuple[int, int], ...] = BLOCKS
+) -> dict[str, int]:
     model = Model(blocks).to(dtype)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, **policy)
-    return fully_shard(model, mesh=mesh, **policy)
-
-
-def under_fsdp2(
-    dtype: torch.dtype,
-    make: Callable[..., torch.optim.Optimizer],
-    mesh: Any = None,
-    blocks: tuple[tuple[int, int], ...] = BLOCKS,
-) -> dict[str, int]:
-    model = fsdp2(dtype, mesh, blocks)
+        fully_shard(block)
+    fully_shard(model)
     optimizer = make(model.parameters())
     step(model, optimizer, dtype, blocks[0][1])
     return counted(model.parameters(), optimizer)
