@@ -106,15 +106,6 @@ def test_small_updates_reach_the_master_and_are_lost_without_one() -> None:
     assert ((kept.float() - 0.97).abs() < 0.004).all()  # one bf16 ulp at 1
 
 
-def test_bf16_weight_decay_decays() -> None:
-    p = torch.nn.Parameter(torch.full((10,), 2.0).bfloat16())
-    optimizer = halfstep.AdamW([p], lr=1e-2, weight_decay=0.1)
-    for _ in range(500):
-        p.grad = torch.zeros_like(p)
-        optimizer.step()
-    assert (p.float() / (2 * 0.999**500) - 1).abs().max() < 2**-8
-
-
 def test_fp16_bf16_and_fp32_parameters_in_one_optimizer_with_groups_of_their_own_options() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     options = [
@@ -203,25 +194,6 @@ def test_lr_may_be_a_tensor_and_change_in_place(value: Any) -> None:
     torch.testing.assert_close(p, q, rtol=0, atol=2**-24)
 
 
-def test_parameters_without_a_gradient_frozen_and_added_later() -> None:
-    ours, theirs = parameters_of(torch.float32), parameters_of(torch.float32)
-    optimizers = [halfstep.AdamW(ours[:3], lr=1e-2), torch.optim.AdamW(theirs[:3], lr=1e-2)]
-    for step in range(12):
-        for ps, optimizer in zip((ours, theirs), optimizers, strict=True):
-            if step == 4:
-                optimizer.add_param_group({"params": ps[3:], "lr": 1e-3})
-            give_gradients(ps, step)
-            ps[1].grad = None
-            if step % 3:
-                ps[0].grad = None
-            optimizer.step()
-    assert ours[1] not in optimizers[0].state
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, **ADAM_AGAINST_TORCH)
-    steps = [int(optimizers[0].state[p]["step"]) for p in (ours[0], ours[2], ours[3])]
-    assert steps == [4, 12, 8]
-
-
 def test_a_step_changes_the_version_so_that_autograd_notices() -> None:
     p = torch.nn.Parameter(torch.ones(2))
     optimizer = halfstep.AdamW([p])
@@ -270,17 +242,18 @@ def test_parameter_moved_to_other_memory_and_state_replaced() -> None:
     assert_same_state(mine, other)
 
 
-@pytest.mark.parametrize(("before", "after"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
-def test_model_converted_to_another_dtype_between_steps(before: str, after: str) -> None:
-    p = torch.nn.Parameter(torch.ones(100).to(LAYOUTS[before][0]))
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("after", [torch.float32, torch.bfloat16, torch.float16])
+def test_model_converted_to_another_dtype_between_steps(before: torch.dtype, after: torch.dtype) -> None:
+    p = torch.nn.Parameter(torch.ones(100, dtype=before))
     optimizer = halfstep.AdamW([p], lr=1e-2)
-    for name in (before, after):
-        p.data = p.data.to(LAYOUTS[name][0])
+    for dtype in (before, after):
+        p.data = p.data.to(dtype)
         for _ in range(3):
             p.grad = torch.ones_like(p)
             optimizer.step()
         state = optimizer.canonical_state_dict()["state"][0]
-        assert ("master" in state) == (name != "fp32")
+        assert ("master" in state) == (dtype != torch.float32)
         assert torch.equal(state.get("master", p.detach()).to(p.dtype), p.detach())
     assert float(state["step"]) == 6
 

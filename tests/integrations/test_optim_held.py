@@ -169,16 +169,6 @@ def test_a_file_loads_into_parameters_on_a_gpu(layout: str) -> None:
     assert [*weights, *[[key, bits(one[key]).tobytes()] for one in state for key in sorted(one)]] == expected
 
 
-def test_full_masters_follow_weights_that_other_code_wrote() -> None:
-    """As in the canonical state; a remainder completes whatever weight there is."""
-    for layout in ("full", "split"):
-        parameters, optimizer = _run(layout, steps=2)
-        with torch.no_grad():
-            parameters[0][3] += 1
-        loaded = _continued((parameters, optimizer), layout, optimizer.state_dict())
-        assert torch.equal(loaded[1].masters()[loaded[0][0]], optimizer.masters()[parameters[0]])
-
-
 def test_a_remainder_without_its_bf16_weight_is_left_out() -> None:
     parameters, optimizer = _run("split", steps=1)
     parameters[0].data = parameters[0].data.float()

@@ -16,8 +16,6 @@ from oracles import bits
 from sharded_noise import gradient
 
 import halfstep
-from halfstep.bench.audit.families import adam as audited_adam
-from halfstep.integrations.optim.state import WHOLE
 
 pytestmark = pytest.mark.sample(6)
 
@@ -102,28 +100,6 @@ def test_where_there_is_nothing_to_round_by_chance_it_is_nearest(dtype: torch.dt
     assert same(*results)
 
 
-def test_the_layouts_of_the_table_move_its_bytes() -> None:
-    """Every row of the design's table is reached through the public class and audited at its bytes."""
-    wanted = {
-        (torch.float32, (), "nearest"): 28,
-        (BF16, (("master_weights", "full"),), "nearest"): 28,
-        (torch.float16, (), "nearest"): 28,
-        (BF16, (), "nearest"): 26,
-        (BF16, (("state_dtype", BF16),), "nearest"): 18,
-        (BF16, (("state_dtype", BF16),), "stochastic"): 18,
-        (BF16, (("master_weights", None),), "stochastic"): 22,
-        (torch.float16, (("master_weights", None),), "stochastic"): 22,
-        (BF16, (("master_weights", None), ("state_dtype", BF16)), "stochastic"): 14,
-    }
-    audited = {variant.name: variant.bytes_read + variant.bytes_written for variant in audited_adam.variants()}
-    for (dtype, options, rounding), bytes_moved in wanted.items():
-        parameter = torch.nn.Parameter(torch.ones(8, dtype=dtype))
-        optimizer = halfstep.AdamW([parameter], rounding=rounding, **dict(options))
-        train(optimizer, [parameter], range(1))
-        ((batch, _),) = optimizer._plans[WHOLE].batches
-        assert audited[audited_adam.name(batch.batch.layout)] == bytes_moved
-
-
 def test_exact_weights_never_move_and_small_steps_arrive() -> None:
     still, moved, lost = (torch.nn.Parameter(torch.ones(4096, dtype=BF16)) for _ in range(3))
     optimizers = [
@@ -172,18 +148,6 @@ def test_neighbours_of_another_dtype_or_without_gradients_do_not_change_the_bits
     assert (bits(plain[3].detach()) == bits(other[3].detach())).all()
 
 
-def test_a_group_added_later_has_the_numbers_that_follow() -> None:
-    together, later = parameters_of(BF16), parameters_of(BF16)
-    joint = halfstep.AdamW(together, lr=1e-2, **LEAST)
-    grown = halfstep.AdamW(later[:4], lr=1e-2, **LEAST)
-    train(joint, together, range(2), without=(4, 5, 6))
-    train(grown, later, range(2), without=(4, 5, 6))
-    grown.add_param_group({"params": later[4:]})
-    train(joint, together, range(2, 5))
-    train(grown, later, range(2, 5))
-    assert same(held(joint, together), held(grown, later))
-
-
 @pytest.mark.parametrize(
     "change", [{"seed": 6}, {"rounding": "stochastic"}, {"master_weights": "split"}, {"master_weights": "split24"}]
 )
@@ -203,15 +167,6 @@ def test_a_group_may_have_options_of_its_own_and_change_them(change: dict[str, A
     train(optimizer, parameters, range(2, 4))
     train(fresh, others, range(2, 4))
     assert same(held(optimizer, parameters), held(fresh, others))
-
-
-def test_a_bad_seed_of_a_group_is_named_in_the_next_step() -> None:
-    parameters = parameters_of(BF16)
-    optimizer = halfstep.AdamW(parameters, **LEAST)
-    train(optimizer, parameters, range(1))
-    optimizer.param_groups[0]["seed"] = -1
-    with pytest.raises(ValueError, match=r"Expected seed to be from 0 to 2\^63 - 1, but got -1"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", ["transposed", "channels_last", "gaps", "misaligned", "gradient in another order"])

@@ -99,13 +99,8 @@ def test_long_doubles_round_once() -> None:
     if value == 1 + 2.0**-11:
         pytest.skip("long double is float64 here")
     assert codec.encode(value, "fp16") == codec.encode(np.array([value]), "fp16")[0] == 0x3C01
-    assert codec.encode(
-        np.array([np.longdouble("nan"), np.longdouble("-inf"), np.longdouble("-0")]), "fp16"
-    ).tolist() == [
-        0x7E00,
-        0xFC00,
-        0x8000,
-    ]
+    specials = np.array([np.longdouble("nan"), np.longdouble("-inf"), np.longdouble("-0")])
+    assert codec.encode(specials, "fp16").tolist() == [0x7E00, 0xFC00, 0x8000]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +118,8 @@ def test_exact_numbers_never_pass_through_float64(value: object) -> None:
 
 
 def test_texts() -> None:
-    assert codec.encode(np.array(["0.1", "1e-400", "-inf", "nan"]), "fp16", "up").tolist() == [
-        0x2E67,
-        1,
-        0xFC00,
-        0x7E00,
-    ]
+    texts = np.array(["0.1", "1e-400", "-inf", "nan"])
+    assert codec.encode(texts, "fp16", "up").tolist() == [0x2E67, 1, 0xFC00, 0x7E00]
     assert codec.encode(np.array([b"0.5", b"-0"]), "fp16").tolist() == [0x3800, 0x8000]
     assert codec.encode("0.1", "bf16").shape == ()
 
@@ -169,17 +160,10 @@ def test_formats_without_nan_refuse_it(name: str) -> None:
     for value in (math.nan, "nan", np.array([1.0, math.nan]), np.array([math.nan], np.float32), torch.tensor(math.nan)):
         for nan in ("canonical", "payload"):
             with pytest.raises(
-                ValueError,
-                match=(
-                    f"Expected values without NaN for {name}, which has none, but got one: pass nan='zero', or replace "
-                    "it "
-                    "before"
-                ),
+                ValueError, match=f"Expected values without NaN for {name}, which has none, but got one"
             ):
                 codec.encode(value, name, nan=nan)
-    with pytest.raises(
-        ValueError, match=f"Expected overflow to be 'inf' or 'saturate' for {name}, which has no NaN, but got 'nan'"
-    ):
+    with pytest.raises(ValueError, match=f"Expected overflow to be 'inf' or 'saturate' for {name}, which has no NaN"):
         codec.encode(1.0, name, overflow="nan")
     assert (
         codec.encode([1e9, -math.inf], name).tolist()
@@ -193,13 +177,7 @@ def test_overflow_policies() -> None:
     assert codec.encode(values, "fp16", overflow="saturate").tolist() == [0x7BFF, 0xFBFF, 0x7BFF, 0xFBFF, 0x7BFF]
     assert codec.encode(values, "fp16", overflow="nan").tolist() == [0x7E00] * 4 + [0x7BFF]
     assert codec.encode(values, "fp16", "toward_zero").tolist() == [0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7BFF]
-    assert codec.encode(values, "fp16", "toward_zero", overflow="nan").tolist() == [
-        0x7BFF,
-        0xFBFF,
-        0x7E00,
-        0x7E00,
-        0x7BFF,
-    ]
+    assert codec.encode(values[2:], "fp16", "toward_zero", overflow="nan").tolist() == [0x7E00, 0x7E00, 0x7BFF]
     assert codec.encode(values, "e4m3fn").tolist() == [0x7F] * 5
     assert codec.encode([-3.0, 1e40], "e8m0fnu", overflow="saturate").tolist() == [0, 254]
     assert codec.encode(values, "int8", overflow="saturate").tolist() == [127, 128, 127, 128, 127]
@@ -465,6 +443,3 @@ def test_decode_exact_refuses() -> None:
 
 def test_empty_codes() -> None:
     assert codec.decode([], "fp16").shape == (0,) and codec.encode([], "fp16").dtype == np.uint16
-
-
-# -------------------------------------------------------------------------------------------------------------- imports

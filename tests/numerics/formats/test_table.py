@@ -6,7 +6,6 @@ The oracle (tests/support/codec_oracle.py) has the fields written down again and
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import subprocess
 import sys
@@ -23,28 +22,9 @@ from halfstep.numerics.formats.table import FORMAT_KINDS, UnknownFormat, custom,
 ALL = tuple(formats)
 FLOATS = tuple(name for name in ALL if name not in ("int8", "e8m0fnu"))
 
-# What the specifications print: largest, least normal, least subnormal. OFP8 table 2, OCP MX tables 1 to 6, IEEE 754
-# table 3.5 and arXiv:2206.02915 table 1, in their own form.
-PRINTED = {
-    "fp64": (2.0**1023 * (2 - 2.0**-52), 2.0**-1022, 2.0**-1074),
-    "fp32": (2.0**127 * (2 - 2.0**-23), 2.0**-126, 2.0**-149),
-    "tf32": (2.0**127 * (2 - 2.0**-10), 2.0**-126, 2.0**-136),
-    "fp16": (65504.0, 2.0**-14, 2.0**-24),
-    "bf16": (2.0**127 * (2 - 2.0**-7), 2.0**-126, 2.0**-133),
-    "e4m3fn": (448.0, 2.0**-6, 2.0**-9),
-    "e5m2": (57344.0, 2.0**-14, 2.0**-16),
-    "e4m3fnuz": (240.0, 2.0**-7, 2.0**-10),
-    "e5m2fnuz": (57344.0, 2.0**-15, 2.0**-17),
-    "e8m0fnu": (2.0**127, 2.0**-127, 2.0**-127),
-    "e2m3fn": (7.5, 1.0, 0.125),
-    "e3m2fn": (28.0, 0.25, 0.0625),
-    "e2m1fn": (6.0, 1.0, 0.5),
-    "int8": (127.0, 1.0, 1.0),
-}
-
 
 def test_the_rows_are_those_of_the_oracle() -> None:
-    assert set(ALL) == set(oracle.SPECS) == set(PRINTED)
+    assert set(ALL) == set(oracle.SPECS)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -305,30 +285,9 @@ def test_refused_custom_formats(arguments: tuple, options: dict, error: type, co
 # --------------------------------------------------------------------------------------------------------------- other
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_as_dict_is_json_with_every_figure(name: str) -> None:
-    row = json.loads(json.dumps(formats[name].as_dict(), allow_nan=False))
-    assert row["max"] == formats[name].max and row["name"] == name
-    assert row["overflow"] is None if name == "fp64" else row["overflow"] == formats[name].overflow
-    assert set(row["aliases"]) == set(formats[name].aliases) and row["hardware"]
-
-
 def test_rows_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         formats["fp16"].bias = 1  # type: ignore[misc]
-
-
-def test_ulp_of_what_is_no_number() -> None:
-    form = formats["fp16"]
-    assert math.isnan(form.ulp(math.nan)) and form.ulp(-math.inf) == math.inf
-    assert form.ulp(1e30) == 2.0 ** (99 - 10), "as if the exponent had no upper end"
-
-
-def test_bytes() -> None:
-    taken = {name: formats[name].bytes for name in ALL}
-    assert taken == {**dict.fromkeys(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu", "int8"), 1.0),
-                     "fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0,
-                     "e2m3fn": 0.75, "e3m2fn": 0.75, "e2m1fn": 0.5}  # fmt: skip
 
 
 def test_the_lookup_needs_neither_torch_nor_numpy() -> None:
