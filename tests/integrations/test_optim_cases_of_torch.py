@@ -817,16 +817,17 @@ def test_sparse_gradients_are_refused_before_anything_moves(ours: Any, layout: s
     for options in arguments(ours, layout):
         parameters = parameters_of(layout, [(3, 4), (2, 2)])
         optimizer = ours(parameters, **options)
-        before = [parameter.detach().clone() for parameter in parameters]
-        give_gradients(0, parameters)
-        dense = parameters[1].grad
-        parameters[1].grad = dense.to_sparse()
-        with pytest.raises(RuntimeError, match=re.escape("to have a dense gradient, but got layout")):
+        for step in (1, 2):
+            before = [parameter.detach().clone() for parameter in parameters]
+            give_gradients(0, parameters)
+            dense = parameters[1].grad
+            parameters[1].grad = dense.to_sparse()
+            with pytest.raises(RuntimeError, match=re.escape("to have a dense gradient, but got layout")):
+                optimizer.step()
+            assert same(before, [parameter.detach() for parameter in parameters]), options
+            parameters[1].grad = dense
             optimizer.step()
-        assert same(before, [parameter.detach() for parameter in parameters]), options
-        parameters[1].grad = dense
-        optimizer.step()
-        assert all(state["step"].item() == 1 for state in optimizer.state.values())
+            assert all(state["step"].item() == step for state in optimizer.state.values())
 
 
 # ------------------------------------------------------------------------------------------------- with others of torch
