@@ -22,7 +22,7 @@ ON_GPU := $(BIN)/pytest -q --numprocesses $(WORKERS) --maxprocesses 2 --dist loa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test trainers docs software-gpu coverage exhaustive soak versions lint audit bounds clean
+.PHONY: help demo test unit-tests trainers docs software-gpu coverage exhaustive soak versions lint audit bounds clean
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
@@ -64,8 +64,11 @@ demo: $(VENV)/.plots
 	$(BIN)/halfstep train --precision compare --out $(OUT)
 	@echo "The report is $(OUT)/report.html (also report.json and report.png)."
 
-test: $(VENV)/.test
+unit-tests: $(VENV)/.test
 	$(TESTS)
+
+# Also each kernel as compiled for one GPU, which `make software-gpu` does too.
+test: unit-tests
 	$(ON_GPU) sm_90 --dist load -k every_kernel tests/software_gpu/test_kernels.py
 
 # In an environment of their own, because they are many packages and none that the other tests need.
