@@ -6,7 +6,6 @@ import collections
 import copy
 import gc
 import inspect
-import io
 import itertools
 import re
 import weakref
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from states import through_a_file
 from tolerances import ADAM_AGAINST_TORCH
 
 import halfstep
@@ -294,13 +294,6 @@ def test_every_backend_gives_the_bits_of_the_default(backend: str) -> None:
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def save_load_continue(source: str, target: str, form: str) -> None:
     """Checkpoints with a master: the continued run has the masters of the uninterrupted one."""
     dtype, master = LAYOUTS[source]
@@ -482,6 +475,17 @@ def test_bad_parameters_are_refused_when_the_optimizer_is_made(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         halfstep.AdamW([torch.nn.Parameter(parameter)], **options)
+
+
+def test_a_bad_group_added_later_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = halfstep.AdamW([torch.nn.Parameter(torch.ones(2))])
+    for group in (
+        {"params": [torch.nn.Parameter(torch.ones(2).double())]},
+        {"params": [torch.nn.Parameter(torch.ones(2))], "lr": -1.0},
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("spoil", ["sparse", "lr", "state on another device"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import BF16, FP16, FP32, bits
+from states import same, through_a_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
@@ -63,19 +63,6 @@ def decoded(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     scales = {key: f"{key}_scale" for key in state if f"{key}_scale" in state}
     moments = {key: block_codes.decode(state[key], state[scale], key == "exp_avg") for key, scale in scales.items()}
     return {key: value for key, value in state.items() if key not in scales.values()} | moments
-
-
-def same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(
-        a.shape == b.shape and (a == b).all() for a, b in zip(left, right, strict=True)
-    )
-
-
-def through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def test_steps_are_stochastic_unless_the_user_insists_who_is_warned() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing
 from oracles import bits
 from sharded_noise import gradient
+from states import held, same
 
 import halfstep
 
@@ -54,19 +55,6 @@ def train(optimizer: Any, parameters: list[Any], steps: Any, without: tuple[int,
         for index, p in enumerate(parameters):
             p.grad = None if index in without else gradient(index, step, p.shape, p.dtype)
         optimizer.step()
-
-
-def held(optimizer: Any, parameters: list[Any]) -> list[Any]:
-    """Bits of all parameters and of everything in the checkpoint."""
-    state = optimizer.canonical_state_dict()["state"]
-    found = [bits(p.detach()) for p in parameters]
-    for index in sorted(state):
-        found += [bits(state[index][key]) for key in sorted(state[index])]
-    return found
-
-
-def same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all((a == b).all() for a, b in zip(left, right, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------- the option

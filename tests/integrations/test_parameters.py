@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import BF16, FP16, FP32, bits
+from states import held, same
 from torch._dynamo.utils import counters
 
 import halfstep
@@ -22,17 +23,6 @@ KINDS = {
     "none": (BF16, None),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def held(optimizer: Any, parameters: Any) -> list[Any]:
-    found = [bits(p.detach()) for p in parameters]
-    return found + [
-        bits(entry[key]) for entry in optimizer.canonical_state_dict()["state"].values() for key in sorted(entry)
-    ]
-
-
-def same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all((a == b).all() for a, b in zip(left, right, strict=True))
 
 
 class Tied(torch.nn.Module):
