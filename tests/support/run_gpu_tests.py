@@ -98,7 +98,9 @@ def run_tests(seconds: float, folder: Path, tests: Path, processes: int, *option
     not_run = max((entry["collected"] for entry in entries(record) if "collected" in entry), default=0) - len(here)
     failed = [entry for entry in outcomes.values() if entry["outcome"] in ("failed", "unfinished")]
     if not outcomes or not_run:
-        message = f"{not_run} tests were not run: out of time" if outcomes else "no test was run"
+        message = f"{not_run} tests were not run: out of time"
+        if not outcomes:
+            message = f"no test was run: pytest ended with {process.returncode}; are pytest-xdist and -timeout here?"
         failed.append({"test": "", "outcome": "not run" if outcomes else "failed", "seconds": 0.0, "message": message})
     return {
         "counts": Counter(entry["outcome"] for entry in outcomes.values()),
