@@ -122,6 +122,14 @@ def test_groups_do_not_change_the_bits() -> None:
     assert same(results[0], results[2])
 
 
+def test_each_parameter_draws_bits_of_its_own() -> None:
+    one, other = (torch.nn.Parameter(torch.linspace(-1, 1, 500, dtype=BF16)) for _ in range(2))
+    optimizer = halfstep.AdamW([one, other], lr=1e-3, **LEAST)
+    one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
+    optimizer.step()
+    assert not torch.equal(one, other)
+
+
 def test_neighbours_of_another_dtype_or_without_gradients_do_not_change_the_bits() -> None:
     plain = parameters_of(BF16)
     optimizer = halfstep.AdamW(plain, lr=1e-2, **LEAST)
