@@ -17,7 +17,7 @@ from halfstep.integrations import checkpoint
 from halfstep.integrations.checkpoint import api, storage
 from halfstep.integrations.offload import OffloadedAdamW
 
-pytestmark = [pytest.mark.sample(6), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 BF16 = torch.bfloat16
 # By name: the dtype of the weights, the optimizer's options, and the bytes of state per element of a coded matrix.

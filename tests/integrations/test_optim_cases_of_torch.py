@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import halfstep
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(3)
 
 common = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
 

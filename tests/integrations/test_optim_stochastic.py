@@ -18,7 +18,7 @@ from states import held, same
 
 import halfstep
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(3)
 
 BF16 = torch.bfloat16
 LEAST = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic"}

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import halfstep
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(3)
 
 KINDS = {
     "fp32": (FP32, "auto"),

@@ -17,7 +17,7 @@ import halfstep
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
-pytestmark = pytest.mark.sample(6)
+pytestmark = pytest.mark.sample(3)
 
 KERNELS = ["native", "triton"]
 LR = 0.1
