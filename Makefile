@@ -13,8 +13,8 @@ TRAINERS := .venv-trainers
 DOCS := .venv-docs
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-TESTS := $(BIN)/pytest -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile \
-	--no-loadscope-reorder -p no:benchmark
+# Each worker begins with its share of the files, in order, and takes tests from the other when it has none left.
+TESTS := $(BIN)/pytest -q -m "not exhaustive" --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal -p no:benchmark
 
 # The compiled kernels in software; tests/support/software_gpu. It needs a compiler, as Triton's own launcher does.
 GPUS := sm_80 sm_90 sm_100 gfx942
@@ -22,18 +22,16 @@ ON_GPU := $(BIN)/pytest -q --numprocesses $(WORKERS) --maxprocesses 2 --dist loa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test trainers docs software-gpu quick durations coverage exhaustive soak versions lint audit bounds clean
+.PHONY: help demo test unit-tests trainers docs software-gpu coverage exhaustive soak versions lint audit bounds clean
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
-	@echo "make test        the tests, without the ones that walk all 2^32 inputs: 9 to 19 minutes on two cores, by their speed"
+	@echo "make test        the tests of every behaviour: some five minutes on two cores; name files to run while you work"
 	@echo "make trainers    the tests inside Accelerate, transformers, Lightning and others, installed into $(TRAINERS)"
 	@echo "make docs        the documentation site, out/site/index.html, with its links checked"
 	@echo "make software-gpu  the kernels as compiled for four GPU generations, executed on the CPU: some six minutes"
-	@echo "make quick       of them what covers most in the time: under two minutes on two cores"
-	@echo "make durations   record how long each test file takes; make test fails where one outgrows that"
 	@echo "make coverage    which lines the tests run: out/coverage/html; fails below the floor in pyproject.toml"
-	@echo "make exhaustive  those: minutes to an hour"
+	@echo "make exhaustive  all 2^32 inputs and the long tails of tables, which make test leaves out: hours"
 	@echo "make soak        the campaigns of docs/robustness.md: overflows on four ranks, interrupts, bad files, graphs; hours"
 	@echo "make versions    the tests on the oldest and newest torch, Triton and Python, each in its own environment: hours"
 	@echo "make lint        ruff and mypy"
@@ -66,8 +64,11 @@ demo: $(VENV)/.plots
 	$(BIN)/halfstep train --precision compare --out $(OUT)
 	@echo "The report is $(OUT)/report.html (also report.json and report.png)."
 
-test: $(VENV)/.test
-	$(TESTS) --check-durations
+unit-tests: $(VENV)/.test
+	$(TESTS)
+
+# Also each kernel as compiled for one GPU, which `make software-gpu` does too.
+test: unit-tests
 	$(ON_GPU) sm_90 --dist load -k every_kernel tests/software_gpu/test_kernels.py
 
 # In an environment of their own, because they are many packages and none that the other tests need.
@@ -99,13 +100,6 @@ software-gpu: $(VENV)/.test
 	$(ON_GPU) sm_100 -k every_kernel tests/software_gpu
 	$(ON_GPU) gfx942 -m "not exhaustive" -k "amd or every_kernel" tests/software_gpu
 
-# Files that took 150 s of processor time together, by tests/durations.json, where processes take some 20 s to start.
-quick: $(VENV)/.test
-	$(TESTS) --quick 150
-
-durations: $(VENV)/.test
-	$(TESTS) --record-durations
-
 # Tracing makes Python code about twice as slow. A failed test does not keep the lines from being counted, but fails here.
 coverage: $(VENV)/.test
 	rm -rf out/coverage && mkdir -p out/coverage
@@ -113,9 +107,9 @@ coverage: $(VENV)/.test
 		&& $(BIN)/coverage report && exit $$status
 
 exhaustive: $(VENV)/.test
-	$(BIN)/pytest -m exhaustive
-	$(foreach target,$(GPUS),$(ON_GPU) $(target) tests/software_gpu &&) true
-	$(foreach target,$(GPUS),$(ON_GPU) $(target) --dist load -k triton tests/test_golden.py &&) true
+	$(BIN)/pytest -q -m exhaustive --timeout 0
+	$(foreach target,$(GPUS),$(ON_GPU) $(target) --timeout 0 tests/software_gpu &&) true
+	$(foreach target,$(GPUS),$(ON_GPU) $(target) --timeout 0 --dist load -k triton tests/test_golden.py &&) true
 	AMDGCN_USE_BUFFER_OPS=0 $(ON_GPU) gfx942 -k every_kernel tests/software_gpu  # as over tensors of 2 GiB and more
 	$(foreach target,$(GPUS),$(ON_GPU) $(target) -m "not exhaustive" -k "triton or interpreter" \
 		--ignore tests/kernels/test_compile.py tests/kernels tests/integrations tests/numerics &&) true
@@ -143,7 +137,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 audit: $(VENV)/.test
-	$(BIN)/pytest -q -p no:benchmark -m exhaustive tests/kernels/test_compile.py
+	$(BIN)/pytest -q -p no:benchmark -m exhaustive --timeout 0 tests/kernels/test_compile.py
 	$(BIN)/halfstep bench audit --bounds tests/kernels/audit_bounds.json
 
 bounds: $(VENV)/.test

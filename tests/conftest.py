@@ -18,7 +18,7 @@ import quick_interpreter
 import torch
 import torch.distributed as dist
 
-pytest_plugins = ["durations", "sampling"]  # in tests/support
+pytest_plugins = ["sampling"]  # in tests/support
 
 # A shell makes background processes ignore Ctrl-C, and Python then does not raise KeyboardInterrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -130,6 +130,15 @@ def streams_of_a_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with Model("late", size=1 << 26), mock.patch.object(devices, "MODELED", True):
         yield
+
+
+def pytest_runtest_logfinish() -> None:
+    """End a worker of xdist whose GPU's context is lost, so that a new one runs the other tests."""
+    if HAS_GPU and "PYTEST_XDIST_WORKER" in os.environ:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
 
 
 def pytest_collection_finish() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from stream_model import Model
@@ -36,16 +34,6 @@ def test_streams_run_in_any_order_that_events_allow(waits: bool) -> None:
             torch.cuda.synchronize()
             found.add(x.item())
     assert found == ({3.0} if waits else {1.0, 3.0})
-
-
-def test_the_host_waits_for_an_event_no_longer_than_it_must() -> None:
-    with Model("late") as model:
-        values = torch.zeros(3, device=model.device)
-        event = torch.cuda.current_stream().record_event()
-        values.add_(1.0)
-        event.synchronize()
-        assert event.query() and model.current.queue
-        assert values.tolist() == [1.0] * 3
 
 
 def test_memory_that_is_freed_is_the_next_ones() -> None:
@@ -126,53 +114,6 @@ def test_pinned_and_pageable_copies_are_told_apart() -> None:
         pinned.fill_(2.0)  # too early: the device is late
         assert x.tolist() == [2.0] * 4
         assert model.pageable == ["a copy from the device"]
-
-
-def test_pinned_memory_is_used_again_after_its_copy_only() -> None:
-    with Model("late"):
-        x, y = torch.empty(4, device="cuda"), torch.empty(4, device="cuda")
-        x.copy_(torch.full((4,), 1.0).pin_memory(), non_blocking=True)
-        y.copy_(torch.full((4,), 2.0).pin_memory(), non_blocking=True)
-        assert (x.tolist(), y.tolist()) == ([1.0] * 4, [2.0] * 4)
-
-
-def test_pinned_memory_is_allocated_in_a_capture_where_no_event_is_queried() -> None:
-    """torch 2.8 to 2.10 query events of pinned memory that was freed after a copy. Since 2.11 a graph has a pool."""
-
-    def capture(model: Model, aside: bool) -> None:
-        side = torch.cuda.Stream()
-        with torch.cuda.graph(torch.cuda.CUDAGraph()), torch.cuda.stream(side if aside else None):
-            torch.empty(4, pin_memory=True)
-
-    for pins_in_capture, aside in ((True, False), (True, True), (False, False)):
-        with Model("late", pins_in_capture=pins_in_capture) as model:
-            x, pinned = torch.empty(4, device="cuda"), torch.ones(4).pin_memory()
-            capture(model, aside)  # nothing was freed
-            x.copy_(pinned, non_blocking=True)
-            capture(model, aside)
-            del pinned
-            torch.cuda.synchronize()
-            if pins_in_capture and not aside:
-                capture(model, aside)
-                continue
-            with pytest.raises(RuntimeError, match="an event of pinned memory is queried"):
-                capture(model, aside)
-            torch.empty(4, pin_memory=True)  # outside, its event is queried once and for all
-            capture(model, aside)
-
-
-def test_a_function_submitted_to_threads_and_a_hook_run_on_the_device() -> None:
-    with Model("late") as model:
-        parameter = torch.nn.Parameter(torch.ones(4, device="cuda"))
-        found = []
-        with ThreadPoolExecutor(1) as pool:
-            parameter.register_post_accumulate_grad_hook(
-                lambda own: found.append(pool.submit(lambda: own.grad.device == model.device))
-            )
-            (parameter * 2).sum().backward()
-            failed = pool.submit(lambda: 1 / 0)
-        assert [one.result() for one in found] == [True]
-        assert isinstance(failed.exception(), ZeroDivisionError)
 
 
 def test_a_capture_does_not_wait_for_what_was_not_captured() -> None:

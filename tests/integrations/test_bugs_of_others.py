@@ -10,10 +10,7 @@ import importlib.metadata
 from typing import Any
 
 import pytest
-import rank_processes
-import sharded_scaler
 import torch
-import torch.multiprocessing
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import halfstep
@@ -205,26 +202,3 @@ def test_stochastic_rounding_keeps_nan() -> None:
     torch.manual_seed(0)
     theirs = utilities._fp32_to_bf16_sr(nans[::2].contiguous())
     must_fail(bool((theirs == 0).all()), "torchao", "stochastic rounding turns NaN into -0")
-
-
-# -------------------------------------------------------------------------------------------------------------- sharded
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return rank_processes.run(sharded_scaler.run, 2)
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: list[Any], unscale: bool) -> None:
-    """With gradients that were not unscaled before; with unscale_ torch's scaler and fused optimizer do not fit."""
-    ours = [rank["ours", unscale] for rank in ranks]
-    assert ours[0] == ours[1]
-    assert ours[0]["step"] == 1 and ours[0]["scale"] == 4.0 and ours[0]["weight"] < 1 and not ours[0]["error"]
-    theirs = [rank["torch", unscale] for rank in ranks]
-    if unscale:
-        fails = any(one["error"] for one in theirs)
-        must_fail(fails, "torch", "ShardedGradScaler.unscale_ and a fused optimizer raise an error in step")
-    else:
-        fails = theirs[0]["step"] != theirs[1]["step"] and theirs[0]["scale"] != theirs[1]["scale"]
-        must_fail(fails, "torch", "ranks of a ShardedGradScaler with a fused optimizer take different steps")

@@ -154,9 +154,7 @@ def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_p
 def test_options_of_a_group_and_objects_of_a_model_are_refused_alike(tmp_path: Path) -> None:
     model, optimizer = _training(1.0)
     optimizer.param_groups[0]["note"] = Custom()
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"optimizer\.param_groups\.0\.note to be .* but got a .*Custom"
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.param_groups\.0\.note to be .* but got a"):
         checkpoint.save(tmp_path, 1, model=model, optimizer=optimizer)
     model.register_buffer("phase", torch.ones(1, dtype=torch.complex128))
     with pytest.raises(checkpoint.CheckpointError, match=r"tensor model\.phase .*complex128"):
@@ -285,14 +283,14 @@ def test_a_file_grown_to_4_tb_is_refused_by_its_size(two: tuple[Path, Path]) -> 
     assert checkpoint.newest(path.parent) != path and time.monotonic() - begun < 5
 
 
-def test_a_million_names_in_a_header_cost_little(tmp_path: Path) -> None:
+def test_many_names_in_a_header_cost_little(tmp_path: Path) -> None:
     path = _save(tmp_path, 1)
-    empty = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(1_000_000)}
+    empty = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(100_000)}
     attacks.change_header(path / MODEL, lambda header: {**empty, **header})
     attacks.seal(path)
     begun = time.process_time()
     _is_good(path, 1)
-    assert time.process_time() - begun < 5  # less than a second on an idle machine
+    assert time.process_time() - begun < 2  # a tenth of a second on an idle machine
 
 
 def test_an_unreadable_neighbour_is_passed_over(two: tuple[Path, Path]) -> None:

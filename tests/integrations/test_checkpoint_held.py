@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import checkpoint_attacks as attacks
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import halfstep
@@ -107,31 +103,6 @@ def test_the_file_takes_the_bytes_that_the_state_takes(layout: str, tmp_path: Pa
     assert sum(stored.values()) == LAYOUTS[layout][2] * 96 * 64
 
 
-PROGRAM = """
-import sys
-sys.path[:0] = sys.argv[4:]
-import torch
-torch.set_num_threads(int(sys.argv[3]))  # on which the bits of torch's gradients depend
-import test_checkpoint_held as tests
-from pathlib import Path
-run = tests._run(sys.argv[2], seed=1)
-tests._load(Path(sys.argv[1]), run)
-tests._train(run, range(3, 6))
-print(tests._digest(run))
-"""
-
-
-def test_a_run_goes_on_in_another_process_with_the_bits_of_one_that_did_not_stop(tmp_path: Path) -> None:
-    layout = "split24, 8 bits, amsgrad"
-    run = _run(layout, steps=3)
-    path = _save(tmp_path, run)
-    _train(run, range(3, 6))
-    folders = [str(Path(__file__).parent), str(Path(attacks.__file__).parent)]
-    command = [sys.executable, "-c", PROGRAM, str(path), layout, str(torch.get_num_threads()), *folders]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.strip() == _digest(run), done.stderr
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize(("saving", "loading"), [("device", "device"), ("device", "host"), ("host", "device")])
 @layouts
@@ -197,50 +168,7 @@ def _alone(tmp_path: Path) -> Any:
     dist.destroy_process_group()
 
 
-# -------------------------------------------------------------------------------------------------- damaged and foreign
-
-# What is changed in the state of a matrix of shape (96, 64); what is expected there, and what is found.
-CHANGES: dict[str, tuple[str, Any, str, str]] = {
-    "codes of another shape": (
-        *("exp_avg_codes", torch.zeros(96, 32, dtype=torch.uint8)),
-        *("shape (96, 64) and dtype torch.uint8", "(96, 32) torch.uint8"),
-    ),
-    "no scales": ("exp_avg_scale", None, "shape (96, 2) and dtype torch.uint8", "NoneType"),
-    "scales of another dtype": (
-        *("exp_avg_sq_scale", torch.zeros(96, 2, dtype=torch.uint8)),
-        *("shape (96, 2) and dtype torch.int16", "(96, 2) torch.uint8"),
-    ),
-    "scales of another shape": (
-        *("exp_avg_sq_scale", torch.zeros(2, dtype=torch.int16)),
-        *("shape (96, 2) and dtype torch.int16", "(2,) torch.int16"),
-    ),
-    "a remainder that is text": (
-        *("master_remainder", "x"),
-        *("shape (96, 64) and dtype torch.int16 or torch.int8", "str"),
-    ),
-}
-
-
-@pytest.mark.parametrize("loading", ["split, 8 bits", "split, fp32"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_entries_that_do_not_fit_are_refused_and_nothing_changes(change: str, loading: str, tmp_path: Path) -> None:
-    """The checksums are right: the state was changed before it was saved."""
-    key, value, expected, got = CHANGES[change]
-    model, optimizer = _run("split, 8 bits", steps=2)
-    state = {"model": get_model_state_dict(model), "optimizer": api._optimizer_state(model, optimizer, held=True)}
-    state["optimizer"]["state"]["1.weight"].update({key: value})
-    path = tmp_path / "of-torch"
-    attacks.write_by_torch(state, path)
-    target = _run(loading, steps=1, seed=1)
-    before = _digest(target)
-    message = (
-        f"Expected {key!r} in the state of parameter 1.weight to have {expected}, but got {got}: the checkpoint is of "
-        "another model, or its parameters are in another order"
-    )
-    with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)) as error:
-        _load(path, target)
-    assert str(path) in str(error.value)
-    assert _digest(target) == before
+# ------------------------------------------------------------------------------------------------------------- foreign
 
 
 def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
@@ -252,25 +180,9 @@ def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
         _load(path, (model, optimizer))
 
 
-@pytest.mark.parametrize("damage", ["a bit", "cut off"])
-def test_a_damaged_shard_is_named(damage: str, tmp_path: Path) -> None:
-    path = _save(tmp_path, _run("split, 8 bits", steps=1))
-    shard = path / attacks.OPTIMIZER
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data if damage == "a bit" else data[:-1])
-    target = _run("split, 8 bits", steps=1, seed=1)
-    before = _digest(target)
-    with pytest.raises(checkpoint.CheckpointError, match=f"its file {attacks.OPTIMIZER} "):
-        _load(path, target)
-    assert _digest(target) == before
-
-
 def test_weights_of_another_dtype_are_refused_before_a_remainder_is_joined(tmp_path: Path) -> None:
     path = _save(tmp_path, _run("split, 8 bits", steps=1))
-    with pytest.raises(
-        checkpoint.CheckpointError, match=r"0\.weight is torch\.bfloat16 in the checkpoint and torch\.float16"
-    ):
+    with pytest.raises(checkpoint.CheckpointError, match=r"0\.weight is torch\.bfloat16 in the checkpoint and"):
         _load(path, _run("fp16, 8 bits"))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import importlib
 import warnings
 from typing import Any
 
@@ -112,18 +110,9 @@ def test_a_frozen_parameter_is_checked_when_it_is_stepped() -> None:
     optimizer = halfstep.AdamW([parameter])
     parameter.requires_grad_(True)
     parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(
-        TypeError,
-        match=r"to have a gradient of dtype|to have dtype float32, float16 or bfloat16, but got torch\.float64",
-    ):
+    with pytest.raises(TypeError, match=r"to have a gradient of dtype|to have dtype float32, float16 or bfloat16,"):
         optimizer.step()
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"Expected parameter 0 of group 0 to have dtype float32, float16 or bfloat16, but got torch.float64: use "
-            r"torch.optim for other dtypes"
-        ),
-    ):
+    with pytest.raises(TypeError, match="Expected parameter 0 of group 0 to have dtype float32, float16 or"):
         halfstep.AdamW([parameter])
 
 
@@ -175,10 +164,7 @@ def test_stochastic_rounding_of_a_wrapper_subclass_is_refused_before_anything_ch
     parameter = torch.nn.Parameter(both(torch.ones(3, dtype=torch.bfloat16)))
     optimizer = halfstep.AdamW([parameter], master_weights=None, rounding="stochastic")
     parameter.grad = both(torch.ones(3, dtype=torch.bfloat16))
-    with pytest.raises(
-        TypeError,
-        match=r"Expected rounding to be 'nearest' for .*, a TwoTensor without memory of its own, but got 'stochastic'",
-    ):
+    with pytest.raises(TypeError, match=r"Expected rounding to be 'nearest' for .*, a TwoTensor without memory of"):
         optimizer.step()
     assert torch.equal(parameter.a, torch.ones(3, dtype=torch.bfloat16))
 
@@ -393,12 +379,3 @@ def test_no_warning_where_an_optimizer_has_nothing_to_do() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
-
-
-def test_nothing_is_searched_for_where_nothing_can_be_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk over all objects takes tenths of a second; torch.testing imports DTensors in every process."""
-    importlib.import_module("torch.distributed.tensor")
-    walks: list[None] = []
-    monkeypatch.setattr(gc, "get_objects", lambda: walks.append(None) or [])
-    halfstep.AdamW([torch.nn.Parameter(torch.ones(2))]).step()
-    assert walks == []

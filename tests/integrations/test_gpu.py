@@ -18,7 +18,7 @@ from devices import WHERE, assert_same_bits, interpreted, kernels_on, normal, pa
 import halfstep
 
 pytestmark = [
-    pytest.mark.sample(3),
+    pytest.mark.sample(6),
     pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest"),
 ]
 

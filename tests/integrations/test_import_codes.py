@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import BF16, FP16, FP32, bits
+from states import through_a_file
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -30,13 +30,6 @@ def train(optimizer: Any, parameters: list[Any], steps: int) -> None:
         for p in parameters:
             p.grad = (torch.randn(p.shape, generator=generator) * torch.rand(p.shape, generator=generator)).to(p.dtype)
         optimizer.step()
-
-
-def through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)  # classes of the library
 
 
 def loaded(saved: Any, parameters: list[Any]) -> Iterator[dict[str, torch.Tensor]]:
@@ -76,7 +69,7 @@ def test_bitsandbytes(kind: str, dtype: torch.dtype) -> None:
     theirs = getattr(bnb.optim, kind)(parameters, **OPTIONS)
     train(theirs, parameters, 6)
     exact, held = moments_of_torch(dtype), [theirs.state[p] for p in parameters]
-    saved = through_a_file(theirs.state_dict())
+    saved = through_a_file(theirs.state_dict(), weights_only=False)
     for number, state in enumerate(loaded(saved, parameters)):
         own = held[number % len(SHAPES)]
         assert state["step"] == 6 and state.keys() - {"master"} == {"step", "exp_avg", "exp_avg_sq"}
@@ -111,7 +104,7 @@ def test_torchao(kind: str, dtype: torch.dtype) -> None:
             state[moment] = theirs._new_buffer(p, signed).copy_(moments[moment])
     held = [theirs.state[p] for p in parameters]
     assert isinstance(held[0]["exp_avg"], getattr(module, kind))
-    saved = through_a_file(theirs.state_dict())
+    saved = through_a_file(theirs.state_dict(), weights_only=False)
     for number, state in enumerate(loaded(saved, parameters)):
         for moment in ("exp_avg", "exp_avg_sq"):
             own = held[number % len(SHAPES)][moment]
@@ -157,7 +150,7 @@ def test_flashoptim(dtype: torch.dtype, master_bits: int | None) -> None:
         pytest.skip("fp32 parameters have no rests")
     parameters, exact = parameters_of(dtype), moments_of_torch(dtype)
     saved, masters = as_flashoptim(parameters, exact, master_bits)
-    for number, state in enumerate(loaded(through_a_file(saved), parameters)):
+    for number, state in enumerate(loaded(through_a_file(saved, weights_only=False), parameters)):
         index = number % len(SHAPES)
         assert state["step"] == 6 and not any("::" in key or "bits" in key for key in state)
         for moment in ("exp_avg", "exp_avg_sq"):

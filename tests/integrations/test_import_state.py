@@ -237,15 +237,8 @@ def unchanged_by(load: Any, model: Any, optimizer: Any) -> str:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda s: s["param_groups"][1].pop("step"),
-            "state of parameter 2 lacks 'step'; it has 'exp_avg', 'exp_avg_sq'",
-        ),
-        (
-            lambda s: s["param_groups"][0].update(bias_correction=False),
-            "Expected bias_correction to be True in group 0 of the checkpoint, but got False: continue with the "
-            "optimizer that saved it",
-        ),
+        (lambda s: s["param_groups"][1].pop("step"), "state of parameter 2 lacks 'step'; it has 'exp_avg',"),
+        (lambda s: s["param_groups"][0].update(bias_correction=False), "Expected bias_correction to be True in group"),
         (
             lambda s: s["state"][1].update(master_param=torch.zeros(4, dtype=torch.int16)),
             "Expected 'master_remainder' in the state of parameter 1 to have shape (5,) and dtype torch.int16 or "

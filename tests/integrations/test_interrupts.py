@@ -21,35 +21,6 @@ def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str, optimize
     assert f"0 of {tries} interrupts of each kind left something done in part" in done.stdout
 
 
-def test_the_campaign_sees_what_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Python between the calls, some interrupt comes between the launches of two dtypes."""
-
-    def one_by_one(calls: list[partial[None]]) -> None:
-        for call in calls:
-            call()
-
-    monkeypatch.setattr(interrupts, "OURS", (interrupts.OURS, __file__))
-    monkeypatch.setattr("halfstep.integrations.optim.checkpoints.apply", one_by_one)
-    campaign = interrupts.Campaign("bytecode", 0)
-
-    def trained_once() -> interrupts.Training:
-        training = interrupts.Training()
-        for step in range(2):
-            training.give_gradients(step)
-            if step == 0:
-                training.optimizer.step()
-        return training
-
-    length = interrupts.at_bytecode(0, trained_once().optimizer.step)
-    for number in range(length // 2, length, 12):
-        trained, twin = trained_once(), trained_once()
-        before = twin.bits()
-        twin.optimizer.step()
-        interrupts.at_bytecode(number, trained.optimizer.step)
-        campaign.judge("step", trained.bits(), before, twin.bits())
-    assert campaign.divided > 0
-
-
 def test_an_interrupt_in_the_middle_is_raised_after_the_last_call() -> None:
     called = []
     calls = [

@@ -130,14 +130,9 @@ def test_what_was_counted_goes_on_from_a_checkpoint() -> None:
     assert (second.report().steps, second.report().collected) == (5, 3)
     assert (second.statistics().counts == first.statistics().counts).all()
     assert state["counts"].sum() < second.state_dict()["counts"].sum(), "the state is a copy"
-    with pytest.raises(
-        ValueError, match=r"Expected format in state_dict to be that of this monitor, 'bf16', but got 'fp16'"
-    ):
+    with pytest.raises(ValueError, match="Expected format in state_dict to be that of this monitor, 'bf16', but got"):
         AmpMonitor(model, format="bf16").load_state_dict(state)
-    with pytest.raises(
-        ValueError,
-        match=r"Expected names in state_dict to be that of this monitor, \['weight', 'bias'\], but got \['0.weight'",
-    ):
+    with pytest.raises(ValueError, match=r"Expected names in state_dict to be that of this monitor, \['weight',"):
         AmpMonitor(model[0]).load_state_dict(state)
 
 

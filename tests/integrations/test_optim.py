@@ -6,21 +6,17 @@ import collections
 import copy
 import gc
 import inspect
-import io
 import itertools
-import pickle
 import re
-import warnings
 import weakref
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from tolerances import ADAM_AGAINST_TORCH, ADAM_ERROR_AGAINST_TORCH
+from states import through_a_file
+from tolerances import ADAM_AGAINST_TORCH
 
 import halfstep
-from halfstep.integrations.optim import classes, step_plan
 from halfstep.kernels.rounding import round_to_24_bits
 
 PAIRS = [(halfstep.AdamW, torch.optim.AdamW), (halfstep.Adam, torch.optim.Adam)]
@@ -89,124 +85,7 @@ def test_signature_has_torchs_arguments_with_the_same_defaults(ours: Any, theirs
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in added)
 
 
-def _torch_cases() -> list[Any]:
-    optimizers = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
-    return [info for info in optimizers.optim_db if info.optim_cls in (torch.optim.Adam, torch.optim.AdamW)]
-
-
-def test_torchs_own_inputs_give_torchs_results() -> None:
-    ran = 0
-    for info in _torch_cases():
-        for case in info.optim_inputs_func(device="cpu", dtype=torch.float32):
-            results = []
-            for cls in (getattr(halfstep, info.optim_cls.__name__), info.optim_cls):
-                torch.manual_seed(0)
-                model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
-                optimizer = cls(model.parameters(), **copy.deepcopy(case.kwargs))
-                inputs = torch.randn(4, 5)
-                for _ in range(10):
-                    optimizer.zero_grad()
-                    model(inputs).square().sum().backward()
-                    optimizer.step()
-                results.append([p.detach() for p in model.parameters()])
-            for mine, torchs in zip(*results, strict=True):
-                torch.testing.assert_close(mine, torchs, **ADAM_AGAINST_TORCH)
-            ran += 1
-    assert ran >= 10
-
-
-def test_torchs_own_error_inputs_raise_torchs_errors() -> None:
-    ran = 0
-    for info in _torch_cases():
-        cls = getattr(halfstep, info.optim_cls.__name__)
-        for case in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
-            given = case.optimizer_error_input
-            params = [torch.nn.Parameter(torch.ones(2))] if given.params is None else given.params
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # one of torch's cases is a warning
-                with pytest.raises(case.error_type, match=case.error_regex):
-                    cls(params, **given.kwargs)
-            ran += 1
-    assert ran >= 10
-
-
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_error_against_float64_is_no_larger_than_torchs(ours: Any, theirs: Any) -> None:
-    """100 steps over random shapes and options; squared errors summed over all weights of all configurations."""
-    errors = {"ours": 0.0, "torch": 0.0}
-    generator = torch.Generator().manual_seed(7)
-
-    def uniform(low: float, high: float) -> float:
-        return low + (high - low) * torch.rand((), generator=generator).item()
-
-    for trial in range(16):
-        options = {
-            "lr": 10 ** uniform(-4, -1),
-            "betas": (uniform(0, 0.99), uniform(0.5, 0.9999)),
-            "eps": 10 ** uniform(-10, -4),
-            "weight_decay": uniform(0, 0.3) * (trial % 3 > 0),
-            "amsgrad": trial % 4 == 3,
-            "maximize": trial % 5 == 4,
-        }
-        shapes = [(int(uniform(1, 40)), int(uniform(1, 40))) for _ in range(3)]
-        start = [torch.randn(shape, generator=generator) for shape in shapes]
-        grads = [
-            [torch.randn(shape, generator=generator) * 10 ** uniform(-3, 1) for shape in shapes] for _ in range(100)
-        ]
-        ends = {}
-        for name, cls, dtype in (
-            ("ours", ours, torch.float32),
-            ("torch", theirs, torch.float32),
-            ("f64", theirs, torch.float64),
-        ):
-            parameters = [torch.nn.Parameter(value.to(dtype, copy=True)) for value in start]
-            optimizer = cls(parameters, **options)
-            for step in grads:
-                for p, grad in zip(parameters, step, strict=True):
-                    p.grad = grad.to(dtype)
-                optimizer.step()
-            ends[name] = torch.cat([p.detach().double().flatten() for p in parameters])
-        for name in errors:
-            errors[name] += ((ends[name] - ends["f64"]) / options["lr"]).square().sum().item()
-    assert (errors["ours"] / errors["torch"]) ** 0.5 <= ADAM_ERROR_AGAINST_TORCH[ours.__name__]
-
-
 # ------------------------------------------------------------------------------------------------------------ layouts
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("amsgrad", [True, False])
-def test_every_master_holds_the_bits_of_plain_fp32_parameters(decoupled: bool, amsgrad: bool) -> None:
-    results = {}
-    for name, (dtype, master) in EXACT.items():
-        parameters = parameters_of(dtype)
-        cls = halfstep.AdamW if decoupled else halfstep.Adam
-        optimizer = cls(parameters, lr=1e-2, weight_decay=0.1, amsgrad=amsgrad, master_weights=master)
-        train(optimizer, parameters, range(50))
-        results[name] = masters(optimizer, parameters)
-        for p, master_value in zip(parameters, results[name], strict=True):
-            difference = (p.detach().double() - master_value.double()).abs()
-            assert (difference <= master_value.double().abs() * torch.finfo(dtype).eps / 2 + 2**-25).all()
-    for name in results:
-        for left, right in zip(results[name], results["fp32"], strict=True):
-            assert same_bits(left, right), name
-
-
-def test_state_bytes_are_those_of_the_table() -> None:
-    expected = {"fp32": 8, "bf16 split": 10, "bf16 split24": 9, "bf16 full": 12, "fp16 full": 12}
-    for name, (dtype, master) in LAYOUTS.items():
-        parameter = torch.nn.Parameter(torch.randn(1000).to(dtype))
-        optimizer = halfstep.AdamW([parameter], master_weights=master)
-        give_gradients([parameter], 0)
-        optimizer.step()
-        held = [value for key, value in optimizer.state[parameter].items() if key != "step"]
-        assert sum(value.numel() * value.element_size() for value in held) == expected[name] * 1000
-    parameter = torch.nn.Parameter(torch.randn(1000).bfloat16())
-    optimizer = halfstep.AdamW([parameter], state_dtype=torch.bfloat16)
-    give_gradients([parameter], 0)
-    optimizer.step()
-    held = [value for key, value in optimizer.state[parameter].items() if key != "step"]
-    assert sum(value.numel() * value.element_size() for value in held) == 6 * 1000
 
 
 def test_small_updates_reach_the_master_and_are_lost_without_one() -> None:
@@ -225,15 +104,6 @@ def test_small_updates_reach_the_master_and_are_lost_without_one() -> None:
     assert (lost == 1).all()
     assert (torchs == 1).all()
     assert ((kept.float() - 0.97).abs() < 0.004).all()  # one bf16 ulp at 1
-
-
-def test_bf16_weight_decay_decays() -> None:
-    p = torch.nn.Parameter(torch.full((10,), 2.0).bfloat16())
-    optimizer = halfstep.AdamW([p], lr=1e-2, weight_decay=0.1)
-    for _ in range(500):
-        p.grad = torch.zeros_like(p)
-        optimizer.step()
-    assert (p.float() / (2 * 0.999**500) - 1).abs().max() < 2**-8
 
 
 def test_fp16_bf16_and_fp32_parameters_in_one_optimizer_with_groups_of_their_own_options() -> None:
@@ -307,48 +177,6 @@ def test_gradients_of_another_dtype_than_the_parameter(name: str, grad_dtype: to
 # ------------------------------------------------------------------------------------------------------- as in a loop
 
 
-def test_closure_is_evaluated_with_gradients_and_its_loss_returned() -> None:
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = halfstep.AdamW([p], lr=0.1)
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        loss = optimizer.step(closure)
-    assert loss.item() == 3.0
-    assert (p < 1).all()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(set_to_none: bool) -> None:
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = halfstep.AdamW([p])
-    p.grad = torch.ones(3)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    assert (p.grad is None) if set_to_none else torch.equal(p.grad, torch.zeros(3))
-
-
-def test_scheduler_and_direct_changes_of_lr_are_followed() -> None:
-    ours, theirs = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
-    optimizers = [halfstep.AdamW([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1)]
-    schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=20) for o in optimizers]
-    for step in range(20):
-        for p, optimizer, scheduler in zip((ours, theirs), optimizers, schedulers, strict=True):
-            p.grad = torch.arange(5.0) - 2 + step
-            optimizer.step()
-            if step < 19:
-                scheduler.step()
-    torch.testing.assert_close(ours, theirs, **ADAM_AGAINST_TORCH)
-    before = ours.detach().clone()
-    optimizers[0].param_groups[0]["lr"] = 0.0
-    optimizers[0].step()
-    assert torch.equal(before, ours)
-
-
 @pytest.mark.parametrize("value", [0.05, torch.tensor(0.05), torch.tensor([0.05], dtype=torch.float64)])
 def test_lr_may_be_a_tensor_and_change_in_place(value: Any) -> None:
     p, q = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
@@ -366,64 +194,6 @@ def test_lr_may_be_a_tensor_and_change_in_place(value: Any) -> None:
     torch.testing.assert_close(p, q, rtol=0, atol=2**-24)
 
 
-def test_parameters_without_a_gradient_frozen_and_added_later() -> None:
-    ours, theirs = parameters_of(torch.float32), parameters_of(torch.float32)
-    optimizers = [halfstep.AdamW(ours[:3], lr=1e-2), torch.optim.AdamW(theirs[:3], lr=1e-2)]
-    for step in range(12):
-        for ps, optimizer in zip((ours, theirs), optimizers, strict=True):
-            if step == 4:
-                optimizer.add_param_group({"params": ps[3:], "lr": 1e-3})
-            give_gradients(ps, step)
-            ps[1].grad = None
-            if step % 3:
-                ps[0].grad = None
-            optimizer.step()
-    assert ours[1] not in optimizers[0].state
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, **ADAM_AGAINST_TORCH)
-    steps = [int(optimizers[0].state[p]["step"]) for p in (ours[0], ours[2], ours[3])]
-    assert steps == [4, 12, 8]
-
-
-def test_hooks_run() -> None:
-    p = torch.nn.Parameter(torch.ones(2))
-    optimizer = halfstep.AdamW([p])
-    seen: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("load pre"))
-    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("load post"))
-    p.grad = torch.ones(2)
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == ["pre", "post", "load pre", "load post"]
-
-
-def test_state_dict_hooks_see_and_may_replace_what_is_saved() -> None:
-    p = torch.nn.Parameter(torch.ones(2).bfloat16())
-    optimizer = halfstep.AdamW([p])
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    seen: list[Any] = []
-    optimizer.register_state_dict_pre_hook(lambda o: seen.append(o is optimizer))
-    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(set(state["state"][0])))
-    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "added": 1})
-    assert optimizer.state_dict()["added"] == 1
-    assert optimizer.canonical_state_dict()["added"] == 1
-    moments = {"step", "exp_avg", "exp_avg_sq"}
-    assert seen == [True, moments | {"master_remainder"}, True, moments | {"master"}]
-    assert "added" in optimizer.state_dict(), "the hooks stay registered"
-
-
-def test_named_parameters() -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = halfstep.AdamW(model.named_parameters())
-    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
 def test_a_step_changes_the_version_so_that_autograd_notices() -> None:
     p = torch.nn.Parameter(torch.ones(2))
     optimizer = halfstep.AdamW([p])
@@ -432,21 +202,6 @@ def test_a_step_changes_the_version_so_that_autograd_notices() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.backward()
-
-
-@pytest.mark.parametrize("name", ["bf16 split", "bf16 split24", "bf16 full", "fp16 full"])
-def test_weights_written_from_outside_are_not_overwritten(name: str) -> None:
-    dtype, master = LAYOUTS[name]
-    p = torch.nn.Parameter(torch.ones(100).to(dtype))
-    optimizer = halfstep.AdamW([p], lr=1e-3, master_weights=master)
-    for _ in range(3):
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-    with torch.no_grad():
-        p.fill_(7.0)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert ((p.float() - 7).abs() < 0.05).all()
 
 
 @pytest.mark.parametrize("how", ["cleared", "replaced", "one removed"])
@@ -487,57 +242,20 @@ def test_parameter_moved_to_other_memory_and_state_replaced() -> None:
     assert_same_state(mine, other)
 
 
-@pytest.mark.parametrize(("before", "after"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
-def test_model_converted_to_another_dtype_between_steps(before: str, after: str) -> None:
-    p = torch.nn.Parameter(torch.ones(100).to(LAYOUTS[before][0]))
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("after", [torch.float32, torch.bfloat16, torch.float16])
+def test_model_converted_to_another_dtype_between_steps(before: torch.dtype, after: torch.dtype) -> None:
+    p = torch.nn.Parameter(torch.ones(100, dtype=before))
     optimizer = halfstep.AdamW([p], lr=1e-2)
-    for name in (before, after):
-        p.data = p.data.to(LAYOUTS[name][0])
+    for dtype in (before, after):
+        p.data = p.data.to(dtype)
         for _ in range(3):
             p.grad = torch.ones_like(p)
             optimizer.step()
         state = optimizer.canonical_state_dict()["state"][0]
-        assert ("master" in state) == (name != "fp32")
+        assert ("master" in state) == (dtype != torch.float32)
         assert torch.equal(state.get("master", p.detach()).to(p.dtype), p.detach())
     assert float(state["step"]) == 6
-
-
-def test_numpy_numbers_are_numbers() -> None:
-    p = torch.nn.Parameter(torch.ones(2))
-    p.grad = torch.ones(2)
-    halfstep.AdamW([p], lr=numpy.float32(0.5), weight_decay=numpy.float64(0), eps=numpy.float32(0)).step()
-    assert torch.equal(p.detach(), torch.full((2,), 0.5))
-
-
-@pytest.mark.parametrize("looks", [False, True], ids=["eager", "dynamo looks at frames"])
-def test_dynamo_is_kept_away_only_where_it_looks_at_frames(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classes, "_dynamo_callback", object if looks else lambda: None)
-    kept_away: list[Any] = []
-    monkeypatch.setattr(classes._AdamBase, "_step_on_device", lambda self: kept_away.append(self))
-    parameter = torch.nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    optimizer = halfstep.AdamW([parameter])
-    optimizer.step()
-    assert kept_away == [optimizer] * looks
-    assert torch.equal(parameter.detach(), torch.ones(3)) == looks
-
-
-def test_step_inside_a_compiled_function() -> None:
-    results = []
-    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
-        parameters = parameters_of(torch.bfloat16)
-        optimizer = halfstep.AdamW(parameters, lr=1e-2)
-
-        @wrap
-        def step(parameters: Any = parameters, optimizer: Any = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for number in range(3):
-            give_gradients(parameters, number)
-            step()
-        results.append(optimizer)
-    assert_same_state(*results)
 
 
 def test_clipping_inside_the_step_is_torchs_clipping_before_it() -> None:
@@ -576,13 +294,6 @@ def test_every_backend_gives_the_bits_of_the_default(backend: str) -> None:
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def save_load_continue(source: str, target: str, form: str) -> None:
     """Checkpoints with a master: the continued run has the masters of the uninterrupted one."""
     dtype, master = LAYOUTS[source]
@@ -611,16 +322,6 @@ def save_load_continue(source: str, target: str, form: str) -> None:
 @pytest.mark.parametrize(("source", "target"), list(itertools.product([n for n in EXACT if n != "fp32"], EXACT)))
 def test_save_load_continue_keeps_every_bit_in_any_layout(source: str, target: str) -> None:
     save_load_continue(source, target, "canonical_state_dict")
-
-
-@pytest.mark.parametrize(("source", "target"), list(itertools.product([n for n in EXACT if n != "fp32"], EXACT)))
-def test_after_the_model_a_held_state_loads_with_every_bit_into_any_layout(source: str, target: str) -> None:
-    """Of fp16 parameters only what has a whole master."""
-    if (source, LAYOUTS[target][0]) != ("bf16 split", torch.float16):
-        save_load_continue(source, target, "state_dict")
-        return
-    with pytest.raises(ValueError, match="for 'master_remainder' in the state of parameter 0, which completes these"):
-        save_load_continue(source, target, "state_dict")
 
 
 @pytest.mark.parametrize("other", ["bf16 split", "bf16 split24", "bf16 full"])
@@ -664,38 +365,6 @@ def test_a_master_of_24_bits_follows_where_bf16_stands_still() -> None:
     assert moved.std().item() < 1.5 * deviation
 
 
-def test_canonical_state_dict() -> None:
-    for name, (dtype, master) in LAYOUTS.items():
-        parameters = parameters_of(dtype)
-        optimizer = halfstep.AdamW(parameters, master_weights=master)
-        train(optimizer, parameters, range(2))
-        expected = {"step", "exp_avg", "exp_avg_sq"} | ({"master"} if name != "fp32" else set())
-        for index, state in optimizer.canonical_state_dict()["state"].items():
-            assert set(state) == expected
-            assert all(value.dtype == torch.float32 for value in state.values())
-            assert state["exp_avg"].shape == parameters[index].shape
-
-
-@pytest.mark.parametrize("first", ["model", "optimizer"])
-@pytest.mark.parametrize("name", ["bf16 split", "bf16 split24", "bf16 full", "fp16 full"])
-def test_model_and_optimizer_load_in_either_order(first: str, name: str) -> None:
-    dtype, master = LAYOUTS[name]
-    model = torch.nn.Linear(40, 40).to(dtype)
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, master_weights=master)
-    train(optimizer, list(model.parameters()), range(5))
-    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
-    resumed = torch.nn.Linear(40, 40).to(dtype)
-    other = halfstep.AdamW(resumed.parameters(), lr=1e-3, master_weights=master)
-    loads = [lambda: resumed.load_state_dict(saved[0]), lambda: other.load_state_dict(saved[1])]
-    for load in loads if first == "model" else reversed(loads):
-        load()
-    train(optimizer, list(model.parameters()), range(5, 10))
-    train(other, list(resumed.parameters()), range(5, 10))
-    assert_same_state(optimizer, other)
-    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
-        assert same_bits(p.detach(), q.detach())
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 def test_torchs_checkpoints_load_here_and_ours_there(ours: Any, theirs: Any, fused: bool) -> None:
@@ -732,28 +401,15 @@ def test_fp32_checkpoint_of_torch_continues_under_bf16_parameters_with_fp32_mome
     ("spoil", "message"),
     [
         (lambda s: s["state"][1].pop("exp_avg"), "state of parameter 1 lacks 'exp_avg'"),
-        (
-            lambda s: s["state"][1].update(exp_avg=torch.ones(7)),
-            r"Expected 'exp_avg' in the state of parameter 1 to have shape \(64,\), but got \(7,\): the checkpoint is "
-            r"of another model, or its parameters are in another order",
-        ),
-        (
-            lambda s: s["state"][3].update(master=torch.ones(2, 2)),
-            r"Expected 'master' in the state of parameter 3 to have shape \(33, 17\), but got \(2, 2\)",
-        ),
+        (lambda s: s["state"][1].update(exp_avg=torch.ones(7)), "Expected 'exp_avg' in the state of parameter 1 to"),
+        (lambda s: s["state"][3].update(master=torch.ones(2, 2)), "Expected 'master' in the state of parameter 3 to"),
         (
             lambda s: s["state"][0].update(exp_avg=torch.ones(3, 5, dtype=torch.int32)),
             "to have a floating-point dtype, but got torch.int32",
         ),
-        (
-            lambda s: s["state"][0].update(step=torch.ones(2)),
-            r"Expected 'step' in the state of parameter 0 to be one number, but got shape \(2,\)",
-        ),
+        (lambda s: s["state"][0].update(step=torch.ones(2)), "Expected 'step' in the state of parameter 0 to be one"),
         (lambda s: s["param_groups"].append({}), "different number of parameter groups: expected 1, but got 2"),
-        (
-            lambda s: s["param_groups"][0]["params"].pop(),
-            "doesn't match the size of optimizer's group: group 0 has 5 parameters there, 6 here",
-        ),
+        (lambda s: s["param_groups"][0]["params"].pop(), "doesn't match the size of optimizer's group: group 0 has 5"),
         (lambda s: s.pop("state"), "lacks 'state'"),
         (lambda s: s["param_groups"][0].update(lr=float("nan")), "Invalid learning rate: nan"),
     ],
@@ -776,18 +432,6 @@ def test_loading_what_does_not_fit_says_so_and_changes_nothing(spoil: Any, messa
     assert all(same_bits(p.detach(), w) for p, w in zip(parameters, weights, strict=True))
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_go_on_alike(copier: Any) -> None:
-    parameters = parameters_of(torch.bfloat16)
-    optimizer = halfstep.AdamW(parameters, lr=1e-2, max_grad_norm=1.0)
-    train(optimizer, parameters, range(3))
-    other_parameters, other = copier((parameters, optimizer))
-    train(optimizer, parameters, range(3, 6))
-    train(other, other_parameters, range(3, 6))
-    assert other.max_grad_norm == 1.0
-    assert_same_state(optimizer, other)
-
-
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -801,26 +445,10 @@ def test_copies_go_on_alike(copier: Any) -> None:
         ({"betas": (0.9, 1.5)}, ValueError, "Invalid beta parameter at index 1: 1.5"),
         ({"betas": 0.9}, ValueError, "Expected betas to be a pair of numbers from 0 to below 1, but got 0.9"),
         ({"weight_decay": float("inf")}, ValueError, "Invalid weight_decay value: inf"),
-        (
-            {"differentiable": True},
-            ValueError,
-            "Expected differentiable to be False, but got True: use torch.optim for a differentiable step",
-        ),
-        (
-            {"master_weights": "half"},
-            ValueError,
-            "Expected master_weights to be one of 'auto', 'full', 'split', 'split24', None, but got 'half'",
-        ),
-        (
-            {"state_dtype": torch.float16},
-            ValueError,
-            "Expected state_dtype to be one of torch.float32, torch.bfloat16, '8bit', but got torch.float16",
-        ),
-        (
-            {"rounding": "up"},
-            ValueError,
-            "Expected rounding to be one of 'auto', 'nearest', 'stochastic', but got 'up'",
-        ),
+        ({"differentiable": True}, ValueError, "Expected differentiable to be False, but got True: use torch.optim"),
+        ({"master_weights": "half"}, ValueError, "Expected master_weights to be one of 'auto', 'full', 'split',"),
+        ({"state_dtype": torch.float16}, ValueError, "Expected state_dtype to be one of torch.float32,"),
+        ({"rounding": "up"}, ValueError, "Expected rounding to be one of 'auto', 'nearest', 'stochastic', but got"),
         ({"seed": -1}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got -1"),
         ({"seed": 2**63}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got 9223372036854775808"),
         ({"seed": 1.0}, TypeError, "Expected seed to be an integer from 0 to 2^63 - 1, but got 1.0, a float"),
@@ -835,27 +463,11 @@ def test_bad_options_name_the_value_and_what_is_allowed(options: Any, error: Any
 @pytest.mark.parametrize(
     ("parameter", "options", "error", "message"),
     [
-        (
-            torch.ones(2, dtype=torch.float64),
-            {},
-            TypeError,
-            "Expected parameter 0 of group 0 to have dtype float32, float16 or bfloat16, but got torch.float64: use "
-            "torch.optim for other dtypes",
-        ),
+        (torch.ones(2, dtype=torch.float64), {}, TypeError, "Expected parameter 0 of group 0 to have dtype float32,"),
         (torch.ones(2, dtype=torch.complex64), {}, TypeError, "but got torch.complex64"),
-        (
-            torch.ones(2).half(),
-            {"master_weights": "split"},
-            ValueError,
-            "Expected master_weights to be 'full', 'auto' or None for float16, but got 'split'",
-        ),
+        (torch.ones(2).half(), {"master_weights": "split"}, ValueError, "Expected master_weights to be 'full', 'auto'"),
         (torch.ones(2).to_sparse(), {}, TypeError, "to be dense, but got layout torch.sparse_coo"),
-        (
-            torch.ones(1).expand(3),
-            {},
-            ValueError,
-            "each element of parameter 0 of group 0 to have memory of its own, but got shape (3,) and strides (0,)",
-        ),
+        (torch.ones(1).expand(3), {}, ValueError, "each element of parameter 0 of group 0 to have memory of its own,"),
     ],
 )
 def test_bad_parameters_are_refused_when_the_optimizer_is_made(
@@ -917,21 +529,6 @@ def test_gradients_are_let_go_after_a_step(max_grad_norm: Any) -> None:
     assert not any(grad() is not None for grad in grads)
 
 
-def test_an_lr_that_changes_every_step_builds_no_table_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = parameters_of(torch.bfloat16)
-    optimizer = halfstep.AdamW(parameters, weight_decay=0.1)
-    made, calls = step_plan._batches, []
-    monkeypatch.setattr(step_plan, "_batches", lambda of, *lists: (calls.append(len(lists[0])), made(of, *lists))[1])
-    for step in range(3):
-        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
-        train(optimizer, parameters, [step])
-    assert calls == [len(parameters)]
-    optimizer.param_groups[0]["amsgrad"] = True  # needs other state
-    train(optimizer, parameters, [3])
-    assert len(calls) == 2
-    assert "max_exp_avg_sq" in optimizer.state[parameters[0]]
-
-
 @pytest.mark.parametrize("name", ["betas", "lr"])
 def test_an_option_made_wrong_between_steps_is_refused(name: str) -> None:
     parameters = parameters_of(torch.float32)
@@ -944,15 +541,3 @@ def test_an_option_made_wrong_between_steps_is_refused(name: str) -> None:
         optimizer.param_groups[0]["lr"].fill_(-1.0)
     with pytest.raises(ValueError, match="Invalid"):
         train(optimizer, parameters, [2])
-
-
-def test_a_gradient_that_turns_sparse_later_is_refused() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3, 4))
-    optimizer = halfstep.AdamW([parameter])
-    parameter.grad = torch.ones(3, 4)
-    optimizer.step()
-    before = parameter.detach().clone()
-    parameter.grad = torch.ones(3, 4).to_sparse()
-    with pytest.raises(RuntimeError, match="to have a dense gradient, but got layout"):
-        optimizer.step()
-    assert same_bits(parameter.detach(), before)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import math
-import pickle
 import re
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from oracles import BF16, FP16, FP32, bits
-from stream_model import Model
+from states import same, through_a_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
@@ -69,19 +65,6 @@ def decoded(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {key: value for key, value in state.items() if key not in scales.values()} | moments
 
 
-def same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(
-        a.shape == b.shape and (a == b).all() for a, b in zip(left, right, strict=True)
-    )
-
-
-def through_a_file(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def test_steps_are_stochastic_unless_the_user_insists_who_is_warned() -> None:
     """To nearest, second moments stop changing."""
     results = []
@@ -91,10 +74,7 @@ def test_steps_are_stochastic_unless_the_user_insists_who_is_warned() -> None:
         train(optimizer, parameters, range(3))
         results.append(held(optimizer, parameters))
     assert same(results[0], results[1]) and not same(results[0], results[2])
-    message = (
-        "group 0 rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than half the distance "
-        "of two codes, so that second moments stop changing; leave rounding out, or use rounding='stochastic'"
-    )
+    message = "group 0 rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than half the"
     parameters = parameters_of(BF16)
     with pytest.warns(UserWarning, match=re.escape(message)):
         optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", rounding="nearest")
@@ -138,30 +118,6 @@ def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, ams
             assert state[scale].dtype == (torch.uint8 if scale == "exp_avg_scale" else torch.int16)
 
 
-# Under the interpreter, the layouts whose kernels differ most; tests/kernels holds it to every pair of choices.
-INTERPRETED = ("split", "split24, stochastic", "full")
-BACKENDS = [
-    pytest.param(backend, layout, marks=[pytest.mark.exhaustive] * (backend == "triton" and layout not in INTERPRETED))
-    for backend, layout in product(("reference", "triton"), LAYOUTS)
-]
-
-
-@to_nearest
-@pytest.mark.parametrize(("backend", "layout"), BACKENDS)
-def test_every_backend_gives_the_bits_of_the_default(backend: str, layout: str) -> None:
-    if backend == "triton":
-        pytest.importorskip("triton")
-    dtype, options = LAYOUTS[layout]
-    results = []
-    for name in ("auto", backend):
-        parameters = parameters_of(dtype)
-        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", max_grad_norm=1.0, amsgrad=True, **options)
-        with halfstep.backend(name):
-            train(optimizer, parameters, range(2))
-        results.append(held(optimizer, parameters))
-    assert same(*results)
-
-
 @pytest.mark.parametrize("kind", ["transposed", "channels_last", "gaps", "misaligned", "gradient in another order"])
 def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
     """Blocks lie along rows, whatever the order in memory."""
@@ -187,54 +143,6 @@ def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
-
-
-@to_nearest
-@layouts
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(layout: str, amsgrad: bool) -> None:
-    dtype, options = LAYOUTS[layout]
-    parameters = parameters_of(dtype)
-    optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=amsgrad, **options)
-    train(optimizer, parameters, range(5))
-    saved = through_a_file(optimizer.canonical_state_dict())
-    assert all(value.dtype == FP32 for state in saved["state"].values() for value in state.values())
-    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    resumed = halfstep.AdamW(others, lr=1e-2, state_dtype="8bit", amsgrad=amsgrad, **options)
-    resumed.load_state_dict(saved)
-    assert same(held(optimizer, parameters), held(resumed, others))
-    for run, of in ((optimizer, parameters), (resumed, others)):
-        train(run, of, range(5, 8))
-    assert same(held(optimizer, parameters), held(resumed, others))
-
-
-@pytest.mark.parametrize("copied", ["pickle", "deepcopy"])
-def test_a_copy_goes_on_with_the_same_bits(copied: str) -> None:
-    parameters = parameters_of(BF16)
-    optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit")
-    train(optimizer, parameters, range(3))
-    pair = (optimizer, parameters)
-    other, others = pickle.loads(pickle.dumps(pair)) if copied == "pickle" else copy.deepcopy(pair)
-    for run, of in ((optimizer, parameters), (other, others)):
-        train(run, of, range(3, 5))
-    assert same(held(optimizer, parameters), held(other, others))
-
-
-@pytest.mark.parametrize("between", [FP32, BF16], ids=str)
-def test_codes_load_into_other_layouts_and_back_without_a_change(between: torch.dtype) -> None:
-    """At most 7 bits of mantissa and exponents of fp32 fit both."""
-    parameters = parameters_of(BF16)
-    optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
-    train(optimizer, parameters, range(5))
-    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    there = halfstep.AdamW(others, state_dtype=between, amsgrad=True, master_weights="full")
-    there.load_state_dict(through_a_file(optimizer.state_dict()))
-    again = halfstep.AdamW(others, state_dtype="8bit", amsgrad=True)
-    again.load_state_dict(through_a_file(there.state_dict()))
-    for parameter, other, coded in zip(parameters, others, CODED, strict=True):
-        left, right = decoded(optimizer.state[parameter]), decoded(again.state[other])
-        for key, value in left.items() if coded else ():
-            assert torch.equal(value, right[key]), key
 
 
 def test_moments_of_a_checkpoint_are_bf16_numbers() -> None:
@@ -279,104 +187,7 @@ def test_a_checkpoint_of_torch_loads_rounded_to_nearest() -> None:
     assert (near.abs() <= saved["state"][0]["exp_avg"][5].abs() / 16 + state["exp_avg"][5].abs().max() * 2.0**-17).all()
 
 
-@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
-def test_a_checkpoint_of_8_bits_loads_into_torch(moment: str) -> None:
-    parameters = parameters_of(FP32)
-    ours = halfstep.AdamW(parameters, state_dtype="8bit")
-    train(ours, parameters, range(3))
-    theirs = torch.optim.AdamW(parameters)
-    theirs.load_state_dict(ours.canonical_state_dict())
-    train(theirs, parameters, range(3, 4))
-    assert all(torch.isfinite(p).all() for p in parameters)
-
-
 # ---------------------------------------------------------------------------------------------------- around the kernel
-
-
-def test_step_inside_a_compiled_function() -> None:
-    results = []
-    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="eager")):
-        parameters = parameters_of(BF16)
-        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
-        step = wrap(optimizer.step)
-        for number in range(3):
-            give_gradients(parameters, number)
-            step()
-        results.append(held(optimizer, parameters))
-    assert same(*results)
-
-
-def test_a_captured_step_is_replayed_with_the_bits_of_eager_steps() -> None:
-    """On the model of a GPU; the campaigns of tests/integrations/test_streams.py have this layout too."""
-    results = []
-    for captured in (False, True):
-        with Model("late") as model:
-            parameters = [torch.nn.Parameter(p.detach().to(model.device)) for p in parameters_of(BF16)]
-            optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", master_weights="split24")
-            for p in parameters:
-                p.grad = torch.ones_like(p)
-            optimizer.step()
-            graph = torch.cuda.CUDAGraph()
-            if captured:
-                with torch.cuda.graph(graph):
-                    optimizer.step()
-            for number in range(3):
-                for p in parameters:
-                    p.grad.copy_(torch.full_like(p, 0.5**number))
-                graph.replay() if captured else optimizer.step()
-            torch.cuda.synchronize()
-            values = [one for p in parameters for one in (p.detach(), *optimizer.state[p].values())]
-            assert optimizer.state[parameters[0]]["exp_avg"].dtype == torch.uint8
-            results.append([bits(one.cpu()) for one in values])
-    assert same(*results)
-
-
-def test_overflow_skips_change_nothing_and_scaled_gradients_give_the_same_bits() -> None:
-    results = []
-    for scaled in (False, True):
-        parameters = parameters_of(FP16)
-        optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit")
-        scaler = halfstep.GradScaler("cpu", init_scale=256.0, enabled=scaled)
-        scaler.scale(torch.zeros(()))
-        for step in range(4):
-            give_gradients(parameters, step)
-            if scaled:
-                for p in parameters:
-                    p.grad.mul_(256.0)
-                before = held(optimizer, parameters) if optimizer.state else None
-                kept = parameters[1].grad
-                parameters[1].grad = torch.full_like(kept, math.inf)
-                scaler.step(optimizer)
-                scaler.update(256.0)
-                assert before is None or same(before, held(optimizer, parameters))
-                parameters[1].grad = kept
-            scaler.step(optimizer)
-            scaler.update(256.0)
-        results.append(held(optimizer, parameters))
-    assert same(*results)
-
-
-def test_a_default_dtype_of_bf16_changes_nothing() -> None:
-    results = []
-    for default in (FP32, BF16):
-        parameters = parameters_of(BF16)
-        torch.set_default_dtype(default)
-        try:
-            for backend in ("auto", "reference"):
-                optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
-                with halfstep.backend(backend):
-                    train(optimizer, parameters, ())
-                    for step in range(2):
-                        torch.set_default_dtype(FP32)
-                        give_gradients(parameters, step)
-                        torch.set_default_dtype(default)
-                        optimizer.step()
-                saved = optimizer.state_dict()
-                optimizer.load_state_dict(saved)
-        finally:
-            torch.set_default_dtype(FP32)
-        results.append(held(optimizer, parameters))
-    assert same(*results)
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
@@ -406,10 +217,7 @@ def test_a_wrapper_subclass_is_refused_by_default() -> None:
     value = torch.randn(40, 130)
     parameter = torch.nn.Parameter(wrapper(value, value))
     parameter.grad = wrapper(value.clone(), value.clone())
-    message = (
-        "Expected rounding to be 'nearest' for parameter 0 with a gradient (group 0), a TwoTensor without memory of "
-        "its own, but got 'auto', which is stochastic with state_dtype='8bit': use state_dtype=torch.float32"
-    )
+    message = "Expected rounding to be 'nearest' for parameter 0 with a gradient (group 0), a TwoTensor without memory"
     with pytest.raises(TypeError, match=re.escape(message)):
         halfstep.AdamW([parameter], state_dtype="8bit").step()
 
@@ -440,12 +248,7 @@ def test_parameters_that_fsdp1_has_flattened_are_refused() -> None:
     parameter = torch.nn.Parameter(torch.ones(8192))
     parameter._fsdp_flattened = True
     parameter.grad = torch.ones_like(parameter)
-    message = (
-        "Expected state_dtype to be torch.float32 or torch.bfloat16 for parameter 0 with a gradient (group 0), which "
-        "FullyShardedDataParallel has flattened, but got '8bit', whose blocks lie within the rows of a matrix: use "
-        "fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of its "
-        "own"
-    )
+    message = "Expected state_dtype to be torch.float32 or torch.bfloat16 for parameter 0 with a gradient (group 0),"
     with pytest.raises(ValueError, match=re.escape(message)):
         halfstep.AdamW([parameter], state_dtype="8bit").step()
     assert (parameter == 1).all()
@@ -465,26 +268,6 @@ def test_fp32_moments_are_taken_over_as_they_load() -> None:
         optimizer.step()
         runs.append({"weight": parameters[0], **optimizer.state[parameters[0]]})
     assert runs[0].keys() == runs[1].keys() and all(torch.equal(runs[0][key], runs[1][key]) for key in runs[0])
-
-
-def test_state_of_another_kind_is_named() -> None:
-    parameters = parameters_of(BF16)[:1]
-    optimizer = halfstep.AdamW(parameters, state_dtype="8bit")
-    train(optimizer, parameters, range(1))
-    give_gradients(parameters, 1)
-    codes = optimizer.state[parameters[0]]["exp_avg"]
-    optimizer.state[parameters[0]]["exp_avg"] = codes[1:].float()
-    with pytest.raises(
-        ValueError, match=r"Expected state 'exp_avg' of parameter 0 .* to be .* torch.uint8 on cpu, but"
-    ):
-        optimizer.step()
-    optimizer.state[parameters[0]]["exp_avg"] = codes
-    optimizer.step()
-    optimizer.state[parameters[0]]["exp_avg_scale"] = torch.zeros(40, 1, dtype=torch.uint8)
-    with pytest.raises(
-        ValueError, match=r"Expected state 'exp_avg_scale' of parameter 0 .* to be \(40, 5\) torch.uint8"
-    ):
-        optimizer.step()
 
 
 # ------------------------------------------------------------------------------------------------------------- training

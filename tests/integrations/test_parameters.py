@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import BF16, FP16, FP32, bits
-from tolerances import ADAM_AGAINST_TORCH
+from states import held, same
 from torch._dynamo.utils import counters
 
 import halfstep
@@ -23,17 +23,6 @@ KINDS = {
     "none": (BF16, None),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def held(optimizer: Any, parameters: Any) -> list[Any]:
-    found = [bits(p.detach()) for p in parameters]
-    return found + [
-        bits(entry[key]) for entry in optimizer.canonical_state_dict()["state"].values() for key in sorted(entry)
-    ]
-
-
-def same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all((a == b).all() for a, b in zip(left, right, strict=True))
 
 
 class Tied(torch.nn.Module):
@@ -88,98 +77,6 @@ def test_a_parameter_given_twice_is_warned_of_and_stepped_once(kind: str, backen
     assert float(optimizer.state[p]["step"]) == 3
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert (bits(p.detach()) == bits(once.detach())).all()
-
-
-@kinds
-def test_parameters_frozen_and_unfrozen_keep_their_own_count(kind: str) -> None:
-    """Layer by layer, as fine-tuning does: what rests does not move, decay included, and goes on where it was."""
-    dtype, master = KINDS[kind]
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)]).to(BF16).to(dtype)
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, master_weights=master)
-    counts = [0, 0, 0]
-    for step in range(12):
-        for number, layer in enumerate(model):
-            layer.requires_grad_((step // 2 + number) % 3 != 0)
-        before = held(optimizer, model.parameters())[: len(list(model.parameters()))]
-        optimizer.zero_grad()
-        model(torch.randn(5, 4).to(dtype)).float().square().mean().backward()
-        optimizer.step()
-        for number, layer in enumerate(model):
-            moved = layer.weight.requires_grad
-            counts[number] += moved
-            assert moved or (bits(layer.weight.detach()) == before[2 * number]).all()
-            if counts[number]:
-                assert float(optimizer.state[layer.weight]["step"]) == counts[number]
-    assert counts == [8, 8, 8]
-
-
-@kinds
-@pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
-def test_parameters_without_elements_or_dimensions(kind: str, backend: str) -> None:
-    """Alone, where there is nothing to launch over, and beside others."""
-    if backend == "triton":
-        pytest.importorskip("triton")
-    dtype, master = KINDS[kind]
-    with halfstep.backend(backend):
-        for shapes in ([(0,)], [()], [(0, 3), (4, 0)], [(), (0,), (3,), ()]):
-            parameters = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
-            optimizer = halfstep.AdamW(parameters, lr=2**-5, weight_decay=0.0, master_weights=master, max_grad_norm=1.0)
-            for _ in range(2):
-                for p in parameters:
-                    p.grad = torch.ones_like(p)
-                optimizer.step()
-            for p, shape in zip(parameters, shapes, strict=True):
-                state = optimizer.state[p]
-                assert p.shape == shape and state["exp_avg"].shape == shape and float(state["step"]) == 2
-                assert (p < 1).all() and p.isfinite().all()
-            saved = copy.deepcopy([optimizer.canonical_state_dict(), optimizer.state_dict()])
-            for state in saved:
-                optimizer.load_state_dict(state)
-                assert same(held(optimizer, []), [bits(e[k]) for e in saved[0]["state"].values() for k in sorted(e)])
-
-
-@kinds
-def test_groups_that_share_a_launch_keep_their_options(kind: str) -> None:
-    """Decay for matrices and none for the rest, as transformers are trained; each as in an optimizer of its own."""
-    dtype, master = KINDS[kind]
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(9, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).to(BF16).to(dtype)
-    twin = copy.deepcopy(model)
-    split = lambda m: ([p for p in m.parameters() if p.ndim > 1], [p for p in m.parameters() if p.ndim < 2])  # noqa: E731
-    options = ({"weight_decay": 0.1}, {"weight_decay": 0.0, "lr": 1e-3, "betas": (0.8, 0.95)})
-    joint = halfstep.AdamW(
-        [{"params": ps, **o} for ps, o in zip(split(model), options, strict=True)], master_weights=master
-    )
-    apart = [halfstep.AdamW(ps, master_weights=master, **o) for ps, o in zip(split(twin), options, strict=True)]
-    for step in range(5):
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
-            q.grad = p.grad.clone()
-        for optimizer in (joint, *apart):
-            optimizer.step()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert (bits(p.detach()) == bits(q.detach())).all()
-
-
-@kinds
-def test_a_module_laid_out_anew_between_steps_goes_on(kind: str) -> None:
-    dtype, master = KINDS[kind]
-    results = []
-    for moved in (False, True):
-        torch.manual_seed(0)
-        model = torch.nn.Conv2d(4, 6, 3).to(BF16).to(dtype)
-        optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master)
-        for step in range(6):
-            if moved and step == 3:
-                model = model.to(memory_format=torch.channels_last)
-                assert not model.weight.is_contiguous()
-            for p in model.parameters():
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).to(dtype)
-            optimizer.step()
-        results.append([p.detach().contiguous() for p in model.parameters()])
-    for plain, other in zip(*results, strict=True):
-        assert (bits(plain) == bits(other)).all()
 
 
 # -------------------------------------------------------------------------------------------------------------- compile
@@ -264,22 +161,6 @@ def test_a_compiled_step_with_a_scaler_has_the_same_bits_and_skips(clip: bool) -
         scales.append(history)
     assert same(*results)
     assert scales[0] == scales[1] == [2.0**10, 2.0**11, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
-
-
-def test_torchs_weights_are_ours_when_both_are_compiled() -> None:
-    ends = []
-    for cls in (halfstep.AdamW, torch.optim.AdamW):
-        torch._dynamo.reset()
-        model, _ = training(FP32, "auto")
-        optimizer = cls(model.parameters(), lr=1e-2)
-        forward = torch.compile(model, backend="aot_eager", fullgraph=True)
-        for number in range(4):
-            optimizer.zero_grad()
-            forward(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().mean().backward()
-            optimizer.step()
-        ends.append([p.detach() for p in model.parameters()])
-    for ours, theirs in zip(*ends, strict=True):
-        torch.testing.assert_close(ours, theirs, **ADAM_AGAINST_TORCH)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])

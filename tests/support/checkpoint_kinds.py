@@ -120,19 +120,6 @@ def by_fsdp1(kind: str, use_orig_params: bool) -> dict[str, Any]:
     return {"saved": saved, "loaded": loaded, "end": state_of(fresh, other)}
 
 
-def torchs_full_state() -> bool:
-    """Whether the two moments of torch's AdamW share memory after FSDP1 has gathered them to the CPU."""
-    model = flat(model_of(torch.float32), use_orig_params=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 0, 1)
-    with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=True)
-    ):
-        state: Any = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    entry = state["state"]["0.weight"]
-    return bool(entry["exp_avg"].data_ptr() == entry["exp_avg_sq"].data_ptr())
-
-
 def without_one_state() -> tuple[str, bool]:
     """Load a flat parameter without the state of one part. Returns the error, and whether the weights are unchanged."""
     model = flat(model_of(), use_orig_params=False)
@@ -236,7 +223,6 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "FSDP1": {(kind, orig): by_fsdp1(kind, orig) for kind in KINDS for orig in (True, False)},
         "without": without_one_state(),
-        "torch's full state": torchs_full_state(),
         "between": between(folder / "between"),
         "torch": from_torch(folder / "torch"),
     }

@@ -1,4 +1,4 @@
-"""Ranks that save in one topology and load in another, for tests/integrations/distributed/test_checkpoint*.py.
+"""Ranks that save in one topology and load in another, for test_checkpoint_topologies.py.
 
 The same four processes run all topologies: those of two ranks on the first two processes, one process on the first.
 Gradients are the same full tensors on all ranks, sharded by hand, so that only the optimizer matters.
@@ -30,7 +30,7 @@ from halfstep.integrations.optim.checkpoints import saving
 WORLD = 4
 STEPS_BEFORE, STEPS_AFTER = 3, 2
 
-WHOLE_CROSS = ("bf16 split", "bf16 split24, 8-bit moments")  # layouts of which every pair of topologies can be tested
+WHOLE_CROSS = ("bf16 split", "bf16 split24, 8-bit moments")  # layouts that torch's functions save and load too
 # By name: the dtype of the weights and the optimizer's options. Each is another way to keep masters and moments.
 LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 split": (torch.bfloat16, {}),
@@ -233,30 +233,19 @@ def load_torch(folder: Path, model: torch.nn.Module, optimizer: halfstep.AdamW, 
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def sources(layout: str, topology: str, way: str, every: bool) -> list[str]:
-    """The topologies whose checkpoints a topology loads: the previous one, and for the usual layout, two more.
-
-    In the order of `TOPOLOGIES`, taken as a circle, those are the next one and the opposite one, so that each topology
-    is saved and loaded equally often. torch's functions read parts of full tensors, so that loading does not depend on
-    the saved topology. They load those of the previous topology and of one process, unless `every` pair is requested.
-    """
+def sources(topology: str, every: bool) -> list[str]:
+    """The topologies whose checkpoints a topology loads: the previous one in the order of `TOPOLOGIES`, or `every`."""
     names = list(TOPOLOGIES)
-    if every:
-        return names
-    place = names.index(topology)
-    before, after, opposite = (names[(place + offset) % len(names)] for offset in (-1, 1, 3))
-    if way == "torch":
-        return list(dict.fromkeys(("single", before)))
-    return [before, after, opposite] if layout == "bf16 split" and way == "ours" else [before]
+    return names if every else [names[names.index(topology) - 1]]
 
 
 def ways_of(layout: str, every: bool) -> dict[str, Any]:
-    """How checkpoints are saved and loaded: by torch's functions too for the usual layout, and if `every` is tested."""
-    return {
-        "ours": (save_ours, load_ours),
-        "held": (save_held, load_ours),
-        **({"torch": (save_torch, load_torch)} if layout == "bf16 split" or every else {}),
-    }
+    """How checkpoints are saved and loaded: as canonical or held state, by turns unless all ways are tested."""
+    ways = {"canonical": (save_ours, load_ours), "held": (save_held, load_ours), "torch": (save_torch, load_torch)}
+    number = list(LAYOUTS).index(layout)
+    if every or number == 0:
+        return ways if layout in WHOLE_CROSS else {way: ways[way] for way in ("canonical", "held")}
+    return {way: ways[way] for way in (("canonical", "held")[number % 2],)}
 
 
 def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> dict[str, list[str]]:
@@ -276,7 +265,7 @@ def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> d
     for name, ranks in TOPOLOGIES.items():
         if rank < ranks:
             for way, (_, load) in ways.items():
-                for source in sources(layout, name, way, every):
+                for source in sources(name, every):
                     model = world.wrap(model_of(layout, seed=1), name)
                     optimizer = optimizer_of(model, layout, lr=5.0)
                     load(folder / way / source, model, optimizer, world.group(name))
@@ -287,8 +276,3 @@ def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> d
                     found[f"{way}: {source} -> {name}"] = wrong
         dist.barrier()
     return found
-
-
-def run(rank: int, folder: Path, layouts: list[str], every: bool) -> dict[str, dict[str, list[str]]]:
-    world = World()
-    return {layout: matrix(rank, folder / layout, world, layout, every) for layout in layouts}

@@ -1,6 +1,6 @@
 """Ranks that save the optimizer's state as it is held and load it in other layouts and topologies.
 
-For tests/integrations/distributed/test_checkpoint_held.py. The processes and topologies are those of checkpoint_ranks.
+For test_checkpoint_topologies.py. The processes and topologies are those of checkpoint_ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import TOPOLOGIES, Block, World, contents, differing, step
+from checkpoint_ranks import TOPOLOGIES, Block, World, contents, differing, matrix, step
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -41,8 +41,9 @@ def topology_that_loads(saved: str, layout: str) -> str:
     return "FSDP2 2" if name == CUTS_BLOCKS and "8 bits" in layout else name
 
 
-def pairs() -> list[Pair]:
-    return [(a, topology_that_saves(a), b, topology_that_loads(a, b)) for a in LAYOUTS for b in LAYOUTS]
+PAIRS: list[Pair] = [(a, topology_that_saves(a), b, topology_that_loads(a, b)) for a in LAYOUTS for b in LAYOUTS]
+# Each layout is saved twice and loaded twice, in every topology.
+SAMPLE = [PAIRS[6 * number + (number + step) % 6] for step in (1, 4) for number in range(6)]
 
 
 def made(world: World, layout: str, topology: str, seed: int = 0) -> tuple[torch.nn.Module, halfstep.AdamW]:
@@ -54,10 +55,9 @@ def made(world: World, layout: str, topology: str, seed: int = 0) -> tuple[torch
     return model, halfstep.AdamW(model.parameters(), lr=1e-2, **LAYOUTS[layout])
 
 
-def run(rank: int, folder: Path) -> dict[Pair, list[str]]:
+def cross(rank: int, folder: Path, world: World, pairs: list[Pair]) -> dict[Pair, list[str]]:
     """What differs between a load of the state as it is held and one of the canonical state, by pair."""
-    world = World()
-    for layout in LAYOUTS:
+    for layout in dict.fromkeys(pair[0] for pair in pairs):
         topology = topology_that_saves(layout)
         if rank < TOPOLOGIES[topology]:
             model, optimizer = made(world, layout, topology)
@@ -71,7 +71,7 @@ def run(rank: int, folder: Path) -> dict[Pair, list[str]]:
             pending.result()
         dist.barrier()
     found = {}
-    for pair in pairs():
+    for pair in pairs:
         saved, _, layout, topology = pair
         if rank < TOPOLOGIES[topology]:
             loaded = []
@@ -89,3 +89,12 @@ def run(rank: int, folder: Path) -> dict[Pair, list[str]]:
             found[pair] = differing(loaded[1], loaded[0])
         dist.barrier()
     return found
+
+
+def run_both(rank: int, folder: Path, layouts: list[str], pairs: list[Pair], every: bool) -> dict[str, Any]:
+    """What differs between topologies, with each layout, and between layouts, by pair."""
+    world = World()
+    return {
+        "topologies": {layout: matrix(rank, folder / layout, world, layout, every) for layout in layouts},
+        "layouts": cross(rank, folder / "layouts", world, pairs),
+    }

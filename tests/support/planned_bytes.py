@@ -11,7 +11,7 @@ from typing import Any
 import rank_processes
 import torch
 import torch.distributed as dist
-from counted_bytes import Messages, Outputs, counted, storage_bytes
+from counted_bytes import Messages, counted, storage_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -27,7 +27,6 @@ from halfstep.integrations import ddp
 WORLD = 2
 # Odd rows, so that shards are uneven; a bias of one element, of which rank 1 has none.
 BLOCKS = ((7, 5), (5, 7), (7, 5))
-EVEN_BLOCKS = ((8, 8), (8, 8), (8, 8))
 CODED_BLOCKS = ((33, 200), (200, 33), (33, 200))  # matrices of more than 4,096 elements
 
 
@@ -58,22 +57,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype,
     optimizer.step()
 
 
-def fsdp2(
-    dtype: torch.dtype, mesh: Any = None, blocks: tuple[tuple[int, int], ...] = BLOCKS, **policy: Any
-) -> nn.Module:
+def under_fsdp2(
+    dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer], blocks: tuple[tuple[int, int], ...] = BLOCKS
+) -> dict[str, int]:
     model = Model(blocks).to(dtype)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, **policy)
-    return fully_shard(model, mesh=mesh, **policy)
-
-
-def under_fsdp2(
-    dtype: torch.dtype,
-    make: Callable[..., torch.optim.Optimizer],
-    mesh: Any = None,
-    blocks: tuple[tuple[int, int], ...] = BLOCKS,
-) -> dict[str, int]:
-    model = fsdp2(dtype, mesh, blocks)
+        fully_shard(block)
+    fully_shard(model)
     optimizer = make(model.parameters())
     step(model, optimizer, dtype, blocks[0][1])
     return counted(model.parameters(), optimizer)
@@ -122,21 +112,6 @@ def under_ddp(view: bool) -> dict[str, int]:
     made["gradients and buckets"] = storage_bytes([*gradients, *buckets])
     made["reduced"] = sum(bucket.numel() * bucket.element_size() for bucket in buckets)
     return made
-
-
-def messages(**policy: Any) -> list[tuple[str, int]]:
-    """The complete buffers that FSDP2 gathers and scatters in a step, in bytes and in order."""
-    model = fsdp2(torch.float32, None, EVEN_BLOCKS, **policy)
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer, torch.float32, columns=EVEN_BLOCKS[0][1])
-    with Outputs() as seen:
-        step(model, optimizer, torch.float32, columns=EVEN_BLOCKS[0][1])
-    # The first argument is the output, the second the input; the whole buffer is the larger one.
-    return [
-        (name, max(tensor.numel() * tensor.element_size() for tensor in args[:2]))
-        for name, args, _ in seen.made
-        if name in ("_allgather_base_", "_reduce_scatter_base_")
-    ]
 
 
 # Every strategy trains this one. Five positions are uneven shards, and a norm's eight elements even ones.
@@ -264,22 +239,17 @@ def joined(rank: int, world: int, port: int) -> Iterator[None]:
 
 
 def on_two() -> dict[str, Any]:
-    hybrid = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicate", "shard"))
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     result = {
         "fsdp split": under_fsdp2(torch.bfloat16, halfstep.AdamW),
         "fsdp full": under_fsdp2(torch.float16, halfstep.AdamW),
         "fsdp torch": under_fsdp2(torch.float32, torch.optim.AdamW),
-        "fsdp 8bit": under_fsdp2(torch.bfloat16, partial(halfstep.AdamW, state_dtype="8bit"), None, CODED_BLOCKS),
-        "hsdp": under_fsdp2(torch.bfloat16, halfstep.AdamW, hybrid),
+        "fsdp 8bit": under_fsdp2(torch.bfloat16, partial(halfstep.AdamW, state_dtype="8bit"), CODED_BLOCKS),
         "fsdp1": under_fsdp1(),
         "zero1 split": under_zero1(torch.bfloat16, halfstep.AdamW),
         "zero1 8bit": under_zero1(torch.bfloat16, halfstep.AdamW, CODED_BLOCKS, state_dtype="8bit"),
         "zero1 torch": under_zero1(torch.float32, torch.optim.AdamW),
         "ddp": under_ddp(view=False),
         "ddp view": under_ddp(view=True),
-        "messages": messages(),
-        "messages mixed": messages(mp_policy=mixed),
     }
     made = strategies(init_device_mesh("cpu", (WORLD,)))
     return {**result, "strategies": {name: one_step(make) for name, make in made.items()}}

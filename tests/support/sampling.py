@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[item.parent.nodeid if item.parent else "", item.originalname, mark.args[0]].append(item)  # type: ignore[attr-defined]
     for (_, _, one_in), these in cases.items():
         names = [item.callspec.id for item in these]  # type: ignore[attr-defined]
-        values = [item.callspec.indices for item in these]  # type: ignore[attr-defined]
+        # Not `callspec.indices`, which number the cases since pytest 9. The values are kept alive by the cases.
+        values = [{key: id(one) for key, one in item.callspec.params.items()} for item in these]  # type: ignore[attr-defined]
         for item, is_chosen in zip(these, chosen(names, values, one_in), strict=True):
             if not is_chosen:
                 item.add_marker(pytest.mark.exhaustive)

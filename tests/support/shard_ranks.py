@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import halfstep
 from halfstep.integrations.fsdp import keep_reduced_gradients
-from halfstep.kernels import adam
 
 WORLD = 2
 STEPS = 4
@@ -139,52 +136,6 @@ def scaled_overflow() -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------- launches and layouts
 
 
-@contextmanager
-def counting() -> Iterator[list[adam.Layout]]:
-    """A context that records the layouts of launches."""
-    launched: list[adam.Layout] = []
-    launch = adam.launch
-
-    def counted(batch: adam.Batch, groups: torch.Tensor, control: adam.Control) -> Any:
-        launched.append(batch.layout)
-        return launch(batch, groups, control)
-
-    adam.launch = counted
-    try:
-        yield launched
-    finally:
-        adam.launch = launch
-
-
-def many_kinds() -> torch.nn.ModuleList:
-    """Twelve parameters of three dtypes."""
-    torch.manual_seed(0)
-    dtypes = (torch.bfloat16, torch.float32, torch.float16)
-    return torch.nn.ModuleList([torch.nn.Linear(3, width).to(dtype) for dtype in dtypes for width in (5, 1)])
-
-
-def stepped_by_hand(model: torch.nn.ModuleList) -> tuple[int, dict[str, torch.Tensor]]:
-    """Steps with the same gradients on all ranks. Returns the launches of the last step, and the weights."""
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
-        for index, p in enumerate(model.parameters()):
-            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + index)).to(p.dtype)
-            cut = isinstance(p, DTensor)
-            p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None) if cut else grad
-        with counting() as launched:
-            optimizer.step()
-    return len(launched), {name: whole(p) for name, p in model.named_parameters()}
-
-
-def sharded_kinds() -> dict[str, Any]:
-    model = many_kinds()
-    for linear in model:
-        fully_shard(linear)
-    launches, weights = stepped_by_hand(model)
-    held = [p._local_tensor for p in model.parameters()]  # type: ignore[attr-defined]
-    return {"launches": launches, "weights": weights, "empty": sum(one.numel() == 0 for one in held)}
-
-
 # ---------------------------------------------------------------------------------------------------------------- FSDP1
 
 
@@ -195,13 +146,11 @@ def flat(dtype: torch.dtype, use_orig_params: bool) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         loss(model, batch(step)).backward()
-        with counting() as launched:
-            optimizer.step()
+        optimizer.step()
     stepped = [p for p in model.parameters() if p.grad is not None]
     with FullyShardedDataParallel.summon_full_params(model, writeback=False):
         weights = {name: whole(p) for name, p in model.module.named_parameters()}
     return {
-        "launches": len(launched),
         "misaligned": sum(bool(p.numel()) and p.data_ptr() % 16 != 0 for p in stepped),
         "empty": sum(p.numel() == 0 for p in model.parameters()),
         "weights": weights,
@@ -233,7 +182,6 @@ def run(rank: int) -> dict[str, Any]:
         "reduced offloaded": reduced(True, 1, offload=True),
         "reduced hybrid": reduced(True, 1, hybrid=True),
         "overflow": scaled_overflow(),
-        "kinds": sharded_kinds(),
         "flat": {
             (str(dtype), orig): flat(dtype, orig) for dtype in (torch.bfloat16, torch.float32) for orig in (True, False)
         },

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -49,15 +48,6 @@ ROWS = (
     Row("2.14", "3.11", "2.14.1", "3.8.0"),
     Row("newest", "3.13", "2.15.0", "3.9.0"),
 )
-LAST_LINE = re.compile(r"^(?=.*\b(?:passed|failed|errors?|skipped)\b).* in [\d.]+s", re.MULTILINE)
-
-
-def result(log: str, status: int) -> str:
-    """The counts in the last line of pytest, or why there are none."""
-    lines = LAST_LINE.findall(log)
-    if lines:
-        return re.sub(r" in [\d.]+s.*", "", lines[-1]).strip("= ")
-    return f"pytest ended with status {status}: {(log.strip().splitlines() or ['no output'])[-1]}"
 
 
 def prepare(row: Row, folder: Path) -> str:
@@ -87,7 +77,8 @@ def run(row: Row, out: Path, arguments: list[str]) -> tuple[str, int]:
     log = Path(f"{folder}.log")  # written as the tests go on, so that hours of them can be watched
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
-    return result(log.read_text(errors="replace"), done.returncode), done.returncode
+    last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1].strip("= ")
+    return f"{last} (status {done.returncode})", done.returncode
 
 
 def main() -> int:

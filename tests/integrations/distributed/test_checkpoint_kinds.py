@@ -42,11 +42,6 @@ def test_a_missing_master_is_never_taken_for_zeros(ranks: list[dict[str, Any]]) 
         assert kept
 
 
-def test_torchs_full_state_dict_on_cpus_is_the_reason_for_not_offloading(ranks: list[dict[str, Any]]) -> None:
-    """If this fails, torch has mended it: remove offload_to_cpu=False here and its line in docs/checkpoints.md."""
-    assert [rank["torch's full state"] for rank in ranks] == [True, True]
-
-
 @pytest.mark.parametrize("number", range(len(checkpoint_kinds.WRAPS)))
 def test_from_each_to_the_next_with_the_same_bits(
     ranks: list[dict[str, Any]], expected: list[dict[str, Any]], number: int

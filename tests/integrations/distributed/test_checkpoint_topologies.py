@@ -1,45 +1,61 @@
-"""A checkpoint saved in any topology continues in any other with the same bits."""
+"""A checkpoint saved in any topology and layout continues in any other with the same bits."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import checkpoint_ranks
+import held_ranks
 import pytest
 import rank_processes
-
-Found = dict[str, dict[str, list[str]]]
+from checkpoint_ranks import LAYOUTS, TOPOLOGIES, WORLD
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    return _found(tmp_path_factory.mktemp("ranks"), list(checkpoint_ranks.LAYOUTS), every=False)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return rank_processes.run(held_ranks.run_both, WORLD, folder, list(LAYOUTS), held_ranks.SAMPLE, False)
 
 
-def _found(folder: Path, layouts: list[str], every: bool) -> list[Found]:
-    return rank_processes.run(checkpoint_ranks.run, checkpoint_ranks.WORLD, folder, layouts, every)
+def assert_same_bits(found: list[dict[str, list[str]]], layout: str, every: bool) -> None:
+    for rank, differences in enumerate(found):
+        expected = {
+            f"{way}: {source} -> {name}"
+            for way in checkpoint_ranks.ways_of(layout, every)
+            for name, count in TOPOLOGIES.items()
+            for source in checkpoint_ranks.sources(name, every)
+            if rank < count
+        }
+        assert differences.keys() == expected
+        assert {pair: wrong for pair, wrong in differences.items() if wrong} == {}, f"rank {rank}"
 
 
-@pytest.mark.parametrize("layout", checkpoint_ranks.LAYOUTS)
-def test_masters_moments_weights_and_options_have_the_same_bits(ranks: list[Found], layout: str) -> None:
-    _all_have_the_same_bits(ranks, layout, every=False)
+def assert_same_as_canonical(found: list[dict[held_ranks.Pair, list[str]]], pair: held_ranks.Pair) -> None:
+    assert [rank[pair] for rank in found if pair in rank] == [[]] * TOPOLOGIES[pair[3]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masters_moments_weights_and_options_have_the_same_bits(ranks: list[dict[str, Any]], layout: str) -> None:
+    assert_same_bits([rank["topologies"][layout] for rank in ranks], layout, every=False)
+
+
+@pytest.mark.parametrize("pair", held_ranks.SAMPLE, ids=" -> ".join)
+def test_layouts_load_into_others_with_the_bits_of_the_canonical_state(
+    ranks: list[dict[str, Any]], pair: held_ranks.Pair
+) -> None:
+    assert_same_as_canonical([rank["layouts"] for rank in ranks], pair)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", checkpoint_ranks.WHOLE_CROSS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_pair_of_topologies_has_the_same_bits(tmp_path: Path, layout: str) -> None:
-    """By torch's save and load as well as by ours."""
-    _all_have_the_same_bits(_found(tmp_path, [layout], every=True), layout, every=True)
+    found = rank_processes.run(held_ranks.run_both, WORLD, tmp_path, [layout], [], True)
+    assert_same_bits([rank["topologies"][layout] for rank in found], layout, every=True)
 
 
-def _all_have_the_same_bits(ranks: list[Found], layout: str, every: bool) -> None:
-    for rank, found in enumerate(ranks):
-        pairs = {
-            f"{way}: {source} -> {name}"
-            for way in checkpoint_ranks.ways_of(layout, every)
-            for name, count in checkpoint_ranks.TOPOLOGIES.items()
-            for source in checkpoint_ranks.sources(layout, name, way, every)
-            if rank < count
-        }
-        assert found[layout].keys() == pairs
-        assert {pair: wrong for pair, wrong in found[layout].items() if wrong} == {}, f"rank {rank}"
+@pytest.mark.exhaustive
+def test_every_layout_loads_into_every_other_with_the_bits_of_the_canonical_state(tmp_path: Path) -> None:
+    found = rank_processes.run(held_ranks.run_both, WORLD, tmp_path, [], held_ranks.PAIRS, True)
+    for pair in held_ranks.PAIRS:
+        assert_same_as_canonical([rank["layouts"] for rank in found], pair)

@@ -76,8 +76,12 @@ def test_all_ranks_agree_or_all_are_told_what_to_use(ranks: list[Any], key: tupl
 def test_the_norm_of_a_torch_optimizer_has_the_dtype_that_torchs_clipping_returns(ranks: list[Any]) -> None:
     """And that of ours is fp32, as its gradients are in its step."""
     for rank in ranks:
-        bf16, fp32 = "torch.bfloat16", "torch.float32"
-        assert rank["norm dtypes"] == {bf16: [bf16, fp32, bf16, bf16], fp32: [fp32] * 4}
+        bf16, fp32 = torch.bfloat16, torch.float32
+        for dtype, dtypes in ((bf16, [bf16, fp32, bf16, bf16]), (fp32, [fp32] * 4)):
+            torchs, *ours = rank["norms"][str(dtype)]
+            assert [norm.dtype for norm in (torchs, *ours)] == dtypes
+            for norm, times in zip(ours, (8, 8, 64), strict=True):
+                assert float(norm) * times == pytest.approx(float(torchs), rel=2**-6)
 
 
 def test_shards_that_are_a_wrapper_subclass_are_stepped_as_by_torch(ranks: list[Any]) -> None:

@@ -66,9 +66,8 @@ def _submit(script: str, port: int, folder: Path) -> subprocess.CompletedProcess
     return subprocess.run(["bash", "job.sh"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(0, id="torchrun", marks=pytest.mark.exhaustive), pytest.param(1, id="one task per GPU")]
-)
+@pytest.mark.exhaustive  # two cold starts of Python for each
+@pytest.mark.parametrize("number", [pytest.param(0, id="torchrun"), pytest.param(1, id="one task per GPU")])
 def test_a_batch_script_starts_ranks_that_train_together(number: int, tmp_path: Path) -> None:
     assert len(SCRIPTS) == 2
     with ports(100) as kept:

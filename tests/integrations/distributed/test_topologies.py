@@ -6,8 +6,6 @@ The processes are started once, train and break everything (tests/support/topolo
 from __future__ import annotations
 
 import importlib.metadata
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ import rank_processes
 import soak
 import topology_ranks
 from topologies import TOPOLOGIES, WORLD
-
-pytestmark = pytest.mark.sample(3)
 
 Ranks = list[dict[str, Any]]
 SINGLE = ("DDP", "ZeRO-1")  # every rank has every gradient: nothing to agree on
@@ -34,8 +30,8 @@ def test_a_fault_on_any_rank_is_skipped_by_all_and_leaves_every_bit(ranks: Ranks
         found = rank["walks"][name]
         assert found["complaints"] == []
         # Of the ranks that hold nothing, none can be broken after the reduction.
-        assert found["faults"] == 6 or ("nothing" in name and 3 < found["faults"] < 6)
-        assert found["clean"][0] == found["clean"][1] >= 4
+        assert found["faults"] == 4 or ("nothing" in name and 2 <= found["faults"] < 4)
+        assert found["clean"][0] == found["clean"][1] >= 3
         assert found["as if never broken"], "the steps between faults differ from those of a run without faults"
 
 
@@ -69,28 +65,17 @@ OPTIMIZERS = ("halfstep", "torch fused", "torch")
 
 
 @pytest.mark.parametrize("whose", OPTIMIZERS)
-@pytest.mark.parametrize("case", ["fused under FSDP1", "TP and FSDP2, norm first", "pipeline"])
+@pytest.mark.parametrize("case", ["TP and FSDP2, norm first", "pipeline"])
 def test_all_ranks_skip_what_one_found(ranks: Ranks, case: str, whose: str) -> None:
     assert taken(ranks, (case, whose)) == [[False, True]] * WORLD
     assert [rank["ours"][case, whose]["scale"] for rank in ranks] == [4.0] * WORLD
 
 
 @pytest.mark.parametrize("whose", OPTIMIZERS)
-@pytest.mark.parametrize("case", ["fused under FSDP1, unscaled first", "DTensors beside plain tensors"])
-def test_finite_gradients_are_stepped(ranks: Ranks, case: str, whose: str) -> None:
+def test_finite_gradients_are_stepped(ranks: Ranks, whose: str) -> None:
+    case = "DTensors beside plain tensors"
     assert [rank["ours"][case, whose]["error"] for rank in ranks] == [""] * WORLD
     assert taken(ranks, (case, whose)) == [[True, True]] * WORLD
-
-
-def test_torchs_ranks_diverge_with_a_fused_optimizer_under_fsdp1(ranks: Ranks) -> None:
-    steps = [own[0] for own in taken(ranks, "fused under FSDP1", "torch")]
-    must_fail(steps == [True, False, True, True], "ShardedGradScaler, fused: only the rank with the Inf skips")
-
-
-def test_torchs_raises_for_a_fused_optimizer_under_fsdp1_once_unscaled(ranks: Ranks) -> None:
-    found = [rank["torch"]["fused under FSDP1, unscaled first"] for rank in ranks]
-    raised = all("doesn't match the broadcast shape" in one["error"] for one in found)
-    must_fail(raised and all(one["changed"] for one in found), "ShardedGradScaler raises after changing parameters")
 
 
 def test_torchs_ranks_diverge_where_the_first_parameter_lies_on_one_dimension(ranks: Ranks) -> None:
@@ -175,38 +160,3 @@ def test_random_faults_and_no_disagreement(ranks: Ranks) -> None:
     rows = soak.merged([rank["campaign"] for rank in ranks])
     assert sum(row["faults"] for row in rows.values()) == topology_ranks.RANDOM
     assert [complaint for row in rows.values() for complaint in row["complaints"]] == []
-
-
-def test_the_campaign_finds_what_torchs_scaler_does_to_pipeline_stages(ranks: Ranks) -> None:
-    (row,) = soak.merged([rank["campaign of torch"] for rank in ranks]).values()
-    must_fail(row["disagreements"] > 0, "pipeline stages have scales of their own")
-
-
-@pytest.mark.parametrize("scaler", ["halfstep", "torch"])
-def test_the_command_writes_what_was_found_and_exits_by_it(
-    ranks: Ranks, scaler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the answers of the processes that ran already."""
-
-    found = [rank["campaign" if scaler == "halfstep" else "campaign of torch"] for rank in ranks]
-    monkeypatch.setattr(rank_processes, "run", lambda *arguments, **options: found)
-    status = soak.main(["--faults", str(topology_ranks.RANDOM), "--scaler", scaler, "--out", str(tmp_path)])
-    result = json.loads((tmp_path / "soak.json").read_text())
-    assert status == (1 if result["disagreements"] else 0) == (0 if scaler == "halfstep" else 1)
-    assert f"{result['faults']} faults in" in capsys.readouterr().out
-    assert f"| **all** | {result['faults']} |" in (tmp_path / "soak.md").read_text()
-
-
-def test_ranks_that_count_differently_disagree() -> None:
-    own = {"FSDP2": {"faults": 3, "steps": 5, "complaints": []}}
-    assert soak.merged([own] * 4)["FSDP2"]["disagreements"] == 0
-    other = {"FSDP2": {**own["FSDP2"], "faults": 4}}
-    assert soak.merged([own, own, other, own])["FSDP2"]["complaints"] == ["FSDP2: ranks counted differently"]
-
-
-@pytest.mark.parametrize("arguments", [["--faults", "0"], ["--topology", "ring"]])
-def test_the_command_says_what_is_allowed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        soak.main(arguments)
-    told = capsys.readouterr().err
-    assert "to be an integer of at least 1" in told or "is in none of: DDP, ZeRO-1" in told

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 from decimal import Decimal
 from fractions import Fraction
 
@@ -101,13 +99,8 @@ def test_long_doubles_round_once() -> None:
     if value == 1 + 2.0**-11:
         pytest.skip("long double is float64 here")
     assert codec.encode(value, "fp16") == codec.encode(np.array([value]), "fp16")[0] == 0x3C01
-    assert codec.encode(
-        np.array([np.longdouble("nan"), np.longdouble("-inf"), np.longdouble("-0")]), "fp16"
-    ).tolist() == [
-        0x7E00,
-        0xFC00,
-        0x8000,
-    ]
+    specials = np.array([np.longdouble("nan"), np.longdouble("-inf"), np.longdouble("-0")])
+    assert codec.encode(specials, "fp16").tolist() == [0x7E00, 0xFC00, 0x8000]
 
 
 @pytest.mark.parametrize(
@@ -125,12 +118,8 @@ def test_exact_numbers_never_pass_through_float64(value: object) -> None:
 
 
 def test_texts() -> None:
-    assert codec.encode(np.array(["0.1", "1e-400", "-inf", "nan"]), "fp16", "up").tolist() == [
-        0x2E67,
-        1,
-        0xFC00,
-        0x7E00,
-    ]
+    texts = np.array(["0.1", "1e-400", "-inf", "nan"])
+    assert codec.encode(texts, "fp16", "up").tolist() == [0x2E67, 1, 0xFC00, 0x7E00]
     assert codec.encode(np.array([b"0.5", b"-0"]), "fp16").tolist() == [0x3800, 0x8000]
     assert codec.encode("0.1", "bf16").shape == ()
 
@@ -161,10 +150,7 @@ def test_nan_policies() -> None:
     for name in ALL:
         assert codec.encode(values, name, nan="zero").tolist() == [0] * 4
         assert exact.encode_exact(math.nan, name, nan="zero") == 0
-        with pytest.raises(
-            ValueError,
-            match="values without NaN with nan='raise', but got one: pass nan='canonical', 'payload' or 'zero'",
-        ):
+        with pytest.raises(ValueError, match="values without NaN with nan='raise', but got one: pass"):
             codec.encode(values, name, nan="raise")
     assert codec.encode([1.0, math.inf], "fp16", nan="raise").tolist() == [0x3C00, 0x7C00]
 
@@ -174,17 +160,10 @@ def test_formats_without_nan_refuse_it(name: str) -> None:
     for value in (math.nan, "nan", np.array([1.0, math.nan]), np.array([math.nan], np.float32), torch.tensor(math.nan)):
         for nan in ("canonical", "payload"):
             with pytest.raises(
-                ValueError,
-                match=(
-                    f"Expected values without NaN for {name}, which has none, but got one: pass nan='zero', or replace "
-                    "it "
-                    "before"
-                ),
+                ValueError, match=f"Expected values without NaN for {name}, which has none, but got one"
             ):
                 codec.encode(value, name, nan=nan)
-    with pytest.raises(
-        ValueError, match=f"Expected overflow to be 'inf' or 'saturate' for {name}, which has no NaN, but got 'nan'"
-    ):
+    with pytest.raises(ValueError, match=f"Expected overflow to be 'inf' or 'saturate' for {name}, which has no NaN"):
         codec.encode(1.0, name, overflow="nan")
     assert (
         codec.encode([1e9, -math.inf], name).tolist()
@@ -198,13 +177,7 @@ def test_overflow_policies() -> None:
     assert codec.encode(values, "fp16", overflow="saturate").tolist() == [0x7BFF, 0xFBFF, 0x7BFF, 0xFBFF, 0x7BFF]
     assert codec.encode(values, "fp16", overflow="nan").tolist() == [0x7E00] * 4 + [0x7BFF]
     assert codec.encode(values, "fp16", "toward_zero").tolist() == [0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7BFF]
-    assert codec.encode(values, "fp16", "toward_zero", overflow="nan").tolist() == [
-        0x7BFF,
-        0xFBFF,
-        0x7E00,
-        0x7E00,
-        0x7BFF,
-    ]
+    assert codec.encode(values[2:], "fp16", "toward_zero", overflow="nan").tolist() == [0x7E00, 0x7E00, 0x7BFF]
     assert codec.encode(values, "e4m3fn").tolist() == [0x7F] * 5
     assert codec.encode([-3.0, 1e40], "e8m0fnu", overflow="saturate").tolist() == [0, 254]
     assert codec.encode(values, "int8", overflow="saturate").tolist() == [127, 128, 127, 128, 127]
@@ -413,87 +386,22 @@ def test_neighbours_enclose(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "complaint"),
     [
-        (
-            (1.0, "fp16", "even"),
-            {},
-            ValueError,
-            "'toward_zero', 'up', 'down', 'odd', 'stochastic', but got 'even'",
-        ),
-        (
-            (1.0, "fp16"),
-            {"overflow": "wrap"},
-            ValueError,
-            "Expected overflow to be one of 'inf', 'saturate', 'nan', but got 'wrap'",
-        ),
-        (
-            (1.0, "fp16"),
-            {"nan": "keep"},
-            ValueError,
-            "Expected nan to be one of 'canonical', 'payload', 'zero', 'raise', but got 'keep'",
-        ),
-        (
-            (1.0, "fp16"),
-            {"subnormals": "yes"},
-            TypeError,
-            "Expected subnormals to be True (kept) or False (flushed to zero), but got 'yes'",
-        ),
-        (
-            (1.0, "fp16"),
-            {"seed": 3},
-            ValueError,
-            (
-                "Expected seed to be None with rounding='nearest', which uses no random numbers, but got 3: leave it "
-                "out, "
-                "or pass rounding='stochastic'"
-            ),
-        ),
-        (
-            (1.0, "fp16", "stochastic"),
-            {"seed": -1},
-            ValueError,
-            "Expected seed to be from 0 to 9223372036854775807, but got -1",
-        ),
+        ((1.0, "fp16", "even"), {}, ValueError, "'toward_zero', 'up', 'down', 'odd', 'stochastic', but got 'even'"),
+        ((1.0, "fp16"), {"overflow": "wrap"}, ValueError, "Expected overflow to be one of 'inf', 'saturate', 'nan',"),
+        ((1.0, "fp16"), {"nan": "keep"}, ValueError, "Expected nan to be one of 'canonical', 'payload', 'zero',"),
+        ((1.0, "fp16"), {"subnormals": "yes"}, TypeError, "Expected subnormals to be True (kept) or False (flushed to"),
+        ((1.0, "fp16"), {"seed": 3}, ValueError, "Expected seed to be None with rounding='nearest', which uses no"),
+        ((1.0, "fp16", "stochastic"), {"seed": -1}, ValueError, "Expected seed to be from 0 to 9223372036854775807,"),
         ((1.0, "fp16", "stochastic"), {"seed": 1.5}, TypeError, "Expected seed to be an integer from 0 to "),
         ((1.0, "fp16", "stochastic"), {"offset": -1}, ValueError, "Expected offset to be from 0 to "),
         ((1.0, "fp17"), {}, UnknownFormat, "unknown format 'fp17'; did you mean"),
-        (
-            (1j, "fp16"),
-            {},
-            TypeError,
-            (
-                "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string such as '0.1', '0x1p-3' "
-                "or "
-                "'1/3', but got 1j, a complex"
-            ),
-        ),
-        (
-            (np.array([1j]), "fp16"),
-            {},
-            TypeError,
-            (
-                "Expected values to be real numbers (floats, integers, Fraction, Decimal or strings), but got type "
-                "complex128"
-            ),
-        ),
+        ((1j, "fp16"), {}, TypeError, "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string"),
+        ((np.array([1j]), "fp16"), {}, TypeError, "Expected values to be real numbers (floats, integers, Fraction,"),
         ((np.array(["2020"], "M8[Y]"), "fp16"), {}, TypeError, "but got type datetime64[Y]"),
-        (
-            (None, "fp16"),
-            {},
-            TypeError,
-            (
-                "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string such as '0.1', '0x1p-3' "
-                "or "
-                "'1/3', but got None, a NoneType"
-            ),
-        ),
+        ((None, "fp16"), {}, TypeError, "Expected a real number (int, float, Fraction, Decimal or numpy's) or a"),
         (("one", "fp16"), {}, ValueError, "'one' is not a number: 'one' is not understood"),
         (([1.0, [2.0]], "fp16"), {}, (TypeError, ValueError), ""),
-        (
-            (torch.tensor([1j]), "fp16"),
-            {},
-            TypeError,
-            "Expected a dense tensor of real numbers, but got torch.complex64",
-        ),
+        ((torch.tensor([1j]), "fp16"), {}, TypeError, "Expected a dense tensor of real numbers, but got"),
         ((torch.eye(2).to_sparse(), "fp16"), {}, TypeError, "Expected a dense tensor of real numbers, but got"),
     ],
     ids=str,
@@ -506,9 +414,7 @@ def test_what_encode_refuses(arguments: tuple, options: dict, error: type, compl
 
 def test_packed_tensors_are_refused() -> None:
     packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    with pytest.raises(
-        TypeError, match=r"Expected a dtype with one number per element, but got torch.float4_e2m1fn_x2"
-    ):
+    with pytest.raises(TypeError, match="Expected a dtype with one number per element, but got"):
         codec.encode(packed, "fp16")
 
 
@@ -537,18 +443,3 @@ def test_decode_exact_refuses() -> None:
 
 def test_empty_codes() -> None:
     assert codec.decode([], "fp16").shape == (0,) and codec.encode([], "fp16").dtype == np.uint16
-
-
-# -------------------------------------------------------------------------------------------------------------- imports
-
-
-def test_what_each_module_imports() -> None:
-    script = (
-        "import sys, halfstep.numerics.formats.exact as e; e.neighbours('0.1', 'fp16');"
-        "print({'numpy', 'torch'} & set(sys.modules));"
-        "import halfstep.numerics.formats.codec as c;"
-        "c.encode([0.1], 'fp16'); c.encode(range(3), 'fp64', 'stochastic');"
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["set()", "False"]

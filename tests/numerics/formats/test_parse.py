@@ -103,13 +103,7 @@ def test_specials() -> None:
         ("2^0.5", "an exponent is not an integer"),
         ("(" * 60 + "1" + ")" * 60, "it is nested more than 50 deep"),
         ("2^" * 60 + "1", "it is nested more than 50 deep"),
-        (
-            "1e99999",
-            (
-                "Expected magnitudes from 2^-65536 to 2^65536, also of intermediate results, but got '1e99999': for "
-                "infinity write inf, for zero 0"
-            ),
-        ),
+        ("1e99999", "Expected magnitudes from 2^-65536 to 2^65536, also of intermediate results, but got '1e99999':"),
         ("1e-99999999999999999999", "also of intermediate results, but got"),
         ("10^10^10", "also of intermediate results, but got"),
         ("9^9^9^9^9", "also of intermediate results, but got"),

@@ -6,7 +6,6 @@ The oracle (tests/support/codec_oracle.py) has the fields written down again and
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import subprocess
 import sys
@@ -23,28 +22,9 @@ from halfstep.numerics.formats.table import FORMAT_KINDS, UnknownFormat, custom,
 ALL = tuple(formats)
 FLOATS = tuple(name for name in ALL if name not in ("int8", "e8m0fnu"))
 
-# What the specifications print: largest, least normal, least subnormal. OFP8 table 2, OCP MX tables 1 to 6, IEEE 754
-# table 3.5 and arXiv:2206.02915 table 1, in their own form.
-PRINTED = {
-    "fp64": (2.0**1023 * (2 - 2.0**-52), 2.0**-1022, 2.0**-1074),
-    "fp32": (2.0**127 * (2 - 2.0**-23), 2.0**-126, 2.0**-149),
-    "tf32": (2.0**127 * (2 - 2.0**-10), 2.0**-126, 2.0**-136),
-    "fp16": (65504.0, 2.0**-14, 2.0**-24),
-    "bf16": (2.0**127 * (2 - 2.0**-7), 2.0**-126, 2.0**-133),
-    "e4m3fn": (448.0, 2.0**-6, 2.0**-9),
-    "e5m2": (57344.0, 2.0**-14, 2.0**-16),
-    "e4m3fnuz": (240.0, 2.0**-7, 2.0**-10),
-    "e5m2fnuz": (57344.0, 2.0**-15, 2.0**-17),
-    "e8m0fnu": (2.0**127, 2.0**-127, 2.0**-127),
-    "e2m3fn": (7.5, 1.0, 0.125),
-    "e3m2fn": (28.0, 0.25, 0.0625),
-    "e2m1fn": (6.0, 1.0, 0.5),
-    "int8": (127.0, 1.0, 1.0),
-}
-
 
 def test_the_rows_are_those_of_the_oracle() -> None:
-    assert set(ALL) == set(oracle.SPECS) == set(PRINTED)
+    assert set(ALL) == set(oracle.SPECS)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -64,12 +44,6 @@ def test_fields_and_codes(name: str) -> None:
         assert oracle.value_of(form.infinity_code, name) == math.inf
     assert oracle.value_of(form.largest_code, name) == Fraction(form.max)
     assert form.kind in FORMAT_KINDS and form.title
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_figures_as_printed(name: str) -> None:
-    form = formats[name]
-    assert (form.max, form.min_normal, form.min_subnormal) == PRINTED[name]
 
 
 @pytest.mark.parametrize("name", oracle.SMALL)
@@ -145,13 +119,6 @@ def test_decimal_digits(name: str) -> None:
     assert form.decimal_digits == pytest.approx(p * 0.30102999566398120, rel=1e-15)
 
 
-def test_decimal_digits_as_printed() -> None:
-    """facts: C's FLT_DIG, FLT_DECIMAL_DIG, and those of the small formats."""
-    printed = {"fp64": (15, 17), "fp32": (6, 9), "fp16": (3, 5), "tf32": (3, 5), "bf16": (2, 4), "e4m3fn": (0, 3)}
-    for name, digits in {**printed, "e5m2": (0, 2), "int8": (2, 3)}.items():
-        assert (formats[name].digits10, formats[name].max_digits10) == digits
-
-
 @pytest.mark.parametrize("name", ("fp16", "bf16", "e4m3fn"))
 def test_what_the_digits_promise(name: str) -> None:
     """digits10 survive the way to the format and back; max_digits10 tell all its numbers apart, one less does not."""
@@ -186,21 +153,6 @@ def test_against_torch_finfo(name: str) -> None:
         assert info.eps in (0.125, 0.25) and after - one == form.eps == 0.25
     else:
         assert info.eps == form.eps
-
-
-def test_against_torch_finfo_of_the_scale() -> None:
-    form, info = formats["e8m0fnu"], torch.finfo(torch.float8_e8m0fnu)
-    assert (info.max, info.min, info.eps, info.tiny) == (form.max, form.lowest, form.eps, form.min_normal)
-    assert torch.iinfo(torch.int8).max == formats["int8"].max and torch.iinfo(torch.int8).min == formats["int8"].lowest
-
-
-@pytest.mark.parametrize("name", [name for name in FLOATS if formats[name].numpy])
-def test_against_numpy_finfo(name: str) -> None:
-    form, info = formats[name], np.finfo(formats[name].numpy)
-    assert (info.bits, info.nmant, info.maxexp, info.minexp) == (form.bits, form.mantissa, form.emax + 1, form.emin)
-    assert (info.max, info.min, info.eps, info.smallest_normal) == (form.max, form.lowest, form.eps, form.min_normal)
-    assert info.smallest_subnormal == form.min_subnormal
-    assert info.precision == form.digits10
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if formats[name].ml_dtypes])
@@ -311,42 +263,12 @@ def test_custom_formats_count_right(exponent: int, mantissa: int, kind: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "complaint"),
     [
-        (
-            (0, 3),
-            {},
-            ValueError,
-            "Expected exponent to be from 1 to 11 bits, so that float64 holds every value, but got ",
-        ),
-        (
-            (12, 3),
-            {},
-            ValueError,
-            "Expected exponent to be from 1 to 11 bits, so that float64 holds every value, but got ",
-        ),
-        (
-            (5, 53),
-            {},
-            ValueError,
-            "Expected mantissa to be from 0 to 52 bits, so that float64 holds every value, but got ",
-        ),
-        (
-            (5, 0),
-            {"kind": "fn"},
-            ValueError,
-            "Expected mantissa to be from 1 to 52 bits, so that float64 holds every value, but got ",
-        ),
-        (
-            (1, 3),
-            {},
-            ValueError,
-            "Expected exponent to be 2 bits or more with kind='ieee', but got 1: one bit leaves no normal numbers",
-        ),
-        (
-            (5, 2),
-            {"kind": "posit"},
-            ValueError,
-            "Expected kind to be 'ieee', 'fn', 'fnuz' or 'finite', but got 'posit'",
-        ),
+        ((0, 3), {}, ValueError, "Expected exponent to be from 1 to 11 bits, so that float64 holds every value, but"),
+        ((12, 3), {}, ValueError, "Expected exponent to be from 1 to 11 bits, so that float64 holds every value, but"),
+        ((5, 53), {}, ValueError, "Expected mantissa to be from 0 to 52 bits, so that float64 holds every value, but"),
+        ((5, 0), {"kind": "fn"}, ValueError, "Expected mantissa to be from 1 to 52 bits, so that float64 holds every"),
+        ((1, 3), {}, ValueError, "Expected exponent to be 2 bits or more with kind='ieee', but got 1: one bit leaves"),
+        ((5, 2), {"kind": "posit"}, ValueError, "Expected kind to be 'ieee', 'fn', 'fnuz' or 'finite', but got"),
         ((5.0, 2), {}, TypeError, "Expected exponent to be an integer, but got 5.0"),
         ((5, 2), {"bias": 1.5}, TypeError, "Expected bias to be an integer, but got 1.5"),
         ((5, 2), {"bias": 2000}, ValueError, "Expected values within float64's range, 2^-1074 to 2^1023, but got"),
@@ -363,52 +285,9 @@ def test_refused_custom_formats(arguments: tuple, options: dict, error: type, co
 # --------------------------------------------------------------------------------------------------------------- other
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_as_dict_is_json_with_every_figure(name: str) -> None:
-    row = json.loads(json.dumps(formats[name].as_dict(), allow_nan=False))
-    assert row["max"] == formats[name].max and row["name"] == name
-    assert row["overflow"] is None if name == "fp64" else row["overflow"] == formats[name].overflow
-    assert set(row["aliases"]) == set(formats[name].aliases) and row["hardware"]
-
-
-def test_hardware() -> None:
-    """The first data-centre generations whose matrix units take each format, as the makers' documents say.
-
-    V100: fp16 alone; T4: int8; A100: fp64, tf32, bf16; H100: OCP FP8; B200: FP6, FP4 with E8M0 scales. MI100: fp32,
-    fp16, bf16, int8; MI200: fp64; MI300: xf32 and FNUZ FP8; MI350: OCP FP8, FP6, FP4. TPU: int8 in v1, bf16 in v2,
-    FP8 in v7.
-    """
-    generations = {
-        "NVIDIA": {"V100": ["fp16"], "T4": ["int8"], "A100": ["fp64", "tf32", "bf16"], "H100": ["e4m3fn", "e5m2"],
-                   "B200": ["e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn"]},
-        "AMD": {"MI100": ["fp32", "fp16", "bf16", "int8"], "MI200": ["fp64"], "MI300": ["tf32", "e4m3fnuz", "e5m2fnuz"],
-                "MI350": ["e4m3fn", "e5m2", "e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn"]},
-        "Google": {"TPU v1": ["int8"], "TPU v2": ["bf16"], "TPU v7": ["e4m3fn", "e5m2"]},
-    }  # fmt: skip
-    told: dict[str, set[str]] = {name: set() for name in ALL}
-    for maker, rows in generations.items():
-        for generation, names in rows.items():
-            for name in names:
-                told[name].add(f"{maker} {generation}")
-    assert {name: set(formats[name].hardware) for name in ALL} == told
-
-
 def test_rows_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         formats["fp16"].bias = 1  # type: ignore[misc]
-
-
-def test_ulp_of_what_is_no_number() -> None:
-    form = formats["fp16"]
-    assert math.isnan(form.ulp(math.nan)) and form.ulp(-math.inf) == math.inf
-    assert form.ulp(1e30) == 2.0 ** (99 - 10), "as if the exponent had no upper end"
-
-
-def test_bytes() -> None:
-    taken = {name: formats[name].bytes for name in ALL}
-    assert taken == {**dict.fromkeys(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu", "int8"), 1.0),
-                     "fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0,
-                     "e2m3fn": 0.75, "e3m2fn": 0.75, "e2m1fn": 0.5}  # fmt: skip
 
 
 def test_the_lookup_needs_neither_torch_nor_numpy() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,6 +39,9 @@ class Setting(NamedTuple):
     scaler: torch.amp.GradScaler
     data: list[tuple[torch.Tensor, torch.Tensor]]
 
+    def steps(self, sums: int) -> int:
+        return 6 if sums == 1 else 4
+
     def spoil(self, step: int) -> None:
         """At the step to be skipped, an infinity somewhere in the last parameter's gradient of the first model."""
         if self.scaler.is_enabled() and step == SKIPPED:
@@ -63,99 +67,35 @@ def setting(make: Callable[[Any], torch.optim.Optimizer], count: int, scaler: to
     return Setting(models, [make(model.parameters()) for model in models], scaler, data)
 
 
-def plain(case: Setting) -> None:
-    for step, (x, target) in enumerate(case.data):
-        case.optimizers[0].zero_grad()
-        case.scaler.scale(mse_loss(case.models[0](x), target)).backward()
-        case.spoil(step)
-        case.step(step)
-        case.scaler.update()
+def train(case: Setting, sums: int = 1, unscale: bool = False, clip: str = "", penalty: bool = False) -> None:
+    """A loop over the data.
 
-
-def clipping_unscaled(case: Setting) -> None:
-    """Scaled gradients are unscaled, then clipped by torch."""
-    for step, (x, target) in enumerate(case.data):
-        case.optimizers[0].zero_grad()
-        case.scaler.scale(mse_loss(case.models[0](x), target)).backward()
-        case.spoil(step)
-        case.scaler.unscale_(case.optimizers[0])
-        torch.nn.utils.clip_grad_norm_(case.models[0].parameters(), CLIP, error_if_nonfinite=False)
-        case.step(step)
-        case.scaler.update()
-
-
-def unscaling_by_hand(case: Setting) -> None:
-    """`unscale_` before each step, and nothing in between."""
-    for step, (x, target) in enumerate(case.data):
-        case.optimizers[0].zero_grad()
-        case.scaler.scale(mse_loss(case.models[0](x), target)).backward()
-        case.spoil(step)
-        case.scaler.unscale_(case.optimizers[0])
-        case.step(step)
-        case.scaler.update()
-
-
-def clipping_accumulated(case: Setting) -> None:
-    """Two backward passes, whose sum is unscaled and clipped."""
-    for step in range(4):
-        case.optimizers[0].zero_grad()
-        for x, target in case.data[step : step + 2]:
-            case.scaler.scale(mse_loss(case.models[0](x), target) / 2).backward()
-        case.spoil(step)
-        case.scaler.unscale_(case.optimizers[0])
-        torch.nn.utils.clip_grad_norm_(case.models[0].parameters(), CLIP, error_if_nonfinite=False)
-        case.step(step)
-        case.scaler.update()
-
-
-def several_clipped(case: Setting) -> None:
-    """Two optimizers, each clipped by its own norm; one overflows, the scale is for both."""
-    for step, (x, target) in enumerate(case.data):
+    Args:
+        case: models, optimizers, scaler and data.
+        sums: backward passes that are summed for each step.
+        unscale: whether gradients are unscaled by hand before each step.
+        clip: whether they are then clipped by their ``"norm"``, or by ``"value"`` while they are scaled.
+        penalty: whether a gradient of the scaled loss, unscaled by hand, is part of the loss.
+    """
+    for step in range(case.steps(sums)):
         for model, optimizer in zip(case.models, case.optimizers, strict=True):
             optimizer.zero_grad()
-            case.scaler.scale(mse_loss(model(x), target)).backward()
+            for x, target in case.data[step : step + sums]:
+                loss = mse_loss(model(x), target) / sums
+                if penalty:
+                    grads = torch.autograd.grad(case.scaler.scale(loss), list(model.parameters()), create_graph=True)
+                    loss = loss + sum(((g / case.scaler.get_scale()) ** 2).sum() for g in grads).sqrt()
+                case.scaler.scale(loss).backward()
+            if clip == "value":
+                torch.nn.utils.clip_grad_value_(model.parameters(), CLIP * case.scaler.get_scale())
         case.spoil(step)
         for model, optimizer in zip(case.models, case.optimizers, strict=True):
-            case.scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, error_if_nonfinite=False)
-        case.step(step, 1)
-        case.step(step, 0)
-        case.scaler.update()
-
-
-def clipping_scaled(case: Setting) -> None:
-    """Gradients are clipped while they are scaled, to a limit scaled alike."""
-    for step, (x, target) in enumerate(case.data):
-        case.optimizers[0].zero_grad()
-        case.scaler.scale(mse_loss(case.models[0](x), target)).backward()
-        torch.nn.utils.clip_grad_value_(case.models[0].parameters(), CLIP * case.scaler.get_scale())
-        case.spoil(step)
-        case.step(step)
-        case.scaler.update()
-
-
-def penalty(case: Setting) -> None:
-    """A gradient penalty: a gradient of the scaled loss, unscaled by hand, is part of the loss."""
-    for step, (x, target) in enumerate(case.data):
-        case.optimizers[0].zero_grad()
-        parameters = list(case.models[0].parameters())
-        loss = mse_loss(case.models[0](x), target)
-        gradients = torch.autograd.grad(case.scaler.scale(loss), parameters, create_graph=True)
-        norm = sum(((g / case.scaler.get_scale()) ** 2).sum() for g in gradients).sqrt()
-        case.scaler.scale(loss + norm).backward()
-        case.spoil(step)
-        case.step(step)
-        case.scaler.update()
-
-
-def accumulation(case: Setting) -> None:
-    """Two backward passes for each step: the scale may move between steps only."""
-    for step in range(4):
-        case.optimizers[0].zero_grad()
-        for x, target in case.data[step : step + 2]:
-            case.scaler.scale(mse_loss(case.models[0](x), target) / 2).backward()
-        case.spoil(step)
-        case.step(step)
+            if unscale:
+                case.scaler.unscale_(optimizer)
+            if clip == "norm":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, error_if_nonfinite=False)
+        for index in reversed(range(len(case.optimizers))):
+            case.step(step, index)
         case.scaler.update()
 
 
@@ -175,16 +115,17 @@ def several(case: Setting) -> None:
         case.scaler.update()
 
 
-CASES: dict[str, tuple[Callable[[Setting], None], int]] = {
-    "plain": (plain, 1),
-    "unscale by hand": (unscaling_by_hand, 1),
-    "unscale, then clip": (clipping_unscaled, 1),
-    "accumulate, then clip": (clipping_accumulated, 1),
-    "several, clipped": (several_clipped, 2),
-    "clip scaled": (clipping_scaled, 1),
-    "gradient penalty": (penalty, 1),
-    "accumulation": (accumulation, 1),
-    "several": (several, 2),
+# By name: the loop, the number of models, and the backward passes for each step.
+CASES: dict[str, tuple[Callable[[Setting], None], int, int]] = {
+    "plain": (train, 1, 1),
+    "unscale by hand": (partial(train, unscale=True), 1, 1),
+    "unscale, then clip": (partial(train, unscale=True, clip="norm"), 1, 1),
+    "accumulate, then clip": (partial(train, sums=2, unscale=True, clip="norm"), 1, 2),
+    "several, clipped": (partial(train, unscale=True, clip="norm"), 2, 1),
+    "clip scaled": (partial(train, clip="value"), 1, 1),
+    "gradient penalty": (partial(train, penalty=True), 1, 1),
+    "accumulation": (partial(train, sums=2), 1, 2),
+    "several": (several, 2, 1),
 }
 
 
@@ -198,7 +139,7 @@ def _scaler(kind: type[torch.amp.GradScaler], enabled: bool = True) -> torch.amp
 def test_scaled_training_has_the_bits_of_training_without_a_scaler(
     case: str, name: str, kind: type[torch.amp.GradScaler]
 ) -> None:
-    run, count = CASES[case]
+    run, count, sums = CASES[case]
     scaled = setting(OPTIMIZERS[name], count, _scaler(kind))
     control = setting(OPTIMIZERS[name], count, _scaler(kind, enabled=False))
     before = copy.deepcopy(control.models)
@@ -210,8 +151,7 @@ def test_scaled_training_has_the_bits_of_training_without_a_scaler(
     assert not any(
         torch.equal(a, b) for a, b in zip(before[0].parameters(), control.models[0].parameters(), strict=True)
     )
-    steps = 4 if case.startswith("accumula") else 6
-    assert scaled.scaler.get_scale() == 128.0 * 2.0 ** (steps - 1) * 0.5
+    assert scaled.scaler.get_scale() == 128.0 * 2.0 ** (scaled.steps(sums) - 1) * 0.5
     assert control.scaler.get_scale() == 1.0
 
 

@@ -86,12 +86,3 @@ def test_our_optimizers_have_the_same_bits_under_both_scalers(name: str) -> None
         for way in WAYS:
             mine, torchs = (trained(scaler, OURS[name], options, way, False) for scaler in scalers())
             assert all(map(same, mine, torchs)), (options, way)
-
-
-def test_how_many_cases_these_are() -> None:
-    """For docs/comparison.md, which says so."""
-    sparse = {name: info.only_supports_sparse_grads for name, info in INFOS.items()}
-    count = sum(len(inputs_of(info)) * (2 if sparse[name] else 3) for name, info in INFOS.items())
-    count += sum(len(inputs_of(INFOS[name])) * 3 for name in OURS)
-    if torch.__version__.startswith("2.13"):
-        assert count == 647

@@ -1,6 +1,6 @@
 """Optimizers inside wrappers of trainers: whichever object the scaler is given, one unscaling and one limit.
 
-The wrappers here have the shapes of Accelerate's, Fabric's and torchft's; the real ones are used where installed.
+The wrappers have the shapes of Accelerate's, Fabric's and torchft's; the real ones are in tests/integrations/trainers.
 """
 
 from __future__ import annotations
@@ -179,9 +179,7 @@ def test_what_a_hidden_wrapper_was_unscaled_for_is_not_unscaled_again(call: str,
     give(parameters)
     getattr(scaler, call)(hidden, *((LIMIT,) if call == "clip_grad_norm_" else ()))
     before = [p.grad.clone() for p in parameters]  # type: ignore[union-attr]
-    with pytest.raises(
-        RuntimeError, match=r"after a Hidden with the same parameters since the last update\(\): pass the wrapper"
-    ):
+    with pytest.raises(RuntimeError, match=r"after a Hidden with the same parameters since the last update\(\):"):
         scaler.step(optimizer)
     assert all(torch.equal(p.grad, b) for p, b in zip(parameters, before, strict=True))  # type: ignore[arg-type]
     assert all((p == 1).all() for p in parameters)
@@ -191,10 +189,7 @@ def test_a_limit_that_no_step_has_used_is_an_error() -> None:
     scaler, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
     give(parameters)
     scaler.clip_grad_norm_(optimizer, LIMIT)
-    with pytest.raises(
-        RuntimeError,
-        match=re.escape("Expected scaler.step(optimizer) between clip_grad_norm_ and update(), but got none for AdamW"),
-    ):
+    with pytest.raises(RuntimeError, match=re.escape("Expected scaler.step(optimizer) between clip_grad_norm_ and")):
         scaler.update()
     scaler.step(optimizer)
     scaler.update()
@@ -246,53 +241,3 @@ def test_the_monitor_knows_that_a_wrapped_optimizer_was_unscaled() -> None:
     assert monitor.statistics().total.exponents == {0: 3}
     monitor.step(optimizer)
     assert monitor.statistics().total.exponents == {0: 6}
-
-
-# ------------------------------------------------------------------------------------------------------- the real ones
-
-
-def test_accelerates_own_optimizer() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    results = []
-    for wrapped in (False, True):
-        scaler, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
-        accelerator.scaler = scaler
-        prepared = accelerator.prepare(optimizer)
-        assert prepared.optimizer is optimizer and prepared.scaler is scaler
-        give(parameters)
-        scaler.clip_grad_norm_(prepared if wrapped else optimizer, LIMIT)
-        prepared.step()  # scaler.step(optimizer) and scaler.update()
-        results.append(torch.cat([p.detach() for p in parameters]))
-    assert torch.equal(*results) and bool((results[0] < 1).all())
-
-
-def test_accelerate_sees_the_steps_that_torchs_scaler_skips() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    _, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    prepared = accelerator.prepare(optimizer)
-    skipped = []
-    for value in (8.0, INF, 8.0):
-        accelerator.scaler.scale(torch.zeros(()))
-        give(parameters, value)
-        prepared.step()
-        skipped.append(prepared.step_was_skipped)
-    assert skipped == [False, True, False]
-
-
-def test_fabrics_own_optimizer() -> None:
-    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
-    results = []
-    for wrapped in (False, True):
-        scaler, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
-        model = torch.nn.ParameterList(parameters)
-        _, prepared = fabric.setup(model, optimizer)
-        give(parameters)
-        given = prepared if wrapped else optimizer
-        scaler.clip_grad_norm_(given, LIMIT)
-        scaler.step(given)
-        scaler.update()
-        results.append(torch.cat([p.detach() for p in parameters]))
-    torch.testing.assert_close(*results, rtol=2**-20, atol=0)

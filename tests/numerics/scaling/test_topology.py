@@ -175,9 +175,7 @@ def test_sets_of_ranks_that_are_no_mesh_are_refused_with_the_remedy() -> None:
 
 def test_a_group_that_this_rank_is_not_in_is_refused() -> None:
     outside = torch.distributed.GroupMember.NON_GROUP_MEMBER
-    with pytest.raises(
-        ValueError, match=r"Expected process_group to be None or a group that contains this rank, but got "
-    ):
+    with pytest.raises(ValueError, match="Expected process_group to be None or a group that contains this rank, but"):
         GradScaler("cpu", process_group=outside)
 
 

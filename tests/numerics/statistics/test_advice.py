@@ -228,25 +228,11 @@ def test_errors_name_the_argument() -> None:
     for nothing in ([], [torch.zeros(3)], [torch.tensor([INF])], torch.nn.Linear(1, 1)):
         with pytest.raises(ValueError, match=r"gradients hold no finite number but 0.*after backward\(\)"):
             advise_scale(nothing)
-    with pytest.raises(
-        ValueError, match=r"Expected scaled_by to be a number from 2\^-126 to 2\^126, or a tensor of one, but got 0.0"
-    ):
+    with pytest.raises(ValueError, match=r"Expected scaled_by to be a number from 2\^-126 to 2\^126, or a tensor of"):
         advise_scale(one, scaled_by=0.0)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"Expected statistics for fp16, but got statistics for bf16: count for that format, or pass the gradients "
-            r"themselves"
-        ),
-    ):
+    with pytest.raises(ValueError, match="Expected statistics for fp16, but got statistics for bf16: count for that"):
         advise_scale(statistics(one, "bf16"))
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"Expected statistics at a power of two as scale, but got scale 3.0: with other scales, values are rounded "
-            r"before they are counted"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"Expected statistics at a power of two as scale, but got scale 3.0: with"):
         advise_scale(statistics(one, "fp16", 3.0))
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     with pytest.raises(ValueError, match=r"Expected an optimizer that has taken a step, but got one without"):
@@ -255,13 +241,9 @@ def test_errors_name_the_argument() -> None:
         advise_scale(one, optimizer=optimizer, updates={})
     with pytest.raises(ValueError, match=r"Expected both parameters and updates, or neither, but got one of them"):
         advise_scale(one, updates={})
-    with pytest.raises(
-        ValueError, match=r"Expected updates and parameters to have the same names, but got 'a' in updates only"
-    ):
+    with pytest.raises(ValueError, match="Expected updates and parameters to have the same names, but got 'a' in"):
         advise_scale(one, parameters={}, updates={"a": torch.ones(1)})
-    with pytest.raises(
-        ValueError, match=r"Expected updates\['a'\] to have the shape of its weight, \(1,\), but got \(2,\)"
-    ):
+    with pytest.raises(ValueError, match=r"Expected updates\['a'\] to have the shape of its weight, \(1,\), but got"):
         advise_scale(one, parameters={"a": torch.ones(1)}, updates={"a": torch.ones(2)})
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)

@@ -18,9 +18,7 @@ from implementations import ALL, twins, using
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.cli.results import count, shortened
 from halfstep.numerics.formats.table import UnknownFormat, formats
-from halfstep.numerics.messages import percent
 from halfstep.numerics.statistics.counts import KINDS, Statistics, grid_of, statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on overflow and NaN
@@ -95,30 +93,6 @@ def test_the_same_as_casting_each_element(name: str, dtype: torch.dtype, scale: 
     small = (x * scale).abs() < formats[name].min_normal
     assert found.subnormal == int((finite & small & (cast != 0)).sum())
     assert found.elements == sum(getattr(found, kind) for kind in KINDS) == x.numel()
-
-
-def test_the_thresholds_of_fp16_at_the_usual_scale() -> None:
-    """|g| S <= 2^-25 is flushed, < 2^-14 subnormal, >= 65520 overflows; at 2^16 that is 4.55e-13, 9.31e-10, 0.99976."""
-    flush, normal, overflow = 2.0**-41, 2.0**-30, 65520 / 65536
-    assert (flush, normal, overflow) == pytest.approx((4.5475e-13, 9.3132e-10, 0.999756), rel=1e-5)
-    for edge, below, at in ((normal, "subnormal", "normal"), (overflow, "normal", "overflow")):
-        under = float(np.nextafter(np.float32(edge), np.float32(0)))
-        assert getattr(statistics(torch.tensor(under), "fp16", 2.0**16)[0], below) == 1
-        assert getattr(statistics(torch.tensor(edge), "fp16", 2.0**16)[0], at) == 1
-    assert statistics(torch.tensor(flush), "fp16", 2.0**16)[0].flushed == 1
-    above = float(np.nextafter(np.float32(flush), np.float32(1)))
-    assert statistics(torch.tensor(above), "fp16", 2.0**16)[0].subnormal == 1
-
-
-def test_powers_of_two_round_nothing_and_a_thousand_most() -> None:
-    """S = 2^k and back changes no fp32 gradient; S = 1000 changes more than half of them by rounding."""
-    gradients = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1e-4
-    assert torch.equal(gradients * 65536 / 65536, gradients)
-    assert statistics(gradients, "fp32", 65536)[0].largest_error == 0
-    changed = ((gradients * 1000).double() != gradients.double() * 1000).double().mean().item()
-    assert changed > 0.9, "the product alone is rounded nearly always"
-    there_and_back = ((gradients * 1000) * torch.tensor(1 / 1000) != gradients).double().mean().item()
-    assert there_and_back == pytest.approx(0.57, abs=0.02)
 
 
 @settings(max_examples=60, deadline=None)
@@ -281,23 +255,6 @@ def test_the_table_fits_80_columns() -> None:
     assert "err p99" not in statistics(named, errors=False).table()
 
 
-def test_words() -> None:
-    assert [percent(share) for share in (0, 1e-9, 0.00123, 0.5, 0.9999, 1)] == [
-        "0",
-        "<0.01",
-        "0.12",
-        "50.0",
-        ">99.9",
-        "100",
-    ]
-    assert [count(number) for number in (0, 999, 1000, 12345, 999499, 10**9, 10**13)] == [
-        "0", "999", "1k", "12.3k", "999k", "1G", "10T",
-    ]  # fmt: skip
-    assert shortened("a.b", 3) == "a.b"
-    assert shortened("encoder.layers.10.norm.weight", 22) == "e.l.10.norm.weight"
-    assert shortened("encoder", 5) == "en…er"
-
-
 def test_pictures_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     named = {"a": torch.randn(100) * 1e-6, "b": torch.zeros(3), "c": torch.tensor([NAN, 1e9])}
@@ -341,83 +298,36 @@ def test_errors_name_the_argument() -> None:
     one = torch.ones(1)
     with pytest.raises(UnknownFormat, match="unknown format 'fp17'; did you mean 'fp16'"):
         statistics(one, "fp17")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"Expected format to be a floating-point format with 1 to 23 mantissa bits, such as 'fp16' or 'e4m3fn', "
-            r"but "
-            r"got 'fp64'"
-        ),
-    ):
+    with pytest.raises(ValueError, match="Expected format to be a floating-point format with 1 to 23 mantissa bits,"):
         statistics(one, "fp64")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"Expected format to be within fp32's range, 2\^-149 to 2\^127, but got 'e9m5', with numbers from 2\^-259 "
-            r"to 2\^255"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"Expected format to be within fp32's range, 2\^-149 to 2\^127, but got"):
         statistics(one, "e9m5")
     for scale in (0, -1.0, NAN, INF, 2.0**127, True, "2"):
-        with pytest.raises(
-            ValueError, match=r"Expected scale to be a number from 2\^-126 to 2\^126, or a tensor of one, but got "
-        ):
+        with pytest.raises(ValueError, match=r"Expected scale to be a number from 2\^-126 to 2\^126, or a tensor of"):
             statistics(one, "fp16", scale)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected scale to be one number, but got shape \(2,\)"):
         statistics(one, "fp16", torch.ones(2))
-    with pytest.raises(
-        ValueError, match=r"Expected scale to be a number from 2\^-126 to 2\^126, or a tensor of one, but got 0.0"
-    ):
+    with pytest.raises(ValueError, match=r"Expected scale to be a number from 2\^-126 to 2\^126, or a tensor of"):
         statistics(one, "fp16", torch.tensor(0.0)).read()
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"Expected x to have dtype float64, float32, float16, bfloat16 or float8, but got torch.int64: leave it out"
-        ),
-    ):
+    with pytest.raises(TypeError, match="Expected x to have dtype float64, float32, float16, bfloat16 or float8,"):
         statistics({"x": torch.ones(1, dtype=torch.int64)})
     with pytest.raises(TypeError, match=r"Expected x to have dtype float64, .* but got torch.complex64"):
         statistics({"x": torch.ones(1, dtype=torch.complex64)})
-    with pytest.raises(
-        TypeError,
-        match=r"Expected a format of up to 21 mantissa bits for x of dtype torch.float64, but got fp32: convert",
-    ):
+    with pytest.raises(TypeError, match=r"Expected a format of up to 21 mantissa bits for x of dtype torch.float64,"):
         statistics({"x": one.double()}, "fp32")
     with pytest.raises(TypeError, match=r"x is on the meta device and has no values; load it first"):
         statistics({"x": one.to("meta")})
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"Expected x to be a dense or COO tensor, but got layout torch.sparse_csr: use "
-            r".to_dense\(\)"
-        ),
-    ):
+    with pytest.raises(TypeError, match=r"Expected x to be a dense or COO tensor, but got layout torch.sparse_csr:"):
         statistics({"x": torch.eye(2).to_sparse_csr()})
     with pytest.raises(TypeError, match=r"Expected tensors\['y'\] to be a tensor, but got a int"):
         statistics({"y": 3})
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"Expected tensors to be a tensor, a module, a dict, or a list of tensors or of \(name, tensor\) pairs, "
-            r"but "
-            r"got a float"
-        ),
-    ):
+    with pytest.raises(TypeError, match="Expected tensors to be a tensor, a module, a dict, or a list of tensors or"):
         statistics(2.0)
-    with pytest.raises(
-        TypeError,
-        match=(
-            r"Expected tensors to be a tensor, a module, a dict, or a list of tensors or of \(name, tensor\) pairs, "
-            r"but "
-            r"got a str"
-        ),
-    ):
+    with pytest.raises(TypeError, match="Expected tensors to be a tensor, a module, a dict, or a list of tensors or"):
         statistics("model.pt")
     with pytest.raises(ValueError, match=r"Expected the names in tensors to be distinct, but got 'a' twice"):
         statistics([("a", one), ("a", one)])
-    with pytest.raises(
-        ValueError, match=r"Expected of to be 'parameters' \(the tensors themselves\) or 'gradients', but got 'grad'"
-    ):
+    with pytest.raises(ValueError, match=r"Expected of to be 'parameters' \(the tensors themselves\) or"):
         statistics(one, of="grad")
     found = statistics(one, errors=False)
     with pytest.raises(ValueError, match=r"errors were not counted; count them with halfstep.statistics"):
@@ -428,9 +338,7 @@ def test_errors_name_the_argument() -> None:
         found[0].share("zeros")
     with pytest.raises(KeyError, match=r"no tensor is called 'b'"):
         found["b"]
-    with pytest.raises(
-        ValueError, match=r"Expected scale to be 1.0 times a power of two, but got 3: count again for other scales"
-    ):
+    with pytest.raises(ValueError, match=r"Expected scale to be 1.0 times a power of two, but got 3: count again for"):
         found.at(3)
     with pytest.raises(ValueError, match=r"Expected statistics of the same format, .*, but got bf16 at 1.0"):
         found + statistics(one, "bf16", errors=False)
