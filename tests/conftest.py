@@ -24,6 +24,8 @@ pytest_plugins = ["sampling"]  # in tests/support
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.pop("COLUMNS", None)  # which xdist sets in its processes, whose output is no terminal
+
 HAS_GPU = torch.cuda.is_available()
 # One thread per process if several processes run tests: OpenMP's threads busy-wait for one another.
 ALONE = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
