@@ -142,6 +142,7 @@ def casts(data: Data) -> Iterator[Any]:
     leaf = x.clone().requires_grad_()
     halfstep.cast(leaf, F16).sum().backward()
     yield leaf.grad
+    yield halfstep.cast_parameters(torch.nn.ParameterList([x.clone()]), BF16)[0].detach()
 
 
 def softmaxes(data: Data) -> Iterator[Any]:
