@@ -23,7 +23,7 @@ from halfstep.cli.pages.answers import EXAMPLES, answer
 from halfstep.cli.pages.html import html, worker
 from halfstep.cli.pages.planner import changed
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.planning import CARDS, MODELS, OPTIMIZERS, PRECISIONS, STRATEGIES
+from halfstep.numerics.planning import CARDS, OPTIMIZERS, PRECISIONS, STRATEGIES
 
 PYODIDE = "314.0.7"
 INTEGRITY = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="  # SHA-512
@@ -32,6 +32,8 @@ LICENSES = Path(__file__).with_name("licenses")
 NUMBERS = ("1/3", "0.3", "1", "464", "65504", "65520", "1e-8", "nan")
 
 Request = dict[str, Any]
+
+COMMON = ("gpt2-xl", "llama-3-8b", "llama-3-70b", "qwen3-8b")  # models whose answers are prepared
 
 
 def states(page: str) -> Iterator[dict[str, str]]:
@@ -44,11 +46,11 @@ def states(page: str) -> Iterator[dict[str, str]]:
             yield from ({**example, "f": form, "x": number} for number in NUMBERS)
         yield from ({**example, "r": mode} for mode in ("nearest_away", "toward_zero", "up", "down", "odd"))
         return
-    choices = {"model": MODELS, "card": CARDS, "strategy": STRATEGIES, "optimizer": OPTIMIZERS, "precision": PRECISIONS}
+    choices = {"model": COMMON, "card": CARDS, "strategy": STRATEGIES, "optimizer": OPTIMIZERS, "precision": PRECISIONS}
     for name, values in {**choices, "gpus": ("2", "4", "16", "64"), "compare": ("layouts",)}.items():
         for value in values:
             yield changed(example, name, value)
-    for model in ("gpt2-xl", "llama-3-8b", "llama-3-70b", "qwen3-8b"):
+    for model in COMMON:
         for card in ("a100-80", "h100", "h200", "b200", "mi300x", "rtx4090"):
             yield changed(changed(example, "model", model), "card", card)
         for gpus in ("16", "64"):

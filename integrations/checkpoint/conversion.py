@@ -36,6 +36,10 @@ def convert(old: str | Path, new: str | Path) -> Path:
         CheckpointError: `old` is damaged or is no checkpoint, or `new` exists or cannot be written.
     """
     old, new = Path(old), Path(new)
+    if not old.exists():
+        raise CheckpointError(
+            f"{old} cannot be converted: it does not exist; pass a step-….pt or a checkpoint's folder"
+        )
     if new.exists():
         raise CheckpointError(f"{new} exists: give a folder that does not")
     tensors: dict[str, torch.Tensor] = {}

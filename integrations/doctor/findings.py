@@ -174,7 +174,7 @@ error state-was-rounded: {keys} in fp32 hold numbers of bf16 only: they were in 
     Optimizer.load_state_dict rounds to the dtype of the parameters: load into fp32 ones, or use halfstep.AdamW
 warning buffers-in-16-bits: {what} in {dtypes}
     angles of far positions, or running statistics, are wrong by up to 1 part in 256 (fp16: in 2,048)
-    keep these buffers in fp32: make them again after model.to(dtype), or convert parameters only
+    keep these buffers in fp32: make them again after model.to(dtype), or call halfstep.cast_parameters
 error fp16-without-scaler: gradients are in fp16, and no loss scaler is passed or enabled
     gradients below 6e-8 become 0, and after an overflow weights become NaN
     use halfstep.GradScaler, and pass it here; or bf16, which needs none

@@ -6,6 +6,7 @@ Needs no torch.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.numerics.messages import instead, one_of, whole
+from halfstep.numerics.messages import instead, whole
 from halfstep.numerics.planning.models import Transformer
 
 _llama = partial(Transformer, gated=True, biases=False, norm="rms", positions=False, dropout=False)
@@ -170,7 +171,7 @@ RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does n
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU: `memory` in bytes, dense bf16 `flops` per second, memory `bandwidth` in bytes per second, if known."""
+    """One GPU: `memory` in bytes, dense 16-bit `flops` per second, memory `bandwidth` in bytes per second, if known."""
 
     name: str
     memory: int
@@ -186,9 +187,10 @@ def _cards(maker: str, *rows: tuple[str, int, float, float, str]) -> list[Card]:
     ]
 
 
-# Memory in GB, dense bf16 matrix TFLOP/s and memory bandwidth in GB/s, from datasheets. A GPU has as many GiB as its
-# datasheet gives GB, minus the memory that the driver and ECC take (an H200 of "141 GB" offers 139.8 GiB, an L40S of
-# "48 GB" with ECC 45.0 GiB). FLOP/s are without sparsity, for products added in fp32.
+# Memory in GB, dense 16-bit matrix TFLOP/s (bf16 unless the source says fp16) and memory bandwidth in GB/s, from
+# datasheets. A GPU has as many GiB as its datasheet gives GB, minus the memory that the driver and ECC take (an H200 of
+# "141 GB" offers 139.8 GiB, an L40S of "48 GB" with ECC 45.0 GiB). FLOP/s are without sparsity, for products added in
+# fp32.
 CARDS = {
     card.name: card
     for card in _cards(
@@ -233,11 +235,13 @@ def card(name: str) -> Card:
         True
     """
     text = name.lower().strip()
-    for unit, size in (("gib", GIB), ("gb", GIB), ("g", GIB)):
-        digits = text.removesuffix(unit).strip()
-        if text.endswith(unit) and digits.replace(".", "", 1).isdecimal() and float(digits) > 0:
-            return Card(text, int(Fraction(digits) * size), None, None, "given")
-    one_of("card", text, CARDS)
+    # Makers write GB for GiB.
+    if (memory := re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?(?:g|gb|gib)", text)) and Fraction(memory[1]) > 0:
+        return Card(f"{memory[1]} GiB", int(Fraction(memory[1]) * GIB), None, None, "given")
+    if text not in CARDS:
+        raise ValueError(
+            f"Expected card to be the name of a GPU or a size such as 24GiB, but got {name!r}: {instead(text, CARDS)}"
+        )
     return CARDS[text]
 
 

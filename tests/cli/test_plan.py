@@ -87,6 +87,25 @@ def test_a_card_a_measured_step_and_the_largest_batch(capsys: pytest.CaptureFixt
     assert f"MFU {one['mfu']:.3f}" in printed and "a100-40: 40.0 GiB, 36.0 GiB after the reserve; fits" in printed
 
 
+def test_a_card_of_which_only_the_memory_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    (one,) = told(capsys, *SHAPE, "--card", "24GiB")["plans"]
+    assert one["card"]["memory"] == 24 * 2**30 and one["card"]["bandwidth"] is None and one["card"]["fits"]
+    printed = run(capsys, *SHAPE, "--batch", "1", "--card", "24 gb")
+    assert "24 GiB: 24.0 GiB, 21.6 GiB after the reserve; fits" in printed and " ms" not in printed
+
+
+def test_options_of_a_shape_make_a_published_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--layers 48 --hidden 2048 --heads 32 --kv-heads 4 --ffn 768 --vocab 151936 --seq 40960 --head-dim 128"
+    words += " --experts 128 --active-experts 8 --gated --no-biases --norm rms --qk-norm head --no-positions"
+    words += " --no-dropout"
+    named, given = (told(capsys, *one.split())["plans"][0] for one in ("--model qwen3-30b-a3b", words))
+    assert given == named
+    words = "--layers 28 --hidden 3584 --heads 28 --kv-heads 4 --ffn 18944 --vocab 152064 --seq 131072 --gated"
+    words += " --qkv-biases --norm rms --no-positions --no-dropout --loss-chunks 4"
+    named, given = (told(capsys, *one.split())["plans"][0] for one in ("--model qwen2.5-7b --loss-chunks 4", words))
+    assert given == named and named["settings"]["loss_chunks"] == 4
+
+
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, "--model", "llama-3-70b", "--card", "rtx4090", "--fit", "batch")
     assert "does not fit" in printed and "Not even one sequence fits." in printed

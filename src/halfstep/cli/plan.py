@@ -23,7 +23,7 @@ from halfstep._version import __version__
 from halfstep.cli.command_line import Parser, output_file, picture, run
 from halfstep.cli.numbers import above_zero, count, counts, share_or_bytes, whole
 from halfstep.cli.terminal import say, show
-from halfstep.numerics.messages import one_of
+from halfstep.numerics.messages import instead, one_of
 from halfstep.numerics.planning import (
     CARDS,
     CHECKPOINTING,
@@ -45,6 +45,21 @@ from halfstep.numerics.planning.plans import STEPPING_IN_BACKWARD
 from halfstep.numerics.planning.sharding import MIRRORED, keeps_rows
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
+OF_A_SHAPE = (
+    *(
+        "ffn",
+        "kv_heads",
+        "head_dim",
+        "experts",
+        "active_experts",
+        "gated",
+        "qkv_biases",
+        "norm",
+        "qk_norm",
+        "block_norms",
+    ),
+    *("tied", "flash"),
+)
 FITS = ("none", "params", "layers", "batch")
 OF_THE_PAGE = ("help", "page", "open", "port")
 COMPARISONS = ("layouts", "strategies")
@@ -74,9 +89,15 @@ def parser() -> Parser:
     add("--seq", **number, help="length of a sequence")
     add("--ffn", **number, help="width of the MLP (default: 4 times the width)")
     add("--kv-heads", **number, help="heads of keys and values (default: --heads)")
+    add("--head-dim", **number, help="width of one head (default: --hidden / --heads)")
+    add("--experts", **number, help="MLPs of a mixture of experts, with a router")
+    add("--active-experts", **number, help="experts that compute each token; with --experts")
     add("--gated", **flag, help="an MLP of three matrices, as in Llama")
     add("--no-biases", **flag, help="linear layers without biases")
+    add("--qkv-biases", **flag, help="biases of queries, keys and values only")
     add("--norm", default=None, metavar="KIND", help="layer (default) or rms")
+    add("--qk-norm", metavar="KIND", help="norms of queries and keys: head or width (default: none)")
+    add("--block-norms", **number, help="norms of a block (default: 2)")
     add("--no-final-norm", **flag, help="no norm before the head (post-norm models)")
     add("--no-positions", **flag, help="no learned positions")
     add("--tied", **flag, help="the head uses the matrix of the embedding")
@@ -110,13 +131,14 @@ def parser() -> Parser:
     add("--batch", **number, help="sequences of one micro-batch on one GPU (default: 1)")
     add("--accumulate", default=1, **number, help="micro-batches in a step (default: 1)")
     kinds = f"{', '.join(CHECKPOINTING)} (default: none; full if no KIND is given)"
+    add("--loss-chunks", default=1, **number, help="parts in which head and loss compute the logits (default: 1)")
     add("--checkpointing", nargs="?", const="full", default="none", metavar="KIND", help=kinds)
     buckets = "step and free gradients in buckets of BYTES inside the backward (25 MiB if no BYTES are given)"
     add("--step-in-backward", type=count(), nargs="?", const=25 * 2**20, metavar="BYTES", help=buckets)
     add("--step-ms", type=above_zero, metavar="MS", help="measured time of a step, for MFU and HFU")
 
     add = made.add_argument_group("card").add_argument
-    add("--card", **name, help=", ".join(CARDS))
+    add("--card", **name, help=f"{', '.join(CARDS)}, or its memory, such as 24GiB")
     reserve = "memory reserved for what is not counted, such as 10%% or 4GiB (default: 10%%)"
     add("--reserve", type=share_or_bytes, default=Fraction(1, 10), metavar="SIZE", help=reserve)
     add("--fit", default="none", metavar="WHAT", help=f"find the largest that fits: {', '.join(FITS)}")
@@ -140,11 +162,18 @@ def _model(given: argparse.Namespace) -> Transformer | None:
     """
     named = [name for name in SHAPE if getattr(given, name) is not None]
     left_out = [name for name in ("biases", "final_norm", "positions", "dropout") if getattr(given, f"no_{name}")]
-    options = {name: getattr(given, name) for name in ("ffn", "kv_heads", "norm", "gated", "tied", "flash")}
+    options = {name: getattr(given, name) for name in OF_A_SHAPE}
     options = {name: value for name, value in options.items() if value not in (None, False)}
     changes = options | dict.fromkeys(left_out, False)
+    if changes.pop("qkv_biases", False):
+        changes["biases"] = "qkv"
     if given.model is not None:
-        one_of("--model", given.model.lower(), MODELS)
+        if given.model.lower() not in MODELS:
+            meant = instead(given.model.lower(), MODELS, listed=False)
+            raise ValueError(
+                f"Expected --model to be the name of a published shape, but got {given.model!r}: {meant}halfstep plan "
+                "--help lists them; for others pass --layers, --hidden, --heads, --vocab and --seq"
+            )
         shape = MODELS[given.model.lower()]
         return replace(shape, **{name: getattr(given, name) for name in named if name != "seq"}, **changes)
     if not [name for name in named if name != "seq"]:
@@ -175,7 +204,7 @@ def _arguments(given: argparse.Namespace) -> dict[str, Any]:
     names = (
         *("gpus", "strategy", "shard", "tensor_parallel", "sequence_parallel", "precision", "optimizer", "moments"),
         *("master", "gradients", "accumulator", "amsgrad", "accumulate", "checkpointing", "offload", "bucket_view"),
-        *("compress", "step_in_backward", "lora", "rank"),
+        *("compress", "step_in_backward", "lora", "rank", "loss_chunks"),
     )
     batch = given.batch if given.batch is not None else None if model is None else 1
     about = {"params": given.params} if model is None else {"model": model}

@@ -117,16 +117,18 @@ def _work(made: dict[str, Any]) -> list[str]:
         times = " and ".join(f"{digits(sum(crossing) / rate / 1e6)} ms at {rate} GB/s" for rate in (25, 55))
         said.append(f"{size(sum(crossing))} cross the bus: {times}, as over PCIe 4.0 and 5.0 with 16 lanes.")
     moved = f"The optimizer's step moves at least {size(made['step_traffic'])}"
-    if gpu is None:
+    if gpu is not None and made["settings"]["offload"]:
+        moved += ", in the host's memory"
+    if gpu is None or gpu["bandwidth"] is None:  # a card of which only the memory is known
         return [*said, moved + "."]
     if made["settings"]["offload"]:
-        said.append(moved + ", in the host's memory.")
+        said.append(moved + ".")
     else:
         milliseconds = 1e3 * made["step_traffic"] / gpu["bandwidth"]
         said.append(f"{moved}: {digits(milliseconds)} ms at {gpu['bandwidth'] / 1e12:g} TB/s.")
     if work is not None:
         seconds = work["hardware"] / gpu["flops"]
-        peak = f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s dense bf16 peak"
+        peak = f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s dense 16-bit peak"
         said.append(f"{peak}, the work takes {digits(1e3 * seconds)} ms.")
     if made["mfu"] is not None:
         said.append(f"MFU {made['mfu']:.3f}, HFU {made['hfu']:.3f}; 0.5 and above is good.")

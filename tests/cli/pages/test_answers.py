@@ -7,7 +7,6 @@ import random
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,10 +167,18 @@ def test_what_a_change_in_the_form_changes_too(
     assert answer({"page": "planner", "state": state, "move": {"set": [name, value]}})["state"] == after
 
 
-def test_an_own_shape_begins_with_that_of_the_model() -> None:
-    shape = answer({"page": "planner", "state": {"model": "llama-3-8b"}, "move": {"set": ["model", "own shape"]}})
+def test_a_card_given_by_its_memory() -> None:
+    shown = answer({"page": "planner", "state": {"model": "gpt2", "card": "24GiB"}})
+    assert shown["plan"]["verdict"].startswith("24 GiB: ")
+    assert ["24GiB", "24GiB"] in shown["controls"]["card"]["choices"]
+    assert "Matrix products" not in [name for name, *_ in shown["plan"]["figures"]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_own_shape_begins_with_that_of_the_model(name: str) -> None:
+    shape = answer({"page": "planner", "state": {"model": name}, "move": {"set": ["model", "own shape"]}})
     there = command._model(command.parser().parse(words(shape["state"])))
-    assert there == replace(MODELS["llama-3-8b"], flash=False) and "model" not in shape["state"]
+    assert there == MODELS[name] and "model" not in shape["state"]
     assert not shape["controls"]["layers"]["hidden"] and shape["controls"]["params"]["hidden"]
 
 

@@ -32,7 +32,7 @@ from halfstep.numerics.planning import (
     Transformer,
 )
 from halfstep.numerics.planning.layouts import GRADIENTS
-from halfstep.numerics.planning.models import NORMS
+from halfstep.numerics.planning.models import NORMS, QK_NORMS
 from halfstep.numerics.planning.sharding import keeps_rows
 
 EXAMPLE = {
@@ -53,9 +53,12 @@ FIELDS: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
         "Model",
         {"model": "Model", "params": "Parameters", "layers": "Layers", "hidden": "Width", "heads": "Heads",
          "vocab": "Vocabulary"},
-        {"ffn": "Width of the MLP", "kv-heads": "Heads of keys", "norm": "Norm", "gated": "Gated MLP",
-         "no-biases": "No biases", "no-final-norm": "No final norm", "no-positions": "No learned positions",
-         "tied": "Tied head", "no-dropout": "No dropout", "flash": "Flash attention"},
+        {"ffn": "Width of the MLP", "kv-heads": "Heads of keys", "head-dim": "Width of a head", "norm": "Norm",
+         "qk-norm": "Norm of queries and keys", "block-norms": "Norms of a block", "experts": "Experts",
+         "active-experts": "Active experts", "gated": "Gated MLP", "no-biases": "No biases",
+         "qkv-biases": "Biases of queries, keys, values", "no-final-norm": "No final norm",
+         "no-positions": "No learned positions", "tied": "Tied head", "no-dropout": "No dropout",
+         "flash": "Flash attention"},
     ),
     (
         "GPUs",
@@ -72,8 +75,8 @@ FIELDS: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
     (
         "Step",
         {"batch": "Batch per GPU", "seq": "Sequence", "checkpointing": "Checkpointing"},
-        {"accumulate": "Micro-batches", "step-in-backward": "Step in backward (bytes)",
-         "step-ms": "Measured step (ms)"},
+        {"accumulate": "Micro-batches", "loss-chunks": "Chunks of the loss",
+         "step-in-backward": "Step in backward (bytes)", "step-ms": "Measured step (ms)"},
     ),
 )  # fmt: skip
 _SET_BY_LAYOUTS = ("moments", "master", "gradients", "step-in-backward")
@@ -82,7 +85,7 @@ _CUSTOM, _NUMBER = "own shape", "number of parameters"  # instead of a published
 _FLAGS = {
     **{"gated": ("gated", True), "no-biases": ("biases", False), "no-final-norm": ("final_norm", False)},
     **{"no-positions": ("positions", False), "tied": ("tied", True), "no-dropout": ("dropout", False)},
-    "flash": ("flash", True),
+    **{"flash": ("flash", True), "qkv-biases": ("biases", "qkv")},
 }
 _SHAPE = ("layers", "hidden", "heads", "vocab", *FIELDS[0][2])
 
@@ -218,7 +221,12 @@ def _choices(state: State) -> dict[str, list[list[Any]]]:
     return {
         "model": _same([*MODELS, _CUSTOM, _NUMBER]),
         "norm": _same(NORMS, "default"),
-        "card": [["", "none"], *([card.name, f"{card.name}, {card.memory / 2**30:g} GiB"] for card in CARDS.values())],
+        "qk-norm": _same(QK_NORMS[1:], "none"),
+        "card": [
+            ["", "none"],
+            *([card.name, f"{card.name}, {card.memory / 2**30:g} GiB"] for card in CARDS.values()),
+            *([own, own] for own in [state.get("card", "")] if own and own.lower() not in CARDS),  # a size, "24GiB"
+        ],
         "strategy": [["", "default"], *([how.name, _described(how)] for how in STRATEGIES.values())],
         "optimizer": [
             ["bytes per parameter", optimizers],
@@ -296,13 +304,16 @@ def _of_model(state: State, value: str) -> dict[str, str | None]:
     before = before or next(iter(MODELS.values()))
     if value == _NUMBER:
         return {**cleared, "model": None, "checkpointing": None, "lora": None, "params": str(before.parameters)}
-    names = ("layers", "hidden", "heads", "vocab", "ffn", "kv-heads")
-    sizes = {name: getattr(before, name.replace("-", "_")) for name in names}
+    names = ("layers", "hidden", "heads", "vocab", "ffn", "kv-heads", "head-dim", "experts", "active-experts")
+    sizes = {name: getattr(before, name.replace("-", "_")) or None for name in names}
+    usual = {"norm": Transformer.norm, "qk-norm": Transformer.qk_norm, "block-norms": Transformer.block_norms}
+    others = {name: getattr(before, name.replace("-", "_")) for name in usual}
     flags = {name: "" for name, (field, wanted) in _FLAGS.items() if getattr(before, field) is wanted}
     return {
         **{**cleared, "model": None, **flags},
         **{name: None if value is None else str(value) for name, value in sizes.items()},
-        **{"norm": None if before.norm == Transformer.norm else before.norm, "seq": state.get("seq", str(before.seq))},
+        **{name: None if value == usual[name] else str(value) for name, value in others.items()},
+        "seq": state.get("seq", str(before.seq)),
     }
 
 
@@ -435,12 +446,13 @@ def _figures(state: State, plan: dict[str, Any]) -> list[list[str]]:
         rows.append(["On the host", size(totals["host"]), "for this GPU"])
     rows.append(["Sent by each GPU", _size(plan["bytes_sent"]), "in a step"])
     moved = size(plan["step_traffic"])
-    if card and not options["offload"]:
+    timed = card and card["bandwidth"] is not None  # of a card given by its memory no speed is known
+    if timed and not options["offload"]:
         note = f"{moved} at {card['bandwidth'] / 1e12:g} TB/s"
         rows.append(["Optimizer's step", f"{digits(1e3 * plan['step_traffic'] / card['bandwidth'])} ms", note])
     else:
         rows.append(["Optimizer's step", moved, "moved on the host" if options["offload"] else "moved"])
-    if card and work:
+    if timed and work:
         note = f"at the peak of {card['flops'] / 1e12:g} TFLOP/s"
         rows.append(["Matrix products", f"{digits(1e3 * (work['hardware'] / card['flops']))} ms", note])
     if card and options["model"]:
