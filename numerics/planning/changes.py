@@ -134,7 +134,6 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
             yield [Change({"lora": 16}, "LoRA with 16 rows: the model's weights are frozen", 6)]
     if not settings["offload"]:
         yield [Change({"offload": True}, "states on the host: {host}", 3)]
-    one = settings["tensor_parallel"]
     more = [settings["gpus"] * factor for factor in (1, 2, 4, 8, 16, 32, 64) if settings["gpus"] * factor <= MOST_GPUS]
     yield [
         Change(
@@ -143,7 +142,7 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
             1 if gpus == more[0] else 3 + number,
         )
         for number, gpus in enumerate(more)
-        if gpus // one > 1 and (gpus, "fsdp") != (settings["gpus"], settings["strategy"])
+        if gpus // settings["tensor_parallel"] > 1 and (gpus, "fsdp") != (settings["gpus"], settings["strategy"])
     ]
 
 
