@@ -23,8 +23,9 @@ def forward(
     if x.numel() == 0 or x.shape[dim] > LONGEST:
         return reference_forward(x, mask, dim, scale, causal, log, dtype)
     plain = mask is None and not causal and scale == 1.0
-    # With another dtype of the result, torch rounds before it computes; its logarithm in 16 bits rounds on the way.
-    exact = dtype == x.dtype and (dtype == torch.float32 or not log)
+    # With another dtype of the result, torch rounds before it computes. In 16 bits its logarithm, and its kernel for
+    # other dimensions than the last, round on the way.
+    exact = dtype == x.dtype and (dtype == torch.float32 or (dim in (-1, x.dim() - 1) and not log))
     z = x if plain and exact else logits(x, mask, scale, causal, torch.float32)
     y = torch.log_softmax(z, dim) if log else torch.softmax(z, dim)
     spoiled = y.select(dim, 0).isnan()  # a NaN spoils its whole row

@@ -630,3 +630,12 @@ def test_rows_too_long_or_too_many_to_count_in_32_bits_are_left_to_the_reference
             called.clear()
             halfstep.softmax(normal(*shape).to(device).requires_grad_()).sum().backward()
             assert called == expected, shape
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 7, 3, 5), (2, 3, 33)])
+def test_other_dimensions_in_16_bits_are_rounded_once(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """torch's kernel for a dimension other than the last rounds exponentials to 16 bits on a CPU."""
+    for dim in range(len(shape) - 1):
+        check(Case(normal(*shape, dtype=dtype, spread=0.3), dim=dim), name)
