@@ -35,6 +35,8 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FORMATS = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 EXTREMES = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-45, 1e-39, 65504.0, 65520.0, 3.4e38, 1.0, -2.0)
 
+CPU = torch.device("cpu")
+
 Results = dict[str, torch.Tensor]
 
 
@@ -86,7 +88,7 @@ def _names(*columns: tuple[str, ...]) -> list[str]:
 SHAPES = ((), (1,), (17,), (3, 70), (0,), (5, 31, 3), (40, 128), (2, 1040))
 
 
-def adam(name: str) -> Results:
+def adam(name: str, device: torch.device = CPU) -> Results:
     """Three steps of a layout, with a NaN, an infinity and subnormal gradients, a misaligned weight, a strided gradient
     and a step that is skipped."""
     import halfstep
@@ -95,7 +97,7 @@ def adam(name: str) -> Results:
     dtype = FORMATS[dtype_name]
     parameters = []
     for index, shape in enumerate(SHAPES):
-        memory = torch.zeros(math.prod(shape) + 1, dtype=dtype)
+        memory = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=device)
         values = memory[index % 2 : index % 2 + math.prod(shape)].view(shape)
         parameters.append(torch.nn.Parameter(values.copy_(moderate(shape, index, dtype))))
     options: dict[str, Any] = {"master_weights": None if master == "none" else master} if dtype != FP32 else {}
@@ -115,15 +117,16 @@ def adam(name: str) -> Results:
         )
     for step in range(3):
         for index, parameter in enumerate(parameters):
-            grad = moderate((2, *parameter.shape), 100 * step + index, smallest=-20)[0].to(dtype)
+            grad = moderate((2, *parameter.shape), 100 * step + index, smallest=-20)[0].to(dtype).to(device)
             parameter.grad = grad.T.contiguous().T if grad.ndim == 2 and index % 3 == 0 else grad
         flat = parameters[3].grad.reshape(-1)  # type: ignore[union-attr]
-        flat[:4] = torch.tensor([math.nan, math.inf, 1e-45, -1e-39] if step == 0 else [0.0, -0.0, 1e-39, 1e-45])
+        extremes = [math.nan, math.inf, 1e-45, -1e-39] if step == 0 else [0.0, -0.0, 1e-39, 1e-45]
+        flat[:4] = torch.tensor(extremes, device=CPU).to(dtype).to(device)  # a GPU could round subnormals otherwise
         parameters[3].grad = flat.view(parameters[3].shape)
         optimizer.grad_scale = optimizer.found_inf = None
         if step:  # as torch's scalers pass them to a fused optimizer
-            optimizer.grad_scale = torch.tensor(4.0, dtype=FP32)
-            optimizer.found_inf = torch.tensor(float(step == 1), dtype=FP32)
+            optimizer.grad_scale = torch.tensor(4.0, dtype=FP32, device=device)
+            optimizer.found_inf = torch.tensor(float(step == 1), dtype=FP32, device=device)
         optimizer.step()
     results = {f"weight {index}": parameter.detach() for index, parameter in enumerate(parameters)}
     for index, parameter in enumerate(parameters):
@@ -146,18 +149,18 @@ def adam_names() -> Iterator[str]:
                             yield f"{optimizer} {dtype} {master} {moments} {rounding} {amsgrad}"
 
 
-def amp(name: str) -> Results:
+def amp(name: str, device: torch.device = CPU) -> Results:
     """A scaler, clipping, an overflow: weights, scale, norm."""
     import halfstep
 
     dtype = FORMATS[name.split(" ")[0]]
-    parameters = [torch.nn.Parameter(moderate((count,), count, dtype)) for count in (17, 2501, 300)]
+    parameters = [torch.nn.Parameter(moderate((count,), count, dtype).to(device)) for count in (17, 2501, 300)]
     optimizer = halfstep.AdamW(parameters, lr=0.01, max_grad_norm=1.0)
-    scaler = halfstep.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    scaler.scale(torch.zeros((), dtype=FP32))
+    scaler = halfstep.GradScaler(device.type, init_scale=1024.0, growth_interval=2)
+    scaler.scale(torch.zeros((), dtype=FP32, device=device))
     for step in range(4):
         for index, parameter in enumerate(parameters):
-            parameter.grad = moderate((parameter.numel(),), 10 * step + index, dtype)
+            parameter.grad = moderate((parameter.numel(),), 10 * step + index, dtype).to(device)
         if step == 1:
             parameters[1].grad[3] = math.inf  # type: ignore[index]
         scaler.step(optimizer)
@@ -167,7 +170,7 @@ def amp(name: str) -> Results:
     return results | {"norm": optimizer.grad_norm, "scale": scaler._scale, "tracker": scaler._growth_tracker}
 
 
-def cast(name: str) -> Results:
+def cast(name: str, device: torch.device = CPU) -> Results:
     """A tensor and a list, misaligned, to nearest, towards zero and stochastically, with and without saturation."""
     import halfstep
 
@@ -180,6 +183,7 @@ def cast(name: str) -> Results:
     values = values.to(FORMATS[source])
     if source != "fp32":  # also patterns that no conversion makes
         values[1500:] = torch.from_numpy(raw(561, 9).view(np.uint8)[: 561 * values.itemsize].copy()).view(values.dtype)
+    values = values.to(device)
     pieces = [values[:1], values[3:1501], values[1504:2061].clone()]
     listed = halfstep.foreach_cast(pieces, FORMATS[target], **options)
     return {"tensor": halfstep.cast(values[1:], FORMATS[target], **options)} | {
@@ -187,34 +191,35 @@ def cast(name: str) -> Results:
     }
 
 
-def check(name: str) -> Results:
+def check(name: str, device: torch.device = CPU) -> Results:
     """Flags, norm and, where they are written, unscaled gradients, finite and not."""
     import halfstep
 
     dtype_name, spoiled = name.split(" ")
-    grads = [moderate((count,), count, FORMATS[dtype_name], smallest=-14) for count in (1, 15, 4099, 513, 1, 33_000)]
-    grads.append(moderate((60, 50), 8, FORMATS[dtype_name])[:, ::2])
+    dtype, sizes = FORMATS[dtype_name], (1, 15, 4099, 513, 1, 33_000)
+    grads = [moderate((size,), size, dtype, smallest=-14).to(device) for size in sizes]
+    grads.append(moderate((60, 50), 8, dtype).to(device)[:, ::2])
     if spoiled == "overflow":
         grads[2][-1], grads[3][7], grads[6][4, 3] = math.inf, math.nan, -math.inf
     verdict = halfstep.foreach_check(grads, inv_scale=0.125)
     results = {"found": verdict.found_inf, "flags": verdict.flags, "squares": verdict.sum_of_squares}
-    unscaled = halfstep.foreach_unscale_(grads, torch.tensor(1 / 3, dtype=FP32))
+    unscaled = halfstep.foreach_unscale_(grads, torch.tensor(1 / 3, dtype=FP32, device=device))
     results["unscaled found"] = unscaled.found_inf
     return results | {f"unscaled {index}": grad for index, grad in enumerate(grads)}
 
 
-def statistics(name: str) -> Results:
+def statistics(name: str, device: torch.device = CPU) -> Results:
     from halfstep.kernels.statistics import Grid, foreach_count_, width
 
     dtype_name, errors = name.split(" ")
-    values = [patterns(count, count).to(FORMATS[dtype_name]) for count in (1, 700, 16_385, 9000)]
-    counts = torch.zeros(4, width(errors == "errors"), dtype=torch.int64)
+    values = [patterns(count, count).to(FORMATS[dtype_name]).to(device) for count in (1, 700, 16_385, 9000)]
+    counts = torch.zeros(4, width(errors == "errors"), dtype=torch.int64, device=device)
     grid = Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20)
-    foreach_count_(values, counts, grid, rows=[3, 1, 0, 2], scale=torch.tensor(3.0, dtype=FP32))
+    foreach_count_(values, counts, grid, rows=[3, 1, 0, 2], scale=torch.tensor(3.0, dtype=FP32, device=device))
     return {"counts": counts}
 
 
-def softmax(name: str) -> Results:
+def softmax(name: str, device: torch.device = CPU) -> Results:
     """Forward and backward of rows, masked, causal and over another dimension."""
     import halfstep
 
@@ -222,7 +227,7 @@ def softmax(name: str) -> Results:
     shape, options = {
         "rows": ((21, 333), {}),
         "log": ((2, 9001), {"log": True}),
-        "masked": ((7, 257), {"mask": moderate((7, 257), 2) > -0.5}),
+        "masked": ((7, 257), {"mask": moderate((7, 257), 2).to(device) > -0.5}),
         "causal": ((40, 40), {"causal": True}),
         "columns": ((60, 33), {"dim": 0}),
     }[form]
@@ -230,15 +235,15 @@ def softmax(name: str) -> Results:
     x = moderate(shape, 1, FORMATS[dtype_name])
     if form == "rows":
         x[3, 5], x[4, 6], x[5, :] = math.nan, math.inf, -math.inf
-    x.requires_grad_()
+    x = x.to(device).requires_grad_()
     y = function(x, **options)
-    y.backward(moderate(shape, 3, FORMATS[dtype_name]))
+    y.backward(moderate(shape, 3, FORMATS[dtype_name]).to(device))
     assert x.grad is not None
     return {"y": y, "grad": x.grad}
 
 
 WIDE = ("fp32", "fp16", "bf16")
-CASES: dict[str, tuple[Callable[[str], Results], list[str]]] = {
+CASES: dict[str, tuple[Callable[..., Results], list[str]]] = {
     "adam": (adam, list(adam_names())),
     "amp": (amp, _names(WIDE)),
     "cast": (
@@ -257,9 +262,13 @@ def recorded(subject: str) -> dict[str, Any]:
 
 
 def implementation_of_softmax(backend: str, target: str | None) -> str:
-    """The name under which a digest of softmax is recorded: its bits depend on the library of the exponential."""
+    """The name under which a digest of softmax is recorded: its bits depend on the library of the exponential, which
+    for torch's on a CPU is another one on another processor."""
     if target is not None:
         return target
+    if backend == "reference":
+        exponentials = torch.exp(moderate((4096,), 0, smallest=-20))
+        return f"reference, torch.exp {digest({'exp': exponentials})[:8]}"
     return f"{backend} {torch.backends.cpu.get_cpu_capability()} numpy {np.__version__}"
 
 
