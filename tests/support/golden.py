@@ -180,6 +180,8 @@ def cast(name: str, device: torch.device = CPU) -> Results:
         options["seed"] = 5
     values = patterns(2061, 3)
     values[200:1200] = moderate((1000,), 4, smallest=-30)
+    if source == "e4m3":  # torch 2.11 makes NaN of what later versions saturate
+        values = values.clamp(-448.0, 448.0)
     values = values.to(FORMATS[source])
     if source != "fp32":  # also patterns that no conversion makes
         values[1500:] = torch.from_numpy(raw(561, 9).view(np.uint8)[: 561 * values.itemsize].copy()).view(values.dtype)
