@@ -15,7 +15,10 @@ EXACT = [(subject, name) for subject, (_, names) in golden.CASES.items() if subj
 # Under the interpreter, `make test` runs a fifth of Adam's layouts, and `make exhaustive` the others.
 CASES = [
     pytest.param(
-        *case, name, marks=[pytest.mark.exhaustive] * (case[0] == "adam" and name == "triton" and number % 5 != 0)
+        *case,
+        name,
+        marks=[pytest.mark.golden] * (name == "triton")
+        + [pytest.mark.exhaustive] * (case[0] == "adam" and name == "triton" and number % 5 != 0),
     )
     for name in ALL
     for number, case in enumerate(EXACT)

@@ -156,7 +156,8 @@ def test_a_program_has_1024_threads_at_most(monkeypatch: pytest.MonkeyPatch, lan
     try:
         assert [module.most_warps(GPU), module.most_warps(GPU)] == [most, most]
         assert asked == [GPU]
-        assert module.most_warps(CPU) == 32
+        if module.TAKES_CPU_TENSORS:
+            assert module.most_warps(CPU) == 32
     finally:
         module._lanes.cache_clear()
 

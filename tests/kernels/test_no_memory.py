@@ -209,7 +209,7 @@ def parts(result: Any, of: str) -> Any:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_wrapper_is_checked_through_its_own_operations(dtype: torch.dtype, name: str) -> None:
-    with using(name, "unscale"):
+    with using(name, "unscale") as device, device:
         plain = torch.tensor([1.0, float("nan")])
         clean, bad = two(dtype), two(dtype)
         bad.a[1, 2] = float("inf")  # the first of two: what the last one writes would not tell
@@ -229,7 +229,7 @@ def test_a_wrapper_is_checked_through_its_own_operations(dtype: torch.dtype, nam
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_wrapper_is_unscaled_through_its_own_operations(name: str) -> None:
-    with using(name, "unscale"):
+    with using(name, "unscale") as device, device:
         for dtype in (torch.float32, torch.bfloat16):
             grad, plain = two(dtype), torch.full((3,), 3.0)
             apart = [grad.a.clone(), grad.b.clone(), plain.clone()]
@@ -246,7 +246,7 @@ def test_a_wrapper_is_unscaled_through_its_own_operations(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_wrappers_are_cast_counted_and_normalised(name: str) -> None:
-    with using(name, "cast"):
+    with using(name, "cast") as device, device:
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             (result,) = halfstep.foreach_cast([two()], dtype)
             expected = halfstep.foreach_cast([two().a, two().b], dtype)
@@ -255,11 +255,11 @@ def test_wrappers_are_cast_counted_and_normalised(name: str) -> None:
                 assert isinstance(one, TwoTensor)
                 for ours, theirs in zip((one.a, one.b), expected, strict=True):
                     assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-    with using(name, "statistics"):
+    with using(name, "statistics") as device, device:
         found, apart = halfstep.statistics([two()]).total, halfstep.statistics([two().a, two().b]).total
         assert (found.cells == apart.cells).all() and (found.errors == apart.errors).all()
         assert found.largest_error == apart.largest_error
-    with using(name, "softmax"):
+    with using(name, "softmax") as device, device:
         x = two().detach().requires_grad_()
         y = halfstep.softmax(x, scale=0.5)
         assert isinstance(y, TwoTensor)
@@ -277,7 +277,7 @@ def test_fake_and_meta_tensors_give_their_like(kind: str, name: str) -> None:
         assert (tuple(made.shape), made.dtype) == (shape, dtype)
         assert made.is_meta if kind == "meta" else type(made).__name__ == "FakeTensor"
 
-    with using(name, "unscale"), warnings.catch_warnings():
+    with using(name, "unscale") as device, device, warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", module="triton.runtime.interpreter")  # that of 3.6 uses numpy in old ways
         with mode:

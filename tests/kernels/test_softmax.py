@@ -275,9 +275,9 @@ def test_no_launch_has_more_threads_than_a_gpu_takes(lanes: int, monkeypatch: py
             "Launch", (), {"__getitem__": lambda self, grid, to=warps: lambda *a, **k: to.add(k["num_warps"])}
         )
         monkeypatch.setattr(module, kernel, launch())
-    with using("triton", "softmax"):
+    with using("triton", "softmax") as device:
         for columns in (8, 512, 1024, 4096, row_launches.BACKWARD_TILE, row_launches.FORWARD_TILE, 2**16):
-            x = torch.empty(1, columns, 40)
+            x = torch.empty(1, columns, 40, device=device)
             for dim, one in ((-1, x[..., 0].contiguous()), (-2, x)):
                 y = halfstep.softmax(one, dim)
                 dispatch.backward(y, y, dim, 1.0, False, False, y.dtype)

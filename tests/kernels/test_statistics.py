@@ -250,9 +250,10 @@ def test_one_element_at_an_edge_of_the_window() -> None:
 
 def test_a_scale_that_is_nan_makes_no_number_of_a_zero() -> None:
     values = torch.cat([torch.zeros(700), torch.ones(800), torch.tensor([torch.inf, torch.nan])])
-    expected, *others = (count_by(one, [values], GRIDS["fp16"], float("nan")) for one in ALL)
-    assert all(torch.equal(found, expected) for found in others)
-    assert expected[0][ZERO * CLASSES].item() == 700
+    # By exponent: how the NaNs that the scale makes are divided into classes depends on the bits that it makes.
+    counted = [count_by(one, [values], GRIDS["fp16"], float("nan"))[0, :CELLS].view(-1, CLASSES).sum(1) for one in ALL]
+    assert all(torch.equal(counts, counted[0]) for counts in counted)
+    assert counted[0][ZERO].item() == 700
 
 
 def test_ends_that_fill_no_line_of_16_bytes() -> None:

@@ -1,4 +1,6 @@
-"""Run the tests marked ``gpu`` so that none can hang the others: ``python tests/support/run_gpu_tests.py --out DIR``.
+"""Run the tests marked ``gpu`` and the golden digests so that none can hang the others.
+
+    python tests/support/run_gpu_tests.py --out DIR
 
 For a first run on unknown hardware. Workers of pytest-xdist share the tests. Where a test takes more than a minute or
 breaks the GPU's context, its worker ends and a new one goes on with the other tests. DIR receives ``tests.txt`` and
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 TESTS = Path(__file__).resolve().parents[1]
 RECORD = "HALFSTEP_GPU_RECORD"  # the file to which pytest's main process appends a line of JSON per test
@@ -70,7 +73,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def run_tests(seconds: float, folder: Path, tests: Path, processes: int, *options: str) -> dict[str, Any]:
-    """Run the tests marked ``gpu`` in files ``test_gpu.py`` below `tests` for at most `seconds`.
+    """Run the tests marked ``gpu`` or ``golden`` below `tests` for at most `seconds`.
 
     Returns:
         ``counts`` by outcome, ``collected`` and ``not_run`` as numbers, ``tests`` (outcome and seconds of each), and
@@ -78,11 +81,13 @@ def run_tests(seconds: float, folder: Path, tests: Path, processes: int, *option
     """
     before = sorted(folder.glob("tests-*.jsonl"))
     record = folder / f"tests-{len(before):04}.jsonl"
-    command = [sys.executable, "-m", "pytest", "-p", "run_gpu_tests", "-p", "no:cacheprovider", "-p", "no:benchmark", "-q", "-m", "gpu"]
-    command += [f"--numprocesses={processes}", "--timeout=60", "--timeout-method=thread", "--tb=short", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "run_gpu_tests", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command += ["-q", "-m", "gpu or golden", f"--numprocesses={processes}", "--timeout=60", "--timeout-method=thread"]
+    command += ["--tb=short", *options]
     paths = [str(TESTS.parent / "src"), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, RECORD: str(record), "PYTHONPATH": os.pathsep.join(paths)}
-    files = map(str, sorted(tests.rglob("test_gpu.py")))
+    golden = tests.glob("test_golden.py") if torch.cuda.is_available() else ()
+    files = map(str, [*sorted(tests.rglob("test_gpu.py")), *golden])
     process = subprocess.Popen([*command, *files], env=environment, cwd=tests.parent)
     try:
         process.wait(seconds)

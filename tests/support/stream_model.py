@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from stream_memory import Memory
 from stream_queues import DEVICE, Event, Graph, Pool, Stream, Ticket
@@ -157,6 +158,8 @@ class Model:
         size: int = 1 << 24,
         pins_in_capture: bool = True,
     ) -> None:
+        if kernels == "triton" and not backend.TAKES_CPU_TENSORS:
+            pytest.skip("the memory of the model is the host's, where kernels of a GPU cannot run")
         self.device, self.order, self.kernels, self.pins_in_capture = DEVICE, order, kernels, pins_in_capture
         self.blocking: list[str] = []
         self.pageable: list[str] = []
