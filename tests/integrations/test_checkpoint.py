@@ -475,6 +475,24 @@ def test_the_newest_are_kept_and_nothing_of_others_is_touched(tmp_path: Path) ->
     assert mine < {*os.listdir(tmp_path)}
 
 
+def test_a_scaler_that_fails_to_load_is_as_it_was(tmp_path: Path) -> None:
+    """It is loaded last, when model and optimizer have been written."""
+
+    class Failing(halfstep.GradScaler):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            raise RuntimeError("after everything was loaded")
+
+    path = _save(tmp_path, 10, scaler=halfstep.GradScaler("cpu", init_scale=8.0))
+    model, optimizer = _training(-1.0)
+    scaler = Failing("cpu", init_scale=64.0, growth_interval=3)
+    scaler.scale(torch.zeros(()))
+    before = attacks.state_of(model, optimizer, None), scaler.state_dict()
+    with pytest.raises(RuntimeError, match="after everything was loaded"):
+        checkpoint.load(path, model=model, optimizer=optimizer, scaler=scaler)
+    assert (attacks.state_of(model, optimizer, None), scaler.state_dict()) == before
+
+
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_a_save_that_ends_early_costs_nothing(

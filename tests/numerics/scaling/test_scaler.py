@@ -255,6 +255,10 @@ def test_state_goes_to_torchs_scaler_and_back() -> None:
     patient = scaler(hysteresis=3)
     patient.load_state_dict(state)
     assert patient.state_dict() == {**state, "_hysteresis_tracker": 3}
+    train(patient, parameters, optimizer, {0: INF}, 1)
+    assert patient.state_dict()["_hysteresis_tracker"] == 2
+    patient.load_state_dict(state)  # also after the tensor of the tracker exists
+    assert patient.state_dict()["_hysteresis_tracker"] == 3
     torchs.load_state_dict(patient.state_dict())
 
 
