@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,8 @@ from keeping import skip_where_gradients_cannot_be_kept
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST = ROOT / "examples" / "largest.py"
-EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {LARGEST})
+BYTES = ROOT / "examples" / "bytes_per_parameter.py"
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {LARGEST, BYTES})
 
 
 def _torchrun(script: Path) -> str:
@@ -88,3 +90,16 @@ def test_the_largest_model_takes_what_is_planned() -> None:
     assert told is not None, done.stdout
     planned, taken = int(told[1]), int(told[2])  # 0 where it is not known
     assert planned == 80 and (taken == 0 or planned <= taken < 1.5 * planned)
+
+
+def test_bytes_per_parameter_are_those_of_the_layouts(tmp_path: Path) -> None:
+    results, picture = tmp_path / "bytes.json", tmp_path / "bytes.png"
+    arguments = ["--width", "256", "--layers", "2", "--steps", "1", "--out", str(results), "--picture", str(picture)]
+    subprocess.run([sys.executable, str(BYTES), *arguments], check=True, capture_output=True, timeout=300)
+    measured = {row["optimizer"]: row["bytes"] for row in json.loads(results.read_text())["rows"]}
+    expected = {"torch AdamW, fp32 weights": 16.0, "torch AdamW": 8.0, "halfstep AdamW": 14.0}
+    assert {name: round(measured[name], 2) for name in expected} == expected
+    eight_bits = 2 + 2 + 2 * (1 + 3 / 64) + 2  # weight, remainder, codes and what 32 elements share, gradient
+    assert abs(measured["halfstep, 8-bit moments"] - eight_bits) < 0.01
+    assert abs(measured["halfstep, 8 bits, steps in the backward"] - (eight_bits - 2)) < 0.01
+    assert picture.stat().st_size > 5000

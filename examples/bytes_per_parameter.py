@@ -1,0 +1,226 @@
+"""Bytes per parameter and time of a step, of halfstep's layouts and other AdamW optimizers, measured on this machine.
+
+python examples/bytes_per_parameter.py                            # every optimizer that is installed
+python examples/bytes_per_parameter.py --out bytes.json --picture bytes.png
+python examples/bytes_per_parameter.py --picture bytes.png --read bytes.json      # draw only
+
+Trains linear layers without biases, whose activations are negligible. On a GPU, bytes are the allocator's peak over
+three steps, and times are medians between events around the step alone; a step inside the backward has no time. On a
+CPU, bytes are those of weights, gradients and optimizer states after a backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import halfstep
+from halfstep.integrations.release import step_in_backward
+
+BF16 = torch.bfloat16
+EXACT, ROUNDED, NONE, WEIGHTS = "exact fp32 master", "24-bit master", "no master", "fp32 weights"
+
+
+def _halfstep(**options: Any) -> Callable[[torch.nn.Module], Any]:
+    return lambda model: halfstep.AdamW(model.parameters(), lr=1e-4, **options)
+
+
+def _stepping_in_the_backward(model: torch.nn.Module) -> Any:
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-4, state_dtype="8bit")
+    step_in_backward(model, optimizer)
+    return optimizer
+
+
+def _torch(model: torch.nn.Module) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _flashoptim(model: torch.nn.Module) -> Any:
+    from flashoptim import FlashAdamW
+
+    return FlashAdamW(model.parameters(), lr=1e-4)
+
+
+def _bitsandbytes(model: torch.nn.Module) -> Any:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(model.parameters(), lr=1e-4)
+
+
+def _torchao(model: torch.nn.Module) -> Any:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(model.parameters(), lr=1e-4)
+
+
+def _optimi(model: torch.nn.Module) -> Any:
+    from optimi import AdamW
+
+    return AdamW(model.parameters(), lr=1e-4, kahan_sum=True)
+
+
+# Name, dtype of the weights, what keeps the digits that the weights have no room for, and the optimizer.
+OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Callable[[torch.nn.Module], Any]], ...] = (
+    ("torch AdamW, fp32 weights", torch.float32, WEIGHTS, _torch),
+    ("torch AdamW", BF16, NONE, _torch),
+    ("halfstep AdamW", BF16, EXACT, _halfstep()),
+    ("halfstep, bf16 moments", BF16, EXACT, _halfstep(state_dtype=BF16, rounding="stochastic")),
+    ("halfstep, 8-bit moments", BF16, EXACT, _halfstep(state_dtype="8bit")),
+    ("halfstep, 8 bits, steps in the backward", BF16, EXACT, _stepping_in_the_backward),
+    ("halfstep, 8 bits, 24-bit master", BF16, ROUNDED, _halfstep(state_dtype="8bit", master_weights="split24")),
+    ("flashoptim", BF16, ROUNDED, _flashoptim),
+    ("torch-optimi, Kahan sums", BF16, "16-bit correction", _optimi),
+    ("halfstep, 8 bits, no master", BF16, NONE, _halfstep(state_dtype="8bit", master_weights=None)),
+    ("bitsandbytes AdamW8bit", BF16, NONE, _bitsandbytes),
+    ("torchao AdamW8bit", BF16, NONE, _torchao),
+)
+
+
+def _storages(values: Iterable[Any]) -> dict[int, int]:
+    """Address and bytes of the memory of all tensors, also of those inside tensors of subclasses."""
+    found: dict[int, int] = {}
+    for value in values:
+        if isinstance(value, dict):
+            found |= _storages(value.values())
+        elif hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            found |= _storages(getattr(value, name) for name in names)
+        elif isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def measure(
+    dtype: torch.dtype,
+    make: Callable[[torch.nn.Module], Any],
+    device: torch.device,
+    layers: int,
+    width: int,
+    steps: int,
+) -> tuple[float, float | None]:
+    """Bytes per parameter, and milliseconds of a step."""
+    on_gpu = device.type == "cuda"
+    gc.collect()
+    before = 0
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(width, width, bias=False, dtype=dtype, device=device) for _ in range(layers))
+    )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = make(model)
+    x = torch.randn(1, width, dtype=dtype, device=device)
+    times, counted, released = [], 0, False
+
+    def step() -> None:
+        nonlocal counted, released
+        model(x).square().mean().backward()
+        released = all(type(parameter.grad) is not torch.Tensor for parameter in model.parameters())
+        if not on_gpu:
+            gradients = () if released else [parameter.grad for parameter in model.parameters()]
+            counted = max(counted, sum(_storages([*model.parameters(), *gradients, dict(optimizer.state)]).values()))
+            start = time.perf_counter()
+            optimizer.step()
+            times.append(time.perf_counter() - start)
+        else:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            optimizer.step()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        optimizer.zero_grad()
+
+    for _ in range(3):  # the first ones compile and create the state
+        step()
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else counted
+    times.clear()
+    for _ in range(steps):
+        step()
+    return peak / count, None if released else 1e3 * statistics.median(times)
+
+
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Draw the bytes per parameter as bars, colored by what the master keeps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in result["rows"] if row["bytes"] is not None]
+    colors = {EXACT: "#1b6ca8", WEIGHTS: "#7f8c8d", ROUNDED: "#e08e0b"}
+    figure, axes = pyplot.subplots(figsize=(8, 0.34 * len(rows) + 1.1), layout="constrained")
+    names, amounts = [row["optimizer"] for row in rows], [row["bytes"] for row in rows]
+    bars = axes.barh(names, amounts, color=[colors.get(row["master"], "#c9b3a5") for row in rows])
+    axes.bar_label(bars, [f"{row['bytes']:.2f}  {row['master']}" for row in rows], padding=3, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * max(amounts))
+    axes.set_title("Bytes per parameter: weights, gradients and optimizer states", loc="left", fontsize=11)
+    axes.set_xlabel(f"measured on {result['device']}, {result['date']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Measure, print a table, and write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, help="width of a layer (default: 4,096 on a GPU, else 1,024)")
+    parser.add_argument("--layers", type=int, help="number of layers (default: 64 on a GPU, else 8)")
+    parser.add_argument("--steps", type=int, default=10, help="steps that are timed (default: 10)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="take the results from such a file")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+    options = parser.parse_args()
+    if options.read:
+        result = json.loads(options.read.read_text())
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = device.type == "cuda"
+        width, layers = options.width or (4096 if on_gpu else 1024), options.layers or (64 if on_gpu else 8)
+        rows = []
+        for name, dtype, master, make in track(OPTIMIZERS, "measuring", console=Console(stderr=True)):
+            row: dict[str, Any] = {"optimizer": name, "master": master, "bytes": None, "ms": None, "reason": ""}
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # those of peers
+                    row["bytes"], row["ms"] = measure(dtype, make, device, layers, width, options.steps)
+            except Exception as error:  # of a peer: reported, and the others are measured
+                row["reason"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
+            rows.append(row)
+        result = {
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "parameters": layers * width * width,
+            "rows": rows,
+        }
+    table = Table(title=f"{result['parameters']:,} parameters, {result['device']}, torch {result['torch']}")
+    for title in ("optimizer", "master", "bytes per parameter", "ms per step"):
+        table.add_column(title, justify="left" if title in ("optimizer", "master") else "right")
+    for row in result["rows"]:
+        amount = row["reason"] or f"{row['bytes']:.2f}"
+        table.add_row(row["optimizer"], row["master"], amount, "" if row["ms"] is None else f"{row['ms']:.2f}")
+    Console().print(table)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.picture:
+        draw(options.picture, result)
+
+
+if __name__ == "__main__":
+    main()
