@@ -106,6 +106,18 @@ def test_options_of_a_shape_make_a_published_one(capsys: pytest.CaptureFixture[s
     assert given == named and named["settings"]["loss_chunks"] == 4
 
 
+def test_the_config_of_a_model_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    for name in (str(file), str(tmp_path)):
+        assert told(capsys, "--model", name) == told(capsys, "--model", "llama-3-8b")
+    file.write_text("{")
+    assert halfstep_main(["plan", "--model", str(file)]) == 2
+    assert f"{file} is none" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, "--model", "llama-3-70b", "--card", "rtx4090", "--fit", "batch")
     assert "does not fit" in printed and "Not even one sequence fits." in printed
@@ -113,6 +125,34 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
                   "--card", "h100", "--fit", "params")  # fmt: skip
     assert f"{80 * 2**30 // 16:,} parameters" in largest
     assert "layers (" in run(capsys, *SHAPE, "--card", "rtx4090", "--fit", "layers")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model llama-3-8b --card 24GiB --seq 1024",
+        "--model llama-3-8b --card h100 --seq 8192 --precision amp-bf16 --optimizer torch",
+        "--model llama-3-8b --card h100 --gpus 8 --seq 8192",
+        "--params 7e9 --card 24GiB --moments bf16",
+    ],
+)
+def test_each_way_to_fit_does_when_typed(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    content = told(capsys, *words.split())
+    assert not content["plans"][0]["card"]["fits"] and content["ways"]
+    printed = run(capsys, *words.split())
+    assert (
+        printed.index("does not fit") < printed.index("The smallest changes with which it fits") < printed.index("part")
+    )
+    for way in content["ways"]:
+        arguments = words.split()
+        for name, text in way["options"].items():
+            if f"--{name}" in arguments:
+                at = arguments.index(f"--{name}")
+                del arguments[at : at + 2]  # in these cases each has a value
+            arguments += [] if text is None else [f"--{name}", *([text] if text else [])]
+        (after,) = told(capsys, *arguments)["plans"]
+        assert after["card"]["fits"] and after["totals"]["peak"] == way["peak"]
+        assert all(cost in printed for cost in way["costs"])
 
 
 def test_the_table_holds_every_part_and_message(capsys: pytest.CaptureFixture[str]) -> None:

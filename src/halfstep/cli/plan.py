@@ -1,9 +1,10 @@
 """``halfstep plan``: the memory, messages and FLOPs of a training on each GPU, computed without a GPU.
 
-The command prints bytes by part, messages per step and FLOPs and, with ``--card``, whether the training fits. ``--fit``
-finds the largest model or batch that fits, ``--compare`` plans all layouts or strategies, ``--json`` prints JSON, and
-``--out`` draws stacked bars. ``--page`` serves the planner to the browser, or writes one answer to a file.
-``numerics/planning`` and docs/planning.md describe what is counted, and how.
+The command prints bytes by part, messages per step and FLOPs and, with ``--card``, whether the training fits and, if
+not, the smallest changes with which it does. ``--fit`` finds the largest model or batch that fits, ``--compare`` plans
+all layouts or strategies, ``--json`` prints JSON, and ``--out`` draws stacked bars. ``--page`` serves the planner to
+the browser, or writes one answer to a file. ``numerics/planning`` and docs/planning.md describe what is counted, and
+how.
 
 Exit status: 0, also if nothing fits; 2 for wrong arguments.
 """
@@ -37,10 +38,13 @@ from halfstep.numerics.planning import (
     Transformer,
     card,
     fit,
+    from_config,
     layout,
     plan,
     usable,
+    ways_to_fit,
 )
+from halfstep.numerics.planning.changes import Way
 from halfstep.numerics.planning.plans import STEPPING_IN_BACKWARD
 from halfstep.numerics.planning.sharding import MIRRORED, keeps_rows
 
@@ -81,7 +85,7 @@ def parser() -> Parser:
     add = made.add_argument_group("model").add_argument
     params = count(", such as 7e9, 7B or 350M")
     add("--params", type=params, metavar="N", help="number of parameters, such as 7e9, 7B or 350M")
-    add("--model", **name, help=f"a published shape: {', '.join(MODELS)}")
+    add("--model", **name, help=f"a config.json of Hugging Face, or a published shape: {', '.join(MODELS)}")
     add("--layers", **number, help="number of blocks")
     add("--hidden", **number, help="width")
     add("--heads", **number, help="attention heads")
@@ -168,13 +172,14 @@ def _model(given: argparse.Namespace) -> Transformer | None:
     if changes.pop("qkv_biases", False):
         changes["biases"] = "qkv"
     if given.model is not None:
-        if given.model.lower() not in MODELS:
+        is_file = given.model.lower() not in MODELS and (given.model.endswith(".json") or Path(given.model).exists())
+        if not is_file and given.model.lower() not in MODELS:
             meant = instead(given.model.lower(), MODELS, listed=False)
             raise ValueError(
                 f"Expected --model to be the name of a published shape, but got {given.model!r}: {meant}halfstep plan "
-                "--help lists them; for others pass --layers, --hidden, --heads, --vocab and --seq"
+                "--help lists them; for others pass the path of a config.json of Hugging Face, or --layers, --hidden, --heads, --vocab and --seq"
             )
-        shape = MODELS[given.model.lower()]
+        shape = from_config(given.model) if is_file else MODELS[given.model.lower()]
         return replace(shape, **{name: getattr(given, name) for name in named if name != "seq"}, **changes)
     if not [name for name in named if name != "seq"]:
         if changes:
@@ -300,6 +305,7 @@ def content_of(
     reserve: Fraction | int = Fraction(1, 10),
     step_ms: float | None = None,
     largest: tuple[str, Plan | None] | None = None,
+    ways: Sequence[Way] = (),
 ) -> dict[str, Any]:
     """The content of ``--json``, which docs/planning.md describes."""
     found = None
@@ -311,7 +317,28 @@ def content_of(
         "compare": compare,
         "plans": [{"label": label, **_with_card(made, gpu, reserve, step_ms)} for label, made in plans],
         "fit": found,
+        "ways": [
+            {"options": changed_options(way.options), "costs": list(way.texts), "peak": way.plan.totals.peak}
+            for way in ways
+        ],
     }
+
+
+def changed_options(changes: dict[str, Any]) -> dict[str, str | None]:
+    """Changed arguments of `plan` as options of the command: text, "" for a flag, None for one to leave out."""
+    actions = {action.dest: action for action in parser()._actions}
+    options: dict[str, str | None] = {}
+    for name, value in changes.items():
+        action = actions[name]
+        value = (value,) if name == "gpus" else value
+        if value == action.default:
+            text = None
+        elif value is True or (action.nargs == "?" and value == action.const):
+            text = ""
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        options[action.option_strings[0][2:]] = text
+    return options
 
 
 def _several(given: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
@@ -354,12 +381,14 @@ def planned(given: argparse.Namespace) -> dict[str, Any]:
         plans = [(f"{made.layout.name}, {made.strategy.name}", made)]
     else:
         plans = compared(given.compare, arguments, gpus, strategies)
-    largest = None
+    largest, ways = None, []
+    if given.compare is None and gpu is not None:
+        ways = ways_to_fit(usable(gpu, given.reserve), **arguments)
     if given.fit != "none" and gpu is not None:
         if given.compare is not None:
             raise ValueError("--fit with --compare; give one of them")
         largest = (given.fit, fit(given.fit, usable(gpu, given.reserve), **arguments))
-    return content_of(plans, given.compare, gpu, given.reserve, given.step_ms, largest)
+    return content_of(plans, given.compare, gpu, given.reserve, given.step_ms, largest, ways)
 
 
 def _plan(given: argparse.Namespace) -> int:

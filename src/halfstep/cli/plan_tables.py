@@ -137,12 +137,34 @@ def _work(made: dict[str, Any]) -> list[str]:
     return said
 
 
-def _card(made: dict[str, Any]) -> list[str]:
+def verdict(made: dict[str, Any]) -> str:
+    """Whether a plan fits its card, in one sentence."""
     gpu = made["card"]
-    if gpu is None:
+    left = f"fits, {size(gpu['left'])} left" if gpu["fits"] else f"does not fit, {size(-gpu['left'])} too much"
+    return f"{gpu['name']}: {size(gpu['memory'])}, {size(gpu['usable'])} after the reserve; {left}."
+
+
+def _verdict(content: dict[str, Any]) -> list[Any]:
+    """The verdict and, if a plan does not fit, the smallest changes with which it does."""
+    (made,) = content["plans"]
+    if made["card"] is None:
         return []
-    verdict = f"fits, {size(gpu['left'])} left" if gpu["fits"] else f"does not fit, {size(-gpu['left'])} too much"
-    return [f"{gpu['name']}: {size(gpu['memory'])}, {size(gpu['usable'])} after the reserve; {verdict}."]
+    shown: list[Any] = [text(verdict(made), "good" if made["card"]["fits"] else "bad"), ""]
+    if made["card"]["fits"]:
+        return shown
+    if not content["ways"]:
+        return [*shown, "No combination of four of the changes that this command knows makes it fit.", ""]
+    shown.append("The smallest changes with which it fits, any one of these:")
+    for way in content["ways"]:
+        shown += ["", text(f"  {typed(way['options'])}  ({size(way['peak'])})", "strong")]
+        shown += [f"    {cost}" for cost in way["costs"]]
+    return [*shown, ""]
+
+
+def typed(options: dict[str, str | None]) -> str:
+    """Options as on the command line; those to leave out are named so."""
+    words = [f"--{name} {value}".rstrip() for name, value in options.items() if value is not None]
+    return " ".join([*words, *(f"(without --{name})" for name, value in options.items() if value is None)])
 
 
 def _fit(found: dict[str, Any] | None) -> list[str]:
@@ -224,14 +246,14 @@ def shown(content: dict[str, Any], shape_over_params: int | None = None) -> list
     if content["compare"] is not None:
         return _comparison(content)
     (made,) = content["plans"]
-    return [*_parts(made), *_messages(made), "", *sentences(content, shape_over_params)]
+    return [*_verdict(content), *_parts(made), *_messages(made), "", *sentences(content, shape_over_params)]
 
 
 def sentences(content: dict[str, Any], shape_over_params: int | None = None) -> list[str]:
     """What is said of a plan below its tables. The arguments are those of `shown`."""
     (made,) = content["plans"]
     notes = [f"{each['what'].capitalize()}: {each['note']}." for each in made["communication"] if each["note"]]
-    said = [*notes, *_work(made), *_card(made), *_fit(content["fit"])]
+    said = [*notes, *_work(made), *_fit(content["fit"])]
     if shape_over_params is not None and shape_over_params != made["parameters"]:
         said.append(f"--params {shape_over_params:,} is not used: the shape has {made['parameters']:,}.")
     if made["layout"]["note"]:

@@ -5,6 +5,8 @@ const lists = {}; // the choices of each select, as JSON
 const colour = ([light, dark]) => ({ background: `light-dark(${light}, ${dark})` });
 const wanted = () => ($("data").open ? { json: true } : {});
 
+const go = (state) => change(() => ({ state, move: wanted(), next: state }));
+
 // Python decides what else a change of an option changes.
 const set = (name, value, ask = change) => ask(() => {
   const next = { ...answer.state, [name]: value };
@@ -42,9 +44,10 @@ const bar = ({ parts, marks }) => element("div", { class: "bar", "aria-hidden": 
   ...parts.map(([light, dark, percent]) => element("i", { style: { ...colour([light, dark]), width: `${percent}%` } })),
   ...marks.map(([percent, usable]) => element("b", { class: usable ? "usable" : "", style: { left: `${percent}%` } })));
 
-function drawPlan({ verdict, fits, figures, bar: large, scale, memory, parts, sent, words }) {
+function drawPlan({ verdict, ways, fits, figures, bar: large, scale, memory, parts, sent, words }) {
   $("verdict").textContent = verdict;
   $("verdict").dataset.fits = fits;
+  table("ways", ["Change", "Peak", "Which means"], ways.map(({ cells }) => cells), { classes: ["", "number", "words"], choose: (i) => go(ways[i].state) });
   $("figures").replaceChildren(...figures.map(([name, value, note]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value, " ", element("span", {}, note)))));
   $("bar").replaceChildren(...bar(large).children);
@@ -62,7 +65,6 @@ function drawComparison({ head = [], rows, note }) {
   const classes = head.map((text) => (text === "Picture" ? "picture" : text === "Fits" ? "" : "number"));
   classes[0] = "";
   const cells = ({ cells: texts, bar: small }) => texts.map((text, i) => (head[i] === "Picture" ? bar(small) : text));
-  const go = (state) => change(() => ({ state, move: wanted(), next: state }));
   table("comparison", head, rows.map(cells), { classes, here: (i) => rows[i].here, choose: (i) => go(rows[i].state) });
   [...$("comparison").tBodies[0].rows].forEach((row, i) => row.cells[0].append(bar(rows[i].bar))); // on a phone, instead of the column
   $("comparison").parentElement.hidden = !rows.length;
@@ -73,6 +75,7 @@ function draw() {
   Object.entries(answer.controls).forEach(drawControl);
   $("compare").value = answer.compare;
   for (const id of ["peak", "details", "verdict"]) $(id).hidden = !answer.plan;
+  $("fitting").hidden = !answer.plan?.ways.length;
   if (answer.plan) drawPlan(answer.plan);
   drawComparison(answer.comparison);
   $("json").textContent = answer.json ?? "";

@@ -18,7 +18,7 @@ from halfstep.cli import plan as command
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.pages.shell import command_line
 from halfstep.cli.plan_picture import MEMORY_KINDS, stack
-from halfstep.cli.plan_tables import digits, sentences, size
+from halfstep.cli.plan_tables import digits, sentences, size, typed, verdict
 from halfstep.numerics.planning import (
     CARDS,
     CHECKPOINTING,
@@ -400,16 +400,23 @@ def _plan(state: State) -> dict[str, Any]:
     card, peak = plan["card"], plan["totals"]["peak"]
     whole, sizes = _scale([plan]), stack(plan)
     said = sentences(content, command.shape_over_params(_parsed(state)))
-    verdict = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits."
+    words = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits."
     scale = f"The bar is {size(whole)}, the peak."
     if card:
-        verdict = next(line for line in said if line.startswith(f"{card['name']}: "))
+        words = verdict(plan)
         memory = f"{size(card['memory'])} of the {card['name']}"
         scale += f" A GPU has the {memory}."
         if whole == card["memory"]:
             scale = f"The bar is the {memory}; the dashed line is what remains after the reserve."
     return {
-        "verdict": verdict,
+        "verdict": words,
+        "ways": [
+            {
+                "cells": [typed(way["options"]), size(way["peak"]), "; ".join(way["costs"])],
+                "state": {name: text for name, text in {**state, **way["options"]}.items() if text is not None},
+            }
+            for way in content["ways"]
+        ],
         "fits": card["fits"] if card else None,
         "figures": _figures(state, plan),
         "bar": _bar(plan, whole),
