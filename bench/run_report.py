@@ -187,30 +187,24 @@ def _draw_panel(axes: Any, title: str, results: list[Result], in_time: bool) -> 
     results = sorted((r for r in results if r.status == OK), key=lambda r: r.size[r.axis])
     for provider in dict.fromkeys(result.provider for result in results):
         line = [result for result in results if result.provider == provider]
-        sizes, colour = [result.size[result.axis] for result in line], _colour(provider)
+        sizes, colour, strong = [result.size[result.axis] for result in line], _colour(provider), ours(provider)
         if in_time:
-            low, values, high = (
-                [(getattr(r, name) or 0.0) / 1e3 for r in line] for name in ("p20_us", "p50_us", "p80_us")
-            )
+            low, values, high = ([getattr(r, f"{p}_us") / 1e3 for r in line] for p in ("p20", "p50", "p80"))
             axes.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
         else:
             values = [100 * (r.copy_fraction or 0.0) for r in line]
-        width, marker, order = (2.4, 4, 3) if ours(provider) else (1.3, 3, 2)
-        axes.plot(
-            sizes, values, label=provider, color=colour, linestyle="-" if provider in COLOURS else "--", marker="o",
-            linewidth=width, markersize=marker, zorder=order,
-        )  # fmt: skip
+        style = {"linestyle": "-" if provider in COLOURS else "--", "marker": "o", "zorder": 2 + strong}
+        axes.plot(sizes, values, label=provider, color=colour, linewidth=1.3 + 1.1 * strong, markersize=4, **style)
     axis, elements = results[0].axis, results[0].size.get("elements", 0)
     axes.set_xscale("log", base=10 if axis == "tensors" else 2)
     axes.set_xlabel(f"tensors ({elements:,} elements in all)".replace(",", " ") if axis == "tensors" else axis)
     axes.set_title(title, fontsize=10, loc="left")
+    axes.set_ylabel("ms per step (p50; band p20 to p80)" if in_time else "% of copying as many bytes", fontsize=9)
     if in_time:
         axes.set_yscale("log")
-        axes.set_ylabel("ms per step (p50; band p20 to p80)", fontsize=9)
     else:
         axes.axhline(100, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
         axes.set_ylim(0, min(MOST_PERCENT, 110 * max(1.0, *(r.copy_fraction or 0.0 for r in results))))
-        axes.set_ylabel("% of copying as many bytes", fontsize=9)
     figures.tidy(axes, "both")
 
 
@@ -243,12 +237,9 @@ def draw(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> list
         for index, (operation, group) in enumerate(panels):
             axes = figure.add_subplot(rows, columns, index + 1)
             _draw_panel(axes, operation, group, in_time)
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                legend.setdefault(label, handle)
-        figure.legend(
-            legend.values(), legend.keys(), loc="outside lower left", ncols=max(3, 2 * columns), frameon=False,
-            fontsize=9,
-        )  # fmt: skip
+            legend |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        across, place = max(3, 2 * columns), "outside lower left"
+        figure.legend(legend.values(), legend.keys(), loc=place, ncols=across, frameon=False, fontsize=9)
         figures.save(figure, folder / name)
         drawn.append(folder / name)
     return drawn

@@ -160,16 +160,18 @@ class GpuClock:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def graph_us(self, call: Call, repeat: int = 11) -> float | None:
-        """The median time to replay a CUDA graph of the call, cold, in microseconds; None if it cannot be captured.
-
-        A call that waits is not captured, since a failed capture may leave the process in capture mode.
-        """
-        if self.waits(call):
+        """The median time to replay a CUDA graph of the call, cold, in microseconds; None if it cannot be captured."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        except RuntimeError:  # it waits; a failed capture may leave the process in capture mode
             return None
-        side = torch.cuda.Stream(self.device)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize(self.device)
+        side, graph, result = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph(), None
         side.wait_stream(torch.cuda.current_stream(self.device))
-        graph = torch.cuda.CUDAGraph()
-        result = None
         # `torch.cuda.graph` leaves its stream current if the capture cannot be ended.
         with torch.cuda.stream(side):
             call()
@@ -188,19 +190,6 @@ class GpuClock:
         samples = [self.round([(replay, 1)])[0] for _ in range(repeat)]
         del result
         return 1e6 * statistics.median(samples)
-
-    def waits(self, call: Call) -> bool:
-        """Whether a call makes the host wait for the GPU."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call()
-        except RuntimeError:
-            return True
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            torch.cuda.synchronize(self.device)
-        return False
 
 
 Clock = CpuClock | GpuClock
@@ -255,12 +244,8 @@ def copy_calls(sizes: Sequence[int], device: torch.device) -> list[Call]:
     """For each of `sizes`, a copy that reads half as many bytes and writes the other half. They share their memory."""
     source = torch.zeros(max(1, max(sizes) // 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-
-    def copy(half: int) -> Call:
-        read, written = source[:half], target[:half]
-        return lambda: written.copy_(read)
-
-    return [copy(max(1, size // 2)) for size in sizes]
+    halves = [max(1, size // 2) for size in sizes]
+    return [lambda to=target[:half], of=source[:half]: to.copy_(of) for half in halves]  # type: ignore[misc]
 
 
 def copy_gb_per_s(clock: Clock, bytes_moved: int) -> float:
