@@ -72,7 +72,9 @@ def test_extra_memory_is_the_peak_of_what_was_allocated() -> None:
 
 
 def test_the_copy_moves_the_bytes_it_is_given() -> None:
-    assert [copy().nbytes for copy in timing.copy_calls([1000, 40, 3000], CPU)] == [500, 20, 1500]
+    copies = timing.copy_calls([1000, 40, 3000], CPU)
+    assert [copy().nbytes for copy in copies] == [500, 20, 1500]
+    assert [[part.nbytes for part in copy.__defaults__] for copy in copies] == [[500] * 2, [20] * 2, [1500] * 2]  # type: ignore[attr-defined]
     assert timing.copy_gb_per_s(FixedClock({}), 3 * 10**7) == 0.03, "the copy takes a second"
 
 
