@@ -97,10 +97,7 @@ def _report(out: Path, about: dict[str, Any], records: dict[str, dict[str, Any]]
     """Write and show the times, and say what failed."""
     results = [Result(**one) for record in records.values() for one in (record.get("detail") or {}).get("results", ())]
     if results:
-        run_report.write_json(out / "results.json", about, results)
-        (out / "table.md").write_text(run_report.markdown(about, results))
-        with suppress(ImportError):  # no matplotlib
-            run_report.draw(out, about, results)
+        run_report.write(out, about, results)
         show(*run_report.tables(about, results))
     for name, record in records.items():
         if record["status"] != PASSED:

@@ -30,8 +30,7 @@ import torch
 
 import halfstep
 from halfstep.bench import gpu_instructions, harness, run, run_report, timing
-from halfstep.bench.cases.catalogue import cases
-from halfstep.bench.cases.sizes import sizes_for
+from halfstep.bench.cases import cases, sizes_for
 from halfstep.cli.machine import version_of
 
 CPU = torch.device("cpu")
@@ -466,7 +465,7 @@ def _compiling(provider: str) -> bool:
 
 def timings(quick: bool) -> dict[str, harness.Case]:
     """The cases of ``halfstep bench run`` by name, the largest of each operation first; last, what compiles."""
-    every = cases(("adam", "step", "unscale", "softmax", "cast"), sizes_for(torch.device("cuda"), quick))
+    every = cases(("adam", "step", "unscale", "softmax", "cast"), sizes_for("cuda", quick))
     every = [every[index] for index in run.largest_first(every)]
     found = {}
     for case in every:

@@ -1,9 +1,20 @@
 """The harness of `halfstep bench run`: cases, providers, and a check before each measurement.
 
 A `Case` is one job at one size: its inputs, the bytes that any implementation must move, its float64 reference, and the
-providers that can do it. `measure` runs it::
+providers that can do it. `measure` runs it. A kernel of one's own is measured in the same way::
 
-    results = measure(case, torch.device("cpu"), seconds=1.0)       # one `Result` per provider, in the case's order
+    def prepare(device):
+        return torch.randn(2**24, dtype=torch.float32, device=device)
+
+    case = Case(
+        group="mine", operation="square", dtype="fp32", size={"elements": 2**24}, axis="elements",
+        bytes_moved=8 * 2**24, bound=0.5, error_unit="in eps", prepare=prepare,
+        providers={"mine": lambda x: Prepared(lambda: my_square(x)), "torch": lambda x: Prepared(lambda: x * x)},
+        error=lambda x, y: float(((y.double() - x.double() ** 2) / x.double() ** 2).abs().max()) * 2**23,
+    )
+    results = measure(case, torch.device("cuda"))      # one `Result` per provider, in the case's order
+
+``halfstep bench run --module my_cases`` measures, prints and draws the cases that ``my_cases.cases(sizes)`` returns.
 
 **Checks.** A provider's values are first compared with float64. If their error exceeds the bound of the case, or the
 provider raises an exception, the result says so and has no time.
@@ -11,9 +22,9 @@ provider raises an exception, the result says so and has no time.
 **Rounds.** All providers that passed are timed in interleaved rounds (`timing`). A ratio is the median of the ratios in
 each round.
 
-**Copy.** A plain copy that moves as many bytes as the case (half read, half written) is timed in every round. The time
-of the copy over the time of a provider is `copy_fraction`; 1 means as fast as a copy. The bytes are the least that the
-job needs, the same for every provider. An implementation that moves more bytes has a lower `copy_fraction`.
+**Copy.** A plain copy that moves as many bytes (half read, half written) is timed in every round. The time of the copy
+over the time of a provider is `copy_fraction`; 1 means as fast as a copy. The bytes are the least that the job needs in
+the layout of the provider's state. An implementation that moves more bytes has a lower `copy_fraction`.
 
 On a GPU `graph_us` is the time to replay a CUDA graph of the call, without the time of the host.
 
@@ -24,12 +35,13 @@ On a GPU `graph_us` is the time to replay a CUDA graph of the call, without the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from halfstep.bench.timing import Clock, clock_for, copy_call, paired, percentile, rounds
+from halfstep.bench.timing import Call, Clock, clock_for, copy_calls, paired, rounds
 
 OK, WRONG, FAILED, UNAVAILABLE = "ok", "wrong", "failed", "unavailable"
 
@@ -44,11 +56,12 @@ class Prepared:
 
     Attributes:
         call: the timed call. It does not wait for the GPU, and may be repeated any number of times.
-        values: does the whole job once, before any timing, and returns the values for `Case.error`.
+        values: does the whole job once, before any timing, and returns the values for `Case.error`; by default
+            `call` does.
     """
 
-    call: Callable[[], Any]
-    values: Callable[[], Any]
+    call: Call
+    values: Call | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Case:
     """One job at one size.
 
     Attributes:
-        group: ``"softmax"``, ``"cast"``, ``"unscale"``, ``"adam"`` or ``"step"``.
+        group: ``"softmax"``, ``"cast"``, ``"unscale"``, ``"adam"``, ``"step"``, or a name of one's own.
         operation: the operation, for example ``"softmax forward"``.
         dtype: the dtypes, for example ``"bf16"`` or ``"fp32 to bf16"``.
         size: the dimensions, for example ``{"columns": 256, "elements": 2**22}``.
@@ -67,6 +80,7 @@ class Case:
         prepare: creates the inputs on a device. All providers share them and must not change them.
         providers: functions by name, each of which makes a `Prepared` from the inputs, or raises `Unavailable`.
         error: returns the error of the values of a job against float64, given the inputs. NaN never passes.
+        layout_bytes: the least bytes of providers whose state has another layout than `bytes_moved` counts.
     """
 
     group: str
@@ -80,6 +94,7 @@ class Case:
     prepare: Callable[[torch.device], Any]
     providers: Mapping[str, Callable[[Any], Prepared]]
     error: Callable[[Any, Any], float]
+    layout_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -132,54 +147,29 @@ class Result:
     extra_bytes: int | None = None
 
 
-# ---------------------------------------------------------------------------------------------------------- measuring
-
-
-def first_line(error: BaseException) -> str:
-    """The type and the first line of the message of an exception."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-@dataclass
-class Checked:
-    """A provider after its check; `job` is None unless it passed."""
-
-    result: Result
-    job: Prepared | None = None
-
-
-def check(case: Case, inputs: Any, provider: str) -> Checked:
+def check(case: Case, inputs: Any, provider: str) -> tuple[Result, Prepared | None]:
     """Do the job once with a provider and compare its values with float64.
 
     Returns:
         The result without times, and the job if it passed.
     """
-    result = Result(
-        group=case.group,
-        operation=case.operation,
-        dtype=case.dtype,
-        size=dict(case.size),
-        axis=case.axis,
-        provider=provider,
-        bytes_moved=case.bytes_moved,
-        bound=case.bound,
-        error_unit=case.error_unit,
-    )
+    moved = case.layout_bytes.get(provider, case.bytes_moved)
+    what = (case.group, case.operation, case.dtype, dict(case.size), case.axis)
+    result = Result(*what, provider, moved, case.bound, case.error_unit)
     try:
         job = case.providers[provider](inputs)
-        result.error = case.error(inputs, job.values())
+        result.error = case.error(inputs, (job.values or job.call)())
     except Unavailable as why:
         result.status, result.reason = UNAVAILABLE, str(why)
-        return Checked(result)
     except Exception as error:  # reported as the result of this provider; the others are still measured
-        result.status, result.reason = FAILED, first_line(error)
-        return Checked(result)
-    if not result.error <= case.bound:  # so that NaN fails
+        lines = str(error).strip().splitlines()
+        result.status, result.reason = FAILED, ": ".join([type(error).__name__, *lines[:1]])
+    else:
+        if result.error <= case.bound:  # so that NaN fails
+            return result, job
         result.status = WRONG
         result.reason = f"error {result.error:.3g} {case.error_unit}, at most {case.bound:.3g} is allowed"
-        return Checked(result)
-    return Checked(result, job)
+    return result, None
 
 
 def ours(provider: str) -> bool:
@@ -194,7 +184,7 @@ def measure(
     seconds: float = 1.0,
     clock: Clock | None = None,
     details: bool = True,
-    progress: Callable[[str], None] = lambda doing: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """Check every provider of a case, then time those that passed.
 
@@ -211,27 +201,31 @@ def measure(
     """
     clock = clock or clock_for(device)
     inputs = case.prepare(device)
-    found = []
+    results, passed = [], []
     for provider in case.providers:
         progress(f"{case.name}: checking {provider}")
-        found.append(check(case, inputs, provider))
-    passed = [(one.result, one.job) for one in found if one.job is not None]
-    if passed:
-        progress(f"{case.name}: timing")
-        calls = [*(job.call for _, job in passed), copy_call(case.bytes_moved, device)]
-        *samples, copy = rounds(clock, calls, seconds)
-        for index, ((result, job), own) in enumerate(zip(passed, samples, strict=True)):
-            result.p20_us, result.p50_us, result.p80_us = (1e6 * percentile(own, share) for share in (0.2, 0.5, 0.8))
-            result.gb_per_s = case.bytes_moved / 1e3 / result.p50_us
-            result.copy_fraction = paired(copy, own)
-            others = [
-                one
-                for position, ((other, _), one) in enumerate(zip(passed, samples, strict=True))
-                if position != index and not (ours(other.provider) and ours(result.provider))
-            ]
-            result.speedup = min((paired(other, own) for other in others), default=None)
-            result.rounds = len(own)
-            if details:
-                for name, value in clock.details(job.call).items():
-                    setattr(result, name, value)
-    return [one.result for one in found]
+        result, job = check(case, inputs, provider)
+        results.append(result)
+        if job is not None:
+            passed.append((result, job.call))
+    if not passed:
+        return results
+    progress(f"{case.name}: timing")
+    sizes = list({result.bytes_moved: None for result, _ in passed})
+    samples = rounds(clock, [*(call for _, call in passed), *copy_calls(sizes, device)], seconds)
+    copies = dict(zip(sizes, samples[len(passed) :], strict=True))
+    for (result, call), times in zip(passed, samples, strict=False):
+        result.p20_us, result.p50_us, result.p80_us = (1e6 * np.percentile(times, (20, 50, 80))).tolist()
+        result.gb_per_s = result.bytes_moved / 1e3 / result.p50_us
+        result.copy_fraction = paired(copies[result.bytes_moved], times)
+        rivals = [
+            paired(rival_times, times)
+            for (rival, _), rival_times in zip(passed, samples, strict=False)
+            if rival is not result and not (ours(rival.provider) and ours(result.provider))
+        ]
+        result.speedup = min(rivals, default=None)
+        result.rounds = len(times)
+        if details:
+            for name, value in clock.details(call).items():
+                setattr(result, name, value)
+    return results

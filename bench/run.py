@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.bench.cases import GROUPS, cases, sizes_for
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
 from halfstep.cli.numbers import above_zero, whole
@@ -26,7 +26,6 @@ from halfstep.cli.terminal import Progress, show, text
 if TYPE_CHECKING:
     from halfstep.bench.harness import Result
 
-GROUP_NAMES = ("softmax", "cast", "unscale", "adam", "step")
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 SECONDS = {True: 0.25, False: 1.0}  # time per case, by --quick
 
@@ -37,69 +36,66 @@ def _parser() -> Parser:
         description="Measure every kernel and the whole AMP step, and the same operations in torch (eager, fused, "
         "foreach and compiled) and in the installed peers. On a GPU if there is one, otherwise on the CPU.",
     )
-    parser.add_argument(
-        "groups", nargs="*", choices=GROUP_NAMES, metavar="GROUP", help=f"of {', '.join(GROUP_NAMES)} (default: all)"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
-    parser.add_argument("--out", type=a_path, metavar="DIR", help="also write JSON, Markdown and pictures to DIR")
-    parser.add_argument(
-        "--minutes", type=above_zero, metavar="M", help="start no further case after so long (default: no limit)"
-    )
-    parser.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
+    option = parser.add_argument
+    option("groups", nargs="*", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)} (default: all)")
+    option("--only", metavar="TEXT", help="only cases whose name contains TEXT, such as '8-bit' or '1,000 tensors'")
+    option(
+        "--module", action="append", metavar="MODULE",
+        help="also measure what cases() of this module lists, and no group that is not named; may be repeated",
+    )  # fmt: skip
+    option("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
+    option("--out", type=a_path, metavar="DIR", help="also write JSON, Markdown and pictures to DIR")
+    option("--minutes", type=above_zero, metavar="M", help="start no further case after so long (default: no limit)")
+    option("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's)")
+    option(
+        "--processor-time", action="store_true",
         help="measure the processor time of the calling thread, for a CPU that others use too; needs --threads 1",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    )  # fmt: skip
+    option("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 
-def run(
-    groups: Sequence[str],
-    quick: bool,
-    minutes: float | None = None,
-    out: Path | None = None,
-    processor_time: bool = False,
-) -> tuple[dict[str, Any], list[Result]]:
-    """Measure the cases of `groups`. Writes the results so far to `out` after each case, in case of an interruption.
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
+    """Measure the cases that `options` name. Writes the results so far after each case, in case of an interruption.
 
     Returns:
-        A description of the environment, and all results. Cases that `minutes` left no time for have none.
+        A description of the environment, and all results. Cases that ``--minutes`` left no time for have none.
     """
     import torch
 
     from halfstep.bench import run_report
-    from halfstep.bench.cases.catalogue import cases
-    from halfstep.bench.cases.sizes import sizes_for
     from halfstep.bench.harness import measure
     from halfstep.bench.timing import CpuClock, clock_for, copy_gb_per_s
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    clock, start = CpuClock(time.thread_time) if processor_time else clock_for(device), time.monotonic()
-    every = cases(list(dict.fromkeys(groups)) or GROUP_NAMES, sizes_for(device, quick))
-    about = {**run_report.environment(device), "quick": quick, "left_out": 0}
-    if processor_time:
+    groups = list(dict.fromkeys(options.groups)) or (() if options.module else GROUPS)
+    every = cases(groups, sizes_for(device.type, options.quick), options.module or ())
+    chosen = [case for case in every if not options.only or options.only in case.name]
+    if not chosen:
+        raise UsageError(f"--only {options.only!r} is in the name of none of {len(every)} cases, as {every[0].name!r}")
+    clock, start = CpuClock(time.thread_time) if options.processor_time else clock_for(device), time.monotonic()
+    about = {**run_report.environment(device), "quick": options.quick, "left_out": 0}
+    if options.processor_time:
         about["processor_time"] = True
     about["copy_gb_per_s"] = copy_gb_per_s(clock, COPY_BYTES[device.type])
+    measured: dict[int, list[Result]] = {}
     results: list[Result] = []
-    found: dict[int, list[Result]] = {}
-    with Progress(len(every)) as progress:
-        for number, index in enumerate(range(len(every)) if minutes is None else largest_first(every)):
-            if minutes is not None and time.monotonic() - start > 60 * minutes:
-                about["left_out"] = len(every) - number
+    with Progress(len(chosen)) as progress:
+        for index in range(len(chosen)) if options.minutes is None else largest_first(chosen):
+            if options.minutes is not None and time.monotonic() - start > 60 * options.minutes:
+                about["left_out"] = len(chosen) - len(measured)
                 break
-            found[index] = measure(
-                every[index],
+            measured[index] = measure(
+                chosen[index],
                 device,
-                seconds=SECONDS[quick],
+                seconds=SECONDS[options.quick],
                 clock=clock,
                 progress=lambda doing: progress.show(text=doing),
             )
-            results = [result for _, measured in sorted(found.items()) for result in measured]
-            progress.show(number + 1)
-            if out is not None:
-                run_report.write_json(out / "results.json", about, results)
+            results = [result for _, of_case in sorted(measured.items()) for result in of_case]
+            progress.show(len(measured))
+            if options.out is not None:
+                run_report.write_json(options.out / "results.json", about, results)
     return about, results
 
 
@@ -112,9 +108,9 @@ def largest_first(cases: Sequence[Any]) -> list[int]:
     return [index for turn in turns for index in turn if index is not None]
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    if arguments.out is not None:
-        make_folder(arguments.out)
+def _run(options: argparse.Namespace) -> int:
+    if options.out is not None:
+        make_folder(options.out)
     # Before torch is imported. Otherwise its allocator warns about memory that was allocated before the memory profile.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
@@ -122,25 +118,20 @@ def _run(arguments: argparse.Namespace) -> int:
     from halfstep.bench import run_report
     from halfstep.bench.harness import FAILED, WRONG, ours
 
-    if arguments.processor_time and (arguments.threads != 1 or torch.cuda.is_available()):
+    if options.processor_time and (options.threads != 1 or torch.cuda.is_available()):
         raise UsageError("--processor-time measures one thread on a CPU; add --threads 1, or leave it out")
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    about, results = run(arguments.groups, arguments.quick, arguments.minutes, arguments.out, arguments.processor_time)
-    if arguments.json:
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    about, results = run(options)
+    if options.json:
         print(run_report.as_json(about, results))
     else:
         show(*run_report.tables(about, results))
     notes = []
     if about["left_out"]:
-        notes.append(f"--minutes {arguments.minutes:g} were over: {about['left_out']} cases left out")
-    if arguments.out is not None:
-        run_report.write_json(arguments.out / "results.json", about, results)
-        (arguments.out / "table.md").write_text(run_report.markdown(about, results))
-        try:
-            run_report.draw(arguments.out, about, results)
-        except ImportError as error:
-            notes.append(str(error))
+        notes.append(f"--minutes {options.minutes:g} were over: {about['left_out']} cases left out")
+    if options.out is not None:
+        notes += run_report.write(options.out, about, results)
     bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]
     wrong = [f"{one.operation}, {one.dtype}: {one.provider} {one.status}: {one.reason}" for one in bad]
     if notes or wrong:

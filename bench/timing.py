@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-SAMPLE_SECONDS = 1e-3  # length of a sample on a CPU, so that the cost of reading the clock is negligible
+Call = Callable[[], Any]
+
 LEAST_ROUNDS, MOST_ROUNDS = 7, 50
 # Otherwise the profiler writes several lines to standard error each time. Its library reads this when it is first used.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -35,49 +36,44 @@ class CpuClock:
 
     Args:
         now: returns the time in seconds: wall time, or the processor time of this process or thread.
-        sample: length of a sample in seconds; 0 for one call.
+        sample: length of a sample in seconds, so that the cost of reading the clock is negligible; 0 for one call.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter, sample: float = SAMPLE_SECONDS) -> None:
-        self.device = torch.device("cpu")
-        self._now, self._sample = now, sample
+    device = torch.device("cpu")
 
-    def seconds(self, call: Callable[[], Any]) -> float:
+    def __init__(self, now: Callable[[], float] = time.perf_counter, sample: float = 1e-3) -> None:
+        self._now, self.sample = now, sample
+
+    def seconds(self, call: Call) -> float:
         """The time of one call, for an estimate."""
-        start = self._now()
-        call()
-        return self._now() - start
+        return self.round([(call, 1)])[0]
 
-    def calls_per_sample(self, seconds: float) -> int:
-        return max(1, math.ceil(self._sample / max(seconds, 1e-7)))
-
-    def round(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> list[float]:
-        """One sample of each call, in seconds per call."""
-        taken = []
+    def round(self, calls: Sequence[tuple[Call, int]]) -> list[float]:
+        """One sample of each call, which is repeated as often as its number says, in seconds per call."""
+        samples = []
         for call, repeat in calls:
             start = self._now()
             for _ in range(repeat):
                 call()
-            taken.append((self._now() - start) / repeat)
-        return taken
+            samples.append((self._now() - start) / repeat)
+        return samples
 
-    def extra_bytes(self, call: Callable[[], Any]) -> int | None:
+    def details(self, call: Call) -> dict[str, Any]:
+        """Further measurements, by the names of the attributes of `harness.Result`."""
+        return {"extra_bytes": self.extra_bytes(call)}
+
+    def extra_bytes(self, call: Call) -> int:
         """The peak of the memory that torch's allocator provides during a call, from the events of the profiler."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
             result = call()
         del result
-        recorded = profile.profiler.kineto_results.events()
-        now = peak = 0
-        memory = sorted((event.start_ns(), event.nbytes()) for event in recorded if event.name() == "[memory]")
-        for _, change in memory:
-            now += change
-            peak = max(peak, now)
+        events = profile.profiler.kineto_results.events()
+        allocated = peak = 0
+        for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+            allocated += change
+            peak = max(peak, allocated)
         return peak
-
-    def details(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """Further measurements, by the names of the attributes of `harness.Result`."""
-        return {"extra_bytes": self.extra_bytes(call)}
 
 
 FLUSH_BYTES = 1 << 28  # written before each call, or four times the L2 cache if that is more
@@ -93,13 +89,15 @@ class GpuClock:
     queued. The sleep is made longer until that is the case. The exception are calls that wait for the GPU themselves.
     """
 
+    sample = 0.0
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         cache = torch.cuda.get_device_properties(device).L2_cache_size
-        self._cycles: weakref.WeakKeyDictionary[Callable[[], Any], int] = weakref.WeakKeyDictionary()
+        self._cycles: weakref.WeakKeyDictionary[Call, int] = weakref.WeakKeyDictionary()
         self._flush = torch.empty(max(4 * cache, FLUSH_BYTES), dtype=torch.int8, device=device)
 
-    def seconds(self, call: Callable[[], Any]) -> float:
+    def seconds(self, call: Call) -> float:
         """The time of one call, for an estimate."""
         torch.cuda.synchronize(self.device)
         start = time.perf_counter()
@@ -107,10 +105,7 @@ class GpuClock:
         torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
 
-    def calls_per_sample(self, seconds: float) -> int:
-        return 1
-
-    def round(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> list[float]:
+    def round(self, calls: Sequence[tuple[Call, int]]) -> list[float]:
         """One cold sample of each call, in seconds. Waits for the GPU once, at the end."""
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
         for (call, _), (begin, end) in zip(calls, events, strict=True):
@@ -129,27 +124,32 @@ class GpuClock:
         torch.cuda.synchronize(self.device)
         return [begin.elapsed_time(end) / 1e3 for begin, end in events]
 
-    def host_us(self, call: Callable[[], Any], repeat: int = 5) -> float:
-        """The median time until a call returns, in microseconds, with an empty queue before each call."""
-        taken = []
-        for _ in range(repeat):
-            torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-        torch.cuda.synchronize(self.device)
-        return 1e6 * statistics.median(taken)
+    def details(self, call: Call) -> dict[str, Any]:
+        """Further measurements, by the names of the attributes of `harness.Result`."""
+        measured = (self.launches, self.host_us, self.extra_bytes, self.graph_us)
+        return {measure.__name__: measure(call) for measure in measured}
 
-    def launches(self, call: Callable[[], Any]) -> int | None:
+    def launches(self, call: Call) -> int | None:
         """The number of kernels, copies and fills that one call launches; None if the profiler records none."""
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             call()
             torch.cuda.synchronize(self.device)
-        recorded = profile.profiler.kineto_results.events()
-        return sum(event.device_type() == torch.autograd.DeviceType.CUDA for event in recorded) or None
+        events = profile.profiler.kineto_results.events()
+        return sum(event.device_type() == torch.autograd.DeviceType.CUDA for event in events) or None
 
-    def extra_bytes(self, call: Callable[[], Any]) -> int:
+    def host_us(self, call: Call, repeat: int = 5) -> float:
+        """The median time until a call returns, in microseconds, with an empty queue before each call."""
+        samples = []
+        for _ in range(repeat):
+            torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - start)
+        torch.cuda.synchronize(self.device)
+        return 1e6 * statistics.median(samples)
+
+    def extra_bytes(self, call: Call) -> int:
         """The peak of the memory that a call allocates."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -159,30 +159,19 @@ class GpuClock:
         del result
         return torch.cuda.max_memory_allocated(self.device) - before
 
-    def waits(self, call: Callable[[], Any]) -> bool:
-        """Whether a call makes the host wait for the GPU."""
+    def graph_us(self, call: Call, repeat: int = 11) -> float | None:
+        """The median time to replay a CUDA graph of the call, cold, in microseconds; None if it cannot be captured."""
         torch.cuda.synchronize(self.device)
         torch.cuda.set_sync_debug_mode("error")
         try:
             call()
-        except RuntimeError:
-            return True
+        except RuntimeError:  # it waits; a failed capture may leave the process in capture mode
+            return None
         finally:
             torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize(self.device)
-        return False
-
-    def graph_us(self, call: Callable[[], Any], repeat: int = 11) -> float | None:
-        """The median time to replay a CUDA graph of the call, cold, in microseconds; None if it cannot be captured.
-
-        A call that waits is not captured, since a failed capture may leave the process in capture mode.
-        """
-        if self.waits(call):
-            return None
-        side = torch.cuda.Stream(self.device)
+        side, graph, result = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph(), None
         side.wait_stream(torch.cuda.current_stream(self.device))
-        graph = torch.cuda.CUDAGraph()
-        kept = None
         # `torch.cuda.graph` leaves its stream current if the capture cannot be ended.
         with torch.cuda.stream(side):
             call()
@@ -190,7 +179,7 @@ class GpuClock:
             try:
                 graph.capture_begin()
                 try:
-                    kept = call()
+                    result = call()
                 finally:
                     graph.capture_end()
             except RuntimeError:  # the call does something that a capture forbids
@@ -198,18 +187,9 @@ class GpuClock:
             finally:
                 torch.cuda.synchronize(self.device)
         replay = graph.replay  # one object, since `round` keeps the delay of each call by its identity
-        taken = [self.round([(replay, 1)])[0] for _ in range(repeat)]
-        del kept
-        return 1e6 * statistics.median(taken)
-
-    def details(self, call: Callable[[], Any]) -> dict[str, Any]:
-        """Further measurements, by the names of the attributes of `harness.Result`."""
-        return {
-            "launches": self.launches(call),
-            "host_us": self.host_us(call),
-            "extra_bytes": self.extra_bytes(call),
-            "graph_us": self.graph_us(call),
-        }
+        samples = [self.round([(replay, 1)])[0] for _ in range(repeat)]
+        del result
+        return 1e6 * statistics.median(samples)
 
 
 Clock = CpuClock | GpuClock
@@ -220,39 +200,26 @@ def clock_for(device: torch.device) -> Clock:
     return GpuClock(device) if device.type == "cuda" else CpuClock()
 
 
-# -------------------------------------------------------------------------------------------------------------- rounds
-
-
-def rounds(
-    clock: Clock,
-    calls: Sequence[Callable[[], Any]],
-    seconds: float = 0.0,
-    least: int = LEAST_ROUNDS,
-    most: int = MOST_ROUNDS,
-    prepare: Callable[[], Any] = lambda: None,
-) -> list[list[float]]:
+def rounds(clock: Clock, calls: Sequence[Call], seconds: float = 0.0) -> list[list[float]]:
     """Time `calls` in interleaved rounds.
 
     Args:
         clock: the clock of their device.
         calls: the calls.
-        seconds: approximate time of all rounds together.
-        least, most: the least and the largest number of rounds.
-        prepare: called before each round; not timed.
+        seconds: approximate time of all rounds together; there are from `LEAST_ROUNDS` to `MOST_ROUNDS`.
 
     Returns:
         A list for each call, with its time in each round, in seconds.
     """
-    planned = []
+    planned, cost = [], 0.0
     for call in calls:
-        prepare()
         clock.seconds(call)
-        expected = min(clock.seconds(call) for _ in range(3 if least < most else 1))
-        repeat = clock.calls_per_sample(expected)
-        planned.append((call, repeat, expected * repeat))
-    fits = seconds / max(1e-9, sum(cost for _, _, cost in planned))
-    count = max(least, min(most, int(fits)))
-    taken: list[list[float]] = [[] for _ in planned]
+        expected = min(clock.seconds(call) for _ in range(3))
+        repeat = max(1, math.ceil(clock.sample / max(expected, 1e-7)))
+        planned.append((call, repeat))
+        cost += expected * repeat
+    count = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / max(1e-9, cost))))
+    samples: list[list[float]] = [[] for _ in planned]
     shuffled = random.Random(0)
     gc.collect()
     enabled = gc.isenabled()
@@ -260,22 +227,12 @@ def rounds(
     try:
         for _ in range(count):
             order = shuffled.sample(range(len(planned)), len(planned))
-            prepare()
-            for index, value in zip(order, clock.round([planned[index][:2] for index in order]), strict=True):
-                taken[index].append(value)
+            for index, sample in zip(order, clock.round([planned[index] for index in order]), strict=True):
+                samples[index].append(sample)
     finally:
         if enabled:
             gc.enable()
-    return taken
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """A percentile, by linear interpolation between the two nearest samples."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return samples
 
 
 def paired(over: Sequence[float], under: Sequence[float]) -> float:
@@ -283,15 +240,15 @@ def paired(over: Sequence[float], under: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
-def copy_call(bytes_moved: int, device: torch.device) -> Callable[[], Any]:
-    """A copy that reads half of `bytes_moved` and writes the other half."""
-    source = torch.zeros(max(1, bytes_moved // 2), dtype=torch.uint8, device=device)
+def copy_calls(sizes: Sequence[int], device: torch.device) -> list[Call]:
+    """For each of `sizes`, a copy that reads half as many bytes and writes the other half. They share their memory."""
+    source = torch.zeros(max(1, max(sizes) // 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return lambda: target.copy_(source)
+    halves = [max(1, size // 2) for size in sizes]
+    return [lambda to=target[:half], of=source[:half]: to.copy_(of) for half in halves]  # type: ignore[misc]
 
 
-def copy_gb_per_s(clock: Clock, bytes_moved: int, rounds: int = 10) -> float:
+def copy_gb_per_s(clock: Clock, bytes_moved: int) -> float:
     """The median copy bandwidth of the machine: bytes read plus bytes written, in 10^9 per second."""
-    call = copy_call(bytes_moved, clock.device)
-    clock.seconds(call)
-    return bytes_moved / 1e9 / statistics.median(clock.round([(call, 1)])[0] for _ in range(rounds))
+    (samples,) = rounds(clock, copy_calls([bytes_moved], clock.device))
+    return bytes_moved / 1e9 / statistics.median(samples)

@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("kernels", "numerics", "integrations", "cli", "bench")  # each may import itself and what stands before it
 FOLDERS = {layer: ROOT / ("src/halfstep/cli" if layer == "cli" else layer) for layer in LAYERS}
 SOURCES = {
-    str(path.relative_to(ROOT)): (layer, path.read_text()) for layer in LAYERS for path in FOLDERS[layer].rglob("*.py")
+    str(path.relative_to(ROOT)): (layer, path.read_text())
+    for layer in LAYERS
+    for path in FOLDERS[layer].rglob("*.py")
+    if path.name != "test_benchmarks.py"  # for ``pytest bench``
 }
 PRESENTATION = {"matplotlib", "rich"}  # for the command line and the reports of benchmarks
 TEST_TOOLS = {"pytest", "hypothesis", "unittest"}

@@ -1,7 +1,7 @@
 """``halfstep bench audit``: compile every kernel variant for every target, without a GPU, and analyze the machine code.
 
 For each variant and target it prints the bytes that the code moves per element and the least possible, the widths of
-its accesses, the resources that it uses, and the time of the least possible traffic at the bandwidth of the datasheet.
+its accesses, and the registers, shared memory, barriers and layout conversions that it uses.
 It fails (status 1) if a variant does not compile, spills, exceeds the threads or the shared memory of a block, or
 promises the bits of the reference but contains a fused multiply-add, an approximation or flushed subnormals.
 ``machine_code.py`` describes what is counted, and how.
@@ -22,12 +22,13 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
+from halfstep.bench import markdown
 from halfstep.bench.audit import bounds as audit_bounds
-from halfstep.bench.audit import markdown, peers, roofline
-from halfstep.bench.audit.markdown import number
+from halfstep.bench.audit import peers, roofline
 from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
 from halfstep.cli.command_line import Parser, UsageError, a_path, input_file, make_folder, output_file, run
 from halfstep.cli.numbers import whole
@@ -40,46 +41,56 @@ _RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
 # --- printing --------------------------------------------------------------------------------------------------------
 
 
-def _against(value: float | None, floor: float) -> str:
-    return f"{number(value)} / {number(floor)}"
+def number(value: float | None) -> str:
+    """At most five digits; a dash for None."""
+    return "-" if value is None else f"{value:.5g}"
 
 
-HEADER = (
-    *("kernel and variant", "target", "read/least", "written/least", "access bits", "regs", "spills", "shared"),
-    *("barriers", "conversions", "occupancy", "least ms per 10^9"),
-)
+def table(rows: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
+    """A caption, headings and one line of cells per variant, with those of all targets where they differ."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "read + written": lambda row: f"{number(row['bytes_read'])} + {number(row['bytes_written'])}",
+        "least": lambda row: f"{number(row['floor_read'])} + {number(row['floor_written'])}",
+        "access bits": lambda row: number(row["access_bits"]),
+        "registers": lambda row: number(row["registers"]),
+        "shared bytes": lambda row: number(row["shared_bytes"]),
+        "barriers": lambda row: number(row["barriers"]),
+        "conversions": lambda row: number(row["layout_conversions"]),
+        "occupancy": lambda row: "-" if row["occupancy"] is None else f"{row['occupancy']:.0%}",
+    }
+    spills = any(row["spills"] for row in rows)
+    if spills:
+        columns["spills"] = lambda row: number(row["spills"])
+    lines, before = [], ""
+    for (kernel, variant), group in groupby(sorted(rows, key=_name), _name):
+        of_targets = list(group)
+        cells = [list(map(cell, of_targets)) for cell in columns.values()]
+        lines.append([kernel if kernel != before else "", variant, *(" / ".join(_same(values)) for values in cells)])
+        before = kernel
+    targets = " / ".join(dict.fromkeys(row["target"] for row in rows))
+    caption = "Bytes per element, from the machine code, and the least that the job needs; "
+    caption += f"where targets differ, {targets}." + " No spills." * (not spills)
+    return caption, ["kernel", "variant", *columns], lines
+
+
+def _name(row: dict[str, Any]) -> tuple[str, str]:
+    return row["kernel"], row["variant"]
+
+
+def _same(values: list[str]) -> list[str]:
+    return values[:1] if len(set(values)) == 1 else values
 
 
 def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
     """Print the rows as a table, the problems, and a summary."""
-    cells = []
-    for row in rows:
-        widths = "+".join(f"{count}x{bits}" for bits, count in row["access_widths"].items()) or "-"
-        name = f"{row['kernel']} {row['variant']}"
-        cells.append(
-            (
-                text(name, "bad" if row["problems"] and not row["peer"] else ""),
-                row["target"],
-                _against(row["bytes_read"], row["floor_read"]),
-                _against(row["bytes_written"], row["floor_written"]),
-                widths,
-                *(
-                    number(row[key])
-                    for key in ("registers", "spills", "shared_bytes", "barriers", "layout_conversions")
-                ),
-                "-" if row["occupancy"] is None else f"{row['occupancy']:.0%}",
-                " ".join(f"{machine} {time_ms:.2f}" for machine, time_ms in row["floor_ms"].items()),
-            )
-        )
-    show(Table(HEADER, cells, range(2, 11)))
+    caption, headings, lines = table(rows)
+    show(caption, "", Table(headings, lines, range(2, len(headings))))
     for row in rows:
         for problem in row["problems"]:
             verdict = text("PEER") if row["peer"] else text("FAIL", "bad")
             say(joined(verdict, f" {row['kernel']} {row['variant']} on {row['target']}: {problem}"))
-    own = [row for row in rows if not row["peer"]]
-    failing = _failing(rows)
-    summary = f"{len(failing)} of {len(own)} fail" if failing else f"all {len(own)} pass"
-    show(f"Bytes per element, from the machine code / the least that the job needs. {summary}, in {seconds:.0f} s.")
+    count, failing = sum(not row["peer"] for row in rows), len(_failing(rows))
+    show(f"{f'{failing} of {count} fail' if failing else f'all {count} pass'}, in {seconds:.0f} s.")
 
 
 def _failing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,9 +203,9 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     targets = list(dict.fromkeys(arguments.target or TARGETS))
     families = {module.rpartition(".")[2] for module in arguments.module} if arguments.module else None
     if arguments.peers:
-        found = peers.find()
-        modules = [*modules, *([PEERS] if found.variants else [])]
-        for line in found.left_out:
+        variants, left_out = peers.find()
+        modules += [PEERS] if variants else []
+        for line in left_out:
             say(line, sys.stderr)
 
     start = time.monotonic()
@@ -210,7 +221,9 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"variants": rows}, indent=1))
     elif arguments.markdown:
-        print(markdown.table(rows))
+        caption, headings, lines = table(rows)
+        lines = [[f"`{kernel}`" if kernel else "", *cells] for kernel, *cells in lines]
+        print("\n".join([caption, "", *markdown.table(headings, lines, range(len(headings)))]))
     else:
         print_table(rows, time.monotonic() - start)
 

@@ -34,6 +34,7 @@ class Variant:
         copies: the number of copies of the bulk path, of which one runs. All must have the same accesses.
         copies_on: targets on which there are more or fewer of them.
         index: the index of the launch among the launches of `kernel` by `launch`; -1 is the last.
+        peer: the distribution that the kernel belongs to; None for halfstep.
     """
 
     kernel: Any
@@ -46,6 +47,7 @@ class Variant:
     copies: int = 1
     copies_on: Mapping[str, int] = field(default_factory=dict)
     index: int = 0
+    peer: str | None = None
 
 
 @dataclass(frozen=True)

@@ -257,15 +257,6 @@ def amd_resources(text: str) -> Resources:
     return Resources(numbers["vgpr_count"], spills, barriers)
 
 
-def amd_occupancy(text: str, shared_bytes: int, num_warps: int) -> float | None:
-    """The share of the 8 wavefronts of a SIMD that registers (as stated by LLVM) and 64 KiB of shared memory allow."""
-    found = re.search(r"^; Occupancy: (\d+)", text, re.MULTILINE)
-    if found is None:
-        return None
-    fitting = (64 << 10) // shared_bytes * num_warps / 4 if shared_bytes else 8
-    return min(int(found[1]), fitting) / 8
-
-
 _AMD_FUSED = re.compile(
     r"^\s*v_(?:pk_)?(?:fma|fmac|fmamk|fmaak|mac|mad|madmk|madak)_(?:legacy_)?(f16|f32|f64)", re.MULTILINE
 )

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ ROWS, COLUMNS = 4096, 4096  # of the softmax
 PARAMETERS = 1 << 24  # of the AdamW step
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One launch of a peer.
 
     Attributes:
@@ -116,41 +115,31 @@ JOBS = (
 )
 
 
-@dataclass(frozen=True)
-class Found:
-    """The variants of the installed peers, the peer of each, and one line for each peer or case that is left out."""
-
-    variants: tuple[Variant, ...]
-    peers: tuple[str, ...]
-    left_out: tuple[str, ...]
-
-
 @functools.cache
-def find() -> Found:
-    """Find the installed peers and their launches. Exceptions that a peer raises are caught and reported."""
-    variants, peers, left_out = [], [], []
-    for job in JOBS:
-        version = version_of(job.peer)
+def find() -> tuple[tuple[Variant, ...], tuple[str, ...]]:
+    """The variants of the installed peers, and one line for each peer or case that is left out.
+
+    Exceptions that a peer raises are caught and reported.
+    """
+    variants: list[Variant] = []
+    left_out: dict[str, None] = {}
+    for peer, name, launch, read, written in JOBS:
+        version = version_of(peer)
         if version is None:
-            line = f"{job.peer} is not installed and left out: pip install {job.peer}"
-            left_out += [line] if line not in left_out else []
+            left_out[f"{peer} is not installed and left out: pip install {peer}"] = None
             continue
         try:
             with recording("sm_90") as launches:
-                job.launch()
+                launch()
             if not launches:
                 raise RuntimeError("it launched no Triton kernel")
-            kernel, least = launches[-1].kernel, (job.bytes_read, job.bytes_written)
-            variants.append(Variant(kernel, job.name, job.launch, *least, exact=False, index=-1))
-            peers.append(job.peer)
+            variants.append(Variant(launches[-1].kernel, name, launch, read, written, exact=False, index=-1, peer=peer))
         except Exception as error:  # a future version of a peer may raise anything; the others are still audited
-            left_out.append(
-                f"{job.peer} {version}, {job.name}, is left out: this version is not supported: "
-                f"{type(error).__name__}: {error}"
-            )
-    return Found(tuple(variants), tuple(peers), tuple(left_out))
+            reason = f"{type(error).__name__}: {error}"
+            left_out[f"{peer} {version}, {name}, is left out: this version is not supported: {reason}"] = None
+    return tuple(variants), tuple(left_out)
 
 
 def variants() -> Iterator[Variant]:
     """The variants of the installed peers, for the audit."""
-    return iter(find().variants)
+    return iter(find()[0])

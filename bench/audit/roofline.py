@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +27,10 @@ from halfstep.cli.roofline_picture import Panel, Point
 COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
 SECTOR = 32  # bytes
 REGISTERS = 65536  # of a multiprocessor of an NVIDIA GPU
+SHARED_RESERVED = 1024  # bytes per block, reserved by NVIDIA's driver
 CACHE_KEPT = 0.81  # share of the second-level cache that holds data for repeated reads
 # The largest allowed ratio of the time to issue instructions to the time of memory. The two overlap imperfectly.
 ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "H200": 0.85, "B200": 0.85, "MI300X": 0.85}
-SHARED_LIMIT = 0.20
 
 
 class GPU(NamedTuple):
@@ -67,15 +66,13 @@ GPUS = {
 }
 
 
-@dataclass(frozen=True)
-class Ratios:
+class Ratios(NamedTuple):
     """What a kernel takes on a GPU.
 
     Attributes:
         bytes: bytes of global memory per element, in whole sectors.
         issue: time to issue the instructions, as the machine code has them, over the time of memory.
         shared: time of shared memory over the time of memory.
-        within: whether `issue` and `shared` are within their limits.
     """
 
     case: str
@@ -84,7 +81,6 @@ class Ratios:
     bytes: float
     issue: float
     shared: float
-    within: bool
 
 
 def resident(gpu: GPU, launch: Mapping[str, Any]) -> int:
@@ -94,13 +90,13 @@ def resident(gpu: GPU, launch: Mapping[str, Any]) -> int:
     """
     lanes = 64 if gpu.target.startswith("gfx") else 32
     warps = max(1, launch["threads"] // lanes)
-    if lanes == 64:  # each of 4 units has 512 registers per lane and holds 8 waves
-        fitting = 4 * min(8, 512 // max(1, launch["registers"]))
+    if lanes == 64:  # each of 4 units has 512 registers per lane, allocated in units of 8, and holds 8 waves
+        fitting = 4 * min(8, 512 // max(8, math.ceil(launch["registers"] / 8) * 8))
     else:
         fitting = min(64, REGISTERS // 4 // max(256, math.ceil(launch["registers"] * 32 / 256) * 256) * 4)
     blocks = min(32, fitting // warps)
     if launch["shared_bytes"]:
-        blocks = min(blocks, gpu.shared // (launch["shared_bytes"] + 1024))
+        blocks = min(blocks, gpu.shared // (launch["shared_bytes"] + (SHARED_RESERVED if lanes == 32 else 0)))
     return max(1, blocks)
 
 
@@ -159,8 +155,7 @@ def ratios(counts: dict[str, Any]) -> Iterator[Ratios]:
                     continue
                 # As ptxas makes them; for AMD by weights.
                 memory, issue, shared = seconds(gpu, counted, counted.get("machine", counted["issued"]))
-                within = issue <= ISSUE_LIMIT[name] * memory and shared <= SHARED_LIMIT * memory
-                yield Ratios(case, kernel, name, SECTOR * counted["sectors"], issue / memory, shared / memory, within)
+                yield Ratios(case, kernel, name, SECTOR * counted["sectors"], issue / memory, shared / memory)
 
 
 def panels(counts: dict[str, Any]) -> list[Panel]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import halfstep
+from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.installed import compiled, loops
-from halfstep.bench.cases.sizes import Sizes
 from halfstep.bench.harness import Case, Prepared
 
 DTYPES = {
@@ -37,7 +37,7 @@ def normal_tensors(device: torch.device, tensors: int, numel: int, dtype: torch.
 
 def _one(function: Callable[[torch.Tensor], torch.Tensor], sources: list[torch.Tensor]) -> Prepared:
     (source,) = sources
-    return Prepared(lambda: function(source), lambda: [function(source)])
+    return Prepared(lambda: [function(source)])
 
 
 def _to(target: torch.dtype, x: torch.Tensor) -> torch.Tensor:
@@ -64,10 +64,7 @@ def _list(function: Callable[..., Any], target: torch.dtype, sources: list[torch
 
 def _halfstep_list(target: torch.dtype, sources: list[torch.Tensor]) -> Prepared:
     targets = [torch.empty_like(source, dtype=target) for source in sources]
-    return Prepared(
-        lambda: halfstep.foreach_cast(sources, target, out=targets),
-        lambda: halfstep.foreach_cast(sources, target, out=targets),
-    )
+    return Prepared(lambda: halfstep.foreach_cast(sources, target, out=targets))
 
 
 def _copy_each(sizes: Sizes, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.cases.sizes import Sizes
+from halfstep.bench.cases import Sizes
 from halfstep.bench.harness import Unavailable
 
 # The module of each distribution.

@@ -18,8 +18,8 @@ import torch
 import torch._functorch.config
 
 import halfstep
+from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.installed import compiled, needs, needs_gpu
-from halfstep.bench.cases.sizes import Sizes
 from halfstep.bench.harness import Case, Prepared
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -64,7 +64,7 @@ def _liger(x: torch.Tensor) -> torch.Tensor:
 
 def _forward(function: Callable[[torch.Tensor], torch.Tensor], inputs: SoftmaxInputs) -> Prepared:
     x = inputs.x.detach()
-    return Prepared(lambda: function(x), lambda: function(x))
+    return Prepared(lambda: function(x))
 
 
 def _backward(function: Callable[[torch.Tensor], torch.Tensor], inputs: SoftmaxInputs) -> Prepared:
@@ -73,7 +73,7 @@ def _backward(function: Callable[[torch.Tensor], torch.Tensor], inputs: SoftmaxI
     def call() -> torch.Tensor:
         return torch.autograd.grad(y, inputs.x, inputs.grad, retain_graph=True)[0]
 
-    return Prepared(call, call)
+    return Prepared(call)
 
 
 def _compiled(way: Callable[..., Prepared], sizes: Sizes, inputs: SoftmaxInputs) -> Prepared:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import halfstep
+from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.adam import (
     HYPER,
     TYPICAL,
@@ -30,9 +31,9 @@ from halfstep.bench.cases.adam import (
     exact_weights,
     gradients_of,
     prepare,
+    rows_and_columns,
     torch_adamw,
 )
-from halfstep.bench.cases.sizes import Sizes
 from halfstep.bench.harness import Case, Prepared
 
 SCALE = 2.0**10
@@ -72,9 +73,8 @@ class StepAnswer:
     scale: float
 
 
-def _prepare(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> StepInputs:
-    made = prepare(device, tensors, numel, dtype)
-    return StepInputs(made.weights, made.grads)
+def _prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> StepInputs:
+    return StepInputs(**vars(prepare(device, shape, dtype)))
 
 
 def _job(
@@ -90,7 +90,7 @@ def _job(
         for factor in FACTORS:
             inputs.load(grads, (factor if math.isfinite(factor) else 1.0) * scaler.get_scale())
             if not math.isfinite(factor):
-                grads[len(grads) // 2][-1] = factor
+                grads[len(grads) // 2].view(-1)[-1] = factor
             step()
         answer = StepAnswer([weight.detach().clone() for weight in weights()], scaler.get_scale())
         # Unscaling in place would otherwise shrink the gradients further in every timed call.
@@ -153,17 +153,18 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     )
     for job, dtype, bytes_each, providers in jobs:
         for tensors in sizes.tensors:
-            numel = sizes.elements // tensors
+            shape = (tensors, *rows_and_columns(sizes.elements // tensors))
+            elements = math.prod(shape)
             yield Case(
                 group="step",
                 operation="AMP step",
                 dtype=job,
-                size={"tensors": tensors, "elements": tensors * numel},
+                size={"tensors": tensors, "elements": elements},
                 axis="tensors",
-                bytes_moved=tensors * numel * bytes_each,
+                bytes_moved=elements * bytes_each,
                 bound=BOUND,
                 error_unit="as a share of the update",
-                prepare=partial(_prepare, tensors=tensors, numel=numel, dtype=dtype),
+                prepare=partial(_prepare, shape=shape, dtype=dtype),
                 providers=providers,
                 error=_error,
             )

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 import halfstep
+from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.cast import normal_tensors
 from halfstep.bench.cases.installed import compiled, loops, needs, needs_gpu
-from halfstep.bench.cases.sizes import Sizes
 from halfstep.bench.harness import Case, Prepared
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

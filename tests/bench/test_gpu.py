@@ -33,12 +33,6 @@ def test_without_a_gpu_it_says_what_to_use_instead(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
-def test_bad_minutes_are_named(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--out", "x", "--minutes", value]) == 2
-    assert f"expected a number above 0, but got {value!r}" in capsys.readouterr().err
-
-
 # -------------------------------------------------------------------------------------------------------------- checks
 
 

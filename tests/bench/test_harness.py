@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,3 +104,23 @@ def test_layouts_of_halfstep_are_no_rivals() -> None:
 def test_one_provider_alone_has_no_ratio() -> None:
     (alone,) = measure(case_of({"halfstep": doubler(2)}, _distance), CPU, seconds=0.01)
     assert alone.speedup is None and alone.copy_fraction is not None
+
+
+def test_a_provider_of_another_layout_is_measured_by_its_own_bytes() -> None:
+    """Its GB/s, and the copy that it is compared with."""
+    moved: list[int] = []
+
+    class Clock(FixedClock):
+        def round(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> list[float]:
+            copies = [call() for call, _ in calls]
+            moved[:] = sorted(2 * copy.nbytes for copy in copies if copy is not None)
+            return [1.0 if copy is None else copy.nbytes / 100 for copy in copies]
+
+    job = Prepared(lambda: None, lambda: torch.full((4,), 2.0))
+    case = replace(
+        case_of({"halfstep": lambda inputs: job, "b": lambda inputs: job}, _distance), layout_bytes={"b": 600}
+    )
+    ours, theirs = measure(case, CPU, seconds=0.0, clock=Clock({}), details=False)
+    assert moved == [600, 1000]
+    assert (ours.bytes_moved, ours.gb_per_s, ours.copy_fraction) == (1000, pytest.approx(1e-6), 5.0)
+    assert (theirs.bytes_moved, theirs.gb_per_s, theirs.copy_fraction) == (600, pytest.approx(6e-7), 3.0)

@@ -36,31 +36,28 @@ def test_samples_stay_with_their_call_although_the_order_turns() -> None:
     assert timing.rounds(clock, calls) == [[2.0] * 7, [3.0] * 7, [1.0] * 7]
 
 
-def test_as_many_rounds_as_asked_for() -> None:
-    assert [len(taken) for taken in timing.rounds(FixedClock({}), [lambda: None], least=3, most=3)] == [3]
-    assert [len(taken) for taken in timing.rounds(FixedClock({}), [lambda: None], seconds=60.0, most=9)] == [9]
+def test_as_many_rounds_as_fit_but_neither_few_nor_endless() -> None:
+    for seconds, count in ((0.0, 7), (20.0, 20), (1e6, 50)):
+        assert [len(samples) for samples in timing.rounds(FixedClock({}), [lambda: None], seconds)] == [count]
 
 
-def test_what_is_prepared_is_not_timed() -> None:
-    now = [0.0]
+def test_a_sample_is_the_mean_of_as_many_calls_as_take_a_millisecond() -> None:
+    now, called = [0.0], [0]
 
-    def advance(seconds: float) -> None:
-        now[0] += seconds
+    def call() -> None:
+        now[0] += 2**-13
+        called[0] += 1
 
-    clock = CpuClock(lambda: now[0], 0)
-    (taken,) = timing.rounds(clock, [lambda: advance(1.0)], least=3, most=3, prepare=lambda: advance(100.0))
-    assert taken == [1.0] * 3
+    (samples,) = timing.rounds(CpuClock(lambda: now[0]), [call])
+    assert samples == [2**-13] * 7
+    assert called[0] == 4 + 7 * 9, "a warm-up and three estimates, then nine calls for each of seven samples"
 
 
 def test_the_collector_waits_while_calls_are_timed() -> None:
     enabled: list[bool] = []
     assert gc.isenabled()
-    timing.rounds(CpuClock(sample=0), [lambda: enabled.append(gc.isenabled())], least=2, most=2)
+    timing.rounds(CpuClock(sample=0), [lambda: enabled.append(gc.isenabled())])
     assert enabled[-2:] == [False, False] and gc.isenabled()
-
-
-def test_percentiles_lie_between_samples() -> None:
-    assert [timing.percentile([4.0, 1.0, 3.0, 2.0], share) for share in (0.0, 0.5, 1.0)] == [1.0, 2.5, 4.0]
 
 
 def test_extra_memory_is_the_peak_of_what_was_allocated() -> None:
@@ -75,9 +72,10 @@ def test_extra_memory_is_the_peak_of_what_was_allocated() -> None:
 
 
 def test_the_copy_moves_the_bytes_it_is_given() -> None:
-    copied = timing.copy_call(1000, CPU)()
-    assert copied.nbytes == 500
-    assert timing.copy_gb_per_s(CpuClock(), 2**20, rounds=3) > 0
+    copies = timing.copy_calls([1000, 40, 3000], CPU)
+    assert [copy().nbytes for copy in copies] == [500, 20, 1500]
+    assert [[part.nbytes for part in copy.__defaults__] for copy in copies] == [[500] * 2, [20] * 2, [1500] * 2]  # type: ignore[attr-defined]
+    assert timing.copy_gb_per_s(FixedClock({}), 3 * 10**7) == 0.03, "the copy takes a second"
 
 
 # ------------------------------------------------------------------------------------- on a model of a GPU that is late

@@ -37,7 +37,7 @@ def _run(name: str, check: Callable[[Any], Any], device: Any) -> Any:
 def replace_checks() -> None:
     """Of the checks, keep those that the environment names, on smaller tensors."""
     from halfstep.bench import gpu_checks, gpu_instructions, harness, timing
-    from halfstep.bench.cases.sizes import Sizes
+    from halfstep.bench.cases import Sizes
 
     only = re.compile(os.environ.get("BENCH_GPU_ONLY", ""))
     checks, timings, measure = gpu_checks.checks, gpu_checks.timings, harness.measure

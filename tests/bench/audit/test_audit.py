@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,28 +19,6 @@ def test_an_unknown_target_is_refused(target: str, capsys: pytest.CaptureFixture
     assert "expected an NVIDIA target from sm_80 on" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
-def test_a_bad_number_of_jobs_is_refused(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main([f"--jobs={jobs}"]) == 2
-    assert f"expected an integer of at least 1, but got {jobs!r}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("module", "complaint"),
-    [
-        (
-            "halfstep.kernels.nothing",
-            "by dotted name, but got halfstep.kernels.nothing: No module named 'halfstep.kernels.nothing'",
-        ),
-        ("halfstep.bench.audit.launches", "has no attribute 'variants'; it needs a function variants()"),
-    ],
-)
-def test_a_module_without_variants_is_refused(module: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(module)) as raised:
-        rows.audit([module], ["sm_90"], jobs=1)
-    assert complaint in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("target", "registers", "shared", "warps", "expected"),
     [
@@ -51,11 +28,38 @@ def test_a_module_without_variants_is_refused(module: str, complaint: str) -> No
         ("sm_80", 16, 0, 1, 0.5),  # 32 blocks of one warp
         ("sm_80", 32, 81 << 10, 4, 0.125),  # two blocks of 82 KiB fill 164
         ("sm_80", 32, 82 << 10, 4, 0.0625),
+        ("gfx942", 42, 0, 4, 1.0),  # 8 waves per unit, of at most 64 registers
+        ("gfx942", 65, 0, 4, 0.875),  # rounded up to 72: 7 waves
+        ("gfx942", 42, 16384, 4, 0.5),  # 4 blocks of 4 waves in 64 KiB
+        ("gfx942", 42, 65536, 16, 0.5),
         ("sm_75", 32, 0, 4, None),
     ],
 )
 def test_occupancy(target: str, registers: int, shared: int, warps: int, expected: float | None) -> None:
     assert rows.occupancy(target, registers, shared, warps) == expected
+
+
+EQUAL = {"bytes_read": 4.0, "bytes_written": 2.5, "floor_read": 4.0, "floor_written": 2.5, "access_bits": 128}
+EQUAL |= {"spills": 0, "shared_bytes": 0, "barriers": 0, "layout_conversions": 0, "occupancy": 0.5}
+ROWS = [
+    {"kernel": "cast.kernel", "variant": variant, "target": target, "registers": registers, "problems": [], **EQUAL}
+    for variant in ("b", "a")
+    for target, registers in (("sm_80", 30), ("sm_100", 32), ("gfx942", 20))
+]
+
+
+def test_a_variant_has_one_line_with_all_targets_where_they_differ() -> None:
+    caption, headings, lines = command.table(ROWS)
+    assert caption.endswith("where targets differ, sm_80 / sm_100 / gfx942. No spills.")
+    assert headings[2:6] == ["read + written", "least", "access bits", "registers"]
+    shared = ["4 + 2.5", "4 + 2.5", "128", "30 / 32 / 20", "0", "0", "0", "50%"]
+    assert lines == [["cast.kernel", "a", *shared], ["", "b", *shared]]
+
+
+def test_spills_get_a_column_where_there_are_any() -> None:
+    caption, headings, lines = command.table([*ROWS[:-1], {**ROWS[-1], "spills": 3}])
+    assert "No spills" not in caption
+    assert headings[-1] == "spills" and [line[-1] for line in lines] == ["0 / 0 / 3", "0"]
 
 
 def test_what_a_peer_does_wrong_is_shown_and_fails_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,11 +224,6 @@ def test_amd() -> None:
     ]
     resources = machine_code.amd_resources(AMD)
     assert resources == machine_code.Resources(registers=42, spills=3, barriers=1)
-    assert machine_code.amd_occupancy("", 0, 4) is None
-    assert machine_code.amd_occupancy(AMD, 0, 4) == 0.75
-    assert machine_code.amd_occupancy(AMD, 8192, 4) == 0.75  # 8 blocks of a compute unit's 64 KiB: 8 waves per SIMD
-    assert machine_code.amd_occupancy(AMD, 16384, 4) == 0.5
-    assert machine_code.amd_occupancy(AMD, 65536, 16) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -342,14 +341,3 @@ def test_the_roofline_is_drawn_before_anything_is_compiled(
             assert point.reached <= 1.0001 * min(panel.memory, panel.issue / point.per_byte), (panel.gpu, point)
     names = [point.name for point in drawn[0].points]
     assert {family(name) for name in names} == set(range(6))
-
-
-def test_counts_that_cannot_be_drawn_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "_without_interpreter", lambda argv: None)
-    empty = tmp_path / "counts.json"
-    empty.write_text("{}")
-    assert command.main(["--out", str(tmp_path / "out"), "--counts", str(empty)]) == 2
-    assert "expected --counts to be a file of make bounds" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -16,8 +16,10 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from halfstep.bench.audit import peers
-from halfstep.bench.audit.launches import recorded
+from halfstep.bench.audit.launches import Variant, recorded
 from halfstep.bench.audit.peers import Job
+
+Found = tuple[tuple[Variant, ...], tuple[str, ...]]
 
 
 def _kernel(x, y, scale, n, stride, flag, BLOCK: triton.language.constexpr):  # type: ignore[no-untyped-def]
@@ -36,7 +38,7 @@ def launch(**changes: Any) -> None:
 
 
 @pytest.fixture
-def find(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., peers.Found]]:
+def find(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Found]]:
     """Look for peers, given their jobs, of which all but "absent" are installed in version 1.2."""
 
     def version(distribution: str) -> str:
@@ -44,7 +46,7 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., peers.Found]
             raise importlib.metadata.PackageNotFoundError(distribution)
         return "1.2"
 
-    def look(*jobs: Job) -> peers.Found:
+    def look(*jobs: Job) -> Found:
         peers.find.cache_clear()
         monkeypatch.setattr(peers, "JOBS", jobs)
         return peers.find()
@@ -54,23 +56,24 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., peers.Found]
     peers.find.cache_clear()
 
 
-def test_a_variant_is_what_the_peer_launches(find: Callable[..., peers.Found]) -> None:
+def test_a_variant_is_what_the_peer_launches(find: Callable[..., Found]) -> None:
     before = JITFunction.run
-    found = find(Job("peer", "a case", launch, 2, 1))
+    (variant,), left_out = find(Job("peer", "a case", launch, 2, 1))
     assert JITFunction.run is before
-    assert found.left_out == ()
-    assert found.peers == ("peer",)
-    (variant,) = peers.variants()
+    assert left_out == ()
+    assert list(peers.variants()) == [variant]
+    assert variant.peer == "peer"
     assert (variant.kernel, variant.name, variant.bytes_read, variant.bytes_written) == (KERNEL, "a case", 2, 1)
     assert not variant.exact
     compiled = recorded(variant, "sm_90")
     assert (compiled.options["num_warps"], compiled.options["num_stages"]) == (8, 2)
 
 
-def test_what_is_not_there_is_named_once(find: Callable[..., peers.Found]) -> None:
-    found = find(Job("absent", "one", launch, 2, 1), Job("absent", "two", launch, 2, 1), Job("peer", "a", launch, 2, 1))
-    assert found.left_out == ("absent is not installed and left out: pip install absent",)
-    assert found.peers == ("peer",)
+def test_what_is_not_there_is_named_once(find: Callable[..., Found]) -> None:
+    absent = [Job("absent", name, launch, 2, 1) for name in ("one", "two")]
+    (variant,), left_out = find(*absent, Job("peer", "a", launch, 2, 1))
+    assert left_out == ("absent is not installed and left out: pip install absent",)
+    assert variant.peer == "peer"
 
 
 def _gone() -> None:
@@ -89,11 +92,10 @@ def _gone() -> None:
     ],
 )
 def test_a_changed_peer_is_named_and_the_others_stay(
-    changed: Callable[[], None], reason: str, find: Callable[..., peers.Found]
+    changed: Callable[[], None], reason: str, find: Callable[..., Found]
 ) -> None:
-    found = find(Job("peer", "old", changed, 2, 1), Job("other", "a case", launch, 2, 1))
-    (line,) = found.left_out
+    (variant,), (line,) = find(Job("peer", "old", changed, 2, 1), Job("other", "a case", launch, 2, 1))
     start = "peer 1.2, old, is left out: this version is not supported: "
     assert line.startswith(start)
     assert re.fullmatch(reason, line.removeprefix(start))
-    assert found.peers == ("other",)
+    assert variant.peer == "other"
