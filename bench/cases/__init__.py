@@ -27,7 +27,8 @@ class Sizes:
         cast_elements: elements of a single tensor that is cast.
         tensors: numbers of tensors into which `elements` are divided.
         large: elements of the large tensor of the Adam cases; 0 for none.
-        slow: whether to include providers that take seconds to compile, or loop over many tensors in Python.
+        slow: whether to include providers that take seconds to compile.
+        looped: the most tensors for providers that call many operations for each tensor.
         compiled: the most tensors of a list that is compiled, which takes about a second per tensor on a CPU.
     """
 
@@ -37,6 +38,7 @@ class Sizes:
     tensors: tuple[int, ...]
     large: int
     slow: bool = True
+    looped: int = 1_000
     compiled: int = 1
 
 
@@ -49,11 +51,11 @@ def sizes_for(device_type: str, quick: bool) -> Sizes:
     """The sizes of `halfstep bench run` on ``"cpu"`` or ``"cuda"``. On a GPU, tensors are larger than its caches."""
     if device_type == "cuda":
         if quick:
-            return Sizes(2**24, QUICK_COLUMNS, (2**20, 2**24), QUICK_TENSORS, 0)
+            return Sizes(2**24, QUICK_COLUMNS, (2**20, 2**24), QUICK_TENSORS, 0, looped=100)
         casts = tuple(2**power for power in range(14, 29, 2))
         return Sizes(2**26, FULL_COLUMNS, casts, FULL_TENSORS, 2**28, compiled=100)
     if quick:
-        return Sizes(2**20, QUICK_COLUMNS, (2**14, 2**22), QUICK_TENSORS, 0, slow=False)
+        return Sizes(2**20, QUICK_COLUMNS, (2**14, 2**22), QUICK_TENSORS, 0, slow=False, looped=100)
     return Sizes(2**22, FULL_COLUMNS, (2**12, 2**16, 2**20, 2**24), FULL_TENSORS, 2**24)
 
 

@@ -224,7 +224,7 @@ def _flashoptim(inputs: AdamInputs, **options: Any) -> Prepared:
     needs_gpu(inputs.weights.device)
     flashoptim = needs("flashoptim")
     if inputs.weights.dtype == torch.float32:
-        return _direct(partial(flashoptim.FlashAdamW, **HYPER, quantize=False), inputs)
+        return _direct(partial(flashoptim.FlashAdamW, **HYPER, quantize=False, master_weight_bits=None), inputs)
 
     def weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
         return [
@@ -243,7 +243,8 @@ def _torchao(sizes: Sizes, name: str, inputs: AdamInputs, masters: bool = True, 
 
 
 def _bitsandbytes(sizes: Sizes, inputs: AdamInputs, masters: bool = True) -> Prepared:
-    loops(sizes, len(inputs.weights))
+    if inputs.weights.device.type == "cpu":  # on a GPU it launches one kernel per tensor
+        loops(sizes, len(inputs.weights))
     optimizer = needs("bitsandbytes", "bitsandbytes.optim").AdamW8bit
     return (_with_masters if masters else _direct)(partial(optimizer, **HYPER), inputs)
 

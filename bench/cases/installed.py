@@ -23,7 +23,6 @@ PEERS = {
     "transformer-engine": "transformer_engine",
     "deepspeed": "deepspeed",
 }
-LOOPED_TENSORS = 100  # the most tensors for which a Python loop is fast enough for a quick run
 
 
 def needs_gpu(device: torch.device) -> None:
@@ -57,5 +56,5 @@ def compiled(function: Callable[..., Any], sizes: Sizes, tensors: int = 1) -> Ca
 
 def loops(sizes: Sizes, tensors: int) -> None:
     """Raise if a Python loop over `tensors` tensors is too slow for this run."""
-    if not sizes.slow and tensors > LOOPED_TENSORS:
-        raise Unavailable("loops over tensors for seconds: run without --quick")
+    if tensors > sizes.looped:
+        raise Unavailable(f"loops too long over more than {sizes.looped:,} tensors")

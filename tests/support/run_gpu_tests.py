@@ -82,7 +82,14 @@ def run_tests(seconds: float, folder: Path, tests: Path, processes: int, *option
     before = sorted(folder.glob("tests-*.jsonl"))
     record = folder / f"tests-{len(before):04}.jsonl"
     command = [sys.executable, "-m", "pytest", "-p", "run_gpu_tests", "-p", "no:cacheprovider", "-p", "no:benchmark"]
-    command += ["-q", "-m", "gpu or golden", f"--numprocesses={processes}", "--timeout=60", "--timeout-method=thread"]
+    command += [
+        "-q",
+        "-m",
+        "gpu or (golden and not exhaustive)",
+        f"--numprocesses={processes}",
+        "--timeout=60",
+        "--timeout-method=thread",
+    ]
     command += ["--tb=short", *options]
     paths = [str(TESTS.parent / "src"), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, RECORD: str(record), "PYTHONPATH": os.pathsep.join(paths)}
@@ -129,7 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for tests.txt and tests.json")
     parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="for all tests (default: 60)")
-    parser.add_argument("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) // 2)), metavar="N")
+    parser.add_argument("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)), metavar="N")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     found = run_tests(60 * options.minutes, options.out, TESTS, options.processes)
