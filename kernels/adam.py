@@ -1249,7 +1249,7 @@ def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> part
         *(batch.groups, groups, batch.hyper, control.grad_scale, control.found_inf, control.sum_of_squares)
     )
     return partial(
-        native.function("adam", "adam"),
+        native.functions("adam").halfstep_adam,
         *table.places,
         table.tensors,
         table.chunks,

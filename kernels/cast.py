@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import (
@@ -53,6 +52,7 @@ from halfstep.kernels.multi_tensor import (
     check_tensor_list,
     flattened,
     is_flat,
+    list_table,
     own_operations,
 )
 from halfstep.kernels.op import Op, batch_first
@@ -472,15 +472,7 @@ def _native(
     seed: int,
 ) -> None:
     codes, threads = (CODES[source], CODES[target]), native.threads()
-    native.function("cast", "cast")(rows, chunk_tensor, tensors, chunks, *codes, mode, saturate, seed, threads)
-
-
-@functools.cache
-def _native_list(target: torch.dtype) -> Callable[..., bool]:
-    """The C++ function for lists of sources and of targets with dtype `target`: see `native.list_function`."""
-    if target not in CODES:
-        return lambda *arguments: False
-    return native.list_function("cast", "cast", CHUNK, bytes([2 ** len(CODES) - 1, 2 ** CODES[target]]))
+    native.functions("cast").halfstep_cast(rows, chunk_tensor, tensors, chunks, *codes, mode, saturate, seed, threads)
 
 
 def _cast_lists(
@@ -504,9 +496,6 @@ def _cast_lists(
                 _reference(source, target, mode, saturate, seed, stream, offset)
         return
     pair = sources[0].dtype, targets[0].dtype
-    if implementation == "native" and mode != STOCHASTIC:
-        if not is_dynamo_compiling() and _native_list(targets[0].dtype)(sources, targets, mode, saturate, seed):
-            return
     table = _tables[pair].table(sources, targets, numbers=(streams, offsets) if mode == STOCHASTIC else ())
     if not table.chunks:
         return
@@ -673,44 +662,6 @@ def _drawn_number() -> int:
     return int(drawn) if type(drawn) is torch.Tensor else 0
 
 
-def _torchs(target: torch.dtype) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
-    """torch's own conversion to nearest for each code of the dtype of the source; None where it does not serve.
-
-    Results have the same bits as ours, except for the sign of a NaN. FP8 is left out, since the derivative is then a
-    conversion to FP8, which saturates in some versions of torch.
-    """
-    methods = {
-        torch.float32: torch.Tensor.float,
-        torch.float16: torch.Tensor.half,
-        torch.bfloat16: torch.Tensor.bfloat16,
-    }
-    return tuple(
-        methods.get(target) if source in methods and source != target and torch.float32 in (source, target) else None
-        for source in DTYPES
-    )
-
-
-@functools.cache
-def _quick(target: torch.dtype) -> Callable[[Any], torch.Tensor | None]:
-    """`cast` to nearest of a plain, contiguous tensor on the CPU; it returns None for others, and if `Op` must see it.
-
-    torch's own conversion takes half of the time of an operation of ours on small tensors; its derivative is the same.
-    """
-    module = native.calls()
-    if module is None or target not in CODES:
-        return lambda x: None
-    plan = (
-        _torchs(target),
-        functools.partial(torch.empty_like, dtype=target),
-        native.packed_form("cast", "cast")[0],
-        CODES[target],
-        CHUNK,
-        native.threads,
-        torch.autograd.forward_ad,
-    )
-    return functools.partial(module.cast, plan)
-
-
 def cast(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -759,11 +710,6 @@ def cast(
         >>> halfstep.cast(x, torch.bfloat16, rounding="stochastic", seed=0).float().mean()
         tensor(1.0020)
     """
-    if rounding == "nearest" and not saturate and seed is None and out is None and offset == 0:
-        if not is_dynamo_compiling() and native_on_cpu(x, "cast"):
-            result = _quick(dtype)(x)
-            if result is not None:
-                return result
     _check_options(dtype, rounding, seed)
     _check_offset(offset, "offset")
     check_tensor(x, "x", DTYPES)
@@ -839,13 +785,15 @@ def foreach_cast(
         >>> halfstep.foreach_cast(weights, torch.bfloat16)
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
-    if out is not None and rounding == "nearest" and seed is None and offsets is None:
-        # What follows takes longer than the kernel for thousands of tensors.
-        usual = type(tensors) is list and tensors and not is_dynamo_compiling() and native_on_cpu(tensors[0], "cast")
-        if usual and _native_list(dtype)(tensors, out, NEAREST, saturate, 0):
-            torch._C._increment_version(out)
-            return list(out)
     _check_options(dtype, rounding, seed)
+    if out is not None and rounding == "nearest" and offsets is None and type(tensors) is list and tensors:
+        # What follows takes longer than the kernel for thousands of tensors.
+        allowed = (2 ** len(CODES) - 1, 2 ** CODES[dtype])
+        table = list_table((tensors, out), allowed, CHUNK) if native_on_cpu(tensors[0], "cast") else None
+        if table is not None:
+            _native(*table.places, table.tensors, table.chunks, tensors[0].dtype, dtype, NEAREST, saturate, 0)
+            torch.autograd.graph.increment_version(out)
+            return list(out)
     with torch.no_grad():
         return _foreach_cast(tensors, dtype, rounding, saturate, seed, out, offsets)
 

@@ -194,7 +194,7 @@ def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
 
 
 def _native(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
-    native.function("loss_scale", "loss_scale")(
+    native.functions("loss_scale").halfstep_loss_scale(
         *checked_addresses((state.scale, state.clean_steps, state.tolerance, state.skipped, state.counts, found_inf)),
         rules.growth_factor,
         rules.backoff_factor,

@@ -28,23 +28,18 @@ import shutil
 import stat
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ExtensionFileLoader, ModuleSpec
-from importlib.util import module_from_spec
 from pathlib import Path
-from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 _EXACT = ["-std=c++17", "-O3", "-fno-fast-math", "-fPIC", "-shared", "-ffp-contract=off"]
 _EXACT += ["-fno-math-errno", "-fno-trapping-math"]
 _COMPILATION = "compilation-"  # how the names of folders begin in which a compiler works
 _LONGEST = 300  # seconds that a compilation may take
-CALLS = "calls"  # the family that is a module of Python
 _logger = logging.getLogger("halfstep")
 
 
@@ -172,17 +167,12 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _includes(family: str) -> list[str]:
-    """The flags that find the interpreter's headers, for the family that uses them."""
-    return [f"-I{sysconfig.get_path('include')}"] if family == CALLS else []
-
-
 def _build(source: Path, target: Path, command: list[str]) -> str:
     """Compile `source` to `target`. Returns "", or the last error of the compiler."""
     complaint = ""
     for flags in _flag_sets():
         done = subprocess.run(
-            [*command, *_EXACT, *flags, *_includes(source.stem), str(source), "-o", str(target)],
+            [*command, *_EXACT, *flags, str(source), "-o", str(target)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -255,9 +245,7 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     if command is None:
         return f"no C++ compiler found (CXX is {os.environ.get('CXX')!r}; looked for g++, clang++, c++)"
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-    made_by: tuple[object, ...] = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
-    if family == CALLS:
-        made_by = (*made_by, _includes(family), sys.version, sysconfig.get_config_var("EXT_SUFFIX"))
+    made_by = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
     headers = [header.read_bytes() for header in sorted(_HERE.glob("*.h"))]  # the source includes some of them
     parts = [source.read_bytes(), *headers, repr(made_by).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
@@ -340,82 +328,6 @@ def functions(family: str) -> ctypes.CDLL:
     loaded = library(family)
     assert loaded is not None
     return loaded
-
-
-@functools.cache
-def calls() -> Any:
-    """The module of calls.cpp; None, without a warning, if it cannot be used here: the rest works without it."""
-    import torch
-
-    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return None
-    source = _HERE / f"{CALLS}.cpp"
-    try:
-        found = _compiled(CALLS, source)
-        if isinstance(found, str):
-            raise OSError(found)
-        loader = ExtensionFileLoader(f"halfstep_{CALLS}", found._name)
-        module: Any = module_from_spec(ModuleSpec(loader.name, loader, origin=found._name))
-        loader.exec_module(module)
-        exchange = torch.Tensor.__dlpack_c_exchange_api__
-        questions = (
-            torch._C._len_torch_dispatch_stack,
-            torch._C._is_tracing,
-            torch._C._are_functorch_transforms_active,
-        )
-        module.use(exchange, (torch.Tensor, torch.nn.Parameter), torch.Tensor.is_neg, questions)
-    except (OSError, ImportError, RuntimeError, TypeError, ValueError, subprocess.SubprocessError) as error:
-        _logger.info("C++ is called through ctypes: %s", error)
-        return None
-    return module
-
-
-_KINDS: dict[Any, str] = {ctypes.c_void_p: "p", ctypes.c_float: "f", ctypes.c_double: "f"}
-
-
-def packed_form(family: str, name: str) -> tuple[int, bytes]:
-    """The address of the form of a function that `calls` can call, and the kinds of its arguments."""
-    address = ctypes.cast(getattr(functions(family), f"halfstep_{name}_packed"), ctypes.c_void_p).value
-    assert address is not None
-    types = getattr(functions(family), f"halfstep_{name}").argtypes
-    return address, "".join(_KINDS.get(kind, "i") for kind in types).encode()
-
-
-@functools.cache
-def function(family: str, name: str) -> Callable[..., None]:
-    """The function ``halfstep_name`` of a family for which `backend.resolve` has chosen "native".
-
-    Arguments are as `declare` says. It is called through `calls` if that is available, and otherwise by ctypes.
-    """
-    module = calls()
-    if module is None:
-        found: Callable[..., None] = getattr(functions(family), f"halfstep_{name}")
-        return found
-    return functools.partial(module.invoke, *packed_form(family, name))
-
-
-@functools.cache
-def list_function(family: str, name: str, chunk: int, codes: bytes) -> Callable[..., bool]:
-    """The function ``halfstep_name`` of a family, to be called with lists of tensors in place of a table.
-
-    The parameters of the C++ function are a table of `multi_tensor` (`rows`, `chunk_tensor`, `tensors`, `chunks`), the
-    code of the dtype of each list, others, and `threads`. The result is called with the lists and the others. It
-    returns whether it has called the C++ function, which it does only for lists of plain, contiguous tensors with
-    memory on the CPU, not empty, of the same shapes, each list having one dtype, and only if no tracer, dispatch mode
-    or transform of `torch.func` is active. It must not be traced by a compiler.
-
-    Without `calls`, the result does nothing and returns False. The family must be available on the CPU.
-
-    Args:
-        family, name: the function.
-        chunk: elements per chunk.
-        codes: one byte for each list; bit i allows the dtype of code i.
-    """
-    module = calls()
-    if module is None:
-        return lambda *arguments: False
-    address, kinds = packed_form(family, name)
-    return functools.partial(module.invoke_with_lists, address, kinds[4 + len(codes) : -1], chunk, codes, threads)
 
 
 @functools.cache

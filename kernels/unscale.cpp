@@ -2,7 +2,6 @@
 // kernels/unscale.py, which describes the order of the sum.
 #include "lanes.h"
 #include <type_traits>
-#include <vector>
 
 using namespace halfstep;
 
@@ -174,24 +173,3 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
     }
     *found_inf = any ? 1.0f : 0.0f;
 }
-
-// halfstep_check and halfstep_check_finish in one call, for tensors of one dtype. `rows` has one operand, the addresses. Flags have
-// the order of the tensors. Intermediate results are in buffers that each thread keeps.
-extern "C" void halfstep_check_list(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-                                    int32_t dtype, const float* inv_scale, int32_t inverted, int32_t write,
-                                    float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
-                                    int32_t* tally, const int64_t* step, int32_t threads) {
-    thread_local std::vector<int64_t> table;
-    thread_local std::vector<int32_t> flags;
-    thread_local std::vector<double> sums;
-    table.assign(rows, rows + 3 * tensors);
-    for (int64_t i = 0; i < tensors; ++i) table.push_back(i);
-    flags.assign(size_t(tensors), 0);
-    sums.resize(size_t(chunks));
-    halfstep_check(table.data(), chunk_tensor, tensors, chunks, inv_scale, inverted, write, dtype, flags.data(), sums.data(),
-                   threads);
-    halfstep_check_finish(sums.data(), chunks, flags.data(), tensors, found_inf, sum_of_squares, norm, flags_out, tally,
-                          step);
-}
-
-HALFSTEP_PACKED(halfstep_check_list)

@@ -38,13 +38,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, most_warps, native_on_cpu, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
+    ListTable,
     TableCache,
     TensorTable,
     address,
@@ -54,6 +54,7 @@ from halfstep.kernels.multi_tensor import (
     check_addresses,
     check_tensor_list,
     checked_addresses,
+    list_table,
     own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
@@ -67,7 +68,6 @@ UNROLLED = 8  # chunks per lane and turn of the last launch, of whose loads ptxa
 CHECK_WARPS, UNSCALE_WARPS = 2, 4
 
 _CPU = torch.device("cpu")
-_CODES = bytes([2 ** len(DTYPE_CODES) - 1])  # as `native.list_function` has it: all three dtypes
 
 HAS_INF, HAS_NAN = 1, 2  # bits of a tensor's flag
 
@@ -399,10 +399,17 @@ class _Scratches(threading.local):
 
 
 _scratches = _Scratches()
+_Table = TensorTable | ListTable
+_Tables = list[tuple[_Table, torch.dtype]]  # one for each dtype
 
 
 def _launch_triton(
-    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
+    table: TensorTable | ListTable,
+    dtype: torch.dtype,
+    factor: Factor | None,
+    write: bool,
+    scratch: _Scratch,
+    first: int,
 ) -> None:
     """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
     mode = 0
@@ -427,7 +434,12 @@ def _launch_triton(
 
 
 def _launch_native(
-    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
+    table: TensorTable | ListTable,
+    dtype: torch.dtype,
+    factor: Factor | None,
+    write: bool,
+    scratch: _Scratch,
+    first: int,
 ) -> None:
     """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
     number = ctypes.c_float(factor.value) if factor is not None and isinstance(factor.value, float) else None
@@ -507,51 +519,15 @@ def _by_operations(
     total.add_(y.abs().double().square().sum())
 
 
-@functools.cache
-def _models() -> Verdict:
-    """Tensors like the results of a check on the CPU: from a model, torch makes a new one in half of the time."""
-    return Verdict.empty(0, _CPU)
+def _list_table(tensors: Sequence[object]) -> _Tables:
+    """The table of a list of plain tensors of one dtype, if C++ checks them; otherwise none.
 
-
-def _is_quick(tensors: object) -> bool:
-    """Whether to try `_check_quickly` on a list, judged by its first tensor.
-
-    Dynamo cannot trace what follows; other compilers use dispatch modes, for which `native.calls` asks.
+    For thousands of tensors, the way through `check_tensor_list` and `TableCache` takes longer than the kernel.
     """
-    if type(tensors) is not list or not tensors or is_dynamo_compiling() or not native_on_cpu(tensors[0], "unscale"):
-        return False
-    module = native.calls()
-    return module is not None and 0 <= module.code(tensors[0]) < len(DTYPE_CODES)
-
-
-def _check_quickly(
-    tensors: list[torch.Tensor],
-    factor: Factor | None,
-    write: bool,
-    found_inf: torch.Tensor,
-    sum_of_squares: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    flags: torch.Tensor | None,
-    tally: Tally | None = None,
-) -> bool:
-    """Check tensors of one dtype on the CPU by one call. Flags have the order of the tensors.
-
-    Returns whether it was done: only for lists as `native.list_function` takes them.
-    """
-    by, inverted = None, False
-    if factor is not None:
-        inverted = factor.inverted
-        if isinstance(factor.value, float):
-            number = ctypes.c_float(factor.value)
-            by = ctypes.addressof(number)
-        else:
-            by = address(factor.value)
-    counts, step = tally or (None, None)
-    call = native.list_function("unscale", "check_list", CHUNK, _CODES)
-    done = call(tensors, by, inverted, write, found_inf, sum_of_squares, norm, flags, counts, step)
-    if done and write:
-        torch._C._increment_version(tensors)
-    return done
+    if type(tensors) is not list or not tensors or not native_on_cpu(tensors[0], "unscale"):
+        return []
+    table = list_table((tensors,), (2 ** len(DTYPE_CODES) - 1,), CHUNK)
+    return [] if table is None else [(table, table.objects[0].dtype)]
 
 
 def check(
@@ -580,15 +556,14 @@ def check(
             torch are used, which support other dtypes too.
     """
     in_order = places is None or type(places) is range
-    if (
-        in_memory is not False
-        and in_order
-        and (out is None or out.flags.numel() == len(tensors))
-        and _is_quick(tensors)
-    ):
-        quick = Verdict.empty(len(tensors), _CPU) if out is None else out
-        if _check_quickly(tensors, factor, write, quick.found_inf, quick.sum_of_squares, norm, quick.flags, tally):
-            return quick
+    if in_memory is not False and in_order and (out is None or out.flags.numel() == len(tensors)):
+        tables = _list_table(tensors)
+        if tables:
+            out = Verdict.empty(len(tensors), _CPU) if out is None else out
+            _run_kernels("native", tables, factor, write, out, norm, tally)
+            if write:
+                torch.autograd.graph.increment_version(tensors)
+            return out
     if in_memory is None:
         in_memory = all_have_memory(tensors)
     device = tensors[0].device
@@ -611,7 +586,8 @@ def check(
         with torch.no_grad():
             _run_reference(flat, groups, factor, write, out, norm, tally, places)
     else:
-        _run_kernels(implementation, flat, groups, factor, write, out, norm, tally, places)
+        with on_device(device):
+            _run_kernels(implementation, _tables_of(flat, groups, places), factor, write, out, norm, tally)
     if write:
         if flat is not tensors:
             with torch.no_grad():
@@ -643,13 +619,11 @@ def _run_reference(
     _finish_in_torch(out, norm, tally)
 
 
-def _tables_of(
-    tensors: list[torch.Tensor], groups: dict[torch.dtype, Sequence[int]], places: Sequence[int]
-) -> list[tuple[TensorTable, torch.dtype]]:
+def _tables_of(tensors: list[torch.Tensor], groups: dict[torch.dtype, Sequence[int]], places: Sequence[int]) -> _Tables:
     """A table for each dtype."""
     if len(groups) == 1:
         return [(_tables[dtype].table(tensors, numbers=[list(places)]), dtype) for dtype in groups]
-    tables = []
+    tables: _Tables = []
     for dtype, indices in groups.items():
         own = [places[index] for index in indices]
         tables.append((_tables[dtype].table([tensors[index] for index in indices], numbers=[own]), dtype))
@@ -658,7 +632,7 @@ def _tables_of(
 
 def _launch_each(
     implementation: str,
-    tables: list[tuple[TensorTable, torch.dtype]],
+    tables: _Tables,
     factor: Factor | None,
     write: bool,
     scratch: _Scratch,
@@ -674,27 +648,22 @@ def _launch_each(
 
 def _run_kernels(
     implementation: str,
-    tensors: list[torch.Tensor],
-    groups: dict[torch.dtype, Sequence[int]],
+    tables: _Tables,
     factor: Factor | None,
     write: bool,
     out: Verdict,
     norm: torch.Tensor | None,
     tally: Tally | None,
-    places: Sequence[int],
 ) -> None:
     """Check by one launch per dtype and one that combines their results."""
-    device = tensors[0].device
-    with on_device(device):
-        tables = _tables_of(tensors, groups, places)
-        chunks = sum([table.chunks for table, _ in tables])
-        scratch = _scratches.take(device, chunks, out.flags.numel())
-        try:
-            _launch_each(implementation, tables, factor, write, scratch)
-            _gather(implementation, scratch, chunks, out, norm, tally)
-        except BaseException:
-            _scratches.drop()
-            raise
+    chunks = sum([table.chunks for table, _ in tables])
+    scratch = _scratches.take(out.flags.device, chunks, out.flags.numel())
+    try:
+        _launch_each(implementation, tables, factor, write, scratch)
+        _gather(implementation, scratch, chunks, out, norm, tally)
+    except BaseException:
+        _scratches.drop()
+        raise
 
 
 def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_memory: bool = True) -> PartialCheck:
@@ -815,12 +784,11 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
         >>> halfstep.foreach_check([torch.ones(2), torch.tensor([float("inf")])]).flags
         tensor([0, 1], dtype=torch.int32)
     """
-    if _is_quick(grads):
-        found_inf, sum_of_squares, flags = _models()
-        found = Verdict(torch.empty_like(found_inf), torch.empty_like(sum_of_squares), flags.new_empty(len(grads)))
-        factor = _checked_factor(inv_scale, _CPU)
-        if _check_quickly(grads, factor, False, found[0], found[1], None, found[2]):  # type: ignore[arg-type]
-            return found
+    tables = _list_table(grads)
+    if tables:
+        found = Verdict.empty(len(grads), _CPU)
+        _run_kernels("native", tables, _checked_factor(inv_scale, _CPU), False, found, None, None)
+        return found
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
@@ -851,12 +819,12 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         >>> gradients, norm
         ([tensor([3., 4.])], tensor(5.))
     """
-    if _is_quick(grads):
-        model = _models().found_inf
-        found_inf, norm = torch.empty_like(model), torch.empty_like(model)
-        factor = _checked_factor(inv_scale, _CPU)
-        if _check_quickly(grads, factor, True, found_inf, None, norm, None):  # type: ignore[arg-type]
-            return Unscaled(found_inf, norm)
+    tables = _list_table(grads)
+    if tables:
+        found, norm = Verdict.empty(len(grads), _CPU), torch.empty((), dtype=torch.float32, device="cpu")
+        _run_kernels("native", tables, _checked_factor(inv_scale, _CPU), True, found, norm, None)
+        torch.autograd.graph.increment_version(grads)
+        return Unscaled(found.found_inf, norm)
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))

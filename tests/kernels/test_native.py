@@ -385,7 +385,6 @@ def test_every_family_compiles_without_openmp_and_without_native_tuning(tmp_path
             [
                 *(native.compiler() or []),
                 *native._EXACT,
-                *native._includes(source.stem),
                 *("-O0", str(source), "-o", str(tmp_path / "out.so")),
             ],
             capture_output=True,
