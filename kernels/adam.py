@@ -119,6 +119,7 @@ from halfstep.kernels.rounding import (
     stochastic_float32,
     to_float32,
 )
+from halfstep.kernels.threads import threads
 
 CHUNK = 2048  # elements per program
 LONG_CHUNK = 16384  # the same with moments in 8 bits or random bits: what all elements need is more there
@@ -1255,7 +1256,7 @@ def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> part
         table.chunks,
         *places,
         *batch.codes,
-        native.threads(),
+        threads(),
     )
 
 

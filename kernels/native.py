@@ -45,12 +45,9 @@ _logger = logging.getLogger("halfstep")
 
 def _flag_sets() -> list[list[str]]:
     """Sets of compiler flags, the fastest code first. The first set that the compiler accepts is used."""
-    tuned = ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
-    if platform.machine() in ("x86_64", "AMD64"):
-        wide = [[*tuned, "-mprefer-vector-width=512", "-fopenmp"]]  # no effect on CPUs without AVX-512
-    else:
-        wide = []
-    return [*wide, [*tuned, "-fopenmp"], tuned, ["-fopenmp"], []]
+    tuned = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    wide = "-mprefer-vector-width=512"  # no effect on CPUs without AVX-512, and refused where it is not known
+    return [[tuned, wide, "-fopenmp"], [tuned, "-fopenmp"], [tuned], ["-fopenmp"], []]
 
 
 def compiler() -> list[str] | None:
@@ -258,43 +255,6 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     with _one_at_a_time(folder):
         # Another process may have compiled it meanwhile.
         return _stored(folder, name) or _add(folder, name, source, command)
-
-
-_in_parallel = False  # whether OpenMP may have started threads in this process
-_without_threads = False  # whether this process was forked from one with such threads
-
-
-def threads(wished: int | None = None) -> int:
-    """How many threads a kernel may use: `wished`, or as many as torch uses.
-
-    The result is 1 in a process that was forked after kernels had run in parallel.
-    """
-    global _in_parallel
-    if _without_threads:
-        return 1
-    import torch  # imported here, because encoding numbers does not need torch
-
-    wished = wished or torch.get_num_threads()
-    _in_parallel = _in_parallel or wished > 1
-    return wished
-
-
-def _after_fork() -> None:
-    """In a forked process, use one thread: OpenMP would wait forever for threads that only the parent process has.
-
-    This concerns our kernels, and torch, whose operations build the tables. torch's data loading workers also run with
-    one thread.
-    """
-    global _without_threads
-    if _in_parallel:
-        _without_threads = True
-        import torch
-
-        torch.set_num_threads(1)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 _TYPES = {

@@ -59,6 +59,7 @@ from halfstep.kernels.multi_tensor import (
     own_operations,
 )
 from halfstep.kernels.rounding import to_float32
+from halfstep.kernels.threads import threads
 
 CHUNK = 16384  # elements of one program; at most 65535, since the counts of a program are added in 16 bits
 BLOCK = 1024  # elements that 32 lanes load and count at a time, half as many with errors
@@ -638,7 +639,7 @@ def _launch(
         DTYPE_CODES[dtype],
         address(counts),
         counts.shape[1],
-        native.threads(),
+        threads(),
     )
 
 

@@ -59,6 +59,7 @@ from halfstep.kernels.multi_tensor import (
 )
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import capturing, current_stream, to_device, upload
+from halfstep.kernels.threads import threads
 
 CHUNK = 4096
 LANES = 1024
@@ -457,7 +458,7 @@ def _launch_native(
         DTYPE_CODES[dtype],
         flags,
         sums + 8 * first,
-        native.threads(),
+        threads(),
     )
 
 

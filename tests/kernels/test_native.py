@@ -307,7 +307,7 @@ def test_a_compiler_may_come_with_arguments(toy: Path, tmp_path: Path, monkeypat
 
 FORK = """
 import os, sys, torch, halfstep
-from halfstep.kernels import adam, cast, native
+from halfstep.kernels.threads import threads
 torch.set_num_threads(2)
 generator = torch.Generator().manual_seed(0)
 xs = [torch.randn(20000, generator=generator) for _ in range(6)]  # fewer than torch hands to a second thread
@@ -341,10 +341,10 @@ def again():
 before = again()
 child = os.fork()
 if child == 0:
-    same = again() == before and native.threads() == 1
+    same = again() == before and threads() == 1
     os._exit(0 if same else 3)
 assert os.waitpid(child, 0)[1] == 0, "the child differs"
-assert again() == before and native.threads() == 2
+assert again() == before and threads() == 2
 print("done")
 """
 
@@ -363,11 +363,11 @@ def test_a_fork_of_a_process_that_has_run_in_parallel_works_alone(tmp_path: Path
 
 def test_a_fork_before_anything_ran_keeps_its_threads() -> None:
     code = (
-        "import os, torch\nfrom halfstep.kernels import native\ntorch.set_num_threads(2)\n"
-        "child = os.fork()\nif child == 0: os._exit(native.threads())\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), native.threads(3))"
+        "import os, torch\nfrom halfstep.kernels.threads import threads\ntorch.set_num_threads(2)\n"
+        "child = os.fork()\nif child == 0: os._exit(threads())\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), threads())"
     )
-    assert run(code).stdout == "2 3\n"
+    assert run(code).stdout == "2 2\n"
 
 
 def test_without_openmp_it_compiles_single_threaded(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
