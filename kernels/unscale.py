@@ -352,11 +352,22 @@ class Factor(NamedTuple):
     value: torch.Tensor | float
     inverted: bool = False
 
-    def for_reference(self, device: torch.device) -> torch.Tensor:
-        """The factor as a 0-dim fp32 tensor."""
-        if isinstance(self.value, float):
-            return torch.full((), self.value, dtype=torch.float32, device=device)
-        return inverse(self.value) if self.inverted else self.value
+
+def _for_reference(factor: Factor | None, device: torch.device) -> torch.Tensor | None:
+    """The factor as a 0-dim fp32 tensor."""
+    if factor is None:
+        return None
+    if isinstance(factor.value, float):
+        return torch.full((), factor.value, dtype=torch.float32, device=device)
+    return inverse(factor.value) if factor.inverted else factor.value
+
+
+class _Outputs(NamedTuple):
+    """What a check writes to: `check` describes them."""
+
+    verdict: Verdict
+    norm: torch.Tensor | None
+    tally: Tally | None
 
 
 class _Scratch:
@@ -462,14 +473,8 @@ def _launch_native(
     )
 
 
-def _gather(
-    implementation: str,
-    scratch: _Scratch,
-    chunks: int,
-    out: Verdict,
-    norm: torch.Tensor | None,
-    tally: Tally | None,
-) -> None:
+def _gather(implementation: str, scratch: _Scratch, chunks: int, outputs: _Outputs) -> None:
+    out, norm, tally = outputs
     results = (out.found_inf, out.sum_of_squares, scratch.norm if norm is None else norm, out.flags)
     slots = out.flags.numel()
     addresses = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
@@ -494,8 +499,9 @@ def _gather(
     )
 
 
-def _finish_in_torch(out: Verdict, norm: torch.Tensor | None, tally: Tally | None) -> None:
+def _finish_in_torch(outputs: _Outputs) -> None:
     """Write what the last launch writes in addition to the flags and the sum."""
+    out, norm, tally = outputs
     out.found_inf.copy_(out.flags.any())
     if norm is not None:
         norm.copy_(out.sum_of_squares.sqrt())
@@ -541,6 +547,7 @@ def check(
     tally: Tally | None = None,
     places: Sequence[int] | None = None,
     in_memory: bool | None = None,
+    tables: _Tables | None = None,
 ) -> Verdict:
     """Check, and with `write` unscale, a list of tensors that were validated before.
 
@@ -555,40 +562,36 @@ def check(
             `tensors`.
         in_memory: whether kernels may read the tensors at their addresses; None to find out. Otherwise operations of
             torch are used, which support other dtypes too.
+        tables: what `_list_table` returned for `tensors`; None to find out.
     """
-    in_order = places is None or type(places) is range
-    if in_memory is not False and in_order and (out is None or out.flags.numel() == len(tensors)):
-        tables = _list_table(tensors)
-        if tables:
-            out = Verdict.empty(len(tensors), _CPU) if out is None else out
-            _run_kernels("native", tables, factor, write, out, norm, tally)
-            if write:
-                torch.autograd.graph.increment_version(tensors)
-            return out
-    if in_memory is None:
-        in_memory = all_have_memory(tensors)
     device = tensors[0].device
+    if tables is None:
+        fits = out is None or out.flags.numel() == len(tensors)
+        in_order = places is None or type(places) is range
+        tables = _list_table(tensors) if fits and in_order and in_memory is not False else []
+    if in_memory is None:
+        in_memory = bool(tables) or all_have_memory(tensors)
     places = range(len(tensors)) if places is None else places
     if not in_memory:
         with torch.no_grad(), own_operations(tensors):
             out = Verdict.empty(len(tensors), device) if out is None else out
-            inv_scale = None if factor is None else factor.for_reference(device)
+            inv_scale = _for_reference(factor, device)
             out.flags.zero_()
             out.sum_of_squares.zero_()
             for tensor, place in zip(tensors, places, strict=True):
                 _by_operations(tensor, inv_scale, write, out.flags[place], out.sum_of_squares)
-            _finish_in_torch(out, norm, tally)
+            _finish_in_torch(_Outputs(out, norm, tally))
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
-    flat = all_flattened(tensors)
-    groups = by_dtype(flat)
-    implementation = resolve(device, "unscale")
+    outputs = _Outputs(out, norm, tally)
+    flat = tensors if tables else all_flattened(tensors)
+    implementation = "native" if tables else resolve(device, "unscale")
     if implementation == "reference":
         with torch.no_grad():
-            _run_reference(flat, groups, factor, write, out, norm, tally, places)
+            _run_reference(flat, factor, write, outputs, places)
     else:
         with on_device(device):
-            _run_kernels(implementation, _tables_of(flat, groups, places), factor, write, out, norm, tally)
+            _run_kernels(implementation, tables or _tables_of(flat, by_dtype(flat), places), factor, write, outputs)
     if write:
         if flat is not tensors:
             with torch.no_grad():
@@ -600,24 +603,18 @@ def check(
 
 
 def _run_reference(
-    tensors: list[torch.Tensor],
-    groups: dict[torch.dtype, Sequence[int]],
-    factor: Factor | None,
-    write: bool,
-    out: Verdict,
-    norm: torch.Tensor | None,
-    tally: Tally | None,
-    places: Sequence[int],
+    tensors: list[torch.Tensor], factor: Factor | None, write: bool, outputs: _Outputs, places: Sequence[int]
 ) -> None:
-    inv_scale = None if factor is None else factor.for_reference(tensors[0].device)
+    out = outputs.verdict
+    inv_scale = _for_reference(factor, tensors[0].device)
     out.flags.zero_()
     sums: list[torch.Tensor] = []
-    for indices in groups.values():
+    for indices in by_dtype(tensors).values():
         group_sums, group_flags = _reference_pass([tensors[index] for index in indices], inv_scale, write)
         sums.append(group_sums)
         out.flags[[places[index] for index in indices]] = group_flags
     out.sum_of_squares.copy_(_reference_sum(torch.cat(sums)))
-    _finish_in_torch(out, norm, tally)
+    _finish_in_torch(outputs)
 
 
 def _tables_of(tensors: list[torch.Tensor], groups: dict[torch.dtype, Sequence[int]], places: Sequence[int]) -> _Tables:
@@ -631,13 +628,7 @@ def _tables_of(tensors: list[torch.Tensor], groups: dict[torch.dtype, Sequence[i
     return tables
 
 
-def _launch_each(
-    implementation: str,
-    tables: _Tables,
-    factor: Factor | None,
-    write: bool,
-    scratch: _Scratch,
-) -> None:
+def _launch_each(implementation: str, tables: _Tables, factor: Factor | None, write: bool, scratch: _Scratch) -> None:
     """Check the tensors of each table. Their chunks follow each other in `scratch.sums`."""
     launch = _launch_triton if implementation == "triton" else _launch_native
     chunks = 0
@@ -647,21 +638,14 @@ def _launch_each(
             chunks += table.chunks
 
 
-def _run_kernels(
-    implementation: str,
-    tables: _Tables,
-    factor: Factor | None,
-    write: bool,
-    out: Verdict,
-    norm: torch.Tensor | None,
-    tally: Tally | None,
-) -> None:
+def _run_kernels(implementation: str, tables: _Tables, factor: Factor | None, write: bool, outputs: _Outputs) -> None:
     """Check by one launch per dtype and one that combines their results."""
+    flags = outputs.verdict.flags
     chunks = sum([table.chunks for table, _ in tables])
-    scratch = _scratches.take(out.flags.device, chunks, out.flags.numel())
+    scratch = _scratches.take(flags.device, chunks, flags.numel())
     try:
         _launch_each(implementation, tables, factor, write, scratch)
-        _gather(implementation, scratch, chunks, out, norm, tally)
+        _gather(implementation, scratch, chunks, outputs)
     except BaseException:
         _scratches.drop()
         raise
@@ -678,7 +662,7 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
     device, dtypes = tensors[0].device, [tensor.dtype for tensor in tensors]
     with torch.no_grad():
         if not in_memory:
-            inv_scale = None if factor is None else factor.for_reference(device)
+            inv_scale = _for_reference(factor, device)
             totals = torch.zeros(len(tensors), dtype=torch.float64, device=device).unbind()
             marks = torch.zeros(len(tensors), dtype=torch.int32, device=device).unbind()
             with own_operations(tensors):
@@ -691,7 +675,7 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
         sizes = [-(-flat[index].numel() // CHUNK) for index in in_order]
         implementation = resolve(device, "unscale")
         if implementation == "reference":
-            inv_scale = None if factor is None else factor.for_reference(device)
+            inv_scale = _for_reference(factor, device)
             sums, flags = _reference_pass([flat[index] for index in in_order], inv_scale, False)
         else:
             place = {index: place for place, index in enumerate(in_order)}
@@ -713,7 +697,7 @@ def finish_parts(part: PartialCheck, places: Sequence[int], out: Verdict, tally:
         out: the verdict to write to.
         tally: as for `check`.
     """
-    device = out.flags.device
+    device, outputs = out.flags.device, _Outputs(out, None, tally)
     with torch.no_grad():
         flags = torch.zeros_like(out.flags)
         where = upload(torch.tensor(places, dtype=torch.int64, device="cpu"), device)
@@ -721,22 +705,21 @@ def finish_parts(part: PartialCheck, places: Sequence[int], out: Verdict, tally:
         if not part.in_memory:
             out.flags.copy_(flags)
             out.sum_of_squares.copy_(functools.reduce(torch.add, [one.sum() for one in part.sums]))
-            _finish_in_torch(out, None, tally)
+            _finish_in_torch(outputs)
             return out
-        by_kind: dict[torch.dtype, list[torch.Tensor]] = {}
-        for dtype, sums in zip(part.dtypes, part.sums, strict=True):
-            by_kind.setdefault(dtype, []).append(sums)
-        sums = torch.cat([one for of_dtype in by_kind.values() for one in of_dtype])
+        pairs = list(zip(part.dtypes, part.sums, strict=True))
+        in_order = [of_tensor for kind in dict.fromkeys(part.dtypes) for dtype, of_tensor in pairs if dtype == kind]
+        sums = torch.cat(in_order)
         implementation = resolve(device, "unscale")
         if implementation == "reference":
             out.flags.copy_(flags)
             out.sum_of_squares.copy_(_reference_sum(sums))
-            _finish_in_torch(out, None, tally)
+            _finish_in_torch(outputs)
             return out
         scratch = _Scratch(device, 0, 0)
         scratch.sums, scratch.flags = sums, flags
         with on_device(device):
-            _gather(implementation, scratch, sums.numel(), out, None, tally)
+            _gather(implementation, scratch, sums.numel(), outputs)
     return out
 
 
@@ -786,14 +769,10 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
         tensor([0, 1], dtype=torch.int32)
     """
     tables = _list_table(grads)
-    if tables:
-        found = Verdict.empty(len(grads), _CPU)
-        _run_kernels("native", tables, _checked_factor(inv_scale, _CPU), False, found, None, None)
-        return found
-    tensors, in_memory = check_tensor_list(grads, "grads")
+    tensors, in_memory = (list(grads), True) if tables else check_tensor_list(grads, "grads")
     if not tensors:
-        return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
-    return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory)
+        return Verdict(*map(torch.zeros_like, Verdict.empty(0, _CPU)))
+    return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory, tables=tables)
 
 
 def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float) -> Unscaled:
@@ -821,18 +800,13 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         ([tensor([3., 4.])], tensor(5.))
     """
     tables = _list_table(grads)
-    if tables:
-        found, norm = Verdict.empty(len(grads), _CPU), torch.empty((), dtype=torch.float32, device="cpu")
-        _run_kernels("native", tables, _checked_factor(inv_scale, _CPU), True, found, norm, None)
-        torch.autograd.graph.increment_version(grads)
-        return Unscaled(found.found_inf, norm)
-    tensors, in_memory = check_tensor_list(grads, "grads")
+    tensors, in_memory = (list(grads), True) if tables else check_tensor_list(grads, "grads")
     if not tensors:
         return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))
     device = tensors[0].device
     factor = _checked_factor(inv_scale, device)
     if not in_memory:
-        found = check(tensors, factor, write=True, in_memory=False)
-        return Unscaled(found.found_inf, found.sum_of_squares.sqrt().float())
+        result = check(tensors, factor, write=True, in_memory=False)
+        return Unscaled(result.found_inf, result.sum_of_squares.sqrt().float())
     norm = torch.empty((), dtype=torch.float32, device=device)
-    return Unscaled(check(tensors, factor, write=True, norm=norm, in_memory=True).found_inf, norm)
+    return Unscaled(check(tensors, factor, write=True, norm=norm, in_memory=True, tables=tables).found_inf, norm)
