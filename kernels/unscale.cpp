@@ -143,7 +143,7 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
 }
 
 // Add the sums of the chunks and combine the flags of the tensors, which are set to zero for the next call. If `tally` is not
-// null, count the non-finite tensors in it (`Tally` of unscale.py). All outputs except `found_inf` may be null.
+// null, count the non-finite tensors in it (`Tally` of unscale.py).
 extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_t* flags, int64_t tensors,
                                       float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
                                       int32_t* tally, const int64_t* step) {
@@ -155,13 +155,13 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
         for (int64_t i = 0; i < n; ++i) lanes[i] += sums[start + i];
     }
     const double total = tree_sum<LANES>(lanes, used);
-    if (sum_of_squares) *sum_of_squares = total;
-    if (norm) *norm = float(std::sqrt(total));
+    *sum_of_squares = total;
+    *norm = float(std::sqrt(total));
     int32_t any = 0;
     for (int64_t i = 0; i < tensors; ++i) {
         const int32_t flag = flags[i];
         any |= flag;
-        if (flags_out) flags_out[i] = flag;
+        flags_out[i] = flag;
         if (tally && flag) {
             int32_t* row = tally + 4 * i;
             row[0] += flag & 1;
