@@ -514,5 +514,3 @@ extern "C" void halfstep_adam(const int64_t* rows, const int32_t* chunk_tensor, 
     RUN[2 * bool(amsgrad) + bool(l2)](Layout{param, grad, state, master, stochastic}, rows, chunk_tensor, tensors, chunks,
                                       table, threads);
 }
-
-HALFSTEP_PACKED(halfstep_adam)

@@ -119,6 +119,7 @@ from halfstep.kernels.rounding import (
     stochastic_float32,
     to_float32,
 )
+from halfstep.kernels.threads import threads
 
 CHUNK = 2048  # elements per program
 LONG_CHUNK = 16384  # the same with moments in 8 bits or random bits: what all elements need is more there
@@ -1249,13 +1250,13 @@ def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> part
         *(batch.groups, groups, batch.hyper, control.grad_scale, control.found_inf, control.sum_of_squares)
     )
     return partial(
-        native.function("adam", "adam"),
+        native.functions("adam").halfstep_adam,
         *table.places,
         table.tensors,
         table.chunks,
         *places,
         *batch.codes,
-        native.threads(),
+        threads(),
     )
 
 

@@ -12,9 +12,8 @@ from collections.abc import Callable
 # Begins assembly that has the bits of separate operations although it fuses or approximates some, for the audit.
 EXACT = "// exact: the bits of separate operations"
 
-# Functions of three bits, by the values that they have for 0xF0, 0xCC and 0xAA. Written as separate operations with two
-# constants, they compile to two instructions.
-_AND_OR = 0xF0 & 0xCC | 0xAA
+# A function of three bits, by the values that it has for 0xF0, 0xCC and 0xAA. Written as separate operations with two
+# constants, it compiles to two instructions.
 _CHOICE = 0xF0 & 0xAA | 0xCC & 0x55  # the third one chooses between the others
 
 

@@ -129,5 +129,3 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
         }
     });
 }
-
-HALFSTEP_PACKED(halfstep_cast)

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import (
@@ -44,7 +43,6 @@ from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
     PLAIN_TYPES,
     TableCache,
-    TensorTable,
     address,
     all_flattened,
     by_dtype,
@@ -53,6 +51,7 @@ from halfstep.kernels.multi_tensor import (
     check_tensor_list,
     flattened,
     is_flat,
+    list_table,
     own_operations,
 )
 from halfstep.kernels.op import Op, batch_first
@@ -68,6 +67,7 @@ from halfstep.kernels.rounding import (
     stochastic_float32,
     to_float32,
 )
+from halfstep.kernels.threads import threads
 
 CHUNK = 4096
 SLOW_BLOCK = 512  # elements per block if the alignment is unknown: few registers, scalar accesses
@@ -80,33 +80,44 @@ LARGEST_OFFSET = 2**60 - 1
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
-def _mode(source: torch.dtype, target: torch.dtype, rounding: str) -> int:
-    """The rounding that kernels have to do: none where the target holds every value of the source."""
+class Conversion(NamedTuple):
+    """How kernels round.
+
+    Attributes:
+        mode: `NEAREST`, `TOWARD_ZERO` or `STOCHASTIC`.
+        saturate: whether overflow and infinities become the largest finite number.
+        seed: of stochastic rounding.
+    """
+
+    mode: int = NEAREST
+    saturate: bool = False
+    seed: int = 0
+
+
+def _conversion(source: torch.dtype, target: torch.dtype, rounding: str, saturate: bool, seed: int = 0) -> Conversion:
+    """What kernels have to do: they need not round where the target holds every value of the source."""
     exact = source == target or target == torch.float32 or (source in FP8 and target not in FP8)
-    return NEAREST if exact else ROUNDINGS.index(rounding)
+    return Conversion(NEAREST if exact else ROUNDINGS.index(rounding), saturate, seed)
 
 
 # --------------------------------------------------------------------------------------------------------- reference
 
 
-def _reference(
-    source: torch.Tensor, target: torch.Tensor, mode: int, saturate: bool, seed: int, stream: int, offset: int
-) -> None:
+def _reference(source: torch.Tensor, target: torch.Tensor, how: Conversion, stream: int, offset: int) -> None:
     """Cast one flat tensor into another of the same strides; for `STOCHASTIC` both are row-major."""
     x, y = (torch.as_strided(tensor, (tensor.numel(),), (1,)) for tensor in (source, target))
-    if x.dtype == y.dtype and not saturate:
+    if x.dtype == y.dtype and not how.saturate:
         y.copy_(x)
     elif y.dtype == torch.float32:
-        y.copy_(x.float().clamp(-_FP32_MAX, _FP32_MAX) if saturate else x)
-    elif mode == NEAREST and y.dtype not in FP8 and not saturate:
+        y.copy_(x.float().clamp(-_FP32_MAX, _FP32_MAX) if how.saturate else x)
+    elif how.mode == NEAREST and y.dtype not in FP8 and not how.saturate:
         y.copy_(x)  # torch's own conversion to 16 bits rounds to nearest even on every device
     else:
         words = None
-        if mode == STOCHASTIC:
-            words = reference_words(
-                torch.arange(offset, offset + x.numel(), dtype=torch.int64, device=x.device), seed, 0, stream
-            )
-        y.copy_(reference_round(x.float(), y.dtype, mode, saturate, words))
+        if how.mode == STOCHASTIC:
+            index = torch.arange(offset, offset + x.numel(), dtype=torch.int64, device=x.device)
+            words = reference_words(index, how.seed, 0, stream)
+        y.copy_(reference_round(x.float(), y.dtype, how.mode, how.saturate, words))
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -414,110 +425,67 @@ def _format(dtype: torch.dtype) -> Any:
     return triton_dtype(dtype)
 
 
-def _warps(source: torch.dtype, mode: int) -> int:
-    """Warps of a chunk: what a thread does once serves more elements in fewer of them, if its registers suffice."""
-    return 2 if mode == STOCHASTIC and source.itemsize == 2 else 4
+def _seed_operands(seed: int) -> tuple[int, int]:
+    return _disguised(seed & 0xFFFFFFFF), _disguised(seed >> 32)
 
 
-def _triton_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: bool, seed: int, offset: int) -> None:
-    cast_kernel[((source.numel() + CHUNK - 1) // CHUNK,)](
-        address(source),
-        address(target),
-        source.numel(),
-        _disguised(seed & 0xFFFFFFFF),
-        _disguised(seed >> 32),
-        _disguised(offset),
-        SOURCE=_format(source.dtype),
-        TARGET=_format(target.dtype),
-        ROUNDING=mode,
-        SATURATE=saturate,
-        CHUNK=CHUNK,
-        num_warps=_warps(source.dtype, mode),
-        enable_fp_fusion=False,
-    )
-
-
-def _triton_list(
-    table: TensorTable, source: torch.dtype, target: torch.dtype, mode: int, saturate: bool, seed: int
-) -> None:
-    multi_cast_kernel[(table.chunks,)](
-        table.rows,
-        table.chunk_tensor,
-        table.tensors,
-        _disguised(seed & 0xFFFFFFFF),
-        _disguised(seed >> 32),
-        SOURCE=_format(source),
-        TARGET=_format(target),
-        ROUNDING=mode,
-        SATURATE=saturate,
-        CHUNK=CHUNK,
-        num_warps=_warps(source, mode),
-        enable_fp_fusion=False,
-    )
+def _options(source: torch.dtype, target: torch.dtype, how: Conversion) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    return {
+        "SOURCE": _format(source),
+        "TARGET": _format(target),
+        "ROUNDING": how.mode,
+        "SATURATE": how.saturate,
+        "CHUNK": CHUNK,
+        # What a thread does once serves more elements in fewer warps, if its registers suffice.
+        "num_warps": 2 if how.mode == STOCHASTIC and source.itemsize == 2 else 4,
+        "enable_fp_fusion": False,
+    }
 
 
 # One tensor as a table: rows as in multi_tensor.py.
 _OneTensor = ctypes.c_int64 * (ADDRESSES + 4)
 
 
-def _native(
-    rows: int,
-    chunk_tensor: int | None,
-    tensors: int,
-    chunks: int,
-    source: torch.dtype,
-    target: torch.dtype,
-    mode: int,
-    saturate: bool,
-    seed: int,
-) -> None:
-    codes, threads = (CODES[source], CODES[target]), native.threads()
-    native.function("cast", "cast")(rows, chunk_tensor, tensors, chunks, *codes, mode, saturate, seed, threads)
-
-
-@functools.cache
-def _native_list(target: torch.dtype) -> Callable[..., bool]:
-    """The C++ function for lists of sources and of targets with dtype `target`: see `native.list_function`."""
-    if target not in CODES:
-        return lambda *arguments: False
-    return native.list_function("cast", "cast", CHUNK, bytes([2 ** len(CODES) - 1, 2 ** CODES[target]]))
+def _native(table: tuple[int, int | None, int, int], source: torch.dtype, target: torch.dtype, how: Conversion) -> None:
+    """Cast the tensors of a table: the addresses of its rows and chunks, and how many tensors and chunks it has."""
+    codes, (mode, saturate, seed) = (CODES[source], CODES[target]), how
+    native.functions("cast").halfstep_cast(*table, *codes, mode, saturate, seed, threads())
 
 
 def _cast_lists(
     sources: list[torch.Tensor],
     targets: list[torch.Tensor],
-    mode: int,
-    saturate: bool,
-    seed: int,
+    how: Conversion,
     streams: list[int],
     offsets: list[int],
     in_memory: bool = True,
 ) -> None:
     """Cast each source into its target: flat tensors on one device, equal strides, one dtype each side."""
-    if in_memory and len(sources) == 1 and (mode != STOCHASTIC or not streams[0]):
-        _cast_one(sources[0], targets[0], mode, saturate, seed, offsets[0])
+    random = how.mode == STOCHASTIC
+    if in_memory and len(sources) == 1 and not (random and streams[0]):
+        _cast_one(sources[0], targets[0], how, offsets[0])
         return
     implementation = resolve(sources[0].device, "cast") if in_memory else "reference"
     if implementation == "reference":
         with nullcontext() if in_memory else own_operations([*sources, *targets]):
             for source, target, stream, offset in zip(sources, targets, streams, offsets, strict=True):
-                _reference(source, target, mode, saturate, seed, stream, offset)
+                _reference(source, target, how, stream, offset)
         return
     pair = sources[0].dtype, targets[0].dtype
-    if implementation == "native" and mode != STOCHASTIC:
-        if not is_dynamo_compiling() and _native_list(targets[0].dtype)(sources, targets, mode, saturate, seed):
-            return
-    table = _tables[pair].table(sources, targets, numbers=(streams, offsets) if mode == STOCHASTIC else ())
+    table = _tables[pair].table(sources, targets, numbers=(streams, offsets) if random else ())
     if not table.chunks:
         return
     if implementation == "native":
-        _native(*table.places, table.tensors, table.chunks, *pair, mode, saturate, seed)
-    else:
-        with on_device(table.device):
-            _triton_list(table, *pair, mode, saturate, seed)
+        _native((*table.places, table.tensors, table.chunks), *pair, how)
+        return
+    with on_device(table.device):
+        multi_cast_kernel[(table.chunks,)](
+            *(table.rows, table.chunk_tensor, table.tensors, *_seed_operands(how.seed)), **_options(*pair, how)
+        )
 
 
-def _cast_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: bool, seed: int, offset: int) -> None:
+def _cast_one(source: torch.Tensor, target: torch.Tensor, how: Conversion, offset: int) -> None:
     """Cast one flat tensor into another of the same strides."""
     numel = source.numel()
     if not numel:
@@ -526,21 +494,25 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, mode: int, saturate: b
     # Between fp32 and 16 bits torch's conversion has the same bits and takes less of the host: less than a launch of
     # ours on a GPU, and than a call of C++ on a CPU. Between the 16-bit formats torch's is slower on CPUs. Lists keep
     # their one launch: torch's `_foreach_copy_` makes one for every 64 tensors or fewer.
-    plain = mode == NEAREST and not saturate and not (source.dtype in FP8 or target.dtype in FP8)
-    plain = plain and (source.dtype == target.dtype or torch.float32 in (source.dtype, target.dtype))
+    pair = source.dtype, target.dtype
+    plain = how.mode == NEAREST and not how.saturate and not {*pair} & {*FP8}
+    plain = plain and (source.dtype == target.dtype or torch.float32 in pair)
     if implementation != "reference":
         check_addresses(source, target)
+    chunks = (numel + CHUNK - 1) // CHUNK
     if plain and chosen() == "auto":
         target.copy_(source)
     elif implementation == "reference":
-        _reference(source, target, mode, saturate, seed, 0, offset)
+        _reference(source, target, how, 0, offset)
     elif implementation == "triton":
         with on_device(source.device):
-            _triton_one(source, target, mode, saturate, seed, offset)
+            cast_kernel[(chunks,)](
+                *(address(source), address(target), numel, *_seed_operands(how.seed), _disguised(offset)),
+                **_options(*pair, how),
+            )
     else:
         rows = _OneTensor(numel, 0, address(source), address(target), 0, offset)
-        chunks = (numel + CHUNK - 1) // CHUNK
-        _native(ctypes.addressof(rows), None, 1, chunks, source.dtype, target.dtype, mode, saturate, seed)
+        _native((ctypes.addressof(rows), None, 1, chunks), *pair, how)
 
 
 # ----------------------------------------------------------------------------------------------------------- operator
@@ -554,21 +526,22 @@ def _computed(
     seed: torch.Tensor | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    mode = _mode(x.dtype, dtype, rounding)
+    how = _conversion(x.dtype, dtype, rounding, saturate)
     source = flattened(x)
     target = torch.empty_like(source, dtype=dtype)
-    if mode != STOCHASTIC:
-        _cast_one(source, target, mode, saturate, 0, 0)
+    if how.mode != STOCHASTIC:
+        _cast_one(source, target, how, 0)
         return target
     if seed is None or seed.device.type != "cpu":
         raise ValueError(
             "Expected seed to be a tensor on the CPU for stochastic rounding, but got none: use halfstep.cast"
         )
+    how = how._replace(seed=int(seed))
     if source.is_contiguous():
-        _cast_one(source, target, mode, saturate, int(seed), offset)
+        _cast_one(source, target, how, offset)
     else:  # the noise goes by rows, whatever the order in memory
         rows = torch.empty_like(source, dtype=dtype, memory_format=torch.contiguous_format)
-        _cast_one(source.contiguous(), rows, mode, saturate, int(seed), offset)
+        _cast_one(source.contiguous(), rows, how, offset)
         target.copy_(rows)
     return target
 
@@ -667,50 +640,6 @@ def _drawn() -> torch.Tensor:
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 
-def _drawn_number() -> int:
-    """A fresh seed as a Python integer; 0 under FakeTensorMode, where nothing is drawn."""
-    drawn = _drawn()
-    return int(drawn) if type(drawn) is torch.Tensor else 0
-
-
-def _torchs(target: torch.dtype) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
-    """torch's own conversion to nearest for each code of the dtype of the source; None where it does not serve.
-
-    Results have the same bits as ours, except for the sign of a NaN. FP8 is left out, since the derivative is then a
-    conversion to FP8, which saturates in some versions of torch.
-    """
-    methods = {
-        torch.float32: torch.Tensor.float,
-        torch.float16: torch.Tensor.half,
-        torch.bfloat16: torch.Tensor.bfloat16,
-    }
-    return tuple(
-        methods.get(target) if source in methods and source != target and torch.float32 in (source, target) else None
-        for source in DTYPES
-    )
-
-
-@functools.cache
-def _quick(target: torch.dtype) -> Callable[[Any], torch.Tensor | None]:
-    """`cast` to nearest of a plain, contiguous tensor on the CPU; it returns None for others, and if `Op` must see it.
-
-    torch's own conversion takes half of the time of an operation of ours on small tensors; its derivative is the same.
-    """
-    module = native.calls()
-    if module is None or target not in CODES:
-        return lambda x: None
-    plan = (
-        _torchs(target),
-        functools.partial(torch.empty_like, dtype=target),
-        native.packed_form("cast", "cast")[0],
-        CODES[target],
-        CHUNK,
-        native.threads,
-        torch.autograd.forward_ad,
-    )
-    return functools.partial(module.cast, plan)
-
-
 def cast(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -759,11 +688,6 @@ def cast(
         >>> halfstep.cast(x, torch.bfloat16, rounding="stochastic", seed=0).float().mean()
         tensor(1.0020)
     """
-    if rounding == "nearest" and not saturate and seed is None and out is None and offset == 0:
-        if not is_dynamo_compiling() and native_on_cpu(x, "cast"):
-            result = _quick(dtype)(x)
-            if result is not None:
-                return result
     _check_options(dtype, rounding, seed)
     _check_offset(offset, "offset")
     check_tensor(x, "x", DTYPES)
@@ -839,13 +763,16 @@ def foreach_cast(
         >>> halfstep.foreach_cast(weights, torch.bfloat16)
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
-    if out is not None and rounding == "nearest" and seed is None and offsets is None:
-        # What follows takes longer than the kernel for thousands of tensors.
-        usual = type(tensors) is list and tensors and not is_dynamo_compiling() and native_on_cpu(tensors[0], "cast")
-        if usual and _native_list(dtype)(tensors, out, NEAREST, saturate, 0):
-            torch._C._increment_version(out)
-            return list(out)
     _check_options(dtype, rounding, seed)
+    if out is not None and rounding == "nearest" and offsets is None and type(tensors) is list and tensors:
+        # What follows takes longer than the kernel for thousands of tensors.
+        allowed = (2 ** len(CODES) - 1, 2 ** CODES[dtype])
+        table = list_table((tensors, out), allowed, CHUNK) if native_on_cpu(tensors[0], "cast") else None
+        if table is not None:
+            how = Conversion(saturate=saturate)
+            _native((*table.places, table.tensors, table.chunks), tensors[0].dtype, dtype, how)
+            torch.autograd.graph.increment_version(out)
+            return list(out)
     with torch.no_grad():
         return _foreach_cast(tensors, dtype, rounding, saturate, seed, out, offsets)
 
@@ -887,26 +814,21 @@ def _foreach_cast(
             result if result.stride() == one.stride() and is_flat(result) else torch.empty_like(one, dtype=dtype)
             for one, result in zip(flat, results, strict=True)
         ]
-    number = 0
-    if random:
-        number = _drawn_number() if seed is None else seed
+    number = seed or 0
+    if random and seed is None:
+        drawn = _drawn()
+        number = int(drawn) if type(drawn) is torch.Tensor else 0  # FakeTensorMode draws nothing
     for source_dtype, indices in by_dtype(flat).items():
         every = len(indices) == len(flat)
         _cast_lists(
             flat if every else [flat[index] for index in indices],
             targets if every else [targets[index] for index in indices],
-            _mode(source_dtype, dtype, rounding),
-            saturate,
-            number,
+            _conversion(source_dtype, dtype, rounding, saturate, number),
             list(indices),
             places if every else [places[index] for index in indices],
             in_memory,
         )
-    if targets is results:
-        if out is not None:
-            torch.autograd.graph.increment_version(results)
-        return results
-    for target, result in zip(targets, results, strict=True):
+    for target, result in zip(targets, results, strict=True) if targets is not results else ():
         if target is not result:
             result.copy_(target)
     if out is not None:

@@ -27,5 +27,3 @@ extern "C" void halfstep_loss_scale(float* scale, int32_t* clean_steps, int32_t*
     counts[0] += 1;
     counts[1] += overflow;
 }
-
-HALFSTEP_PACKED(halfstep_loss_scale)

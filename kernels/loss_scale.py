@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ from halfstep.kernels.multi_tensor import all_have_memory, check_addresses, chec
 DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # indices of `State.counts`
 
 
-@dataclass(frozen=True)
-class Rules:
+class Rules(NamedTuple):
     """How the loss scale changes.
 
     Attributes:
@@ -56,8 +55,7 @@ class Rules:
     most: float
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """The state of a scaler on the device. All tensors but `counts` have one element.
 
     Attributes:
@@ -173,13 +171,9 @@ def _bits(factor: float) -> int:
 
 
 def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
-    check_addresses(state.scale, state.clean_steps, state.tolerance, state.skipped, state.counts, found_inf)
+    check_addresses(*state, found_inf)
     loss_scale_kernel[(1,)](
-        state.scale,
-        state.clean_steps,
-        state.tolerance,
-        state.skipped,
-        state.counts,
+        *state,
         found_inf,
         _bits(rules.growth_factor),
         _bits(rules.backoff_factor),
@@ -190,19 +184,6 @@ def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
         REFILL_ON_CLEAN=rules.refill_on_clean,
         num_warps=1,
         enable_fp_fusion=False,
-    )
-
-
-def _native(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
-    native.function("loss_scale", "loss_scale")(
-        *checked_addresses((state.scale, state.clean_steps, state.tolerance, state.skipped, state.counts, found_inf)),
-        rules.growth_factor,
-        rules.backoff_factor,
-        rules.growth_interval,
-        rules.hysteresis,
-        rules.refill_on_clean,
-        rules.least,
-        rules.most,
     )
 
 
@@ -223,9 +204,9 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
         return
     implementation = resolve(state.scale.device, "loss_scale")
     if implementation == "native":
-        _native(state, found_inf, rules)
+        native.functions("loss_scale").halfstep_loss_scale(*checked_addresses((*state, found_inf)), *rules)
     else:
         with torch.no_grad(), on_device(state.scale.device):
             (_triton if implementation == "triton" else _reference)(state, found_inf, rules)
     # The kernels write to addresses, which autograd does not notice.
-    torch.autograd.graph.increment_version([state.scale, state.clean_steps, state.tolerance, state.skipped])
+    torch.autograd.graph.increment_version(state[:4])

@@ -224,29 +224,6 @@ template <> inline void store<f16>(const float* from, f16* to, int64_t n) {
 }
 #endif
 
-// HALFSTEP_PACKED(f) defines f_packed, which calls f with arguments of 64 bits each: an address, an integer, or the bits of
-// a double. calls.cpp calls functions in this form.
-template <typename T> inline T unpacked(int64_t bits) {
-    if constexpr (std::is_pointer_v<T>) {
-        return T(uintptr_t(bits));
-    } else if constexpr (std::is_floating_point_v<T>) {
-        double number;
-        std::memcpy(&number, &bits, sizeof number);
-        return T(number);
-    } else {
-        return T(bits);
-    }
-}
-template <typename... Args, size_t... I>
-inline void call_packed(void (*f)(Args...), const int64_t* packed, std::index_sequence<I...>) {
-    f(unpacked<Args>(packed[I])...);
-}
-template <typename... Args> inline void call_packed(void (*f)(Args...), const int64_t* packed) {
-    call_packed(f, packed, std::index_sequence_for<Args...>{});
-}
-#define HALFSTEP_PACKED(f) \
-    extern "C" void f##_packed(const int64_t* packed) { halfstep::call_packed(f, packed); }
-
 constexpr int64_t FEW_CHUNKS = 8;  // with 4096 elements each: so many chunks are worth one thread only
 
 // Call work(i) for each i from 0 to n, on several threads if n is at least `least`. One thread enters no parallel region,

@@ -28,31 +28,26 @@ import shutil
 import stat
 import subprocess
 import sys
-import sysconfig
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.machinery import ExtensionFileLoader, ModuleSpec
-from importlib.util import module_from_spec
 from pathlib import Path
-from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 _EXACT = ["-std=c++17", "-O3", "-fno-fast-math", "-fPIC", "-shared", "-ffp-contract=off"]
 _EXACT += ["-fno-math-errno", "-fno-trapping-math"]
-CALLS = "calls"  # the family that is a module of Python
+_COMPILATION = "compilation-"  # how the names of folders begin in which a compiler works
+_LONGEST = 300  # seconds that a compilation may take
 _logger = logging.getLogger("halfstep")
 
 
 def _flag_sets() -> list[list[str]]:
     """Sets of compiler flags, the fastest code first. The first set that the compiler accepts is used."""
-    tuned = ["-mcpu=native"] if platform.machine() in ("arm64", "aarch64") else ["-march=native"]
-    if platform.machine() in ("x86_64", "AMD64"):
-        wide = [[*tuned, "-mprefer-vector-width=512", "-fopenmp"]]  # no effect on CPUs without AVX-512
-    else:
-        wide = []
-    return [*wide, [*tuned, "-fopenmp"], tuned, ["-fopenmp"], []]
+    tuned = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    wide = "-mprefer-vector-width=512"  # no effect on CPUs without AVX-512, and refused where it is not known
+    return [[tuned, wide, "-fopenmp"], [tuned, "-fopenmp"], [tuned], ["-fopenmp"], []]
 
 
 def compiler() -> list[str] | None:
@@ -66,14 +61,14 @@ def compiler() -> list[str] | None:
         candidates = [shlex.split(wished)] if wished else [["g++"], ["clang++"], ["c++"]]
     except ValueError:  # a quotation mark is missing
         return None
-    return next(([found, *rest] for name, *rest in filter(None, candidates) if (found := shutil.which(name))), None)
+    return next(([path, *rest] for name, *rest in filter(None, candidates) if (path := shutil.which(name))), None)
 
 
 def cache_folder() -> Path:
     """Where compiled libraries are stored: ``$HALFSTEP_CACHE``, or ``halfstep`` in the user's cache folder."""
-    if os.environ.get("HALFSTEP_CACHE"):
-        return Path(os.environ["HALFSTEP_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfstep"
+    from platformdirs import user_cache_path  # imported here, because most processes load no library
+
+    return Path(os.environ.get("HALFSTEP_CACHE") or user_cache_path("halfstep", appauthor=False))
 
 
 def _cpu_identity() -> str:
@@ -83,11 +78,6 @@ def _cpu_identity() -> str:
         return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
     except OSError:
         return platform.processor() + platform.machine()
-
-
-def _writable_by_others(info: os.stat_result) -> bool:
-    """Whether a user other than root and this one can write to the file."""
-    return info.st_uid not in (0, os.geteuid()) or bool(info.st_mode & 0o022)
 
 
 def _is_private_group(group: int) -> bool:
@@ -105,47 +95,52 @@ def _is_private_group(group: int) -> bool:
 def _danger(folder: Path) -> str:
     """Why another user could have put a library into a folder, and the remedy; "" if none could."""
     real = folder.resolve()
-    for place in (real, *real.parents):
-        info = place.stat()
+    for path in (real, *real.parents):
+        info = path.stat()
         if info.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
-            return f"{place} belongs to user {info.st_uid}"
+            return f"{path} belongs to user {info.st_uid}"
         others = info.st_mode & 0o022
-        if place != real:  # who can rename a folder can replace it
-            own_group = not others & 0o002 and _is_private_group(info.st_gid)
-            others = 0 if info.st_mode & stat.S_ISVTX or own_group else others
+        if path != real:  # who can rename a folder can replace it
+            private = not others & 0o002 and _is_private_group(info.st_gid)
+            others = 0 if info.st_mode & stat.S_ISVTX or private else others
         if others:
-            return f"others may write to {place}; use `chmod go-w {shlex.quote(str(place))}`"
+            return f"others may write to {path}; use `chmod go-w {shlex.quote(str(path))}`"
     return ""
 
 
-_refused: set[Path] = set()
+@functools.cache
+def _warn_of(folder: Path, danger: str) -> None:
+    warnings.warn(
+        f"halfstep does not use {folder} for compiled CPU kernels, because another user could put code there, and "
+        f"compiles them for this process only: {danger}, or set HALFSTEP_CACHE to a folder that only you can write to.",
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
-def _is_private(folder: Path) -> bool:
-    """Whether only this user and root can write to a folder. Warns once per folder if others can."""
-    danger = _danger(folder)
-    if danger and folder not in _refused:
-        _refused.add(folder)
-        warnings.warn(
-            f"halfstep does not use {folder} for compiled CPU kernels, because another user could put code there, and "
-            f"compiles them for this process only: {danger}, or set HALFSTEP_CACHE to a folder that only you can write "
-            "to.",
-            RuntimeWarning,
-            stacklevel=6,
-        )
-    return not danger
+def _private_cache() -> Path | None:
+    """The cache folder, which is created if it is missing; None if it cannot be, or if others can write to it."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        danger = _danger(folder)
+    except OSError:
+        return None
+    if danger:
+        _warn_of(folder, danger)
+    return None if danger else folder
 
 
-_own: Path | None = None
+_temporary: Path | None = None
 
 
-def _own_folder() -> Path:
-    """A new folder of this process that no other user can write to. It is removed when the process ends."""
-    global _own
-    if _own is None or not _own.is_dir():  # the system may delete temporary folders
-        _own = Path(tempfile.mkdtemp(prefix="halfstep-"))
-        atexit.register(_remove, _own, os.getpid())
-    return _own
+def _temporary_folder() -> Path:
+    """A folder of this process that no other user can write to. It is removed when the process ends."""
+    global _temporary
+    if _temporary is None or not _temporary.is_dir():  # the system may delete temporary folders
+        _temporary = Path(tempfile.mkdtemp(prefix="halfstep-"))
+        atexit.register(_remove, _temporary, os.getpid())
+    return _temporary
 
 
 def _remove(folder: Path, process: int) -> None:
@@ -156,68 +151,35 @@ def _remove(folder: Path, process: int) -> None:
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Let one of several processes, such as the ranks of a job, compile while the others wait for its result."""
-    import fcntl
+    from filelock import FileLock  # imported here, because it takes 70 ms
 
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:  # without locks, as on some network file systems, two may compile the same
-            _logger.info("%s cannot be locked: %s", folder, error)
-        yield
-
-
-def _includes(family: str) -> list[str]:
-    """The flags that find the interpreter's headers, for the family that uses them."""
-    return [f"-I{sysconfig.get_path('include')}"] if family == CALLS else []
-
-
-# Runs a compiler, "$@", as the shell of a process group of its own. Where standard input ends, because whoever started
-# it is gone or waits no longer, a watcher ends the group and removes the output, "$0".
-_TIED = """
-exec 3<&0 </dev/null
-(trap "" TERM; read _ <&3; kill -TERM -$$; rm -f "$0") >/dev/null 2>&1 &
-"$@" 3<&-
-status=$?
-kill -KILL $!
-exit $status
-"""
-
-
-def _compile(command: list[str], output: str) -> subprocess.CompletedProcess[str]:
-    """Run a compiler that writes `output`. It ends when this process ends, however that happens."""
-    reading, writing = os.pipe()
+    lock = FileLock(folder / "lock")
     try:
-        return subprocess.run(
-            ["/bin/sh", "-c", _TIED, output, *command, "-o", output],
-            stdin=reading,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            start_new_session=True,
-        )
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:  # as on some network file systems: two may compile the same
+        _logger.info("%s cannot be locked: %s", folder, error)
+    try:
+        yield
     finally:
-        os.close(reading)
-        os.close(writing)
+        lock.release()
 
 
 def _build(source: Path, target: Path, command: list[str]) -> str:
-    """Compile `source` and move the result to `target` at once. Returns "", or the last error of the compiler."""
+    """Compile `source` to `target`. Returns "", or the last error of the compiler."""
     complaint = ""
     for flags in _flag_sets():
-        handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
-        os.close(handle)
-        try:
-            done = _compile([*command, *_EXACT, *flags, *_includes(source.stem), str(source)], name)
-            if done.returncode == 0:
-                os.chmod(name, 0o755)
-                with open(name, "rb+") as written:
-                    os.fsync(written.fileno())  # a power failure must not leave an empty file with the final name
-                os.replace(name, target)
-                return ""
-        finally:
-            Path(name).unlink(missing_ok=True)
-        complaint = done.stderr.strip()
-    return complaint or "no message"
+        done = subprocess.run(
+            [*command, *_EXACT, *flags, str(source), "-o", str(target)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST,
+            env={**os.environ, "TMPDIR": str(target.parent)},
+        )
+        if done.returncode == 0:
+            return ""
+        complaint = done.stderr.strip() or f"exit status {done.returncode}"
+    return complaint
 
 
 def _digest(content: bytes) -> str:
@@ -230,14 +192,14 @@ def _holds_what_it_says(path: Path) -> bool:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as file:
             info = os.fstat(handle)
-            if not stat.S_ISREG(info.st_mode) or _writable_by_others(info):
+            if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
                 return False
             return _digest(file.read()) == path.stem.rpartition("-")[2]
     except OSError:
         return False
 
 
-def _kept(folder: Path, name: str) -> ctypes.CDLL | None:
+def _stored(folder: Path, name: str) -> ctypes.CDLL | None:
     """The library `name` from a private folder; None if no undamaged one loads."""
     for path in sorted(folder.glob(f"{name}-*.so")):
         if not _holds_what_it_says(path):
@@ -250,6 +212,28 @@ def _kept(folder: Path, name: str) -> ctypes.CDLL | None:
     return None
 
 
+def _add(folder: Path, name: str, source: Path, command: list[str]) -> ctypes.CDLL | str:
+    """Compile a library, store it in a private folder and load it. Returns the reason if that fails."""
+    for left in folder.glob(f"{_COMPILATION}*"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > 2 * _LONGEST:
+            shutil.rmtree(left, ignore_errors=True)
+    _logger.info("compiling %s with %s into %s", source.name, shlex.join(command), folder)
+    with tempfile.TemporaryDirectory(prefix=_COMPILATION, dir=folder, ignore_cleanup_errors=True) as workplace:
+        fresh = Path(workplace) / f"{name}.so"
+        complaint = _build(source, fresh, command)
+        if complaint:
+            return f"{shlex.join(command)} could not compile {source.name}: {complaint}"
+        fresh.chmod(0o755)
+        with open(fresh, "rb+") as written:
+            target = folder / f"{name}-{_digest(written.read())}.so"
+            os.fsync(written.fileno())  # a power failure must not leave an empty file with the final name
+        os.replace(fresh, target)
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        return f"{target} does not load: {error}"
+
+
 def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     """The loaded library, or the reason why there is none."""
     if sys.platform == "win32":
@@ -258,81 +242,19 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     if command is None:
         return f"no C++ compiler found (CXX is {os.environ.get('CXX')!r}; looked for g++, clang++, c++)"
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-    made_by: tuple[object, ...] = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
-    if family == CALLS:
-        made_by = (*made_by, _includes(family), sys.version, sysconfig.get_config_var("EXT_SUFFIX"))
+    made_by = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
     headers = [header.read_bytes() for header in sorted(_HERE.glob("*.h"))]  # the source includes some of them
     parts = [source.read_bytes(), *headers, repr(made_by).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     name = f"{family}-{key}"
-    folder = cache_folder()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        private = _is_private(folder)
-    except OSError:
-        private = False
-    found = _kept(folder, name) if private else None
-    if found is not None:
-        return found
-    if not private or not os.access(folder, os.W_OK):
-        folder = _own_folder()
+    cache = _private_cache()
+    library = None if cache is None else _stored(cache, name)
+    if library is not None:
+        return library
+    folder = cache if cache is not None and os.access(cache, os.W_OK) else _temporary_folder()
     with _one_at_a_time(folder):
-        found = _kept(folder, name)  # compiled by another process meanwhile
-        if found is not None:
-            return found
-        _logger.info("compiling %s with %s into %s", source.name, shlex.join(command), folder)
-        fresh = folder / f"{name}.{os.getpid()}"
-        complaint = _build(source, fresh, command)
-        if complaint:
-            return f"{shlex.join(command)} could not compile {source.name}: {complaint}"
-        target = folder / f"{name}-{_digest(fresh.read_bytes())}.so"
-        os.replace(fresh, target)
-        try:
-            return ctypes.CDLL(str(target))
-        except OSError as error:
-            return f"{target} does not load: {error}"
-
-
-_in_parallel = False  # whether OpenMP may have started threads in this process
-_without_threads = False  # whether this process was forked from one with such threads
-
-
-def threads(wished: int | None = None) -> int:
-    """How many threads a kernel may use: `wished`, or as many as torch uses.
-
-    The result is 1 in a process that was forked after kernels had run in parallel.
-    """
-    global _in_parallel
-    if _without_threads:
-        return 1
-    wished = wished or _torch_threads()()
-    _in_parallel = _in_parallel or wished > 1
-    return wished
-
-
-@functools.cache
-def _torch_threads() -> Callable[[], int]:
-    import torch  # imported here, because encoding numbers does not need torch
-
-    return torch.get_num_threads
-
-
-def _after_fork() -> None:
-    """In a forked process, use one thread: OpenMP would wait forever for threads that only the parent process has.
-
-    This concerns our kernels, and torch, whose operations build the tables. torch's data loading workers also run with
-    one thread.
-    """
-    global _without_threads
-    if _in_parallel:
-        _without_threads = True
-        import torch
-
-        torch.set_num_threads(1)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+        # Another process may have compiled it meanwhile.
+        return _stored(folder, name) or _add(folder, name, source, command)
 
 
 _TYPES = {
@@ -363,85 +285,9 @@ def declare(loaded: ctypes.CDLL, source: str) -> ctypes.CDLL:
 
 def functions(family: str) -> ctypes.CDLL:
     """The library of a family for which `backend.resolve` has chosen "native"."""
-    found = library(family)
-    assert found is not None
-    return found
-
-
-@functools.cache
-def calls() -> Any:
-    """The module of calls.cpp; None, without a warning, if it cannot be used here: the rest works without it."""
-    import torch
-
-    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return None
-    source = _HERE / f"{CALLS}.cpp"
-    try:
-        found = _compiled(CALLS, source)
-        if isinstance(found, str):
-            raise OSError(found)
-        loader = ExtensionFileLoader(f"halfstep_{CALLS}", found._name)
-        module: Any = module_from_spec(ModuleSpec(loader.name, loader, origin=found._name))
-        loader.exec_module(module)
-        exchange = torch.Tensor.__dlpack_c_exchange_api__
-        questions = (
-            torch._C._len_torch_dispatch_stack,
-            torch._C._is_tracing,
-            torch._C._are_functorch_transforms_active,
-        )
-        module.use(exchange, (torch.Tensor, torch.nn.Parameter), torch.Tensor.is_neg, questions)
-    except (OSError, ImportError, RuntimeError, TypeError, ValueError, subprocess.SubprocessError) as error:
-        _logger.info("C++ is called through ctypes: %s", error)
-        return None
-    return module
-
-
-_KINDS: dict[Any, str] = {ctypes.c_void_p: "p", ctypes.c_float: "f", ctypes.c_double: "f"}
-
-
-def packed_form(family: str, name: str) -> tuple[int, bytes]:
-    """The address of the form of a function that `calls` can call, and the kinds of its arguments."""
-    address = ctypes.cast(getattr(functions(family), f"halfstep_{name}_packed"), ctypes.c_void_p).value
-    assert address is not None
-    types = getattr(functions(family), f"halfstep_{name}").argtypes
-    return address, "".join(_KINDS.get(kind, "i") for kind in types).encode()
-
-
-@functools.cache
-def function(family: str, name: str) -> Callable[..., None]:
-    """The function ``halfstep_name`` of a family for which `backend.resolve` has chosen "native".
-
-    Arguments are as `declare` says. It is called through `calls` if that is available, and otherwise by ctypes.
-    """
-    module = calls()
-    if module is None:
-        found: Callable[..., None] = getattr(functions(family), f"halfstep_{name}")
-        return found
-    return functools.partial(module.invoke, *packed_form(family, name))
-
-
-@functools.cache
-def list_function(family: str, name: str, chunk: int, codes: bytes) -> Callable[..., bool]:
-    """The function ``halfstep_name`` of a family, to be called with lists of tensors in place of a table.
-
-    The parameters of the C++ function are a table of `multi_tensor` (`rows`, `chunk_tensor`, `tensors`, `chunks`), the
-    code of the dtype of each list, others, and `threads`. The result is called with the lists and the others. It
-    returns whether it has called the C++ function, which it does only for lists of plain, contiguous tensors with
-    memory on the CPU, not empty, of the same shapes, each list having one dtype, and only if no tracer, dispatch mode
-    or transform of `torch.func` is active. It must not be traced by a compiler.
-
-    Without `calls`, the result does nothing and returns False. The family must be available on the CPU.
-
-    Args:
-        family, name: the function.
-        chunk: elements per chunk.
-        codes: one byte for each list; bit i allows the dtype of code i.
-    """
-    module = calls()
-    if module is None:
-        return lambda *arguments: False
-    address, kinds = packed_form(family, name)
-    return functools.partial(module.invoke_with_lists, address, kinds[4 + len(codes) : -1], chunk, codes, threads)
+    loaded = library(family)
+    assert loaded is not None
+    return loaded
 
 
 @functools.cache

@@ -54,11 +54,13 @@ from halfstep.kernels.multi_tensor import (
     TensorTable,
     address,
     all_flattened,
+    by_dtype,
     check_addresses,
     check_tensor_list,
     own_operations,
 )
 from halfstep.kernels.rounding import to_float32
+from halfstep.kernels.threads import threads
 
 CHUNK = 16384  # elements of one program; at most 65535, since the counts of a program are added in 16 bits
 BLOCK = 1024  # elements that 32 lanes load and count at a time, half as many with errors
@@ -633,12 +635,12 @@ def _launch(
         table.chunks,
         None if scale is None else address(scale),
         inverted,
-        *grid[:],
+        *grid,
         errors,
         DTYPE_CODES[dtype],
         address(counts),
         counts.shape[1],
-        native.threads(),
+        threads(),
     )
 
 
@@ -659,8 +661,7 @@ def _check(tensors: list[torch.Tensor], counts: torch.Tensor, rows: Sequence[int
     if len(rows) != len(tensors) or len(set(rows)) != len(rows) or not 0 <= min(rows) <= max(rows) < counts.shape[0]:
         raise ValueError(
             f"Expected rows to be one distinct row of counts per tensor, {len(tensors)} from 0 to "
-            f"{counts.shape[0] - 1}, "
-            f"but got {list(rows)}"
+            f"{counts.shape[0] - 1}, but got {list(rows)}"
         )
     if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device):
         raise ValueError(
@@ -703,15 +704,11 @@ def foreach_count_(
         return counts
     places = range(len(listed)) if rows is None else rows
     _check(listed, counts, places, scale)
-    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
-    for tensor, place in zip(all_flattened(listed), places, strict=True):
-        of_dtype, where = by_dtype.setdefault(tensor.dtype, ([], []))
-        of_dtype.append(tensor)
-        where.append(place)
-    device = listed[0].device
+    flat, device = all_flattened(listed), listed[0].device
     implementation = resolve(device, "statistics") if in_memory else "reference"
     with on_device(device) if in_memory else own_operations(listed):
-        for dtype, (group, where) in by_dtype.items():
+        for dtype, indices in by_dtype(flat).items():
+            group, where = [flat[index] for index in indices], [places[index] for index in indices]
             if implementation == "reference":
                 number = None if scale is None else scale.detach().reshape(())
                 for tensor, place in zip(group, where, strict=True):

@@ -2,7 +2,6 @@
 // kernels/unscale.py, which describes the order of the sum.
 #include "lanes.h"
 #include <type_traits>
-#include <vector>
 
 using namespace halfstep;
 
@@ -144,7 +143,7 @@ extern "C" void halfstep_check(const int64_t* rows, const int32_t* chunk_tensor,
 }
 
 // Add the sums of the chunks and combine the flags of the tensors, which are set to zero for the next call. If `tally` is not
-// null, count the non-finite tensors in it (`Tally` of unscale.py). All outputs except `found_inf` may be null.
+// null, count the non-finite tensors in it (`Tally` of unscale.py).
 extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_t* flags, int64_t tensors,
                                       float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
                                       int32_t* tally, const int64_t* step) {
@@ -156,13 +155,13 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
         for (int64_t i = 0; i < n; ++i) lanes[i] += sums[start + i];
     }
     const double total = tree_sum<LANES>(lanes, used);
-    if (sum_of_squares) *sum_of_squares = total;
-    if (norm) *norm = float(std::sqrt(total));
+    *sum_of_squares = total;
+    *norm = float(std::sqrt(total));
     int32_t any = 0;
     for (int64_t i = 0; i < tensors; ++i) {
         const int32_t flag = flags[i];
         any |= flag;
-        if (flags_out) flags_out[i] = flag;
+        flags_out[i] = flag;
         if (tally && flag) {
             int32_t* row = tally + 4 * i;
             row[0] += flag & 1;
@@ -174,24 +173,3 @@ extern "C" void halfstep_check_finish(const double* sums, int64_t chunks, int32_
     }
     *found_inf = any ? 1.0f : 0.0f;
 }
-
-// halfstep_check and halfstep_check_finish in one call, for tensors of one dtype. `rows` has one operand, the addresses. Flags have
-// the order of the tensors. Intermediate results are in buffers that each thread keeps.
-extern "C" void halfstep_check_list(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-                                    int32_t dtype, const float* inv_scale, int32_t inverted, int32_t write,
-                                    float* found_inf, double* sum_of_squares, float* norm, int32_t* flags_out,
-                                    int32_t* tally, const int64_t* step, int32_t threads) {
-    thread_local std::vector<int64_t> table;
-    thread_local std::vector<int32_t> flags;
-    thread_local std::vector<double> sums;
-    table.assign(rows, rows + 3 * tensors);
-    for (int64_t i = 0; i < tensors; ++i) table.push_back(i);
-    flags.assign(size_t(tensors), 0);
-    sums.resize(size_t(chunks));
-    halfstep_check(table.data(), chunk_tensor, tensors, chunks, inv_scale, inverted, write, dtype, flags.data(), sums.data(),
-                   threads);
-    halfstep_check_finish(sums.data(), chunks, flags.data(), tensors, found_inf, sum_of_squares, norm, flags_out, tally,
-                          step);
-}
-
-HALFSTEP_PACKED(halfstep_check_list)

@@ -38,13 +38,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import jit, most_warps, native_on_cpu, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
+    ListTable,
     TableCache,
     TensorTable,
     address,
@@ -54,10 +54,12 @@ from halfstep.kernels.multi_tensor import (
     check_addresses,
     check_tensor_list,
     checked_addresses,
+    list_table,
     own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import capturing, current_stream, to_device, upload
+from halfstep.kernels.threads import threads
 
 CHUNK = 4096
 LANES = 1024
@@ -67,7 +69,6 @@ UNROLLED = 8  # chunks per lane and turn of the last launch, of whose loads ptxa
 CHECK_WARPS, UNSCALE_WARPS = 2, 4
 
 _CPU = torch.device("cpu")
-_CODES = bytes([2 ** len(DTYPE_CODES) - 1])  # as `native.list_function` has it: all three dtypes
 
 HAS_INF, HAS_NAN = 1, 2  # bits of a tensor's flag
 
@@ -351,11 +352,22 @@ class Factor(NamedTuple):
     value: torch.Tensor | float
     inverted: bool = False
 
-    def for_reference(self, device: torch.device) -> torch.Tensor:
-        """The factor as a 0-dim fp32 tensor."""
-        if isinstance(self.value, float):
-            return torch.full((), self.value, dtype=torch.float32, device=device)
-        return inverse(self.value) if self.inverted else self.value
+
+def _for_reference(factor: Factor | None, device: torch.device) -> torch.Tensor | None:
+    """The factor as a 0-dim fp32 tensor."""
+    if factor is None:
+        return None
+    if isinstance(factor.value, float):
+        return torch.full((), factor.value, dtype=torch.float32, device=device)
+    return inverse(factor.value) if factor.inverted else factor.value
+
+
+class _Outputs(NamedTuple):
+    """What a check writes to: `check` describes them."""
+
+    verdict: Verdict
+    norm: torch.Tensor | None
+    tally: Tally | None
 
 
 class _Scratch:
@@ -399,10 +411,17 @@ class _Scratches(threading.local):
 
 
 _scratches = _Scratches()
+_Table = TensorTable | ListTable
+_Tables = list[tuple[_Table, torch.dtype]]  # one for each dtype
 
 
 def _launch_triton(
-    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
+    table: TensorTable | ListTable,
+    dtype: torch.dtype,
+    factor: Factor | None,
+    write: bool,
+    scratch: _Scratch,
+    first: int,
 ) -> None:
     """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
     mode = 0
@@ -427,7 +446,12 @@ def _launch_triton(
 
 
 def _launch_native(
-    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
+    table: TensorTable | ListTable,
+    dtype: torch.dtype,
+    factor: Factor | None,
+    write: bool,
+    scratch: _Scratch,
+    first: int,
 ) -> None:
     """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
     number = ctypes.c_float(factor.value) if factor is not None and isinstance(factor.value, float) else None
@@ -445,18 +469,12 @@ def _launch_native(
         DTYPE_CODES[dtype],
         flags,
         sums + 8 * first,
-        native.threads(),
+        threads(),
     )
 
 
-def _gather(
-    implementation: str,
-    scratch: _Scratch,
-    chunks: int,
-    out: Verdict,
-    norm: torch.Tensor | None,
-    tally: Tally | None,
-) -> None:
+def _gather(implementation: str, scratch: _Scratch, chunks: int, outputs: _Outputs) -> None:
+    out, norm, tally = outputs
     results = (out.found_inf, out.sum_of_squares, scratch.norm if norm is None else norm, out.flags)
     slots = out.flags.numel()
     addresses = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
@@ -481,8 +499,9 @@ def _gather(
     )
 
 
-def _finish_in_torch(out: Verdict, norm: torch.Tensor | None, tally: Tally | None) -> None:
+def _finish_in_torch(outputs: _Outputs) -> None:
     """Write what the last launch writes in addition to the flags and the sum."""
+    out, norm, tally = outputs
     out.found_inf.copy_(out.flags.any())
     if norm is not None:
         norm.copy_(out.sum_of_squares.sqrt())
@@ -507,51 +526,15 @@ def _by_operations(
     total.add_(y.abs().double().square().sum())
 
 
-@functools.cache
-def _models() -> Verdict:
-    """Tensors like the results of a check on the CPU: from a model, torch makes a new one in half of the time."""
-    return Verdict.empty(0, _CPU)
+def _list_table(tensors: Sequence[object]) -> _Tables:
+    """The table of a list of plain tensors of one dtype, if C++ checks them; otherwise none.
 
-
-def _is_quick(tensors: object) -> bool:
-    """Whether to try `_check_quickly` on a list, judged by its first tensor.
-
-    Dynamo cannot trace what follows; other compilers use dispatch modes, for which `native.calls` asks.
+    For thousands of tensors, the way through `check_tensor_list` and `TableCache` takes longer than the kernel.
     """
-    if type(tensors) is not list or not tensors or is_dynamo_compiling() or not native_on_cpu(tensors[0], "unscale"):
-        return False
-    module = native.calls()
-    return module is not None and 0 <= module.code(tensors[0]) < len(DTYPE_CODES)
-
-
-def _check_quickly(
-    tensors: list[torch.Tensor],
-    factor: Factor | None,
-    write: bool,
-    found_inf: torch.Tensor,
-    sum_of_squares: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    flags: torch.Tensor | None,
-    tally: Tally | None = None,
-) -> bool:
-    """Check tensors of one dtype on the CPU by one call. Flags have the order of the tensors.
-
-    Returns whether it was done: only for lists as `native.list_function` takes them.
-    """
-    by, inverted = None, False
-    if factor is not None:
-        inverted = factor.inverted
-        if isinstance(factor.value, float):
-            number = ctypes.c_float(factor.value)
-            by = ctypes.addressof(number)
-        else:
-            by = address(factor.value)
-    counts, step = tally or (None, None)
-    call = native.list_function("unscale", "check_list", CHUNK, _CODES)
-    done = call(tensors, by, inverted, write, found_inf, sum_of_squares, norm, flags, counts, step)
-    if done and write:
-        torch._C._increment_version(tensors)
-    return done
+    if type(tensors) is not list or not tensors or not native_on_cpu(tensors[0], "unscale"):
+        return []
+    table = list_table((tensors,), (2 ** len(DTYPE_CODES) - 1,), CHUNK)
+    return [] if table is None else [(table, table.objects[0].dtype)]
 
 
 def check(
@@ -564,6 +547,7 @@ def check(
     tally: Tally | None = None,
     places: Sequence[int] | None = None,
     in_memory: bool | None = None,
+    tables: _Tables | None = None,
 ) -> Verdict:
     """Check, and with `write` unscale, a list of tensors that were validated before.
 
@@ -578,40 +562,36 @@ def check(
             `tensors`.
         in_memory: whether kernels may read the tensors at their addresses; None to find out. Otherwise operations of
             torch are used, which support other dtypes too.
+        tables: what `_list_table` returned for `tensors`; None to find out.
     """
-    in_order = places is None or type(places) is range
-    if (
-        in_memory is not False
-        and in_order
-        and (out is None or out.flags.numel() == len(tensors))
-        and _is_quick(tensors)
-    ):
-        quick = Verdict.empty(len(tensors), _CPU) if out is None else out
-        if _check_quickly(tensors, factor, write, quick.found_inf, quick.sum_of_squares, norm, quick.flags, tally):
-            return quick
-    if in_memory is None:
-        in_memory = all_have_memory(tensors)
     device = tensors[0].device
+    if tables is None:
+        fits = out is None or out.flags.numel() == len(tensors)
+        in_order = places is None or type(places) is range
+        tables = _list_table(tensors) if fits and in_order and in_memory is not False else []
+    if in_memory is None:
+        in_memory = bool(tables) or all_have_memory(tensors)
     places = range(len(tensors)) if places is None else places
     if not in_memory:
         with torch.no_grad(), own_operations(tensors):
             out = Verdict.empty(len(tensors), device) if out is None else out
-            inv_scale = None if factor is None else factor.for_reference(device)
+            inv_scale = _for_reference(factor, device)
             out.flags.zero_()
             out.sum_of_squares.zero_()
             for tensor, place in zip(tensors, places, strict=True):
                 _by_operations(tensor, inv_scale, write, out.flags[place], out.sum_of_squares)
-            _finish_in_torch(out, norm, tally)
+            _finish_in_torch(_Outputs(out, norm, tally))
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
-    flat = all_flattened(tensors)
-    groups = by_dtype(flat)
-    implementation = resolve(device, "unscale")
+    outputs = _Outputs(out, norm, tally)
+    flat = tensors if tables else all_flattened(tensors)
+    implementation = "native" if tables else resolve(device, "unscale")
     if implementation == "reference":
         with torch.no_grad():
-            _run_reference(flat, groups, factor, write, out, norm, tally, places)
+            _run_reference(flat, factor, write, outputs, places)
     else:
-        _run_kernels(implementation, flat, groups, factor, write, out, norm, tally, places)
+        with on_device(device):
+            _run_kernels(implementation, tables or _tables_of(flat, by_dtype(flat), places), factor, write, outputs)
     if write:
         if flat is not tensors:
             with torch.no_grad():
@@ -623,46 +603,32 @@ def check(
 
 
 def _run_reference(
-    tensors: list[torch.Tensor],
-    groups: dict[torch.dtype, Sequence[int]],
-    factor: Factor | None,
-    write: bool,
-    out: Verdict,
-    norm: torch.Tensor | None,
-    tally: Tally | None,
-    places: Sequence[int],
+    tensors: list[torch.Tensor], factor: Factor | None, write: bool, outputs: _Outputs, places: Sequence[int]
 ) -> None:
-    inv_scale = None if factor is None else factor.for_reference(tensors[0].device)
+    out = outputs.verdict
+    inv_scale = _for_reference(factor, tensors[0].device)
     out.flags.zero_()
     sums: list[torch.Tensor] = []
-    for indices in groups.values():
+    for indices in by_dtype(tensors).values():
         group_sums, group_flags = _reference_pass([tensors[index] for index in indices], inv_scale, write)
         sums.append(group_sums)
         out.flags[[places[index] for index in indices]] = group_flags
     out.sum_of_squares.copy_(_reference_sum(torch.cat(sums)))
-    _finish_in_torch(out, norm, tally)
+    _finish_in_torch(outputs)
 
 
-def _tables_of(
-    tensors: list[torch.Tensor], groups: dict[torch.dtype, Sequence[int]], places: Sequence[int]
-) -> list[tuple[TensorTable, torch.dtype]]:
+def _tables_of(tensors: list[torch.Tensor], groups: dict[torch.dtype, Sequence[int]], places: Sequence[int]) -> _Tables:
     """A table for each dtype."""
     if len(groups) == 1:
         return [(_tables[dtype].table(tensors, numbers=[list(places)]), dtype) for dtype in groups]
-    tables = []
+    tables: _Tables = []
     for dtype, indices in groups.items():
         own = [places[index] for index in indices]
         tables.append((_tables[dtype].table([tensors[index] for index in indices], numbers=[own]), dtype))
     return tables
 
 
-def _launch_each(
-    implementation: str,
-    tables: list[tuple[TensorTable, torch.dtype]],
-    factor: Factor | None,
-    write: bool,
-    scratch: _Scratch,
-) -> None:
+def _launch_each(implementation: str, tables: _Tables, factor: Factor | None, write: bool, scratch: _Scratch) -> None:
     """Check the tensors of each table. Their chunks follow each other in `scratch.sums`."""
     launch = _launch_triton if implementation == "triton" else _launch_native
     chunks = 0
@@ -672,29 +638,17 @@ def _launch_each(
             chunks += table.chunks
 
 
-def _run_kernels(
-    implementation: str,
-    tensors: list[torch.Tensor],
-    groups: dict[torch.dtype, Sequence[int]],
-    factor: Factor | None,
-    write: bool,
-    out: Verdict,
-    norm: torch.Tensor | None,
-    tally: Tally | None,
-    places: Sequence[int],
-) -> None:
+def _run_kernels(implementation: str, tables: _Tables, factor: Factor | None, write: bool, outputs: _Outputs) -> None:
     """Check by one launch per dtype and one that combines their results."""
-    device = tensors[0].device
-    with on_device(device):
-        tables = _tables_of(tensors, groups, places)
-        chunks = sum([table.chunks for table, _ in tables])
-        scratch = _scratches.take(device, chunks, out.flags.numel())
-        try:
-            _launch_each(implementation, tables, factor, write, scratch)
-            _gather(implementation, scratch, chunks, out, norm, tally)
-        except BaseException:
-            _scratches.drop()
-            raise
+    flags = outputs.verdict.flags
+    chunks = sum([table.chunks for table, _ in tables])
+    scratch = _scratches.take(flags.device, chunks, flags.numel())
+    try:
+        _launch_each(implementation, tables, factor, write, scratch)
+        _gather(implementation, scratch, chunks, outputs)
+    except BaseException:
+        _scratches.drop()
+        raise
 
 
 def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_memory: bool = True) -> PartialCheck:
@@ -708,7 +662,7 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
     device, dtypes = tensors[0].device, [tensor.dtype for tensor in tensors]
     with torch.no_grad():
         if not in_memory:
-            inv_scale = None if factor is None else factor.for_reference(device)
+            inv_scale = _for_reference(factor, device)
             totals = torch.zeros(len(tensors), dtype=torch.float64, device=device).unbind()
             marks = torch.zeros(len(tensors), dtype=torch.int32, device=device).unbind()
             with own_operations(tensors):
@@ -721,7 +675,7 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
         sizes = [-(-flat[index].numel() // CHUNK) for index in in_order]
         implementation = resolve(device, "unscale")
         if implementation == "reference":
-            inv_scale = None if factor is None else factor.for_reference(device)
+            inv_scale = _for_reference(factor, device)
             sums, flags = _reference_pass([flat[index] for index in in_order], inv_scale, False)
         else:
             place = {index: place for place, index in enumerate(in_order)}
@@ -743,7 +697,7 @@ def finish_parts(part: PartialCheck, places: Sequence[int], out: Verdict, tally:
         out: the verdict to write to.
         tally: as for `check`.
     """
-    device = out.flags.device
+    device, outputs = out.flags.device, _Outputs(out, None, tally)
     with torch.no_grad():
         flags = torch.zeros_like(out.flags)
         where = upload(torch.tensor(places, dtype=torch.int64, device="cpu"), device)
@@ -751,22 +705,21 @@ def finish_parts(part: PartialCheck, places: Sequence[int], out: Verdict, tally:
         if not part.in_memory:
             out.flags.copy_(flags)
             out.sum_of_squares.copy_(functools.reduce(torch.add, [one.sum() for one in part.sums]))
-            _finish_in_torch(out, None, tally)
+            _finish_in_torch(outputs)
             return out
-        by_kind: dict[torch.dtype, list[torch.Tensor]] = {}
-        for dtype, sums in zip(part.dtypes, part.sums, strict=True):
-            by_kind.setdefault(dtype, []).append(sums)
-        sums = torch.cat([one for of_dtype in by_kind.values() for one in of_dtype])
+        pairs = list(zip(part.dtypes, part.sums, strict=True))
+        in_order = [of_tensor for kind in dict.fromkeys(part.dtypes) for dtype, of_tensor in pairs if dtype == kind]
+        sums = torch.cat(in_order)
         implementation = resolve(device, "unscale")
         if implementation == "reference":
             out.flags.copy_(flags)
             out.sum_of_squares.copy_(_reference_sum(sums))
-            _finish_in_torch(out, None, tally)
+            _finish_in_torch(outputs)
             return out
         scratch = _Scratch(device, 0, 0)
         scratch.sums, scratch.flags = sums, flags
         with on_device(device):
-            _gather(implementation, scratch, sums.numel(), out, None, tally)
+            _gather(implementation, scratch, sums.numel(), outputs)
     return out
 
 
@@ -815,16 +768,11 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
         >>> halfstep.foreach_check([torch.ones(2), torch.tensor([float("inf")])]).flags
         tensor([0, 1], dtype=torch.int32)
     """
-    if _is_quick(grads):
-        found_inf, sum_of_squares, flags = _models()
-        found = Verdict(torch.empty_like(found_inf), torch.empty_like(sum_of_squares), flags.new_empty(len(grads)))
-        factor = _checked_factor(inv_scale, _CPU)
-        if _check_quickly(grads, factor, False, found[0], found[1], None, found[2]):  # type: ignore[arg-type]
-            return found
-    tensors, in_memory = check_tensor_list(grads, "grads")
+    tables = _list_table(grads)
+    tensors, in_memory = (list(grads), True) if tables else check_tensor_list(grads, "grads")
     if not tensors:
-        return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
-    return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory)
+        return Verdict(*map(torch.zeros_like, Verdict.empty(0, _CPU)))
+    return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory, tables=tables)
 
 
 def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float) -> Unscaled:
@@ -851,19 +799,14 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         >>> gradients, norm
         ([tensor([3., 4.])], tensor(5.))
     """
-    if _is_quick(grads):
-        model = _models().found_inf
-        found_inf, norm = torch.empty_like(model), torch.empty_like(model)
-        factor = _checked_factor(inv_scale, _CPU)
-        if _check_quickly(grads, factor, True, found_inf, None, norm, None):  # type: ignore[arg-type]
-            return Unscaled(found_inf, norm)
-    tensors, in_memory = check_tensor_list(grads, "grads")
+    tables = _list_table(grads)
+    tensors, in_memory = (list(grads), True) if tables else check_tensor_list(grads, "grads")
     if not tensors:
         return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))
     device = tensors[0].device
     factor = _checked_factor(inv_scale, device)
     if not in_memory:
-        found = check(tensors, factor, write=True, in_memory=False)
-        return Unscaled(found.found_inf, found.sum_of_squares.sqrt().float())
+        result = check(tensors, factor, write=True, in_memory=False)
+        return Unscaled(result.found_inf, result.sum_of_squares.sqrt().float())
     norm = torch.empty((), dtype=torch.float32, device=device)
-    return Unscaled(check(tensors, factor, write=True, norm=norm, in_memory=True).found_inf, norm)
+    return Unscaled(check(tensors, factor, write=True, norm=norm, in_memory=True, tables=tables).found_inf, norm)

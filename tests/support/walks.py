@@ -202,7 +202,8 @@ def walk_casts(library: str | None, target: torch.dtype, rounding: str, start: i
         rounding: ``"nearest"`` or ``"toward_zero"``, which is nearest minus one code if that is larger.
     """
     if library is not None:
-        native.library = lambda family: load_casts(library)  # type: ignore[assignment]  # this process is the walk's own
+        # This process is the walk's own.
+        native.library = lambda family: load_casts(library) if family == "cast" else None  # type: ignore[assignment]
     size, nans = 2**17, 0
     infinity = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float8_e5m2: 0x7C, torch.float8_e4m3fn: 0x7E}
     sign = 1 << (8 * target.itemsize - 1)
