@@ -66,9 +66,11 @@ def compiler() -> list[str] | None:
 
 def cache_folder() -> Path:
     """Where compiled libraries are stored: ``$HALFSTEP_CACHE``, or ``halfstep`` in the user's cache folder."""
+    if wished := os.environ.get("HALFSTEP_CACHE"):
+        return Path(wished)
     from platformdirs import user_cache_path  # imported here, because most processes load no library
 
-    return Path(os.environ.get("HALFSTEP_CACHE") or user_cache_path("halfstep", appauthor=False))
+    return user_cache_path("halfstep", appauthor=False)
 
 
 def _cpu_identity() -> str:
@@ -300,6 +302,8 @@ def library(family: str) -> ctypes.CDLL | None:
         result = _compiled(family, source)
     except (OSError, subprocess.SubprocessError) as error:
         result = str(error)
+    except ImportError as error:  # a checkout that is not installed, as `halfstep bench gpu` may run in
+        result = f"{error}; pip install filelock platformdirs"
     if isinstance(result, str):
         warnings.warn(
             f"halfstep's compiled CPU kernels for {family} are not available: {result}. The eager reference runs "

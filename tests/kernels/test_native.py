@@ -393,6 +393,13 @@ def test_every_family_compiles_without_openmp_and_without_native_tuning(tmp_path
         assert done.returncode == 0, f"{source.name}: {done.stderr}"
 
 
+def test_a_checkout_without_the_dependencies_runs_the_reference_with_a_warning(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['platformdirs'] = None; " + USE
+    done = run(code, HALFSTEP_CACHE="", HOME=str(tmp_path))
+    assert done.stdout.split() == ["0.0", "25.0"], done.stderr
+    assert "; pip install filelock platformdirs. The eager reference runs instead" in done.stderr
+
+
 def test_no_compiler_means_the_reference_and_a_warning(tmp_path: Path) -> None:
     done = run(USE, CXX="/nonexistent/compiler", HALFSTEP_CACHE=str(tmp_path))
     assert done.stdout.split() == ["0.0", "25.0"], done.stderr

@@ -177,7 +177,8 @@ def _model(given: argparse.Namespace) -> Transformer | None:
             meant = instead(given.model.lower(), MODELS, listed=False)
             raise ValueError(
                 f"Expected --model to be the name of a published shape, but got {given.model!r}: {meant}halfstep plan "
-                "--help lists them; for others pass the path of a config.json of Hugging Face, or --layers, --hidden, --heads, --vocab and --seq"
+                "--help lists them; for others pass the path of a config.json of Hugging Face, "
+                "or --layers, --hidden, --heads, --vocab and --seq"
             )
         shape = from_config(given.model) if is_file else MODELS[given.model.lower()]
         return replace(shape, **{name: getattr(given, name) for name in named if name != "seq"}, **changes)
