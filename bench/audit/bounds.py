@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 AT_MOST = ("bytes_read", "bytes_written", "registers", "spills", "shared_bytes", "barriers", "layout_conversions")
 AT_LEAST = ("access_bits",)
@@ -25,17 +24,11 @@ REGISTER_SLACK = 8
 Entry = dict[str, float | None]
 
 
-@dataclass
-class Bounds:
-    """The recorded bounds, by `key`.
-
-    Attributes:
-        triton: the version of Triton that compiled the recorded kernels.
-        entries: the measures of each row.
-    """
+class Bounds(NamedTuple):
+    """The version of Triton that compiled the recorded kernels, and the measures of each row, by `key`."""
 
     triton: str
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, Entry]
 
 
 def key(row: dict[str, Any]) -> str:
@@ -95,7 +88,7 @@ def departures(
         targets: the targets that were audited.
         remedy: the command that records bounds.
     """
-    found = []
+    found: list[str] = []
     strict = triton == bounds.triton
     for row in rows:
         bound = bounds.entries.get(key(row))
@@ -114,18 +107,10 @@ def departures(
                 found.append(f"{key(row)}: {measure} {value} is {relation} the recorded {limit}{slack}")
     audited = {key(row) for row in rows}
     covered = {name for name in bounds.entries if _covers(name, families, targets)}
-    found += _by_variant(audited - bounds.entries.keys(), f"no bounds are recorded; look at it, and record: {remedy}")
-    found += _by_variant(covered - audited, f"recorded, but no variant has this name any more; record: {remedy}")
+    unrecorded, gone = audited - bounds.entries.keys(), covered - audited
+    found += [f"{name}: no bounds are recorded; look at it, and record: {remedy}" for name in unrecorded]
+    found += [f"{name}: recorded, but no variant has this name any more; record: {remedy}" for name in gone]
     return sorted(found)
-
-
-def _by_variant(names: Collection[str], sentence: str) -> list[str]:
-    """One line per variant, with its targets."""
-    targets: dict[str, list[str]] = {}
-    for name in sorted(names):
-        variant, _, target = name.rpartition(" | ")
-        targets.setdefault(variant, []).append(target)
-    return [f"{variant} | {', '.join(of)}: {sentence}" for variant, of in targets.items()]
 
 
 def record(
@@ -140,7 +125,7 @@ def record(
     Raises:
         ValueError: entries that would stay were recorded with another version of Triton.
     """
-    old = load(path) if path.exists() else Bounds(triton)
+    old = load(path) if path.exists() else Bounds(triton, {})
     kept = {name: values for name, values in old.entries.items() if not _covers(name, families, targets)}
     if kept and old.triton != triton:
         raise ValueError(

@@ -147,14 +147,7 @@ def _parser() -> Parser:
         "--out", type=a_path, metavar="DIR", help="also draw all kernels on the roofline of each GPU: DIR/roofline.png"
     )
     parser.add_argument(
-        "--counts",
-        type=input_file,
-        default=roofline.COUNTS_FILE,
-        metavar="FILE",
-        help=f"executed counts that make bounds recorded, for --out (default: {roofline.COUNTS_FILE})",
-    )
-    parser.add_argument(
-        *("--jobs",),
+        "--jobs",
         type=whole(1),
         default=min(os.cpu_count() or 1, 8),
         metavar="N",
@@ -194,7 +187,7 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     import triton
 
     if arguments.out:  # first, since it does not depend on the audit, which takes minutes
-        counts = roofline.read(arguments.counts)
+        counts = roofline.read()
         picture = make_folder(arguments.out) / "roofline.png"
         title = f"Predicted from executed kernels of Triton {counts['triton']}, cold cache"
         draw(picture, roofline.panels(counts), title)
@@ -256,7 +249,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.bounds:
             audit_bounds.load(arguments.bounds)
         if arguments.out:
-            roofline.read(arguments.counts)
+            roofline.read()
         status = _without_interpreter(argv)
         if status is not None:
             return status

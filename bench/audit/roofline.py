@@ -125,23 +125,19 @@ def seconds(gpu: GPU, counts: Mapping[str, Any], instructions: float) -> tuple[f
     )
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The counts that `make bounds` recorded in a file.
+def read() -> dict[str, Any]:
+    """The counts that `make bounds` recorded in `COUNTS_FILE`.
 
     Raises:
-        UsageError: the file cannot be read, or contains no counts.
+        UsageError: there is no such file in the working folder, or it contains no counts.
     """
     try:
-        counts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        counts: dict[str, Any] = json.loads(COUNTS_FILE.read_text(encoding="utf-8"))
         list(ratios(counts)), counts["triton"]
-    except OSError as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"--counts {path} cannot be read: {error.strerror}; it comes with a checkout of halfstep: run this in its "
-            "root, or name the file"
-        ) from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"expected --counts to be a file of make bounds, but got {path}, which holds no counts"
+            f"--out draws the counts of {COUNTS_FILE}, which comes with a checkout of halfstep: run this in its root, "
+            f"or record them again with make bounds ({type(error).__name__}: {error})"
         ) from error
     return counts
 

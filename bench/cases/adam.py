@@ -207,7 +207,7 @@ def _loop(sizes: Sizes, inputs: AdamInputs) -> Prepared:
 
 
 def _optimi(inputs: AdamInputs) -> Prepared:
-    optimi, on_gpu = needs("torch-optimi"), inputs.weights.device.type == "cuda"
+    optimi, on_gpu = needs("optimi"), inputs.weights.device.type == "cuda"
     low = inputs.weights.dtype != torch.float32
 
     def weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -238,21 +238,21 @@ def _flashoptim(inputs: AdamInputs, **options: Any) -> Prepared:
 def _torchao(sizes: Sizes, name: str, inputs: AdamInputs, masters: bool = True, **options: Any) -> Prepared:
     loops(sizes, len(inputs.weights))
     compiled(len, sizes, len(inputs.weights))  # torchao compiles its step; this checks whether that takes too long
-    optimizer = getattr(needs("torchao", "torchao.optim"), name)
+    optimizer = getattr(needs("torchao.optim"), name)
     return (_with_masters if masters else _direct)(partial(optimizer, **HYPER, **options), inputs)
 
 
 def _bitsandbytes(sizes: Sizes, inputs: AdamInputs, masters: bool = True) -> Prepared:
     if inputs.weights.device.type == "cpu":  # on a GPU it launches one kernel per tensor
         loops(sizes, len(inputs.weights))
-    optimizer = needs("bitsandbytes", "bitsandbytes.optim").AdamW8bit
+    optimizer = needs("bitsandbytes.optim").AdamW8bit
     return (_with_masters if masters else _direct)(partial(optimizer, **HYPER), inputs)
 
 
-def _fused_adam(distribution: str, module: str, inputs: AdamInputs) -> Prepared:
+def _fused_adam(module: str, inputs: AdamInputs) -> Prepared:
     """apex or transformer-engine, which have the same interface and create masters of 16-bit parameters."""
     needs_gpu(inputs.weights.device)
-    optimizer_class = needs(distribution, module).FusedAdam
+    optimizer_class = needs(module).FusedAdam
     low = inputs.weights.dtype != torch.float32
 
     def weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -294,8 +294,8 @@ def _jobs(sizes: Sizes) -> Iterator[Job]:
         "torch naive": partial(_loop, sizes),
     }
     fused_adams = {
-        "apex": partial(_fused_adam, "apex", "apex.optimizers"),
-        "transformer-engine": partial(_fused_adam, "transformer-engine", "transformer_engine.pytorch.optimizers"),
+        "apex": partial(_fused_adam, "apex.optimizers"),
+        "transformer-engine": partial(_fused_adam, "transformer_engine.pytorch.optimizers"),
     }
     bf16: dict[str, Any] = {"state_dtype": torch.bfloat16}
     coded: dict[str, Any] = {"state_dtype": "8bit"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +11,6 @@ import torch
 from halfstep.bench.cases import Sizes
 from halfstep.bench.harness import Unavailable
 
-# The module of each distribution.
-PEERS = {
-    "liger-kernel": "liger_kernel",
-    "torch-optimi": "optimi",
-    "flashoptim": "flashoptim",
-    "torchao": "torchao",
-    "bitsandbytes": "bitsandbytes",
-    "apex": "apex",
-    "transformer-engine": "transformer_engine",
-    "deepspeed": "deepspeed",
-}
-
 
 def needs_gpu(device: torch.device) -> None:
     """Raise unless `device` is a GPU."""
@@ -31,14 +18,13 @@ def needs_gpu(device: torch.device) -> None:
         raise Unavailable("needs a GPU")
 
 
-def needs(distribution: str, module: str = "") -> Any:
+def needs(module: str) -> Any:
     """Import a module of a peer, or raise `Unavailable`."""
-    root = PEERS[distribution]
-    if importlib.util.find_spec(root) is None:
-        raise Unavailable("not installed")
     try:
-        return importlib.import_module(module or root)
+        return importlib.import_module(module)
     except (ImportError, OSError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            raise Unavailable("not installed") from error
         raise Unavailable(f"does not import here: {str(error).strip().splitlines()[0]}") from error
 
 

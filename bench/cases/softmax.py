@@ -58,7 +58,7 @@ def _torch(x: torch.Tensor) -> torch.Tensor:
 
 def _liger(x: torch.Tensor) -> torch.Tensor:
     needs_gpu(x.device)
-    result: torch.Tensor = needs("liger-kernel", "liger_kernel.ops.softmax").LigerSoftmaxFunction.apply(x)
+    result: torch.Tensor = needs("liger_kernel.ops.softmax").LigerSoftmaxFunction.apply(x)
     return result
 
 

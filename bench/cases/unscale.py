@@ -99,7 +99,7 @@ def _naive_check(sizes: Sizes, gradients: list[torch.Tensor]) -> tuple[torch.Ten
 
 def _apex_check(gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     needs_gpu(gradients[0].device)
-    amp, flag = needs("apex", "amp_C"), torch.zeros(1, dtype=torch.int32, device=gradients[0].device)
+    amp, flag = needs("amp_C"), torch.zeros(1, dtype=torch.int32, device=gradients[0].device)
     norm, _ = amp.multi_tensor_l2norm(65536, flag, [gradients], True)
     return ~torch.isfinite(norm).all(), norm.square().sum()
 
@@ -126,7 +126,7 @@ def _naive_unscale(
 
 def _apex_unscale(gradients: list[torch.Tensor], inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     needs_gpu(inverse.device)
-    amp, flag = needs("apex", "amp_C"), torch.zeros(1, dtype=torch.int32, device=inverse.device)
+    amp, flag = needs("amp_C"), torch.zeros(1, dtype=torch.int32, device=inverse.device)
     amp.multi_tensor_scale(65536, flag, [gradients, gradients], float(inverse))
     norm, _ = amp.multi_tensor_l2norm(65536, flag, [gradients], False)
     return flag, norm

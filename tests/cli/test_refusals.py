@@ -164,8 +164,8 @@ def test_what_is_wrong_gets_one_line(words: str, said: str, folder: Path) -> Non
 def test_a_file_without_permission_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("bounds.json").touch()
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
-    found = complaint("bench", "audit", "--counts", "bounds.json")
-    assert "argument --counts: 'bounds.json' cannot be read: Permission denied; pass a file that can be read" in found
+    found = complaint("bench", "audit", "--bounds", "bounds.json")
+    assert "argument --bounds: 'bounds.json' cannot be read: Permission denied; pass a file that can be read" in found
 
 
 @pytest.mark.parametrize("words", ["ladder --out x.png", "plan --params 8 --out x.png", "inspect x.pt --out x.png"])
