@@ -28,27 +28,22 @@ from halfstep.numerics.scaling.overflow import Overflow
 RUN_COLOURS = {"fp32": "#4c566a", "bf16": "#0072b2", "fp16": "#009e73", "bf16 without master": "#d55e00"}
 OVERFLOW = ("parameter", "steps with", "first step", "last step")
 EMULATED = (
-    "On this CPU the {names} matrix products were emulated: {names} operands are multiplied and accumulated in fp32, "
-    "and the result is rounded once, in the forward and in the backward. This is the arithmetic of a tensor core, with "
-    "its underflow and overflow, but these times say nothing about a GPU."
+    "On this CPU the {names} matrix products were emulated: accumulated in fp32 and rounded once, as in a tensor core, "
+    "with its underflow and overflow. These times say nothing about a GPU."
 )
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """A description of the machine, without its name and its user, and the versions of packages (None: absent)."""
-    return {
-        "machine": {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-            "cpu": processor_name(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version_of(name) for name in ("halfstep", "torch", "numpy", "triton")},
-        },
+    known = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "cpu": processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
     }
+    versions = {name: version_of(name) for name in ("halfstep", "torch", "numpy", "triton")}
+    return {"machine": known, "versions": {"python": platform.python_version(), **versions}}
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -117,7 +112,9 @@ def show_table(content: dict[str, Any]) -> None:
     for run in content["runs"]:
         skipped, overflowed = overflow_of(run)
         if skipped:
-            show(skipped, Table(OVERFLOW, [list(map(str, row)) for row in overflowed], (2, 3)))
+            say(skipped)
+        if overflowed:
+            show(Table(OVERFLOW, [list(map(str, row)) for row in overflowed], (2, 3)))
     for note in notes(content):
         say(note)
 

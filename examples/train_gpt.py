@@ -264,7 +264,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def shape_of(size: Size) -> Transformer:
-    """The model as the planner describes models."""
+    """The model as the planner describes it."""
     return Transformer(size.layers, size.width, size.heads, VOCABULARY, size.context, biases=False, dropout=False)
 
 
@@ -486,8 +486,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """The content of a checkpoint, which does not depend on the strategy. Collective: it gathers shards."""
-        cuda, optimizer = self.world.device.type == "cuda", self.optimizer
-        is_zero = isinstance(optimizer, ZeroRedundancyOptimizer)
+        optimizer, is_zero = self.optimizer, isinstance(self.optimizer, ZeroRedundancyOptimizer)
         return {
             "format": FORMAT,
             "plan": plan(self.run, self.options, self.corpus),
@@ -496,8 +495,6 @@ class Trainer:
             "optimizer": zero.state_dict(optimizer) if is_zero else checkpoint.gather(optimizer.state_dict()),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "gradients": self._counted(),
-            "rng": self.world.objects(torch.get_rng_state()),
-            "cuda_rng": self.world.objects(torch.cuda.get_rng_state(self.world.device) if cuda else None),
             "history": {name: torch.tensor(known, dtype=torch.float64) for name, known in self.history.items()},
             "gradient_bytes": {"world_size": self.world.size, "bytes": self.gradient_bytes},
         }
@@ -510,10 +507,6 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         world, counted = self.world, state["gradients"]
-        if len(state["rng"]) == world.size:  # otherwise there is no random state for each rank
-            torch.set_rng_state(state["rng"][world.rank])
-            if world.device.type == "cuda" and state["cuda_rng"][world.rank] is not None:
-                torch.cuda.set_rng_state(state["cuda_rng"][world.rank], world.device)
         if self.monitor is not None:
             # The counts are sums over all ranks.
             counts = torch.zeros_like(counted["counts"]) if world.rank else counted["counts"]
@@ -528,10 +521,10 @@ class Trainer:
         if self.scaler is None:
             return None
         known = self.scaler.overflow_report(self.plain.named_parameters()).as_dict()
-        found: dict[str, dict[str, Any]] = {}
-        for one in chain.from_iterable(self.world.objects(known["parameters"])):
-            found[one["name"]] = max(one, found.get(one["name"], one), key=_overflow_steps)
-        return {**known, "parameters": sorted(found.values(), key=_overflow_steps, reverse=True)}
+        everywhere = chain.from_iterable(self.world.objects(known["parameters"]))
+        ordered = sorted(everywhere, key=lambda one: one["inf_steps"] + one["nan_steps"])
+        found = {one["name"]: one for one in ordered}  # of a parameter, the rank with the most
+        return {**known, "parameters": [*found.values()][::-1]}
 
     def _counted(self) -> dict[str, Any] | None:
         """The counts of gradients, summed over shards, with copies counted once. Collective; waits for the device."""
@@ -614,10 +607,6 @@ class Trainer:
             "overflow": self._overflow(),
             "gradients": self._gradients(),
         }
-
-
-def _overflow_steps(parameter: dict[str, Any]) -> int:
-    return parameter["inf_steps"] + parameter["nan_steps"]
 
 
 def plan(run: Run, options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:

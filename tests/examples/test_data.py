@@ -43,16 +43,6 @@ def test_the_windows_of_a_batch_never_change() -> None:
     assert corpus.batch(2**63 - 1, 10**9, range(2), 8)[0][:, 0].tolist() == [140, 157]
 
 
-def test_starts_are_spread_evenly() -> None:
-    corpus = Corpus("", 1, np.arange(256, dtype=np.uint8), np.arange(40, dtype=np.uint8), "", 0.0)
-    starts = torch.cat([corpus.batch(0, step, range(64), 8)[0][:, 0] for step in range(500)])
-    counts = torch.bincount(starts, minlength=248)
-    assert len(counts) == 248  # 256 - 8 windows: the last one ends with the last byte
-    expected = len(starts) / 248
-    chi_squared = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_squared < 247 + 5 * math.sqrt(2 * 247)
-
-
 def test_targets_are_the_next_bytes_and_never_of_the_other_part(corpus: Corpus) -> None:
     train, val = corpus.train.tobytes(), corpus.val.tobytes()
     for part, (inputs, targets) in (

@@ -44,6 +44,7 @@ def test_adapters_begin_as_the_model_and_train_only_themselves() -> None:
     model = _model()
     expected = _loss(model)
     add_adapters(model, 4, 8.0, 0)
+    assert model.blocks[0].down.lora_a.std().item() == pytest.approx(128**-0.5, rel=0.15)
     assert torch.equal(_loss(model), expected)
     _loss(model).backward()
     names = {name for name, parameter in model.named_parameters() if parameter.grad is not None}

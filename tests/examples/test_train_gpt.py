@@ -334,12 +334,13 @@ def test_a_damaged_checkpoint_is_named_with_the_good_one_and_that_one_works(
 
 
 def test_names_of_files_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, out = tmp_path / "\x1b]0;owned\x07\x1b[2J.py", tmp_path / "\x1b[8mout\nreport: "
+    text, out = tmp_path / "\x1b]0;owned\x07\x1b[2J<b>.py", tmp_path / "\x1b[8mout\nreport: "
     text.write_bytes(TEXT)
     assert _train(text, out, "--save-every", 6) == 0
     assert _train(text, out, "--save-every", 6) == 2
     printed = "".join(capsys.readouterr())
-    assert r"\x1b]0;owned\x07\x1b[2J.py: " in printed
+    assert r"\x1b]0;owned\x07\x1b[2J<b>.py: " in printed
+    assert "<b>" not in (out / "report.html").read_text()
     assert rf"report: {tmp_path}/\x1b[8mout\nreport: /report.json" in printed
     assert all(sign.isprintable() or sign == "\n" for sign in printed)
 
