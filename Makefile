@@ -61,7 +61,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(VENV)/.plots $(VENV)/.test $@
 
 demo: $(VENV)/.plots
-	$(BIN)/halfstep train --precision compare --out $(OUT)
+	$(BIN)/python examples/train_gpt.py --precision compare --out $(OUT)
 	@echo "The report is $(OUT)/report.html (also report.json and report.png)."
 
 unit-tests: $(VENV)/.test
@@ -147,4 +147,4 @@ bounds: $(VENV)/.test
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	find bench integrations kernels numerics src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find bench integrations kernels numerics src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -55,6 +55,9 @@ def state_dict(
     """
     group = optimizer.process_group
     place = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer.param_groups))}
+    for held, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
+        # A scheduler changes the outer groups.
+        held.update({name: value for name, value in outer.items() if name != "params"})
     with saving(optimizer.optim, "held" if is_held(optimizer_state) else "canonical"):
         local = optimizer.optim.state_dict()
     numbers = _parameters(local["param_groups"])

@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def groups_are_not_freed() -> Iterator[None]:
-    """Keep process groups that a test destroys, as cli/train/world.py does, since freeing one can block."""
+    """Keep process groups that a test destroys, as the ends of examples/ do, since freeing one can block."""
     destroy, kept = dist.destroy_process_group, []
 
     def keep_and_destroy(group: Any = None) -> None:

@@ -15,19 +15,6 @@ from halfstep.__main__ import main
 from halfstep.cli import plan
 
 
-@pytest.mark.parametrize("rank", [None, "0"])
-def test_a_rank_ends_before_python_shuts_down(rank: str | None) -> None:
-    """Gloo's threads, which torch may keep after the process group, abort a Python that shuts down."""
-    code = (
-        "import atexit, sys; from halfstep.__main__ import program; atexit.register(print, 'shut down'); "
-        "sys.argv[1:] = ['trian']; print('before', end=' '); sys.exit(program())"
-    )
-    environment = {**os.environ} if rank is None else {**os.environ, "RANK": rank}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (2, "before shut down\n" if rank is None else "before ")
-    assert "unknown command 'trian'" in done.stderr
-
-
 def test_every_command_has_a_main_and_passes_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in importlib.import_module("halfstep.__main__").COMMANDS:
         seen = []

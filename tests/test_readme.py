@@ -91,10 +91,10 @@ def test_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for name in FILE.findall(text):
         assert (ROOT / name).exists(), name
-    for name in re.findall(r"`([\w]+\.py)\b", text):  # by name alone: tests, and what they share
+    for name in re.findall(r"`([\w]+\.py)\b", text):  # by name alone: examples, tests, and what they share
         if name == "train.py":  # the user's own
             continue
-        assert list((ROOT / "tests").rglob(name)), name
+        assert [*(ROOT / "tests").rglob(name), *(ROOT / "examples").rglob(name)], name
 
 
 def test_tests_that_are_named_exist() -> None:

@@ -42,9 +42,6 @@ COMMANDS = (
     _Command(("convert",), "halfstep.cli.convert", "convert a checkpoint of an earlier version, or export its model"),
     _Command(("doctor",), "halfstep.cli.doctor", "find what is wrong with a checkpoint, or with this machine"),
     _Command(
-        ("train",), "halfstep.cli.train.command", "train a small GPT on text in fp32, bf16, fp16, or compare them"
-    ),
-    _Command(
         ("bench", "audit"),
         "halfstep.bench.audit.command",
         "compile every kernel for four GPU architectures, and check it",
@@ -52,6 +49,9 @@ COMMANDS = (
     _Command(("bench", "gpu"), "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
     _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step, and installed peers"),
 )
+
+# Commands of earlier versions, and where they went.
+LEFT = {"train": "halfstep train is now a script of the repository: python examples/train_gpt.py, see docs/training.md"}
 
 
 def _listed(commands: Sequence[_Command]) -> Table:
@@ -76,17 +76,6 @@ def _unknown(words: Sequence[str]) -> str:
     starts = {" ".join(command.words[: len(words)]) for command in COMMANDS}
     given = " ".join(words)
     return f"unknown command {given!r}; {instead(given, sorted(starts))}; see halfstep --help"
-
-
-def _shorten_openmp_spinning() -> None:
-    """Make OpenMP's threads sleep sooner between two operations. Must run before torch loads and reads the setting.
-
-    By default the threads spin for milliseconds. A step of a small model is hundreds of short operations, so on a
-    machine with other work the threads mostly wait for one another's time slices: on two cores shared with two busy
-    processes, a step took 254 ms, and 86 ms with this setting. A setting that the user made is kept.
-    """
-    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,11 +108,12 @@ def _run(arguments: list[str]) -> int:
     for command in COMMANDS:
         length = len(command.words)
         if tuple(arguments[:length]) == command.words:
-            if command.words == ("train",):
-                _shorten_openmp_spinning()
             module = importlib.import_module(command.module)
             raise_again()
             return int(module.main(arguments[length:], *(command.words if command.module == _LOOKUP else ())))
+    if arguments[0] in LEFT:
+        complain("halfstep", LEFT[arguments[0]])
+        return 2
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         show(_listed(family))
@@ -133,20 +123,10 @@ def _run(arguments: list[str]) -> int:
 
 
 def program() -> int:
-    """The program ``halfstep``: `main`, which ends the process where torchrun started it.
-
-    Gloo's threads live on where torch keeps the process group after `destroy_process_group`: default arguments of
-    torch.distributed.nn and the caches of DTensor refer to it. A thread that still frees the tensors of the last
-    message while Python shuts down aborts the process ("terminate called without an active exception"), and torchrun
-    reports a failed run.
-    """
+    """The program ``halfstep``: `main`, before and after which Ctrl-C ends the process at once."""
     end_at_once()
     status = main()
     end_at_once()
-    if "RANK" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
     return status
 
 

@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "train"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path) -> None:
     for typed in ("--jsno", "--helpp=3"):
         found = complaint(*name.split(), *NEEDED.get(name, []), typed)
@@ -77,6 +77,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         # commands
         ("help plam", "unknown command 'plam'; did you mean 'plan'? Choose from bench, compare"),
         ("bench rum", "unknown command 'bench rum'; did you mean 'bench run'? Choose from bench audit"),
+        ("train --steps 3", "halfstep train is now a script of the repository: python examples/train_gpt.py"),
         # the lookup
         ("encode 2.5x", "argument NUMBER: '2.5x' is not a number: 'x' is not understood. Write decimals (1e-400)"),
         ("encode 1e99999999", "argument NUMBER: Expected magnitudes from 2^-65536 to 2^65536"),

@@ -52,6 +52,14 @@ def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def test_the_learning_rate_is_that_of_a_schedule() -> None:
+    divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=halfstep.AdamW)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(divided, 0.5)
+    _step(divided, 1)
+    schedule.step()
+    assert [group["lr"] for group in zero.state_dict(divided)["param_groups"]] == [0.05, 0.1]
+
+
 @layouts
 def test_it_is_the_state_of_the_optimizer_without_zero(shapes: Any, options: Any) -> None:
     plain = halfstep.AdamW(_groups(shapes), **options)

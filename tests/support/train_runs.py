@@ -1,4 +1,4 @@
-"""Runs of ``halfstep train`` in several processes, and the differences of two runs."""
+"""Runs of examples/train_gpt.py, in this process or in several, and the differences of two runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,30 @@ from typing import Any
 
 import pytest
 import rank_processes
+import report as reports
 import torch
+import torch.distributed as dist
+import train_gpt
 
-from halfstep.__main__ import main
-from halfstep.cli.train import loop
-from halfstep.cli.train import report as reports
 from halfstep.integrations import checkpoint
 
 TIMES = ("step_ms", "optimizer_ms")
+GROUPS: list[Any] = []  # process groups are not freed, which can block
+
+
+def options(**settings: Any) -> Any:
+    """The options of a run of a nano model, with `settings` in place of the defaults."""
+    parsed = train_gpt.parse(["--size", "nano", "--batch", "4"])
+    vars(parsed).update(settings)
+    return parsed
+
+
+def train(*words: object) -> int:
+    """Run train_gpt.py with these arguments in this process. Returns the exit status."""
+    try:
+        return train_gpt.main([str(word) for word in words])
+    except SystemExit as ended:
+        return int(ended.code or 0)
 
 
 def newest(out: Path, name: str) -> tuple[int, dict[str, Any]]:
@@ -49,32 +65,32 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
-    """Make runs short: no picture in the report, and few rows for validation."""
+    """Make runs short: no picture in the report, few rows for validation, and no measured peak."""
     patch.setattr(reports, "picture", lambda content: None)
-    patch.setattr(loop, "VALIDATION_ROWS", 16)
+    patch.setattr(train_gpt, "VALIDATION_ROWS", 16)
+    patch.setattr(train_gpt, "peak_of", lambda device, dtype: (1e12, "not measured"))
 
 
-def train_together(ranks: int, runs: Sequence[Sequence[object]], small: bool = True) -> list[str]:
-    """Run ``halfstep train`` with each of `runs`, arguments, in the same processes. Returns the output of each rank.
-
-    With `small`, the runs are shortened by `make_small`.
+def train_together(ranks: int, runs: Sequence[Sequence[object]]) -> list[str]:
+    """Run train_gpt.py, made small, with each of `runs`, arguments, in the same processes. Returns each rank's output.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: one failed; with what was printed.
     """
     with rank_processes.ports(len(runs)) as ports:
         orders = [(port, list(map(str, words))) for port, words in zip(ports, runs, strict=True)]
-        return rank_processes.run(_train, ranks, orders, small, join=False)
+        return rank_processes.run(_train, ranks, orders, join=False)
 
 
-def _train(rank: int, orders: list[tuple[int, list[str]]], small: bool) -> str:
-    if small:
-        make_small(pytest.MonkeyPatch())
+def _train(rank: int, orders: list[tuple[int, list[str]]]) -> str:
+    make_small(pytest.MonkeyPatch())
     printed = io.StringIO()
     for port, words in orders:
         os.environ["MASTER_PORT"] = str(port)
         with redirect_stdout(printed), redirect_stderr(printed):
-            status = main(["train", *words])
+            status = train(*words)
         if status:
-            raise RuntimeError(f"halfstep train {' '.join(words)} returned {status}: {printed.getvalue()[-3000:]}")
+            raise RuntimeError(f"train_gpt.py {' '.join(words)} returned {status}: {printed.getvalue()[-3000:]}")
+        GROUPS.extend(dist.distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
     return printed.getvalue()

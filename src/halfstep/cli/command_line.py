@@ -189,7 +189,6 @@ def run(
     argv: Sequence[str],
     command: Callable[[argparse.Namespace], int | None],
     refused: tuple[type[Exception], ...] = (),
-    speaks: bool = True,
 ) -> int:
     """Parse the command line and carry it out.
 
@@ -198,7 +197,6 @@ def run(
         argv: the arguments of the command.
         command: receives the parsed options and returns the exit status; None means 0.
         refused: exceptions besides `UsageError` whose text is an error message for the user.
-        speaks: whether to print error messages. Of several processes with the same error, only one prints it.
 
     Returns:
         The exit status: what the command returned, 2 for wrong input, or that of `with_output`.
@@ -209,8 +207,7 @@ def run(
         try:
             return command(parser.parse(argv)) or 0
         except refusals as error:
-            if speaks:
-                complain(parser.prog, str(error))
+            complain(parser.prog, str(error))
             return 2
 
     return with_output(parser.prog, carry_out)

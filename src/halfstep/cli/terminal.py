@@ -247,31 +247,3 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-# ---------------------------------------------------------------- what cli/train and the pages import until they leave
-
-
-class Terminal:
-    """The functions above under their old names."""
-
-    def __init__(self, width: int = 160) -> None:
-        self.width = width
-
-    def paint(self, words: str, style: str) -> str:
-        return words
-
-    def wrap(self, words: str) -> list[str]:
-        return [words]
-
-    def show(self, lines: Sequence[str], stream: TextIO) -> None:
-        show(*lines, stream=stream)
-
-
-def terminal() -> Terminal:
-    return Terminal(width())
-
-
-def ruled(header: Sequence[str], rows: Any, right: Sequence[bool], screen: Terminal) -> list[str]:
-    places = [column for column, at_right in enumerate(right) if at_right]
-    return rendered([Table(header, rows, places, ruled=True)], screen.width)

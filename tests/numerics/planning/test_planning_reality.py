@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counted_bytes import Outputs, counted, storage_bytes
+from gpt import DTYPES, GPT, SIZES, Precision
 from torch import nn
 
 import halfstep
-from halfstep.cli.train.model import GPT, SIZES
-from halfstep.cli.train.precision import DTYPES, Precision
 from halfstep.numerics.planning import MODELS, Plan, Transformer, plan, unit, work
 from halfstep.numerics.planning.layouts import INT8_GROUPS, LAYOUTS
 
@@ -316,7 +315,7 @@ def test_the_demos_gpt_saves_what_is_planned(precision: str) -> None:
     size, b = SIZES["nano"], 3
     s, h = size.context, size.width
     shape = Transformer(size.layers, h, size.heads, 256, s, biases=False, dropout=False)
-    model = GPT(size, Precision.on(precision, CPU), seed=0).to(DTYPES[precision])
+    model = GPT(size, Precision(precision, DTYPES[precision], emulated=False), seed=0).to(DTYPES[precision])
     tokens = torch.arange(b * s).view(b, s) % 256
     found = saved_bytes(lambda: model(tokens, tokens), list(model.parameters()))
     made = plan(model=shape, batch=b, precision=precision)

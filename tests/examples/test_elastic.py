@@ -16,21 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from train_runs import differences, newest, report, train_together
+import train_gpt
+from train_runs import differences, newest, options, report, train
 
-from halfstep.__main__ import main
-from halfstep.cli.train import world
 from halfstep.integrations import checkpoint
 
-LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2 -m halfstep train".split()
+LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2".split()
 OPTIONS = "--strategy ddp --precision fp16 --size nano --steps 20 --batch 4 --save-every 4".split()
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.py"
-    path.write_bytes(Path(os.__file__).read_bytes())
-    return path
 
 
 def _words(text: Path, out: Path) -> list[str]:
@@ -51,7 +43,11 @@ def _train(text: Path, out: Path, kill: dict[str, int]) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     errors = (out.parent / f"{out.name}.errors").open("w+")
     process = subprocess.Popen(
-        [sys.executable, *LAUNCH, *_words(text, out)], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        [sys.executable, *LAUNCH, train_gpt.__file__, *_words(text, out)],
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=environment,
     )
     kill = dict(kill)
     printed = ""
@@ -73,7 +69,7 @@ def _train(text: Path, out: Path, kill: dict[str, int]) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_killed_rank_is_restarted_and_the_loss_is_the_same(text: Path, tmp_path: Path) -> None:
     calm, killed = tmp_path / "calm", tmp_path / "killed"
-    assert "restarted" not in train_together(2, [_words(text, calm)], small=False)[0]
+    assert "restarted" not in _train(text, calm, {})
     printed = _train(text, killed, {"fp16: step 10/20": 0})  # the rank that saves, some steps after it has
     assert "processes restarted by torchrun, restart 1: continuing\nfp16: continuing after step " in printed
     assert printed.count("step 20/20") == printed.count("report: ") == 1, "only rank 0 prints"
@@ -95,9 +91,10 @@ def test_restarted_ranks_do_not_meet_where_the_dead_ones_left_their_addresses(
     place |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": restarts}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    with world.world("ddp", "cpu", world.ExecutionOptions()) as here:
-        assert here.mean(torch.tensor(3.0)) == 3 and dist.get_world_size() == 1
-        left = [key for key in kept.list_keys() if not key.startswith("init/")]
+    here = train_gpt.connect(options(strategy="ddp"))
+    assert here.mean(torch.tensor(3.0)) == 3 and dist.get_world_size() == 1
+    left = [key for key in kept.list_keys() if not key.startswith("init/")]
+    dist.destroy_process_group()
     assert left and {f"restart {restarts}/" in key for key in left} == {apart}, left
 
 
@@ -105,36 +102,19 @@ def test_a_restart_takes_the_newest_checkpoint_and_a_first_start_does_not(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    words = [
-        "train",
-        *"--size nano --steps 12 --batch 4 --save-every 4".split(),
-        "--data",
-        str(text),
-        "--out",
-        str(out),
-    ]
+    words = ["--size", "nano", "--steps", 12, "--batch", 4, "--save-every", 4, "--data", text, "--out", out]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert main(words) == 0
+    assert train(*words) == 0
     assert "restart 1: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out
     whole = report(out)
-    files = checkpoint.checkpoints(out / "checkpoints" / "bf16")
-    shutil.rmtree(files[-1][1])
-    assert main(words) == 0
+    shutil.rmtree(checkpoint.checkpoints(out / "checkpoints" / "bf16")[-1][1])
+    assert train(*words) == 0
     assert "bf16: continuing after step 8" in capsys.readouterr().out
     assert report(out)["train_loss"] == whole["train_loss"]
     # The file that the first start was given is older than what the run has saved since.
     oldest = checkpoint.checkpoints(out / "checkpoints" / "bf16")[0]
-    assert main([*words, "--resume", str(oldest[1])]) == 0
+    assert train(*words, "--resume", oldest[1]) == 0
     assert "bf16: continuing after step 12" in capsys.readouterr().out
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert main(words) == 2
-    assert "already holds checkpoints, up to step 12" in capsys.readouterr().err
-
-
-def test_without_checkpoints_a_restart_begins_anew(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    words = ["train", *"--size nano --steps 2 --batch 4 --out".split(), str(tmp_path / "out"), "--data", str(text)]
-    assert main(words) == 0
-    assert "restart 2: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out
+    assert train(*words) == 2
+    assert "already holds step-00000012" in capsys.readouterr().err

@@ -1,13 +1,24 @@
-"""Fixtures of the tests of ``halfstep train``."""
+"""Fixtures of the tests of examples/train_gpt.py."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file of some 40 kB of Python."""
+    path = tmp_path / "text.py"
+    path.write_bytes(Path(os.__file__).read_bytes())
+    return path
+
+
+@pytest.fixture
 def picture() -> None:
-    """For tests whose reports have pictures."""
+    """For tests whose reports have pictures and measured peaks."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,199 @@
+"""The model of train_gpt.py: a byte-level GPT with pre-norm blocks, learned positions and no biases.
+
+Weights, activations and gradients are fp32, bf16 or fp16; the loss is always computed in fp32. On CPUs, torch's fp16
+matrix products are 40 times as slow as in fp32, and so are those of bf16 without AVX-512. There they are emulated:
+operands are multiplied and accumulated in fp32, and the result is rounded once, in the forward and in the backward. A
+tensor core computes the same, except for the order of the sum, so gradients underflow and overflow as on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+
+VOCABULARY = 256
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a model: blocks, width, heads and context in bytes, and a suitable peak learning rate."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    lr: float
+
+
+SIZES = {
+    "nano": Size(layers=2, width=32, heads=2, context=32, lr=5e-3),
+    "tiny": Size(layers=4, width=128, heads=4, context=64, lr=3e-3),
+    "small": Size(layers=6, width=256, heads=8, context=256, lr=2e-3),
+    "medium": Size(layers=8, width=512, heads=8, context=512, lr=1e-3),
+    "base": Size(layers=12, width=768, heads=12, context=1024, lr=6e-4),
+}
+
+# How the matrices are drawn. "scaled" keeps the variance of activations.
+INITS: dict[str, Callable[[torch.Tensor, torch.Generator], object]] = {
+    "scaled": lambda weight, generator: nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator),
+    "gpt2": lambda weight, generator: nn.init.normal_(weight, std=0.02, generator=generator),
+    "xavier": lambda weight, generator: nn.init.xavier_uniform_(weight, generator=generator),
+    "kaiming": lambda weight, generator: nn.init.kaiming_normal_(weight, generator=generator),
+    "orthogonal": lambda weight, generator: nn.init.orthogonal_(weight, generator=generator),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The arithmetic of a run: ``"fp32"``, ``"bf16"`` or ``"fp16"``, its dtype, and whether products are emulated."""
+
+    name: str
+    dtype: torch.dtype
+    emulated: bool
+
+    @classmethod
+    def on(cls, name: str, device: torch.device) -> Precision:
+        """The precision `name` on `device`."""
+        slow = ("bf16", "fp16") if torch.backends.cpu.get_cpu_capability() == "AVX2" else ("fp16",)
+        return cls(name, DTYPES[name], emulated=device.type == "cpu" and name in slow)
+
+    def product(
+        self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor
+    ) -> torch.Tensor:
+        """`function(a, b)`, a matrix product, in this arithmetic. Its gradients are too."""
+        if not self.emulated:
+            return function(a, b)
+        return halfstep.cast(function(halfstep.cast(a, torch.float32), halfstep.cast(b, torch.float32)), self.dtype)
+
+    def embedding(self, index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Rows of a table, whose gradient is summed in fp32. torch's kernel for CPUs sums it in the table's dtype."""
+        if self.dtype == torch.float32:
+            return F.embedding(index, table)
+        return halfstep.cast(F.embedding(index, halfstep.cast(table, torch.float32)), self.dtype)
+
+
+class Linear(nn.Module):
+    """W·x, and with an adapter W·x + (alpha / r)·B·A·x (Hu et al., LoRA, 2021, arXiv:2106.09685, equation 3)."""
+
+    def __init__(self, columns: int, rows: int, precision: Precision) -> None:
+        super().__init__()
+        self.precision = precision
+        self.adapter_scale: float | None = None
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=torch.float32))
+
+    def adapt(self, rank: int, alpha: float, generator: torch.Generator) -> None:
+        """Add an adapter. A is normal with a variance of 1 / columns, B is 0: training begins with W·x."""
+        rows, columns = self.weight.shape
+        self.adapter_scale = alpha / rank
+        self.lora_a = nn.Parameter(torch.empty(rank, columns, dtype=torch.float32))
+        self.lora_b = nn.Parameter(torch.zeros(rows, rank, dtype=torch.float32))
+        nn.init.normal_(self.lora_a, std=columns**-0.5, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.precision.product(F.linear, x, self.weight)
+        if self.adapter_scale is None:
+            return result
+        low = self.precision.product(F.linear, x, self.lora_a)
+        return result + self.precision.product(F.linear, low, self.lora_b) * self.adapter_scale
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to its input. With `recompute`, only the input is saved for the backward."""
+
+    def __init__(self, size: Size, precision: Precision, recompute: bool) -> None:
+        super().__init__()
+        self.heads, self.precision, self.recompute = size.heads, precision, recompute
+        self.norm1 = nn.LayerNorm(size.width, dtype=torch.float32)
+        self.qkv = Linear(size.width, 3 * size.width, precision)
+        self.out = Linear(size.width, size.width, precision)
+        self.norm2 = nn.LayerNorm(size.width, dtype=torch.float32)
+        self.up = Linear(size.width, 4 * size.width, precision)
+        self.down = Linear(4 * size.width, size.width, precision)
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        # Inside the module, so that FSDP2 has gathered its weights when the backward recomputes it.
+        if self.recompute and torch.is_grad_enabled():
+            result: torch.Tensor = checkpoint(self.compute, x_BTC, use_reentrant=False)
+            return result
+        return self.compute(x_BTC)
+
+    def compute(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        B, T, C = x_BTC.shape
+        q_BHTD, k_BHTD, v_BHTD = self.qkv(self.norm1(x_BTC)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        scores_BHTT = self.precision.product(torch.matmul, q_BHTD, k_BHTD.mT)
+        weights_BHTT = halfstep.softmax(scores_BHTT, dim=-1, scale=(C // self.heads) ** -0.5, causal=True)
+        mixed_BHTD = self.precision.product(torch.matmul, weights_BHTT, v_BHTD)
+        x_BTC = x_BTC + self.out(mixed_BHTD.transpose(1, 2).flatten(2))
+        return x_BTC + self.down(F.gelu(self.up(self.norm2(x_BTC))))
+
+
+class GPT(nn.Module):
+    """The model. Its forward takes bytes and targets and returns the mean cross-entropy in nats per byte.
+
+    Args:
+        size: the shape.
+        precision: the arithmetic. The parameters are fp32 until ``.to(precision.dtype)``.
+        seed: of the initial weights, which are drawn in fp32 on the CPU, the same in every precision.
+        init: a name of `INITS`.
+        recompute: whether only the inputs of blocks are saved, and the blocks recomputed in the backward.
+    """
+
+    def __init__(
+        self, size: Size, precision: Precision, seed: int, init: str = "scaled", recompute: bool = False
+    ) -> None:
+        super().__init__()
+        self.precision = precision
+        self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
+        self.positions = nn.Parameter(torch.empty(size.context, size.width, dtype=torch.float32))
+        self.blocks = nn.ModuleList(Block(size, precision, recompute) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, dtype=torch.float32)
+        self.head = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name in ("bytes", "positions"):
+                # With GPT-2's 0.02, such a short training ends about 0.2 nats higher.
+                nn.init.normal_(parameter, std=0.02 if init == "gpt2" else 0.5, generator=generator)
+            elif parameter.dim() == 2:  # norms keep their 1 and 0
+                INITS[init](parameter, generator)
+                if init in ("scaled", "gpt2") and name.endswith(("out.weight", "down.weight")):
+                    # The number of terms that are added to the residual stream, as in GPT-2.
+                    parameter.detach().div_(math.sqrt(2 * size.layers))
+
+    def forward(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        x_BTC = self.precision.embedding(inputs_BT, self.bytes) + self.positions[: inputs_BT.shape[1]]
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        logits_BTV = self.precision.product(F.linear, self.norm(x_BTC), self.head)
+        if logits_BTV.dtype != torch.float32:  # an fp16 loss of 1 would be infinite with a scale of 65536
+            logits_BTV = halfstep.cast(logits_BTV, torch.float32)
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def add_adapters(model: nn.Module, rank: int, alpha: float, seed: int) -> None:
+    """Freeze a model in fp32, and add adapters of `rank` to the matrices of its blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.adapt(rank, alpha, generator)
+
+
+def merged(weights: Mapping[str, torch.Tensor], adapter_scale: float) -> dict[str, torch.Tensor]:
+    """The weights of a model in which each matrix has its adapter added, computed in fp64 and rounded once."""
+    result = {name: weight for name, weight in weights.items() if "lora_" not in name}
+    for name in weights.keys() - result.keys():
+        matrix, _, letter = name.rpartition("lora_")
+        if letter == "a":
+            product = weights[f"{matrix}lora_b"].double() @ weights[name].double() * adapter_scale
+            weight = weights[f"{matrix}weight"]
+            result[f"{matrix}weight"] = (weight.double() + product).to(weight.dtype)
+    return result

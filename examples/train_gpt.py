@@ -1,0 +1,931 @@
+"""Train a small byte-level GPT with halfstep's optimizer and loss scaler, in one process or several, and report.
+
+python examples/train_gpt.py --precision compare
+torchrun --nproc-per-node 2 examples/train_gpt.py --strategy fsdp --precision bf16
+
+Initial weights and batches are the same for all precisions and strategies. The host does not wait for the device:
+losses and scales stay on it and are read together every few steps (on a CPU in every step). A step that the scaler
+skips counts as a step, so that all runs see the same data at the same learning rate. docs/training.md has the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cache
+from itertools import chain, pairwise
+from pathlib import Path
+from statistics import fmean, median
+from types import FrameType
+from typing import Any, NamedTuple, TypeVar
+
+if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
+    # Read by torch: OpenMP's threads spin less between operations. On busy cores, a step took 86 ms instead of 254 ms.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import numpy as np
+import numpy.typing as npt
+import report
+import torch
+import torch.distributed as dist
+from gpt import GPT, INITS, SIZES, VOCABULARY, Precision, Size, add_adapters, merged
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.benchmark import Timer
+
+import halfstep
+from halfstep.cli.command_line import UsageError, a_path, complain, make_folder, with_output
+from halfstep.cli.numbers import number, whole
+from halfstep.cli.terminal import Progress, say
+from halfstep.integrations import checkpoint, zero
+from halfstep.integrations.checkpoint import CheckpointError
+from halfstep.integrations.monitor import AmpMonitor
+from halfstep.numerics.planning import CARDS, Card, Transformer
+from halfstep.numerics.planning.work import training_flops, utilisation
+from halfstep.numerics.scaling.stand_ins import gradient_of
+
+T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+Weights = dict[str, torch.Tensor]
+
+FORMAT = "train_gpt 1"
+STRATEGIES = ("single", "ddp", "fsdp", "zero1")
+STATE_DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
+VALIDATION_SHARE = 0.1  # of the text
+VALIDATION_ROWS = 128
+FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps, since single batches are noisy
+BETAS = (0.9, 0.95)  # as usual for GPTs
+NON_FINITE = 5  # consecutive steps with a non-finite loss after which a run is given up
+GRADIENT_STEPS = 20  # largest number of steps in which gradients are counted, and at most every tenth step
+WORST = 5  # number of parameters in the report
+# The options that the bits of a run depend on, besides precision, optimizer, text, machine and strategy.
+SETTINGS = (
+    *("size", "steps", "batch", "seed", "lr", "weight_decay", "warmup", "init_scale", "growth_interval"),
+    *("state_dtype", "master_weights", "init", "base", "lora", "lora_alpha", "validate_every", "patience"),
+)
+
+
+class Run(NamedTuple):
+    """One row of the report: a precision and an optimizer."""
+
+    name: str
+    precision: str
+    optimizer: str = "halfstep.AdamW"
+
+
+RUNS = {
+    "fp32": [Run("fp32", "fp32")],
+    "bf16": [Run("bf16", "bf16")],
+    "fp16": [Run("fp16", "fp16")],
+    "compare": [
+        Run("fp32", "fp32", "torch.optim.AdamW"),
+        Run("bf16", "bf16"),
+        Run("fp16", "fp16"),
+        Run("bf16 without master", "bf16", "torch.optim.AdamW"),
+    ],
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ the text
+
+
+class Corpus(NamedTuple):
+    """The bytes for training and for validation, of a text of `files` files.
+
+    A batch is a pure function of ``(seed, step, row)``: a resumed run uses the batches of an uninterrupted one with no
+    state to save, and the ranks of a distributed run the rows of the batch of one process.
+    """
+
+    name: str
+    files: int
+    train: Bytes
+    val: Bytes
+    sha256: str
+    unigram_entropy: float  # nats per byte: the loss of the best model that ignores context
+
+    def batch(self, seed: int, step: int, rows: range, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of the given rows of training step `step`: two int64 tensors of len(rows) × context."""
+        of_step = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(step))
+        starts = _mix(of_step ^ np.arange(rows.start, rows.stop, dtype=np.uint64))
+        return _windows(self.train, (starts % np.uint64(len(self.train) - context)).astype(np.int64), context)
+
+    def validation(self, rows: range, total: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The given rows of the fixed validation set: `total` windows at equal distances in the validation bytes."""
+        starts = np.arange(rows.start, rows.stop, dtype=np.int64) * (len(self.val) - context) // total
+        return _windows(self.val, starts, context)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of splitmix64. Unlike numpy.random, it gives the same numbers with every version of NumPy."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _windows(data: Bytes, starts: npt.NDArray[np.int64], context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    table = torch.from_numpy(data[starts[:, None] + np.arange(context + 1)].astype(np.int64))
+    return table[:, :-1].contiguous(), table[:, 1:].contiguous()
+
+
+def unigram_entropy(data: Bytes) -> float:
+    """−Σ p·ln p over the byte frequencies of `data`, in nats."""
+    counts = np.bincount(data, minlength=256)
+    p = counts[counts > 0] / len(data)
+    return float(-(p * np.log(p)).sum())
+
+
+def read_corpus(path: Path | None, context: int) -> Corpus:
+    """Read a file, a folder, or, for None, the .py files of this Python's standard library without its tests.
+
+    Files are read in the order of the hashes of their relative names. In the order of names, the last tenth, which is
+    for validation, would be of a few packages.
+
+    Raises:
+        UsageError: there are no files, or not `context` + 1 bytes for each part.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if path is None else path
+    if not root.exists():
+        raise UsageError(f"--data {root} does not exist; pass a file, or a folder with files, of any kind")
+    files = [root] if root.is_file() else [file for file in root.rglob("*" if path else "*.py") if file.is_file()]
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"} if path is None else ()
+    names = {file: file.relative_to(root if root.is_dir() else root.parent) for file in files}
+    files = [file for file in files if not any(part in left_out or part[0] == "." for part in names[file].parts)]
+    files.sort(key=lambda file: hashlib.sha256(os.fsencode(names[file].as_posix())).digest())
+    parts = [part for file in files if len(part := np.fromfile(file, dtype=np.uint8))]
+    data = np.concatenate([*parts, np.empty(0, np.uint8)])
+    if len(data) < 2 * (context + 1):
+        raise UsageError(
+            f"expected at least {2 * (context + 1)} bytes (a window of {context} + 1 bytes to train on and one to "
+            f"validate on), but got {len(data)} in {root}: pass more text with --data, or a smaller --size"
+        )
+    kept = max(int(len(data) * VALIDATION_SHARE), context + 1)
+    name = "Python standard library" if path is None else str(path)
+    digest = hashlib.sha256(data.tobytes()).hexdigest()
+    return Corpus(name, len(parts), data[:-kept], data[-kept:], digest, unigram_entropy(data))
+
+
+# ------------------------------------------------------------------------------------------- processes and strategies
+
+
+class World(NamedTuple):
+    """This process among all processes of the training."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    def rows(self, batch: int) -> range:
+        """This rank's rows of a global batch."""
+        share = batch // self.size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean of `values` over all ranks. A NaN or an infinity on any rank is kept."""
+        if self.size == 1:
+            return values
+        values = values.to(self.device)
+        dist.all_reduce(values)
+        return values / self.size
+
+    def objects(self, value: T) -> list[T]:
+        """The picklable objects of all ranks, in rank order. Tensors are on the CPU."""
+        if self.size == 1:
+            return [value]
+        everyone = [value] * self.size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+
+def restarts() -> int:
+    """The number of times that torchrun has restarted the processes of this job after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def connect(options: argparse.Namespace) -> World:
+    """Connect to the other processes: with NCCL on GPUs, with Gloo on CPUs."""
+    kind = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    if options.strategy == "single":
+        return World(device)
+    rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
+    if restarts() and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun's store still has the addresses of the dead processes. On one node, all ranks know the same number of
+        # restarts and use it as a prefix. On several nodes, each torchrun has its own count.
+        store = dist.PrefixStore(f"restart {restarts()}", next(iter(rendezvous("env://")))[0])
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    backend, bound = ("nccl", device) if kind == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
+    return World(device, rank, size)
+
+
+def wrap(model: torch.nn.Module, world: World, strategy: str) -> torch.nn.Module:
+    """The model wrapped for the strategy, without casts. FSDP2 shards each block, and the rest."""
+    kind = world.device.type
+    if strategy in ("ddp", "zero1"):
+        return DistributedDataParallel(model, device_ids=[world.device] if kind == "cuda" else None)
+    if strategy == "fsdp":
+        mesh = init_device_mesh(kind, (world.size,))
+        for part in (*model.get_submodule("blocks").children(), model):
+            fully_shard(part, mesh=mesh)
+    return model
+
+
+def synchronize_gradients(model: torch.nn.Module, last: bool) -> None:
+    """Reduce gradients only in the backward of the last micro-batch of a step."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = last
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor, or of this rank's shard of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+
+
+# -------------------------------------------------------------------------------------------------------- FLOPs and MFU
+
+
+def shape_of(size: Size) -> Transformer:
+    """The model as the planner describes it."""
+    return Transformer(size.layers, size.width, size.heads, VOCABULARY, size.context, biases=False, dropout=False)
+
+
+def card_of(device_name: str) -> Card | None:
+    """The card in the planner's table with the longest name that fits: "l40s" before "l4"."""
+    name = device_name.lower().replace(" ", "")
+    split = {card: card.name.partition("-") for card in CARDS.values()}
+    fitting = [
+        card for card, (model, _, memory) in split.items() if model in name and (not memory or f"{memory}gb" in name)
+    ]
+    return max(fitting, key=lambda card: len(card.name), default=None)
+
+
+@cache
+def peak_of(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    """The most FLOP/s of a device for matrix products in a dtype, and where the number is from; None if unknown.
+
+    For GPUs in the planner's table, those of the datasheet, for bf16 and fp16. Otherwise the best of some products is
+    measured, in this dtype and in fp32, since libraries for CPUs may compute 16-bit products more slowly.
+    """
+    if device.type == "cuda" and dtype != torch.float32 and (card := card_of(torch.cuda.get_device_name(device))):
+        return card.flops, card.source
+    best = 0.0
+    for tried in {dtype, torch.float32}:
+        for edge in (256, 1024):
+            x, weight = (torch.ones(edge, edge, dtype=tried, device=device) for _ in range(2))
+            names = {"linear": linear, "x": x, "weight": weight}
+            timer = Timer("linear(x, weight)", globals=names, num_threads=torch.get_num_threads())
+            best = max(best, *(2.0 * edge**3 / timer.timeit(1).mean for _ in range(5)))
+    return best, "measured: the fastest of some matrix products on this device"
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+class Clock:
+    """Times each step and its optimizer part: by the wall clock on CPUs, by events, which do not wait, on GPUs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.events = device.type == "cuda"
+        self.marks: list[Any] = []  # three of each step
+
+    def mark(self) -> None:
+        if self.events:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def take(self) -> list[tuple[float, float]]:
+        """The milliseconds of each step since the last call, and of its optimizer part. Waits for the device."""
+        marks, self.marks = self.marks, []
+        steps = list(zip(marks[::3], marks[1::3], marks[2::3], strict=True))
+        if self.events:
+            torch.cuda.synchronize()
+            return [(begin.elapsed_time(end), middle.elapsed_time(end)) for begin, middle, end in steps]
+        return [((end - begin) * 1e3, (end - middle) * 1e3) for begin, middle, end in steps]
+
+
+class Interrupt:
+    """Stops a run after its present step on Ctrl-C or SIGTERM. A second Ctrl-C stops it at once."""
+
+    signal: int | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    @contextmanager
+    def listening(self) -> Iterator[Interrupt]:
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Trainer:
+    """The model, optimizer and scaler of a run, and the steps taken."""
+
+    def __init__(
+        self, run: Run, options: argparse.Namespace, corpus: Corpus, world: World, base: Weights | None = None
+    ) -> None:
+        self.run, self.options, self.corpus, self.world = run, options, corpus, world
+        torch.manual_seed(options.seed)
+        self.precision = Precision.on(run.precision, world.device)
+        size = SIZES[options.size]
+        self.plain = GPT(size, self.precision, options.seed, options.init, options.activation_checkpointing)
+        if base is not None:
+            checkpoint.load_model(self.plain, {name: weight.float() for name, weight in base.items()})
+        if options.lora:
+            add_adapters(self.plain, options.lora, options.lora_alpha, options.seed)
+        self.plain.to(world.device, self.precision.dtype)
+        self.parameters = sum(p.numel() for p in self.plain.parameters())
+        self.trained = sum(p.numel() for p in self.plain.parameters() if p.requires_grad)
+        self.model = wrap(self.plain, world, options.strategy)
+        self.optimizer = self._optimizer()
+        self.scheduler = LambdaLR(self.optimizer, self.rate)
+        self.scaler = None
+        if run.precision == "fp16":
+            scale = {"init_scale": options.init_scale, "growth_interval": options.growth_interval}
+            self.scaler = halfstep.GradScaler(world.device.type, **scale)
+        self.monitor = None
+        if run.precision != "fp32":
+            self.monitor = AmpMonitor(self.plain, self.scaler, max(10, options.steps // GRADIENT_STEPS), run.precision)
+        self.step = 0
+        self.gradient_bytes = 0  # set in the first step
+        names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation")
+        self.history: dict[str, list[Any]] = {name: [] for name in names}  # validation: [step, loss]
+        self._clock = Clock(world.device)
+        self._losses: list[torch.Tensor] = []
+        self._scales: list[torch.Tensor] = []
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the wrapped model's parameters. As usual, only matrices have weight decay."""
+        options = self.options
+        chosen: dict[str, Any] = {"lr": options.lr, "betas": BETAS}
+        if options.state_dtype != "fp32":
+            chosen |= {"state_dtype": STATE_DTYPES[options.state_dtype], "rounding": "stochastic"}
+        if options.master_weights != "auto":
+            chosen |= {"master_weights": options.master_weights, "rounding": "stochastic"}
+        kind: Any = halfstep.AdamW if self.run.optimizer == "halfstep.AdamW" else torch.optim.AdamW
+        trained = [p for p in self.plain.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": options.weight_decay}]
+        groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
+        if options.strategy == "zero1":
+            return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **chosen)
+        return kind(groups, **chosen)
+
+    def rate(self, step: int) -> float:
+        """The share of the peak learning rate in a step, from 0: linear warm-up, then half a cosine to zero."""
+        warmup, steps = self.options.warmup, self.options.steps
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+    def _parts(self, windows: tuple[torch.Tensor, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The micro-batches of a batch, on the device."""
+        device = self.world.device
+        inputs, targets = (x.to(device, non_blocking=True) for x in windows)
+        count = self.options.accumulate
+        return list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
+
+    def advance(self) -> None:
+        """One step: forward, backward, optimizer."""
+        options = self.options
+        rows = self.world.rows(options.batch)
+        batch = self.corpus.batch(options.seed, self.step, rows, SIZES[options.size].context)
+        self._clock.mark()
+        loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
+        parts = self._parts(batch)
+        for index, part in enumerate(parts):
+            synchronize_gradients(self.model, last=index == len(parts) - 1)
+            share = self.model(*part) / len(parts)
+            (share if self.scaler is None else self.scaler.scale(share)).backward()
+            loss = loss + share.detach()
+        if self.monitor is not None:
+            self.monitor.step(self.optimizer)
+        self._clock.mark()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self._scales.append(self._scale())
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self._clock.mark()
+        self.scheduler.step()
+        if not self.gradient_bytes:
+            grads = map(gradient_of, self.plain.parameters())
+            self.gradient_bytes = sum(bytes_of(grad) for grad in grads if grad is not None)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._losses.append(loss)
+        self.step += 1
+
+    def _scale(self) -> torch.Tensor:
+        """A copy of the loss scale on the device. get_scale() would wait for it."""
+        assert self.scaler is not None
+        scale: torch.Tensor = self.scaler._get_scale_async()
+        return scale.detach().clone()
+
+    def flush(self, *extra: float) -> list[float]:
+        """Move losses and scales from the device to the history. Returns the mean of each extra number over ranks."""
+        count, history = len(self._losses), self.history
+        numbers = torch.tensor(extra, dtype=torch.float32, device=self.world.device)
+        values = self.world.mean(torch.cat([torch.stack(self._losses), numbers])).tolist()
+        history["train_loss"] += values[:count]
+        scales = [1.0] * (count + 1)
+        if self.scaler is not None:
+            scales = torch.stack([*self._scales, self._scale()]).tolist()
+        history["scale"] += scales[:-1]
+        # The scale falls exactly when a step was skipped.
+        history["skipped"] += [float(after < before) for before, after in pairwise(scales)]
+        for step_ms, optimizer_ms in self._clock.take():
+            history["step_ms"].append(step_ms)
+            history["optimizer_ms"].append(optimizer_ms)
+        self._losses, self._scales = [], []
+        return values[count:]
+
+    @torch.no_grad()
+    def validate(self) -> None:
+        """Add the mean loss on the validation windows, in the precision of the run, to the history. Collective."""
+        batch, rows = self.options.batch, self.world.rows(self.options.batch)
+        count = -(-VALIDATION_ROWS // batch)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for start in range(0, count * batch, batch):
+            here = range(rows.start + start, rows.stop + start)
+            parts = self._parts(self.corpus.validation(here, count * batch, SIZES[self.options.size].context))
+            for part in parts:
+                total += self.model(*part).double() / len(parts)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # FSDP2 keeps the gathered parameters after a forward without a backward
+        loss = float(self.world.mean(total / count))
+        if not self.history["validation"] or self.history["validation"][-1][0] != self.step:
+            self.history["validation"].append([self.step, loss])
+
+    def state(self) -> dict[str, Any]:
+        """The content of a checkpoint, which does not depend on the strategy. Collective: it gathers shards."""
+        optimizer, is_zero = self.optimizer, isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        return {
+            "format": FORMAT,
+            "plan": plan(self.run, self.options, self.corpus),
+            "step": self.step,
+            "model": checkpoint.gather(self.plain.state_dict()),
+            "optimizer": zero.state_dict(optimizer) if is_zero else checkpoint.gather(optimizer.state_dict()),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "gradients": self._counted(),
+            "history": {name: torch.tensor(known, dtype=torch.float64) for name, known in self.history.items()},
+            "gradient_bytes": {"world_size": self.world.size, "bytes": self.gradient_bytes},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the content of a checkpoint."""
+        checkpoint.load_model(self.plain, state["model"])
+        is_zero = isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        (zero.load_state_dict if is_zero else checkpoint.load_optimizer)(self.optimizer, state["optimizer"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        world, counted = self.world, state["gradients"]
+        if self.monitor is not None:
+            # The counts are sums over all ranks.
+            counts = torch.zeros_like(counted["counts"]) if world.rank else counted["counts"]
+            self.monitor.load_state_dict({**counted, "counts": counts})
+        self.history = {name: state["history"][name].tolist() for name in self.history}
+        self.step = self.scheduler.last_epoch = state["step"]
+        if state["gradient_bytes"]["world_size"] == world.size:
+            self.gradient_bytes = state["gradient_bytes"]["bytes"]
+
+    def _overflow(self) -> dict[str, Any] | None:
+        """The overflows since the process started, on any rank: they hold different shards. Collective."""
+        if self.scaler is None:
+            return None
+        known = self.scaler.overflow_report(self.plain.named_parameters()).as_dict()
+        everywhere = chain.from_iterable(self.world.objects(known["parameters"]))
+        ordered = sorted(everywhere, key=lambda one: one["inf_steps"] + one["nan_steps"])
+        found = {one["name"]: one for one in ordered}  # of a parameter, the rank with the most
+        return {**known, "parameters": [*found.values()][::-1]}
+
+    def _counted(self) -> dict[str, Any] | None:
+        """The counts of gradients, summed over shards, with copies counted once. Collective; waits for the device."""
+        if self.monitor is None:
+            return None
+        state = self.monitor.state_dict()
+        trained = (one for one in self.plain.parameters() if one.requires_grad)
+        mine = [self.world.rank == 0 or isinstance(one, DTensor) for one in trained]
+        ranks = self.world.objects(state["counts"] * torch.tensor(mine).unsqueeze(1))
+        return {**state, "counts": torch.stack(ranks).sum(0)}
+
+    def _gradients(self) -> dict[str, Any] | None:
+        """The entry on gradients in report.json, at the last scale. Collective; waits for the device."""
+        counted = self._counted()
+        if counted is None:
+            return None
+        together = AmpMonitor(self.plain, self.scaler, format=self.run.precision)
+        together.load_state_dict(counted)
+        known = together.report()
+        worst = [{k: v for k, v in row.as_dict().items() if k != "exponents"} for row in known.statistics.worst(WORST)]
+        return {
+            "format": known.statistics.format.name,
+            "scale": known.statistics.scale,
+            "steps": known.collected,
+            "total": known.statistics.total.as_dict(),
+            "worst": worst,
+            "advice": None if known.advice is None else {**known.advice.as_dict(), "text": str(known.advice)},
+        }
+
+    def best(self) -> tuple[int, float, int]:
+        """Step and loss of the best validation, and the number of validations since."""
+        points = self.history["validation"]
+        at = min(range(len(points)), key=lambda number: points[number][1])
+        return (*points[at], len(points) - 1 - at)
+
+    def row(self, trouble: str | None = None, early: bool = False) -> dict[str, Any]:
+        """The run's entry in report.json. Collective; waits for the device."""
+        options, history, world = self.options, self.history, self.world
+        skipped = [step for step, flag in enumerate(history["skipped"], 1) if flag]
+        validated = trouble is None and bool(history["validation"])
+        best_step, best_loss, _ = self.best() if validated else (None, None, None)
+        size, step_ms = SIZES[options.size], median(history["step_ms"])
+        flops = training_flops(shape_of(size), options.batch, size.context, options.lora)
+        peak, source = peak_of(world.device, torch.float32 if self.precision.emulated else self.precision.dtype)
+        states = getattr(self.optimizer, "optim", self.optimizer).state  # under ZeRO-1, this rank's
+        tensors = [v for entry in states.values() for v in entry.values() if isinstance(v, torch.Tensor) and v.dim()]
+        tail = max(1, round(self.step * FINAL_SHARE))
+        return {
+            "name": self.run.name,
+            "precision": self.run.precision,
+            "emulated": self.precision.emulated,
+            "strategy": options.strategy,
+            "world_size": world.size,
+            "optimizer": self.run.optimizer,
+            "steps": self.step,
+            "final_train_loss": None if trouble else fmean(history["train_loss"][-tail:]),
+            "final_val_loss": history["validation"][-1][1] if validated else None,
+            "best_val_loss": best_loss,
+            "best_step": best_step,
+            "stopped_early": early,
+            "skipped_steps": len(skipped),
+            "final_scale": history["scale"][-1] if self.scaler is not None else None,
+            "param_bytes_per_param": sum(map(bytes_of, self.plain.parameters())) / self.parameters,
+            "gradient_bytes_per_param": self.gradient_bytes / self.parameters,
+            "optimizer_bytes_per_param": sum(map(bytes_of, tensors)) / self.parameters,
+            "step_ms_p50": step_ms,
+            "optimizer_ms_p50": median(history["optimizer_ms"]),
+            "tokens_per_s": options.batch * size.context / step_ms * 1000,
+            "flops_per_s": flops / step_ms * 1000,
+            "mfu": None if peak is None else utilisation(flops / world.size, step_ms / 1000, peak),
+            "peak": {"flops": peak, "source": source},
+            "parameters": self.parameters,
+            "trained_parameters": self.trained,
+            "findings": halfstep.doctor(self.model, self.optimizer, self.scaler).as_dict()["findings"],
+            "trouble": trouble,
+            "train_loss": [loss if math.isfinite(loss) else None for loss in history["train_loss"]],
+            "validation": [point for point in history["validation"] if math.isfinite(point[1])],
+            "scale": history["scale"] if self.scaler is not None else None,
+            "skipped": skipped,
+            "overflow": self._overflow(),
+            "gradients": self._gradients(),
+        }
+
+
+def plan(run: Run, options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
+    """Everything that the bits of a run depend on, except machine and strategy. It is stored in checkpoints."""
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    return {"precision": run.precision, "optimizer": run.optimizer, **settings, "data": corpus.sha256}
+
+
+def read_checkpoint(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint, and refuse it if it belongs to another run.
+
+    Raises:
+        CheckpointError: it is damaged, or its plan differs from the entries of `wanted`, which the message names.
+    """
+    state = checkpoint.load(path)
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint of train_gpt.py; pass one that it wrote, or start a new run")
+    differing = [name for name in wanted if state["plan"][name] != wanted[name]]
+    if differing:
+        short = {name: [str(plan[name])[:12] for plan in (wanted, state["plan"])] for name in differing}  # of a hash
+        said = ", ".join(f"{name} is {now} and was {before}" for name, (now, before) in short.items())
+        raise CheckpointError(f"{path} is of another run: {said}; pass what it began with, or start a new run")
+    return state
+
+
+def read_base(path: Path, size: str) -> Weights:
+    """The weights of a model of `size`: a checkpoint, or that of the ``--out`` of a run, its adapters added.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged, or of another size.
+    """
+    if path.is_dir() and not (path / "manifest.json").is_file():
+        found = [file for folder in path.glob("checkpoints/*") if (file := checkpoint.newest(folder))]
+        if len(found) != 1:
+            raise CheckpointError(f"--base {path} holds checkpoints of {len(found)} runs; pass one checkpoint")
+        (path,) = found
+    state = read_checkpoint(path, {"size": size})
+    return merged(state["model"], state["plan"]["lora_alpha"] / (state["plan"]["lora"] or 1))
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+class Display:
+    """The output of the first rank: a progress bar on a terminal, otherwise a line after each validation."""
+
+    def __init__(self, steps: int, quiet: bool) -> None:
+        self.quiet, self.progress = quiet, Progress(steps, stream=sys.stdout)
+
+    def watch(self, trainer: Trainer, validated: bool) -> None:
+        history, options, step = trainer.history, trainer.options, trainer.step
+        speed = options.batch * SIZES[options.size].context / median(history["step_ms"][-20:]) * 1000
+        line = f"{trainer.run.name}: step {step}/{options.steps}  loss {fmean(history['train_loss'][-20:]):.4f}"
+        line += f"  validation {history['validation'][-1][1]:.4f}" if history["validation"] else ""
+        line += f"  {speed:,.0f} tokens/s"
+        if trainer.scaler is not None:
+            line += f"  scale {history['scale'][-1]:,.0f}  skipped {sum(history['skipped']):.0f}"
+        if sys.stdout.isatty() and not self.quiet:
+            self.progress.show(step, line)
+        elif validated:
+            self.note(line)
+
+    def note(self, text: str) -> None:
+        """Print a line. What is not printable, in names of files for example, is escaped."""
+        self.progress.clear()
+        if not self.quiet:
+            say(text)
+
+
+def train(
+    run: Run,
+    options: argparse.Namespace,
+    corpus: Corpus,
+    world: World,
+    display: Display,
+    interrupt: Interrupt,
+    resumed: dict[str, Any] | None,
+    base: Weights | None,
+) -> dict[str, Any] | None:
+    """Train one run to its last step, or until its loss stays non-finite or no longer falls.
+
+    Returns:
+        Its entry in report.json; None if it was interrupted.
+    """
+    trainer = Trainer(run, options, corpus, world, base)
+    if resumed is not None:
+        trainer.restore(resumed)
+        display.note(f"{run.name}: continuing after step {trainer.step}")
+    # Waiting for a GPU or for other ranks in every step would take longer than the step.
+    every = 1 if world.size == 1 and world.device.type == "cpu" else 10
+    while trainer.step < options.steps:
+        trainer.advance()
+        last = trainer.step == options.steps
+        save_now = bool(options.save_every) and (trainer.step % options.save_every == 0 or last)
+        validate_now = trainer.step % options.validate_every == 0 or last
+        if not (save_now or validate_now or trainer.step % every == 0):
+            continue
+        # A signal reaches the ranks in different steps. Here they agree on one.
+        (stop,) = trainer.flush(float(interrupt.signal or 0))
+        losses = trainer.history["train_loss"]
+        if len(losses) >= NON_FINITE and not any(map(math.isfinite, losses[-NON_FINITE:])):
+            trouble = (
+                f"the loss was not finite for {NON_FINITE} steps in a row, the last of them step {trainer.step}; use a "
+                f"smaller --lr than {options.lr:g}, or --precision fp32 to see whether precision is the cause"
+            )
+            display.note(f"{run.name}: given up: {trouble}")
+            return trainer.row(trouble=trouble)
+        if validate_now:
+            trainer.validate()
+        display.watch(trainer, validate_now)
+        if save_now or (stop and options.save_every):
+            state = trainer.state()
+            if world.rank == 0:
+                display.note(f"{run.name}: saved {checkpoint.save(folder_of(run, options.out), trainer.step, state)}")
+        if stop and not last:
+            interrupt.signal = interrupt.signal or signal.SIGTERM
+            saved = "continue with --resume" if options.save_every else "nothing saved without --save-every"
+            name = signal.Signals(interrupt.signal).name
+            display.note(f"{run.name}: stopped by {name} after step {trainer.step}; {saved}")
+            return None
+        if validate_now and not last and options.patience:
+            step, loss, since = trainer.best()
+            if since >= options.patience:
+                best = f"the best validation loss is {loss:.4f}, at step {step}"
+                display.note(f"{run.name}: ended early at step {trainer.step}; {best}")
+                return trainer.row(early=True)
+    if not trainer.history["validation"]:
+        trainer.validate()
+    display.progress.clear()
+    return trainer.row()
+
+
+def folder_of(run: Run, out: Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return out / "checkpoints" / run.name.replace(" ", "-")
+
+
+def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
+    """The checkpoint from which a run continues, if any."""
+    folder = folder_of(run, options.out)
+    newest = checkpoint.newest(folder)
+    if restarts() and options.save_every and (newest or options.resume is None):
+        return newest
+    if options.resume is None:
+        if options.save_every and newest:
+            raise UsageError(f"{folder} already holds {newest.name}; pass --resume to continue, or another --out")
+        return None
+    path = Path(options.resume or options.out)
+    if (path / "manifest.json").is_file():
+        return path
+    found = checkpoint.newest(folder_of(run, path))
+    if options.resume and not found:
+        raise UsageError(f"--resume {path} has no checkpoint of {run.name!r}; pass a checkpoint, or the --out of a run")
+    return found
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, with defaults that depend on other options, and None for those that choose nothing."""
+    rate = number(float, lambda x: x > 0, "a finite number above 0, such as 1e-3")
+    decay = number(float, lambda x: x >= 0, "a finite number of at least 0, such as 0.1")
+    scale = number(float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "a power of two up to 2^127")
+    parser = argparse.ArgumentParser(
+        "train_gpt.py",
+        usage="%(prog)s [OPTIONS]",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="'compare' trains the same model on the same batches four times: in fp32 with torch.optim.AdamW, in "
+        "bf16 with split masters, in fp16 with the loss scaler, and in bf16 with torch.optim.AdamW and no master.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("model and data").add_argument
+    add("--precision", choices=list(RUNS), default="bf16", help="precision, or a comparison of all")
+    add("--strategy", choices=STRATEGIES, default="single", help="one process, DDP, FSDP2, or ZeRO-1 with DDP")
+    add("--size", choices=list(SIZES), default="tiny", help="size of the model")
+    add("--data", type=a_path, metavar="PATH", help="file or folder to read (default: Python's standard library)")
+    add("--init", choices=list(INITS), help="how the matrices of the blocks are drawn (default: scaled)")
+    add("--base", type=a_path, metavar="PATH", help="begin with the weights of a run: a checkpoint, or its --out")
+    add("--lora", type=whole(1), default=0, metavar="R", help="train adapters of rank R of the frozen --base")
+    add("--lora-alpha", type=rate, metavar="X", help="adapters count X / R times (default: 2 R)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto chooses a GPU if there is one")
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=whole(1), default=600, metavar="N", help="steps to train (default: 600)")
+    add("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes (default: 16)")
+    add("--lr", type=rate, metavar="X", help="peak learning rate (default: depends on --size)")
+    add("--warmup", type=whole(0), metavar="N", help="warm-up steps (default: a tenth of --steps)")
+    add("--weight-decay", type=decay, default=0.1, metavar="X", help="weight decay of the matrices (default: 0.1)")
+    add("--init-scale", type=scale, default=2.0**16, metavar="X", help="initial loss scale for fp16 (default: 65536)")
+    add("--growth-interval", type=whole(1), default=60, metavar="N", help="finite steps until the scale doubles")
+    add("--validate-every", type=whole(1), metavar="N", help="steps between validations (default: a tenth of --steps)")
+    add("--patience", type=whole(1), default=0, metavar="N", help="end after N validations without a better loss")
+    add("--seed", type=whole(0), default=0, metavar="N", help="seed of the weights and the batches")
+    add = parser.add_argument_group("memory").add_argument
+    add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches per step, out of the same --batch")
+    add("--activation-checkpointing", action="store_true", help="save only the inputs of blocks, and recompute blocks")
+    add("--state-dtype", choices=list(STATE_DTYPES), default="fp32", help="format of the optimizer's moments")
+    add("--master-weights", choices=("auto", "full", "split", "split24"), default="auto", help="kind of fp32 masters")
+    add = parser.add_argument_group("output and checkpoints").add_argument
+    add("--out", type=a_path, metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
+    add("--save-every", type=whole(0), default=0, metavar="N", help="steps between checkpoints; 0: none")
+    resume = "continue from the newest checkpoint in --out, or from PATH: a checkpoint, or the --out of a run"
+    add("--resume", nargs="?", const="", metavar="PATH", help=resume)
+    options = parser.parse_args(argv)
+    check(options)
+    options.init = options.init or "scaled"
+    options.lr = options.lr or SIZES[options.size].lr
+    options.warmup = options.steps // 10 if options.warmup is None else options.warmup
+    options.validate_every = options.validate_every or max(1, options.steps // 10)
+    options.lora_alpha = options.lora_alpha or 2.0 * options.lora
+    return options
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse options that cannot be combined, or that do not match the way the process was started.
+
+    Raises:
+        UsageError: with the option to change.
+    """
+    strategy, precision, masters = options.strategy, options.precision, options.master_weights
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    parts, launched = size * options.accumulate, {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
+    command = f"torchrun --nproc-per-node 2 examples/train_gpt.py --strategy {strategy}"
+    of_parts = f"a multiple of {parts} ({size} processes times --accumulate {options.accumulate})"
+    layout = f"--state-dtype {options.state_dtype} --master-weights {masters}"
+    for wrong, message in (
+        (strategy != "single" and not launched, f"--strategy {strategy} needs several processes; type: {command} ..."),
+        (strategy == "single" and size > 1, f"{size} processes with --strategy single; pass ddp, fsdp or zero1"),
+        (options.batch % parts, f"expected --batch, the global batch, to be {of_parts}, but got {options.batch}"),
+        (options.device == "cuda" and not torch.cuda.is_available(), "--device cuda, but no GPU is found; pass cpu"),
+        ((options.warmup or 0) >= options.steps, f"--warmup {options.warmup} is not below --steps {options.steps}"),
+        (
+            precision == "compare" and layout != "--state-dtype fp32 --master-weights auto",
+            f"{layout} with --precision compare, where torch's optimizer has neither; pass --precision bf16",
+        ),
+        (
+            masters.startswith("split") and precision != "bf16",
+            f"expected --precision bf16 with --master-weights {masters}, but got {precision}",
+        ),
+        (options.lora and not options.base, f"--lora {options.lora} without --base, whose frozen weights it adapts"),
+        (options.lora_alpha and not options.lora, "--lora-alpha without --lora; pass both, or neither"),
+        (options.init and options.base, "--init with --base, whose weights replace those drawn; pass one of them"),
+        (options.resume and precision == "compare", "--resume PATH with --precision compare; pass --resume alone"),
+    ):
+        if wrong:
+            raise UsageError(message)
+
+
+def command(options: argparse.Namespace) -> int:
+    """Train all runs, and report. Returns the exit status."""
+    runs = RUNS[options.precision]
+    base = None if options.base is None else read_base(options.base, options.size)
+    options.base = str(options.base or "")
+    corpus = read_corpus(options.data, SIZES[options.size].context)
+    make_folder(options.out)
+    files = {run: file for run in runs if (file := resumed_from(run, options))}
+    if options.resume == "" and not files:
+        raise UsageError(
+            f"--resume, but there is no checkpoint below {options.out / 'checkpoints'} for precision "
+            f"{options.precision!r}; drop --resume to start again, or pass the --out they are in"
+        )
+    resumed = {run: read_checkpoint(file, plan(run, options, corpus)) for run, file in files.items()}
+    world, rows = connect(options), []
+    display = Display(options.steps, quiet=world.rank != 0)
+    size = len(corpus.train) + len(corpus.val)
+    display.note(f"{corpus.name}: {size:,} bytes; on {world.device}, processes: {world.size}")
+    if restarts():
+        what = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
+        display.note(f"processes restarted by torchrun, restart {restarts()}: {what}")
+    with Interrupt().listening() as interrupt:
+        for run in runs:
+            row = train(run, options, corpus, world, display, interrupt, resumed.get(run), base)
+            if row is None:
+                break
+            rows.append(row)
+    if world.rank == 0 and len(rows) == len(runs):
+        content = {
+            **report.machine(world.device),
+            "model": {"size": options.size, **asdict(SIZES[options.size]), "parameters": rows[0]["parameters"]},
+            "training": {name: getattr(options, name) for name in SETTINGS},
+            "layout": {
+                "strategy": options.strategy,
+                "processes": world.size,
+                "accumulate": options.accumulate,
+                "activation_checkpointing": options.activation_checkpointing,
+                "restarts": restarts(),
+            },
+            "data": {"name": corpus.name, "files": corpus.files, "bytes": size, "sha256": corpus.sha256},
+            "unigram_entropy": corpus.unigram_entropy,
+            "runs": rows,
+        }
+        report.show_table(content)
+        display.note("report: " + ", ".join(map(str, report.write(options.out, content))))
+    if world.size > 1:
+        dist.barrier()  # if a rank left early, its closed connections would be errors on the others
+    if len(rows) < len(runs):
+        return 128 + (interrupt.signal or signal.SIGTERM)
+    return 1 if any(row["trouble"] for row in rows) else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train. Returns the exit status: 0, 1 if a run was given up, 2 for wrong input, 128 + signal if interrupted."""
+
+    def run() -> int:
+        try:
+            return command(parse(argv))
+        except (UsageError, CheckpointError) as error:
+            if os.environ.get("RANK", "0") == "0":  # of several processes with the same error, one prints it
+                complain("train_gpt.py", str(error))
+            return 2
+
+    return with_output("train_gpt.py", run)
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = 130
+        print("train_gpt.py: interrupted", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "RANK" in os.environ:
+        os._exit(status)  # Gloo's threads can block the end of their group, and abort a Python that shuts down
+    sys.exit(status)

@@ -1,0 +1,365 @@
+"""examples/train_gpt.py from its words to its files: what it writes, what it reports, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import report as reports
+import torch
+import train_gpt
+from gpt import GPT, SIZES, Precision
+from train_runs import options, report, train
+
+import halfstep
+from halfstep.integrations import checkpoint
+from halfstep.numerics.statistics.counts import Statistics
+
+CPU = torch.device("cpu")
+SCRIPT = Path(train_gpt.__file__)
+TEXT = Path(os.__file__).read_bytes()
+
+
+def _train(text: Path, out: Path, *more: object) -> int:
+    return train("--size", "nano", "--steps", 12, "--batch", 4, "--data", text, "--out", out, *more)
+
+
+# ------------------------------------------------------------------------------------------------------ what it writes
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a comparison, with its picture."""
+    folder = tmp_path_factory.mktemp("compared")
+    (folder / "text.py").write_bytes(TEXT)
+    # the scale starts where gradients overflow, so that there is a skipped step to report
+    more = ("--precision", "compare", "--steps", 40, "--init-scale", 2.0**24, "--growth-interval", 10)
+    assert _train(folder / "text.py", folder / "out", *more) == 0
+    return folder / "out"
+
+
+def _runs(folder: Path) -> dict[str, dict[str, Any]]:
+    return {run["name"]: run for run in json.loads((folder / "report.json").read_text())["runs"]}
+
+
+def test_compare_reports_four_runs(picture: None, compared: Path) -> None:
+    assert sorted(os.listdir(compared)) == ["report.html", "report.json", "report.png"]
+    content = json.loads((compared / "report.json").read_text())
+    assert [(run["name"], run["optimizer"]) for run in content["runs"]] == [
+        ("fp32", "torch.optim.AdamW"),
+        ("bf16", "halfstep.AdamW"),
+        ("fp16", "halfstep.AdamW"),
+        ("bf16 without master", "torch.optim.AdamW"),
+    ]
+    for run in content["runs"]:
+        assert run["steps"] == len(run["train_loss"]) == 40
+        assert [one["name"] for one in run["findings"]] == ["moments-in-16-bits"] * (run["name"].endswith("master"))
+        assert run["final_val_loss"] < 4.5 < run["train_loss"][0]
+        assert run["step_ms_p50"] > run["optimizer_ms_p50"] > 0 and 0 < run["mfu"] < 1
+        assert run["tokens_per_s"] == pytest.approx(4 * 32 / run["step_ms_p50"] * 1000)
+    assert content["versions"]["halfstep"] == halfstep.__version__
+    entropy = -sum(n / len(TEXT) * math.log(n / len(TEXT)) for n in map(TEXT.count, range(256)) if n)
+    assert content["unigram_entropy"] == pytest.approx(entropy)
+
+
+def test_bytes_per_parameter_are_those_of_the_layouts(picture: None, compared: Path) -> None:
+    sizes = {
+        name: [run[f"{part}_bytes_per_param"] for part in ("param", "gradient", "optimizer")]
+        for name, run in _runs(compared).items()
+    }
+    assert sizes == {
+        "fp32": [4, 4, 8],
+        "bf16": [2, 2, 10],  # remainder 2, moments 4 + 4
+        "fp16": [2, 2, 12],  # master 4, moments 4 + 4
+        "bf16 without master": [2, 2, 4],
+    }
+
+
+def test_the_same_start_and_batches_in_every_run(picture: None, compared: Path) -> None:
+    losses = [run["train_loss"] for run in _runs(compared).values()]
+    for other in losses[1:]:
+        assert other[0] == pytest.approx(losses[0][0], rel=2e-3)
+    assert losses[1][20] == pytest.approx(losses[0][20], rel=2e-2)
+
+
+def test_skipped_steps_and_overflows_are_those_where_the_scale_fell(picture: None, compared: Path) -> None:
+    runs, page = _runs(compared), (compared / "report.html").read_text()
+    run, known = runs["fp16"], runs["fp16"]["overflow"]
+    scales = [*run["scale"], run["final_scale"]]
+    assert run["skipped_steps"] == known["skipped"] == len(run["skipped"]) > 0 and run["scale"][0] == 2.0**24
+    for step in range(1, 40):
+        assert (scales[step] < scales[step - 1]) == (step in run["skipped"])
+    assert any(after > before for before, after in pairwise(scales))
+    assert runs["bf16"]["overflow"] is runs["bf16"]["final_scale"] is None and runs["bf16"]["skipped_steps"] == 0
+    names = {name for name, _ in GPT(SIZES["nano"], Precision.on("fp16", CPU), 0).named_parameters()}
+    assert known["parameters"] and {one["name"] for one in known["parameters"]} <= names
+    assert min(one["first_step"] for one in known["parameters"]) == run["skipped"][0]
+    assert max(one["last_step"] for one in known["parameters"]) == run["skipped"][-1]
+    assert f"{known['skipped']} of 40 steps skipped" in page
+    assert all(f"<td>{one['name']}</td>" in page for one in known["parameters"])
+
+
+def test_overflows_of_ranks_are_put_together(text: Path) -> None:
+    chosen = options(init_scale=2.0**24)
+    corpus = train_gpt.read_corpus(text, 32)
+    trainer = train_gpt.Trainer(train_gpt.Run("fp16", "fp16"), chosen, corpus, train_gpt.World(CPU))
+    trainer.advance()
+    alone = trainer._overflow()["parameters"]
+
+    class Two:
+        """Two ranks with shards of the parameters, of which the other one has seen fewer steps of one and one more."""
+
+        def objects(self, value: Any) -> list[Any]:
+            return [value, [{**value[0], "inf_steps": 0, "nan_steps": 0}, {**value[0], "name": "other"}]]
+
+    trainer.world = Two()
+    found = trainer._overflow()["parameters"]
+    assert len(found) == len(alone) + 1 and alone[0] in found and "other" in {one["name"] for one in found}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_what_is_reported_is_what_the_gradients_were(
+    precision: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Statistics] = []
+    step, advance = halfstep.AdamW.step, train_gpt.Trainer.advance
+    trainers: list[train_gpt.Trainer] = []
+    monkeypatch.setattr(train_gpt.Trainer, "advance", lambda self: (trainers.append(self), advance(self))[1])
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = trainers[-1]
+        if trainer.step in (0, 10, 20):
+            scale = 1.0 if trainer.scaler is None else trainer.scaler.get_scale()
+            # In fp32, or dividing by the scale would round fp16 again.
+            named = {name: parameter.grad.float() / scale for name, parameter in trainer.plain.named_parameters()}
+            seen.append(halfstep.statistics(named, precision, errors=False))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(halfstep.AdamW, "step", watched)
+    assert _train(text, tmp_path, "--steps", 22, "--precision", precision, "--init-scale", 2.0**10) == 0
+    monkeypatch.undo()
+    run = report(tmp_path)
+    found = run["gradients"]
+    assert (found["format"], found["steps"], len(seen)) == (precision, 3, 3)
+    expected = (seen[0] + seen[1] + seen[2]).at(found["scale"])
+    assert found["scale"] == (run["final_scale"] or 1.0)
+    assert found["total"] == json.loads(json.dumps(expected.total.as_dict()))
+    assert [row["name"] for row in found["worst"]] == [row.name for row in expected.worst(5)]
+    assert found["advice"]["scale"] == halfstep.advise_scale(expected, precision).scale
+    page = (tmp_path / "report.html").read_text()
+    assert f"<h2>Gradients, {precision}</h2>" in page and "Counted in 3 steps" in page
+    assert all(f"<td>{row['name']}</td>" in page for row in found["worst"])
+
+
+def test_the_page_stands_alone_and_says_what_was_emulated(picture: None, compared: Path) -> None:
+    class Reader(HTMLParser):
+        sources: list[str] = []  # noqa: RUF012
+        cells: list[str] = []  # noqa: RUF012
+
+        def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+            assert tag not in ("script", "link", "iframe")
+            self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+
+        def handle_data(self, data: str) -> None:
+            self.cells.append(data)
+
+    reader = Reader()
+    reader.feed((compared / "report.html").read_text())
+    assert len(reader.sources) == 1 and reader.sources[0].startswith("data:image/png;base64,")
+    names = " and ".join(name for name in ("bf16", "fp16") if Precision.on(name, CPU).emulated)
+    assert any(f"the {names} matrix products were emulated" in cell for cell in reader.cells)
+    for run in _runs(compared).values():
+        assert f"{run['final_val_loss']:.4f}" in reader.cells
+    assert (compared / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_all_else_is_written_and_the_table_is_printed(
+    picture: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert _train(text, tmp_path / "out", "--precision", "fp32") == 0
+    assert sorted(os.listdir(tmp_path / "out")) == ["report.html", "report.json"]
+    printed = capsys.readouterr().out
+    assert "no report.png: pictures need matplotlib, which is not installed: pip install" in printed
+    run = report(tmp_path / "out")
+    assert run["optimizer"] == "halfstep.AdamW" and run["gradients"] is None
+    assert re.search(rf"fp32: step 12/12 +loss [0-9.]+ +validation {run['final_val_loss']:.4f} +[0-9,]+ tok", printed)
+    assert re.search(rf"fp32 +halfstep.AdamW +[0-9.]+ +{run['final_val_loss']:.4f} ", printed)
+    assert re.search(r"Unigram entropy of the text \(.*\): [0-9.]{6}\. MFU", printed)
+
+
+def test_a_run_learns(text: Path, tmp_path: Path) -> None:
+    assert _train(text, tmp_path, "--precision", "fp16", "--steps", 150, "--batch", 16) == 0
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["runs"][0]["final_val_loss"] < content["unigram_entropy"] - 0.2
+
+
+def test_a_loss_that_is_no_number_is_said_and_fails(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--lr", "1e30", "--warmup", 0, "--steps", 40, "--precision", "fp32", "--save-every", 4)
+    assert _train(text, tmp_path, *more) == 1
+    expected = r"fp32: given up: the loss was not finite for 5 steps in a row, .* use a smaller --lr than 1e\+30"
+    assert re.search(expected, capsys.readouterr().out)
+    content = (tmp_path / "report.json").read_text()
+    read = json.loads(content, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    assert read["runs"][0]["final_val_loss"] is None
+
+
+def test_the_learning_rate_rises_falls_and_ends_near_zero(text: Path) -> None:
+    chosen = options(steps=100, warmup=10, lr=1.0)
+    trainer = train_gpt.Trainer(
+        train_gpt.Run("fp32", "fp32"), chosen, train_gpt.read_corpus(text, 32), train_gpt.World(CPU)
+    )
+    rates = [trainer.rate(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5) and 0 < rates[99] < 1e-3
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    trainer.advance()
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+
+
+def test_smoothing_leaves_out_steps_without_a_loss() -> None:
+    assert reports.smooth([2.0, 4.0, None, 6.0], 2) == ([1, 2, 3, 4], [2.0, 3.0, 4.0, 6.0])
+    assert reports.smooth([None, None, 1.0], 1) == ([3], [1.0])
+
+
+# ----------------------------------------------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--steps", "0"], "argument --steps: expected an integer of at least 1, but got '0'"),
+        (["--batch", "1.5"], "but got '1.5'"),
+        (["--lr", "nan"], "argument --lr: expected a finite number above 0"),
+        (["--weight-decay", "-0.1"], "argument --weight-decay"),
+        (["--init-scale", "1000"], "expected a power of two"),
+        (["--warmup", "12", "--steps", "12"], "--warmup 12 is not below --steps 12"),
+        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
+        (["--step", "3"], "unrecognized arguments: --step 3"),  # no guessing from a prefix
+        (["--data", "/no/such/file"], "--data /no/such/file does not exist; pass a file"),
+        (["--out", "/dev/null/out"], "--out /dev/null/out cannot be written to: "),
+        (["--resume"], "there is no checkpoint below"),
+        (["--resume", "x", "--precision", "compare"], "--resume PATH with --precision compare; pass --resume alone"),
+        (["--master-weights", "split24", "--precision", "fp16"], "expected --precision bf16 with --master-weights"),
+        (["--state-dtype", "8bit", "--precision", "compare"], "where torch's optimizer has neither; pass --precision"),
+        (["--strategy", "ddp"], "type: torchrun --nproc-per-node 2 examples/train_gpt.py --strategy ddp"),
+        (["--accumulate", "3"], "to be a multiple of 3 (1 processes times --accumulate 3), but got 16"),
+    ],
+)
+def test_bad_options_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert train("--size", "nano", "--out", tmp_path / "out", *words) == 2
+    printed = capsys.readouterr()
+    assert expected in printed.err and printed.out == "" and "Traceback" not in printed.err
+    assert not list(tmp_path.rglob("*.*"))
+
+
+def test_the_batch_must_divide_and_single_must_be_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert train("--strategy", "ddp", "--batch", 16, "--out", tmp_path) == 2
+    assert "to be a multiple of 3 (3 processes times --accumulate 1), but got 16" in capsys.readouterr().err
+    assert train("--out", tmp_path) == 2
+    assert "3 processes with --strategy single; pass ddp, fsdp or zero1" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert train("--out", tmp_path) == 2
+    assert capsys.readouterr().err == ""  # rank 0 has said it
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--size", "tiny"), "size is tiny and was nano, lr is 0.003 and was 0.005"),
+        (("--precision", "compare"), "optimizer is torch.optim. and was halfstep.Ada"),
+        (("--batch", 8), "batch is 8 and was 4; pass what it began with, or start a new run"),
+        (("--state-dtype", "8bit"), "state_dtype is 8bit and was fp32"),
+        (("--data", __file__), "data is "),
+        (("--precision", "fp16"), "there is no checkpoint below"),
+    ],
+)
+def test_resuming_another_run_is_refused_and_nothing_touched(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[object, ...], expected: str
+) -> None:
+    out = tmp_path / "out"
+    precision = "fp32" if "compare" in more else "bf16"
+    assert _train(text, out, "--save-every", 6, "--precision", precision) == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert _train(text, out, "--save-every", 6, "--precision", precision, "--resume", *more) == 2
+    assert expected in capsys.readouterr().err
+    assert _train(text, out, "--save-every", 6, "--precision", precision) == 2
+    assert "already holds step-00000012; pass --resume to continue, or another --out" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_checkpoint_is_named_with_the_good_one_and_that_one_works(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert _train(text, out, "--save-every", 6) == 0
+    (_, good), (_, bad) = checkpoint.checkpoints(out / "checkpoints" / "bf16")
+    damaged = max(bad.iterdir(), key=lambda file: file.stat().st_size)
+    whole = damaged.read_bytes()
+    damaged.write_bytes(bytes([*whole[:-1], whole[-1] ^ 1]))
+    capsys.readouterr()
+    assert _train(text, out, "--save-every", 6, "--resume") == 2
+    error = capsys.readouterr().err
+    assert f"checkpoint {bad} cannot be used" in error and f"{good} is good" in error
+    damaged.write_bytes(whole[:-1000])  # which is seen without reading it
+    assert _train(text, out, "--save-every", 6, "--resume") == 0
+    assert "bf16: continuing after step 6" in capsys.readouterr().out
+    assert checkpoint.newest(out / "checkpoints" / "bf16") == bad  # written again
+    assert _train(text, tmp_path / "other", "--resume", out) == 0
+    assert "bf16: continuing after step 12" in capsys.readouterr().out
+    assert _train(text, tmp_path / "other", "--precision", "fp16", "--resume", out) == 2
+    assert f"--resume {out} has no checkpoint of 'fp16'; pass a checkpoint" in capsys.readouterr().err
+
+
+def test_names_of_files_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = tmp_path / "\x1b]0;owned\x07\x1b[2J<b>.py", tmp_path / "\x1b[8mout\nreport: "
+    text.write_bytes(TEXT)
+    assert _train(text, out, "--save-every", 6) == 0
+    assert _train(text, out, "--save-every", 6) == 2
+    printed = "".join(capsys.readouterr())
+    assert r"\x1b]0;owned\x07\x1b[2J<b>.py: " in printed
+    assert "<b>" not in (out / "report.html").read_text()
+    assert rf"report: {tmp_path}/\x1b[8mout\nreport: /report.json" in printed
+    assert all(sign.isprintable() or sign == "\n" for sign in printed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_after_the_step_and_the_run_resumes(text: Path, tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "out"
+    words = [SCRIPT, "--size", "nano", "--steps", 1_000_000, "--batch", 4, "--data", text, "--out", out]
+    words += ["--save-every", 100_000, "--validate-every", 2]
+    errors = tmp_path / "errors"
+    program = forks.Program(words, errors=errors)
+    with program.stdout:
+        for line in program.stdout:
+            if "bf16: step" in line:
+                break
+        program.send_signal(number)
+        output = program.stdout.read()
+    assert program.wait(timeout=60) == 128 + number
+    assert "Traceback" not in errors.read_text()
+    ((step, path),) = checkpoint.checkpoints(out / "checkpoints" / "bf16")
+    assert f"stopped by {number.name} after step {step}; continue with --resume" in output
+    assert checkpoint.load(path)["step"] == step
