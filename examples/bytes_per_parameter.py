@@ -28,6 +28,7 @@ from rich.table import Table
 
 import halfstep
 from halfstep.integrations.release import step_in_backward
+from halfstep.numerics.planning import layout
 
 BF16 = torch.bfloat16
 EXACT, ROUNDED, NONE, WEIGHTS = "exact fp32 master", "24-bit master", "no master", "fp32 weights"
@@ -86,6 +87,9 @@ OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Callable[[torch.nn.Module], Any]]
     ("bitsandbytes AdamW8bit", BF16, NONE, _bitsandbytes),
     ("torchao AdamW8bit", BF16, NONE, _torchao),
 )
+
+# The rows of `halfstep plan` for those that need a GPU.
+PLANNED = {"flashoptim": ("flashoptim-24", "bf16")}
 
 
 def _storages(values: Iterable[Any]) -> dict[int, int]:
@@ -162,12 +166,14 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in result["rows"] if row["bytes"] is not None]
+    rows = [row for row in result["rows"] if row["bytes"] or row.get("planned")]
     colors = {EXACT: "#1b6ca8", WEIGHTS: "#7f8c8d", ROUNDED: "#e08e0b"}
     figure, axes = pyplot.subplots(figsize=(8, 0.34 * len(rows) + 1.1), layout="constrained")
-    names, amounts = [row["optimizer"] for row in rows], [row["bytes"] for row in rows]
+    names, amounts = [row["optimizer"] for row in rows], [row["bytes"] or row["planned"] for row in rows]
     bars = axes.barh(names, amounts, color=[colors.get(row["master"], "#c9b3a5") for row in rows])
-    axes.bar_label(bars, [f"{row['bytes']:.2f}  {row['master']}" for row in rows], padding=3, fontsize=9)
+    notes = [row["master"] + (", planned" if row["bytes"] is None else "") for row in rows]
+    labels = [f"{amount:.2f}  {note}" for amount, note in zip(amounts, notes, strict=True)]
+    axes.bar_label(bars, labels, padding=3, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max(amounts))
     axes.set_title("Bytes per parameter: weights, gradients and optimizer states", loc="left", fontsize=11)
@@ -200,6 +206,7 @@ def main() -> None:
                     warnings.simplefilter("ignore")  # those of peers
                     row["bytes"], row["ms"] = measure(dtype, make, device, layers, width, options.steps)
             except Exception as error:  # of a peer: reported, and the others are measured
+                row["planned"] = float(layout(*PLANNED[name]).per_parameter()) if name in PLANNED else None
                 row["reason"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
             rows.append(row)
         result = {
