@@ -567,7 +567,7 @@ def check(
     device = tensors[0].device
     if tables is None:
         fits = out is None or out.flags.numel() == len(tensors)
-        in_order = places is None or type(places) is range
+        in_order = places is None or places == range(len(tensors))
         tables = _list_table(tensors) if fits and in_order and in_memory is not False else []
     if in_memory is None:
         in_memory = bool(tables) or all_have_memory(tensors)

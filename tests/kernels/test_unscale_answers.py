@@ -314,5 +314,7 @@ def test_tensors_may_have_places_of_their_own_among_the_flags(name: str) -> None
         unscale.check(here, out=out, tally=tally, places=[4, 0, 1])
         assert out.flags.tolist() == [0, HAS_NAN, 0, 0, HAS_INF, 0]
         assert counts[:, 3].tolist() == [0, 1, 0, 0, 1, 0]
+        of_one_dtype = [here[0], torch.ones(2, device=device), here[2]]
+        assert unscale.check(of_one_dtype, places=range(2, -1, -1)).flags.tolist() == [HAS_NAN, 0, HAS_INF]
         unscale.check(here[1:2], out=out, places=[3])
         assert out.flags.tolist() == [0] * 6 and out.found_inf.item() == 0
