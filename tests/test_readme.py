@@ -73,6 +73,13 @@ def test_the_two_line_change_trains() -> None:
     assert not torch.equal(before, model.weight)
 
 
+def test_the_script_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    (script,) = blocks(ROOT / "README.md", "python")
+    torch.manual_seed(0)
+    exec(script.replace("range(300)", "range(60)"), {})
+    assert float(capsys.readouterr().out.removeprefix("loss ")) < 0.01
+
+
 def test_names_in_the_table_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w/])halfstep\.(\w[\w.]*\w)", readme))
@@ -92,7 +99,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
     for name in FILE.findall(text):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`([\w]+\.py)\b", text):  # by name alone: examples, tests, and what they share
-        if name == "train.py":  # the user's own
+        if name in ("train.py", "my_cases.py"):  # the user's own
             continue
         assert [*(ROOT / "tests").rglob(name), *(ROOT / "examples").rglob(name)], name
 
