@@ -287,7 +287,7 @@ def compare(operations: Operations, setting: tuple[str, dict[str, Any], bool], s
         AssertionError: a bit differs.
     """
     # With a scale on the other device, torch's fused optimizers are not called for a skipped step.
-    # torch's clipping, which our scaler calls for its optimizers, adds the norms of one device after those of the other.
+    # torch's clipping, which our scaler calls for its optimizers, adds the norms of one device after the other's.
     reordered = setting[0] == "torch's AdamW on both" and "clip" in dict(operations)
     on_cpu = not setting[0].startswith("torch's fused") and not reordered
     different = in_every_order(partial(executed, operations, setting), seed, on_cpu)
