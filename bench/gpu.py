@@ -1,10 +1,11 @@
 """``halfstep bench gpu``: check and measure halfstep on this machine's GPU. Every minute of it is of use.
 
 Each check runs in a process of its own, which is ended if it takes more than a minute, and appends its outcome to
-``checks.jsonl`` in the folder of results, on the disk, before the next one starts. In order: versions, driver and copy
-bandwidth; what our PTX assumes of the GPU's arithmetic; the bits of every layout of the optimizer and of the other
-kernels; AMP steps, eager, captured and on two streams, none of which may wait for the GPU; the tests marked gpu of a
-checkout; and times, those of the largest tensors first and what ``torch.compile`` has to compile last.
+``checks.jsonl`` in the folder of results, on the disk. In order: versions, driver and copy bandwidth; what our PTX
+assumes of the GPU's arithmetic, the bits of every layout of the optimizer and of the other kernels, and AMP steps,
+eager, captured and on two streams, none of which may wait for the GPU, several of these at a time where there are
+processors for it; the times of optimizer steps; the tests marked gpu of a checkout; and the other times, those of the
+largest tensors first and what ``torch.compile`` has to compile last.
 
 The command ends after ``--minutes``, and the next call continues where it ended, or was killed: outcomes of other code
 or versions do not count. Two calls of nine minutes are enough. It needs torch, Triton and numpy, and runs in a checkout
@@ -23,10 +24,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -40,6 +42,8 @@ from halfstep.cli.numbers import above_zero
 from halfstep.cli.terminal import show
 
 LIMIT = 60.0  # seconds of a check, compiling included
+SIDE_BY_SIDE = max(1, min(4, (os.cpu_count() or 1) // 4))  # checks at a time; each computes its reference on the CPU
+HEADLINE = 8  # times that come before the tests
 LIMITS = {TESTS: 60 * TEST_MINUTES + 30}
 PROCESS = [sys.executable, "-m", "halfstep.bench.gpu_checks"]
 
@@ -62,13 +66,34 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _run_checks(names: Sequence[str], file: Path, quick: bool, end: float) -> None:
+def _run_side_by_side(names: Sequence[str], file: Path, quick: bool, end: float) -> None:
+    """Run checks in a process each, several at a time, which share the processors."""
+    threads = {"OMP_NUM_THREADS": str((os.cpu_count() or 1) // SIDE_BY_SIDE)} if SIDE_BY_SIDE > 1 else {}
+    interrupted = Event()
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        running = [pool.submit(_run_checks, [name], file, quick, end, threads, interrupted) for name in names]
+        try:
+            for one in running:
+                one.result()
+        except BaseException:
+            interrupted.set()
+            raise
+
+
+def _run_checks(
+    names: Sequence[str],
+    file: Path,
+    quick: bool,
+    end: float,
+    variables: Mapping[str, str] | None = None,
+    interrupted: Event | None = None,
+) -> None:
     """Run checks in one process, and in another one what is left after a check that took too long or ended it."""
-    pending = list(names)
-    while pending and time.monotonic() < end:
+    pending, interrupted = list(names), interrupted or Event()
+    while pending and time.monotonic() < end and not interrupted.is_set():
         offset = file.stat().st_size if file.exists() else 0
         command = [*PROCESS, str(file), str(int(quick)), *pending]
-        process = subprocess.Popen(command, env=_environment(), start_new_session=True)
+        process = subprocess.Popen(command, env={**_environment(), **(variables or {})}, start_new_session=True)
         left, since, why = pending, time.monotonic(), ""
         try:
             while not why:
@@ -76,7 +101,7 @@ def _run_checks(names: Sequence[str], file: Path, quick: bool, end: float) -> No
                 before, left = left, [name for name in pending if name not in gpu_checks.records(file, offset)]
                 if ended:
                     why = f"its process ended with status {process.returncode}"
-                elif now > end:
+                elif now > end or interrupted.is_set():
                     return
                 elif len(left) < len(before):
                     since = now
@@ -108,8 +133,8 @@ def _run(options: argparse.Namespace) -> int:
     end = time.monotonic() + 60 * options.minutes
     if not torch.cuda.is_available():
         raise UsageError(
-            "no GPU: torch.cuda.is_available() is False. Use halfstep bench run to measure on the CPU, halfstep bench "
-            "host for the host's time of a step, or halfstep bench audit to audit the compiled kernels"
+            "no GPU: torch.cuda.is_available() is False. Use halfstep bench run to measure on the CPU, or "
+            "halfstep bench audit to audit the compiled kernels"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     about = run_report.environment(device)
@@ -124,9 +149,13 @@ def _run(options: argparse.Namespace) -> int:
         (name for name in every if before.get(name) not in DONE), key=lambda name: before.get(name) == STOPPED
     )
     print(f"{about['device']}: {len(every) - len(left)} of {len(every)} checks and times are in {file}", flush=True)
-    for _, names in groupby(left, lambda name: name if name in checks else ""):
-        if time.monotonic() < end:
-            _run_checks(list(names), file, options.quick, end)
+    alone = [name for name in left if name == "machine"]
+    together = [name for name in left if name in checks and name not in ("machine", TESTS)]
+    times = [name for name in left if name not in checks]
+    _run_checks(alone, file, options.quick, end)
+    _run_side_by_side(together, file, options.quick, end)
+    for names in (times[:HEADLINE], [name for name in left if name == TESTS], times[HEADLINE:]):
+        _run_checks(names, file, options.quick, end)
     records = gpu_checks.records(file)
     rest = sum(name not in records or records[name]["status"] not in DONE for name in every)
     machine = records.get("machine", {}).get("detail") or {"copy_gb_per_s": 0.0}

@@ -29,7 +29,7 @@ def test_without_a_gpu_it_says_what_to_use_instead(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main(["--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
-    assert "no GPU" in message and "halfstep bench run" in message and "halfstep bench host" in message
+    assert "no GPU" in message and "halfstep bench run" in message and "halfstep bench audit" in message
     assert not (tmp_path / "out").exists()
 
 
