@@ -22,7 +22,7 @@ ON_GPU := $(BIN)/pytest -q --numprocesses $(WORKERS) --maxprocesses 2 --dist loa
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test unit-tests trainers docs software-gpu coverage exhaustive soak versions lint audit bounds clean
+.PHONY: help demo test unit-tests trainers wheels docs software-gpu coverage exhaustive soak versions lint audit bounds clean
 
 help:
 	@echo "make demo        train a small GPT in fp32, bf16 and fp16, and compare them: $(OUT)/report.html"
@@ -37,6 +37,7 @@ help:
 	@echo "make lint        ruff and mypy"
 	@echo "make audit       compile every kernel for four GPU generations, without a GPU"
 	@echo "make bounds      record what they compile to as bounds for the tests, and in docs/performance.md"
+	@echo "make wheels      dist/: the sdist, and the wheel with the CPU kernels compiled for three levels of x86-64 (a minute)"
 	@echo "make clean       delete build products and caches; leaves $(VENV), $(TRAINERS), $(DOCS) and out"
 
 $(BIN)/python:
@@ -70,6 +71,9 @@ unit-tests: $(VENV)/.test
 # Also each kernel as compiled for one GPU, which `make software-gpu` does too.
 test: unit-tests
 	$(ON_GPU) sm_90 --dist load -k every_kernel tests/software_gpu/test_kernels.py
+
+wheels: $(VENV)/.test
+	HALFSTEP_PREBUILT=required $(BIN)/python -m build --no-isolation
 
 # In an environment of their own, because they are many packages and none that the other tests need.
 $(TRAINERS)/.installed: pyproject.toml constraints.txt

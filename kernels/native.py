@@ -1,16 +1,12 @@
 """Compile and load the C++ implementations of the kernels for the CPU.
 
 A kernel family, the module or package `name`, may have a file `name.cpp` beside or in it, with a C interface of
-pointers, sizes and numbers. It is compiled at its first use with the compiler of the machine (2 to 6 s), stored in the
-user's cache folder and loaded with ctypes. Without a compiler there is no library, and the reference runs instead: the
-same bits, but slower.
+pointers, sizes and numbers. A wheel brings it compiled (compiler.py); otherwise it is compiled at its first use with
+the compiler of the machine (2 to 6 s), stored in the user's cache folder and loaded with ctypes. Without a compiler
+there is no library, and the reference runs instead: the same bits, but moments of 8 bits take 260 times as long.
 
 Loading a library runs its code, so it must be the one that was compiled here: folders and files that others can write
 to are not used, and the name of a library ends in a digest of its content, which detects truncated and damaged files.
-
-The compiler flags keep IEEE semantics, so that the bits are those of the reference: no contraction to FMA, no
-reassociation, correctly rounded division and square root. ``-fno-math-errno -fno-trapping-math`` only affect errno and
-the floating-point exception flags.
 """
 
 from __future__ import annotations
@@ -35,9 +31,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from halfstep.kernels.compiler import EXACT, compiler, prebuilt
+
 _HERE = Path(__file__).resolve().parent
-_EXACT = ["-std=c++17", "-O3", "-fno-fast-math", "-fPIC", "-shared", "-ffp-contract=off"]
-_EXACT += ["-fno-math-errno", "-fno-trapping-math"]
+_SHARED = [*EXACT, "-shared"]
 _COMPILATION = "compilation-"  # how the names of folders begin in which a compiler works
 _LONGEST = 300  # seconds that a compilation may take
 _logger = logging.getLogger("halfstep")
@@ -48,20 +45,6 @@ def _flag_sets() -> list[list[str]]:
     tuned = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     wide = "-mprefer-vector-width=512"  # no effect on CPUs without AVX-512, and refused where it is not known
     return [[tuned, wide, "-fopenmp"], [tuned, "-fopenmp"], [tuned], ["-fopenmp"], []]
-
-
-def compiler() -> list[str] | None:
-    """The command of the C++ compiler as a list of words; None if there is none.
-
-    It is ``$CXX``, split as a shell would split it (``g++ -O2``, ``ccache g++``), or the first of g++, clang++ and c++
-    that is installed.
-    """
-    wished = os.environ.get("CXX")
-    try:
-        candidates = [shlex.split(wished)] if wished else [["g++"], ["clang++"], ["c++"]]
-    except ValueError:  # a quotation mark is missing
-        return None
-    return next(([path, *rest] for name, *rest in filter(None, candidates) if (path := shutil.which(name))), None)
 
 
 def cache_folder() -> Path:
@@ -171,7 +154,7 @@ def _build(source: Path, target: Path, command: list[str]) -> str:
     complaint = ""
     for flags in _flag_sets():
         done = subprocess.run(
-            [*command, *_EXACT, *flags, str(source), "-o", str(target)],
+            [*command, *_SHARED, *flags, str(source), "-o", str(target)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -236,15 +219,29 @@ def _add(folder: Path, name: str, source: Path, command: list[str]) -> ctypes.CD
         return f"{target} does not load: {error}"
 
 
+def _of_the_wheel(source: Path) -> ctypes.CDLL | None:
+    """The library of a source that came with the wheel; None if there is none that loads."""
+    for path in prebuilt(source):
+        import torch  # noqa: F401  # which brings the functions of OpenMP
+
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            _logger.info("%s does not load: %s", path, error)
+    return None
+
+
 def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     """The loaded library, or the reason why there is none."""
+    if (library := _of_the_wheel(source)) is not None:
+        return library
     if sys.platform == "win32":
         return "compiled CPU kernels are not supported on Windows"
     command = compiler()
     if command is None:
         return f"no C++ compiler found (CXX is {os.environ.get('CXX')!r}; looked for g++, clang++, c++)"
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-    made_by = (_EXACT, _flag_sets(), command[1:], version, _cpu_identity())
+    made_by = (_SHARED, _flag_sets(), command[1:], version, _cpu_identity())
     headers = [header.read_bytes() for header in sorted(_HERE.glob("*.h"))]  # the source includes some of them
     parts = [source.read_bytes(), *headers, repr(made_by).encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
@@ -307,7 +304,8 @@ def library(family: str) -> ctypes.CDLL | None:
     if isinstance(result, str):
         warnings.warn(
             f"halfstep's compiled CPU kernels for {family} are not available: {result}. The eager reference runs "
-            "instead: same bits, slower. Install a C++ compiler or point CXX at one.",
+            "instead: same bits, but a step with moments of 8 bits takes 260 times as long. Install a C++ compiler or "
+            "point CXX at one.",
             RuntimeWarning,
             stacklevel=3,
         )

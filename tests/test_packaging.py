@@ -5,6 +5,9 @@ Nothing is downloaded: the new environments see this one's packages, torch among
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +17,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from halfstep.kernels import compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("kernels", "numerics", "integrations", "bench")
@@ -170,3 +175,39 @@ def test_the_audit_says_that_it_needs_triton() -> None:
     )
     assert done.stdout.strip() == "2"
     assert "triton is not installed: pip install triton" in done.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(platform.machine() not in compiler.LEVELS or sys.platform != "linux", reason="holds no libraries")
+def test_a_wheel_with_libraries_needs_no_compiler(tree: Path, tmp_path: Path) -> None:
+    """Every family and level gives the golden digests; of the levels, those that this CPU can run."""
+    build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, tree)
+    subprocess.run([*map(str, build)], check=True, env={**os.environ, "HALFSTEP_PREBUILT": "required"}, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"halfstep-.*-py3-none-linux_.*\.whl", wheel.name)
+    names = [Path(name).name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    families = {source.stem for source, _ in compiler.libraries(platform.machine())}
+    levels = compiler.LEVELS[platform.machine()]
+    assert sorted(name.rpartition("-")[0] for name in names) == sorted(
+        f"{f}-{level}" for f in families for level in levels
+    )
+    environment(tmp_path / "fresh", wheel)
+    (site,) = (tmp_path / "fresh").glob("lib/python*/site-packages")
+    for level, (_, needed) in levels.items():
+        if compiler._cpu_flags().issuperset(needed):
+            variables = {"CXX": "/nonexistent", "HALFSTEP_CPU_LEVEL": level, "PYTHONPATH": str(site)}
+            tests = [
+                ROOT / "tests" / "test_golden.py",
+                "-k",
+                "native",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--rootdir",
+                ROOT,
+            ]
+            command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", *tests]
+            done = subprocess.run(
+                [*map(str, command)], env=os.environ | variables, cwd=tmp_path, capture_output=True, text=True
+            )
+            assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, find, in_order
-from halfstep.kernels import native
+from halfstep.kernels import compiler
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
 # Interfaces that reach no other machine.
@@ -69,7 +69,7 @@ class Machine:
             gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
             gpu_files=any(Path(name).exists() for name in ("/dev/nvidia0", "/dev/kfd")),
             cuda=torch.version.cuda or getattr(torch.version, "hip", None),
-            compiler=native.compiler() is not None,
+            compiler=compiler.compiler() is not None,
             versions=versions,
             interfaces=tuple(name for _, name in socket.if_nameindex()),
             shared_memory=shutil.disk_usage(shm).total if shm.is_dir() else None,
