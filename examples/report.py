@@ -74,6 +74,27 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def outcome(content: dict[str, Any]) -> str:
+    """What the runs show beside fp32, in one sentence; empty if there is no fp32 run to compare with."""
+
+    def kept(run: Mapping[str, Any]) -> str:
+        return f"{sum(run[f'{part}_bytes_per_param'] for part in ('param', 'gradient', 'optimizer')):.3g}"
+
+    finished = [run for run in content["runs"] if run["final_val_loss"] is not None]
+    base = next((run for run in finished if run["precision"] == "fp32"), None)
+    if base is None or len(finished) < 2:
+        return ""
+    loss = base["final_val_loss"]
+    others = [
+        f"{run['name']} {100 * (run['final_val_loss'] / loss - 1):+.2f} % ({kept(run)})"
+        for run in finished
+        if run is not base
+    ]
+    return (
+        f"Validation loss against fp32's {loss:.4f}, and bytes per parameter (fp32: {kept(base)}): {', '.join(others)}."
+    )
+
+
 def sentence(content: dict[str, Any]) -> str:
     """About the text, with the unigram entropy to compare losses with, and about MFU."""
     data, peaks = content["data"], sorted({run["peak"]["source"] for run in content["runs"]})
@@ -107,6 +128,8 @@ def overflow_of(run: Mapping[str, Any]) -> tuple[str, list[tuple[Any, ...]]]:
 def show_table(content: dict[str, Any]) -> None:
     """Print the table, the parameters that overflowed, and notes."""
     head, rows = cells(content)
+    if said := outcome(content):
+        say(said)
     show(Table(head, rows, range(2, len(head)), ruled=True))
     say(sentence(content))
     for run in content["runs"]:
@@ -228,14 +251,16 @@ def draw_bytes(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
 # ---------------------------------------------------------------------------------------------------------------- page
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; } h2 { font-size: 1.15em; margin-top: 2em; }
 img { max-width: 100%; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.85em; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.35em 0.7em; text-align: right; border-bottom: 1px solid #e2e2e2; vertical-align: bottom; }
+th, td { padding: 0.35em 0.7em; text-align: right; border-bottom: 1px solid #8884; vertical-align: bottom; }
 th:first-child, td:first-child, .left td, .left th { text-align: left; }
-.note { background: #fff6e5; border-left: 4px solid #d55e00; padding: 0.6em 1em; }
+.outcome { font-size: 1.15em; }
+.note { background: light-dark(#fff6e5, #3a2a10); border-left: 4px solid #d55e00; padding: 0.6em 1em; }
 """
 
 
@@ -272,7 +297,8 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
     """report.html: a single file with the picture and all tables."""
     runs = content["runs"]
     troubles = [f"{run['name']}: {run['trouble']}" for run in runs if run["trouble"]]
-    parts = [f'<p class="note">{text(note)}</p>' for note in (*troubles, *notes(content))]
+    parts = [f'<p class="outcome">{text(said)}</p>' for said in [outcome(content)] if said]
+    parts += [f'<p class="note">{text(note)}</p>' for note in (*troubles, *notes(content))]
     parts += [
         table(*cells(content)),
         f"<p>{text(sentence(content))} Bytes are those of the tensors in one process.</p>",
@@ -292,7 +318,8 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
         rows = [(name.replace("_", " "), value) for name, value in content[title].items()]
         parts += [f"<h2>{title.capitalize()}</h2>", table((), rows, "left")]
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>train_gpt.py</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>train_gpt.py</title>'
         f"<style>{STYLE}</style></head><body><h1>train_gpt.py</h1>{''.join(parts)}</body></html>\n"
     )
 

@@ -93,6 +93,16 @@ def test_the_same_start_and_batches_in_every_run(picture: None, compared: Path) 
     assert losses[1][20] == pytest.approx(losses[0][20], rel=2e-2)
 
 
+def test_the_report_begins_with_what_was_shown(compared: Path) -> None:
+    runs, page = _runs(compared), (compared / "report.html").read_text()
+    said = page.partition('<p class="outcome">')[2].partition("</p>")[0]
+    change = 100 * (runs["bf16"]["final_val_loss"] / runs["fp32"]["final_val_loss"] - 1)
+    assert "bytes per parameter (fp32: 16)" in said and f"bf16 {change:+.2f} % (14)" in said
+    assert page.index('class="outcome"') < page.index("<table")
+    alone = {"runs": [run for run in runs.values() if run["precision"] != "fp32"]}
+    assert reports.outcome(alone) == ""
+
+
 def test_skipped_steps_and_overflows_are_those_where_the_scale_fell(picture: None, compared: Path) -> None:
     runs, page = _runs(compared), (compared / "report.html").read_text()
     run, known = runs["fp16"], runs["fp16"]["overflow"]
