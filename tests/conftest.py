@@ -15,6 +15,7 @@ from unittest import mock
 import numpy
 import pytest
 import quick_interpreter
+import rank_processes
 import torch
 import torch.distributed as dist
 
@@ -77,14 +78,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         LAUNCHED.update(gpu.installed().launched)
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["launched"] = dict(LAUNCHED)
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["crashes"] = rank_processes.CRASHES
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     LAUNCHED.update(getattr(node, "workeroutput", {}).get("launched", {}))
+    rank_processes.CRASHES.extend(getattr(node, "workeroutput", {}).get("crashes", ()))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for crash in rank_processes.CRASHES:
+        terminalreporter.write_line(f"a rank crashed, and the ranks ran once more: {crash}")
     if LAUNCHED:
         kernels = ", ".join(f"{name} {count}" for name, count in sorted(LAUNCHED.items()))
         terminalreporter.write_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import os
@@ -48,19 +49,41 @@ def run(function: Callable[..., Any], world: int, *arguments: Any, join: bool = 
     The ranks have the environment of this process and the variables of torchrun. With `join` they form a process group
     with gloo. With `fresh` each is a new interpreter, with another order of sets.
 
+    torch's threads for gloo crash now and then (in malloc, after hours of tests), which is not what is tested: where a
+    signal ends a rank, all ranks run once more, and the end of the session tells (`CRASHES`).
+
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback. The other ranks are ended.
+        torch.multiprocessing.ProcessExitedException: a signal ended a rank, twice.
     """
+    try:
+        return _run(function, world, arguments, join, fresh)
+    except torch.multiprocessing.ProcessExitedException as error:
+        if error.signal_name not in ("SIGSEGV", "SIGABRT", "SIGBUS"):
+            raise
+        CRASHES.append(f"{function.__module__}.{function.__qualname__}: {error}; {error.__notes__[0]}")
+    return _run(function, world, arguments, join, fresh)
+
+
+CRASHES: list[str] = []  # of ranks, in this process
+
+
+def _run(function: Callable[..., Any], world: int, arguments: tuple[Any, ...], join: bool, fresh: bool) -> list[Any]:
     if not fresh:
         forks.serve()
     with tempfile.TemporaryDirectory() as folder, ports(1) as (port,):
         places = environments(world, port)
-        torch.multiprocessing.start_processes(
-            _rank,
-            (places, function.__module__, function.__qualname__, arguments, world if join else 0, folder),
-            nprocs=world,
-            start_method="spawn" if fresh else "forkserver",
-        )
+        try:
+            torch.multiprocessing.start_processes(
+                _rank,
+                (places, function.__module__, function.__qualname__, arguments, world if join else 0, folder),
+                nprocs=world,
+                start_method="spawn" if fresh else "forkserver",
+            )
+        except torch.multiprocessing.ProcessExitedException as error:
+            stacks = _stacks(folder, error.error_index)
+            error.__notes__ = [stacks.read_text() if stacks.exists() else "no stacks"]  # add_note is of Python 3.11
+            raise
         return [torch.load(_answer(folder, rank), weights_only=True) for rank in range(world)]
 
 
@@ -80,6 +103,11 @@ def _answer(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.pt"
 
 
+def _stacks(folder: str, rank: int) -> Path:
+    """Where a rank that crashes writes the stacks of its threads."""
+    return Path(folder) / f"rank{rank}.stacks"
+
+
 def _rank(
     rank: int,
     environments: list[dict[str, str]],
@@ -90,6 +118,7 @@ def _rank(
     folder: str,
 ) -> None:
     """One rank. It imports the function after its environment is set."""
+    faulthandler.enable(open(_stacks(folder, rank), "w"))
     os.environ.clear()
     os.environ.update(environments[rank])
     torch.set_num_threads(1)
