@@ -80,7 +80,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         complaint = native._build(source, target, command)
         assert not complaint, complaint
     else:
-        subprocess.run([*command, *native._EXACT, *FLAGS[request.param], str(source), "-o", str(target)], check=True)
+        subprocess.run([*command, *native._SHARED, *FLAGS[request.param], str(source), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
 
 
