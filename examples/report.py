@@ -252,12 +252,13 @@ def draw_bytes(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
 
 STYLE = """
 :root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 1280px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.6em; } h2 { font-size: 1.15em; margin-top: 2em; }
 img { max-width: 100%; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.85em; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.35em 0.7em; text-align: right; border-bottom: 1px solid #8884; vertical-align: bottom; }
+td { white-space: nowrap; } .left td { white-space: normal; }
 th:first-child, td:first-child, .left td, .left th { text-align: left; }
 .outcome { font-size: 1.15em; }
 .note { background: light-dark(#fff6e5, #3a2a10); border-left: 4px solid #d55e00; padding: 0.6em 1em; }
