@@ -96,8 +96,8 @@ def prebuilt(source: Path) -> list[Path]:
     levels = LEVELS.get(platform.machine(), {})
     if wished not in ("", "native", *levels):
         raise ValueError(
-            f"Expected HALFSTEP_CPU_LEVEL to be one of {', '.join(levels)} or native, but got {wished!r}: unset it for "
-            "the best that this CPU can run"
+            f"Expected HALFSTEP_CPU_LEVEL to be one of {', '.join([*levels, 'native'])}, but got {wished!r}: "
+            "unset it for the best that this CPU can run"
         )
     if wished == "native" or not FOLDER.is_dir():
         return []

@@ -45,7 +45,7 @@ def test_the_fastest_that_the_cpu_can_run_comes_first(folder: Path, monkeypatch:
     monkeypatch.setenv("HALFSTEP_CPU_LEVEL", "native")
     assert levels() == []
     monkeypatch.setenv("HALFSTEP_CPU_LEVEL", "v5")
-    with pytest.raises(ValueError, match="HALFSTEP_CPU_LEVEL to be one of v4, v3, v2 or native, but got 'v5'"):
+    with pytest.raises(ValueError, match="HALFSTEP_CPU_LEVEL to be one of v4, v3, v2, native, but got 'v5'"):
         levels()
 
 

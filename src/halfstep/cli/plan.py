@@ -358,8 +358,8 @@ def _several(given: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
     return gpus, strategies
 
 
-def planned(given: argparse.Namespace) -> dict[str, Any]:
-    """The content of ``--json`` for the options of the command.
+def planned(given: argparse.Namespace, with_ways: bool = True) -> dict[str, Any]:
+    """The content of ``--json`` for the options of the command; `with_ways`, with the ways to fit.
 
     Raises:
         ValueError: an option is refused.
@@ -383,7 +383,7 @@ def planned(given: argparse.Namespace) -> dict[str, Any]:
     else:
         plans = compared(given.compare, arguments, gpus, strategies)
     largest, ways = None, []
-    if given.compare is None and gpu is not None:
+    if with_ways and given.compare is None and gpu is not None:
         ways = ways_to_fit(usable(gpu, given.reserve), **arguments)
     if given.fit != "none" and gpu is not None:
         if given.compare is not None:

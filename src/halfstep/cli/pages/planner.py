@@ -152,9 +152,9 @@ def _parsed(state: State) -> argparse.Namespace:
     return options
 
 
-def _content(state: State) -> dict[str, Any]:
+def _content(state: State, with_ways: bool = True) -> dict[str, Any]:
     """The JSON of ``halfstep plan`` for a state."""
-    return command.planned(_parsed(state))
+    return command.planned(_parsed(state), with_ways)
 
 
 def _chosen(state: State, name: str) -> str:
@@ -476,7 +476,7 @@ def _figures(state: State, plan: dict[str, Any]) -> list[list[str]]:
 def _largest(state: State, what: str) -> list[str]:
     """The largest that fits, and its unit."""
     try:
-        plan = _content({**state, "fit": what})["fit"]["plan"]
+        plan = _content({**state, "fit": what}, with_ways=False)["fit"]["plan"]
     except ValueError:
         return ["no limit", "everything is on the host"]
     if plan is None:
